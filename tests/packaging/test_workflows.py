@@ -87,6 +87,17 @@ def test_every_night_compiles_and_runs_the_kernels_with_the_versions_of_gpu_mach
     assert importlib.util.find_spec(module) is not None and (ROOT / file).is_file()
 
 
+def test_every_night_loads_grown_directories_in_other_software():
+    job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["outside"]
+    setup, install, check = (x["run"] for x in job["steps"] if "run" in x)
+    assert setup == "make setup"
+    assert {"transformers", "ctranslate2", "onnxruntime"} <= set(re.findall(r"(\w+)==", install))
+    assert re.search(r"transformers==4\.57\.", install)
+    module, folder = re.fullmatch(r"\.venv/bin/python -m (\S+) --packages (\S+)", check).groups()
+    assert importlib.util.find_spec(module) is not None
+    assert f"--target {folder} " in install
+
+
 def test_every_supported_python_is_tested():
     classified = [line.rpartition(":: ")[2] for line in PROJECT["classifiers"]]
     supported = [version for version in classified if re.fullmatch(r"3\.\d+", version)]

@@ -1,0 +1,250 @@
+"""Loads grown directories in software that does not share code with growkern, and compares them.
+
+    python -m bench.outside --packages DIR
+
+DIR holds transformers 4.57, ctranslate2, onnx and onnxruntime, which growkern does not need:
+
+    pip install --target DIR "transformers==4.57.*" ctranslate2 onnx onnxscript onnxruntime
+
+A tiny source of each family is grown in several ways. A process that sees the packages of DIR loads
+source and target in each runtime and compares the two outputs there. Exit 1 if they differ, if a
+runtime that loads the source refuses the target, or if a runtime loads nothing at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+TOKENS = 60
+# float32 through a few layers; a wrong theta, scale or window is off by 1e-2 and more
+LARGEST = 1e-4
+SIZES = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+BOTH = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "rope_parameters": PARTIAL}),
+    "llama": ("LlamaForCausalLM", {**GROUPED, "rope_parameters": LLAMA3}),
+    "mistral": ("MistralForCausalLM", {**GROUPED, **ROPE, "sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {**GROUPED, **ROPE}),
+    "qwen3": ("Qwen3ForCausalLM", {**GROUPED, **ROPE, "head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, **ROPE, **GEMMA}),
+    "gemma3_text": ("Gemma3ForCausalLM", {**GROUPED, **GEMMA, "rope_parameters": BOTH}),
+    "olmo2": ("Olmo2ForCausalLM", {**GROUPED, **ROPE}),
+    "phi3": ("Phi3ForCausalLM", {**GROUPED, "rope_parameters": PARTIAL}),
+    "bert": ("BertForMaskedLM", SIZES),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**SIZES, "cls_token_id": 1, "sep_token_id": 2, "rope_parameters": BOTH},
+    ),
+}
+GROWTHS: dict[str, dict[str, Any]] = {
+    "even": {"width": 64, "portable": True},
+    "uneven": {"width": 48, "portable": True},
+    "depth": {"layers": 8, "portable": True},
+}
+
+
+# ----------------------------------------------------------------- directories
+
+
+def make(place: Path) -> None:
+    """Write the source and the targets of every family into FAMILY/GROWTH."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    import growkern
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    for name, (class_name, config) in FAMILIES.items():
+        model_class = getattr(transformers, class_name)
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**config))
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        source = place / name / "source"
+        model.save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        for growth, sizes in GROWTHS.items():
+            how = {_field(name, key): value for key, value in sizes.items()}
+            if name == "modernbert" and growth == "depth":
+                how["num_hidden_layers"] = 7
+            if name == "gemma3_text" and growth == "depth":
+                continue  # its period of 6 layers is longer than the source
+            growkern.grow_checkpoint(source, place / name / growth, progress=False, **how)
+
+
+def _field(family: str, key: str) -> str:
+    """The config field of a size that growths name `width` or `layers`."""
+    of_gpt2 = {"width": "n_embd", "layers": "n_layer"}
+    fields = (
+        of_gpt2 if family == "gpt2" else {"width": "hidden_size", "layers": "num_hidden_layers"}
+    )
+    return fields.get(key, key)
+
+
+# -------------------------------------------------------------------- runtimes
+
+
+def _model(directory: Path) -> Any:
+    import transformers
+
+    name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    load = getattr(transformers, name).from_pretrained
+    return load(directory, attn_implementation="eager").eval()
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(3, TOKENS, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def transformers_4(directory: Path) -> torch.Tensor:
+    """Logits of transformers 4, which does not know `rope_parameters`."""
+    with torch.no_grad():
+        return _model(directory)(input_ids=_ids()).logits
+
+
+def ctranslate2(directory: Path) -> torch.Tensor:
+    """Logits of ctranslate2; it has no heads of masked models."""
+    import ctranslate2 as runtime
+    from ctranslate2.converters import TransformersConverter
+
+    if "Masked" in (directory / "config.json").read_text():
+        raise NotImplementedError("no head for masked tokens")
+    with tempfile.TemporaryDirectory() as place:
+        TransformersConverter(str(directory)).convert(place, force=True)
+        tokens = [[f"w{i}" for i in row] for row in _ids().tolist()]
+        return torch.tensor(numpy.array(runtime.Generator(place).forward_batch(tokens)))
+
+
+def onnxruntime(directory: Path) -> torch.Tensor:
+    """Logits of onnxruntime, by the exporter of PyTorch."""
+    import onnxruntime as runtime
+
+    class Logits(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            kept = {} if "Masked" in type(self.model).__name__ else {"use_cache": False}
+            found: torch.Tensor = self.model(input_ids=ids, **kept).logits
+            return found
+
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "model.onnx"
+        torch.onnx.export(Logits(_model(directory)), (_ids(),), file, dynamo=True, verbose=False)
+        session = runtime.InferenceSession(str(file))
+        (found,) = session.run(None, {session.get_inputs()[0].name: _ids().numpy()})
+    return torch.from_numpy(found)
+
+
+RUNTIMES: dict[str, Callable[[Path], torch.Tensor]] = {
+    "transformers 4.57": transformers_4,
+    "ctranslate2": ctranslate2,
+    "onnxruntime": onnxruntime,
+}
+
+
+def read(place: Path) -> Iterator[dict[str, Any]]:
+    """What each runtime makes of each directory: `off` by the largest output, or `why` not."""
+    for family in sorted(place.iterdir()):
+        for runtime, run in RUNTIMES.items():
+            try:
+                expected = run(family / "source")
+            except Exception as error:
+                yield _row(family.name, "source", runtime, why=_line(error))
+                continue
+            for growth in sorted(GROWTHS.keys() & {p.name for p in family.iterdir()}):
+                try:
+                    found = run(family / growth)[..., : expected.shape[-1]]
+                    off = ((found - expected).abs().max() / expected.abs().max()).item()
+                    yield _row(family.name, growth, runtime, off=off)
+                except Exception as error:
+                    yield _row(family.name, growth, runtime, why=_line(error))
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:120]
+
+
+def _row(family: str, growth: str, runtime: str, **more: Any) -> dict[str, Any]:
+    return {"family": family, "growth": growth, "runtime": runtime, **more}
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with the rows, one sentence each. A runtime may lack a family altogether."""
+    wrong = [
+        f"{row['family']}, {row['growth']}, {row['runtime']}: {row.get('why') or row['off']}"
+        for row in rows
+        if row["growth"] != "source" and not row.get("off", 1.0) < LARGEST
+    ]
+    loaded = {row["runtime"] for row in rows if "off" in row}
+    return wrong + [f"{name} loaded nothing" for name in RUNTIMES if name not in loaded]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--packages", type=Path, required=True)
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.read is not None:
+        for row in read(given.read):
+            print("ROW", json.dumps(row), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        make(Path(place))
+        command = [sys.executable, "-m", "bench.outside", "--packages", str(given.packages)]
+        found = subprocess.run(
+            [*command, "--read", place],
+            env={**os.environ, "PYTHONPATH": str(given.packages.resolve())},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    lines = [line for line in found.stdout.splitlines() if line.startswith("ROW ")]
+    rows = [json.loads(line.removeprefix("ROW ")) for line in lines]
+    for row in rows:
+        seen = f"{row['off']:.1e}" if "off" in row else f"refused: {row['why']}"
+        print(f"| {row['family']} | {row['growth']} | {row['runtime']} | {seen} |")
+    wrong = failures(rows)
+    print("\n".join(["", *wrong]) if wrong else "all agree")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
