@@ -90,7 +90,16 @@ class OlderKey:
             return now
         if type(now) is int and self.describes(kinds, now):
             return now
-        return next((n for n in range(len(kinds) + 2) if self.describes(kinds, n)), None)
+        value = self._candidate([i for i, kind in enumerate(kinds) if kind == FULL], len(kinds))
+        return value if self.describes(kinds, value) else None
+
+    def _candidate(self, full: Sequence[int], layers: int) -> int:
+        """The only value that may describe layers of which these have full attention."""
+        if self.form == "full_until":
+            return len(full)
+        if self.form == "full_last":
+            return full[0] + 1 if full else layers + 1
+        return full[1] if len(full) > 1 else layers
 
     def describes(self, kinds: Sequence[str], value: int) -> bool:
         """True if the value, of a pattern, gives these kinds of layers."""

@@ -22,21 +22,17 @@ from growkern.growth.plan.advice.cost import estimate
 from growkern.growth.plan.advice.forecast import Forecast, forecast, forecast_if_asked
 from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.advice.notes import advice
+from growkern.growth.plan.advice.portable import portability
 from growkern.growth.plan.advice.recommend import recommendation
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import findings
 from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
 from growkern.growth.plan.fitting import check_structure, made_to_fit
-from growkern.growth.plan.portable import (
-    inserted_in,
-    layers_of,
-    portability,
-    refuse_unportable,
-)
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import Source, open_source
+from growkern.growth.space.layers import inserted_in, layers_of, refuse_unportable
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 
@@ -95,7 +91,7 @@ class GrowthPlan(Blueprint):
         return advice(self)
 
     def portability(self) -> tuple[str, ...]:
-        """What software other than transformers makes of it (`growth.plan.portable`)."""
+        """What software other than transformers makes of it (`plan.advice.portable`)."""
         return portability(self)
 
     def forecast(self, tokens: float, source_tokens: float | None = None) -> Forecast:

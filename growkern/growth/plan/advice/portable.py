@@ -1,0 +1,108 @@
+"""What software other than transformers makes of a grown directory.
+
+Some runtimes compute sizes, or the kind of a layer, that transformers reads from the config. A
+family's table says which, in [runtimes].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.space.layers import (
+    computed_head_dim,
+    is_undeclared,
+    period_of,
+    rule_of,
+)
+
+PORTABLE = "portable=True (--portable)"
+
+
+def portability(plan: Blueprint) -> tuple[str, ...]:
+    """What to know before other software than transformers loads the target, one sentence each."""
+    parts = (_older_keys, _kinds, _head_dim, _scale, _vocabulary, _chosen)
+    return tuple(line for part in parts for line in part(plan))
+
+
+def _older_keys(plan: Blueprint) -> Iterator[str]:
+    """Keys that describe layers; see `growkern.families.older`."""
+    before = {**vars(plan.small.config), **plan.source.keys}
+    config, changed, gone = vars(plan.target_config), [], []
+    for key in plan.small.family.older:
+        old = before.get(key.field) if key.is_pattern else None
+        new = None if old is None else key.value(config, old)
+        if new is None and old is not None:
+            gone.append(f"{key.field}={old}")
+        elif new != old:
+            changed.append(f"{key.field} {old} -> {new}")
+    if changed:
+        yield f"config.json follows the new layers: {', '.join(changed)}"
+    if gone:
+        yield f"left out of config.json, as no value describes the new layers: {', '.join(gone)}"
+
+
+def _kinds(plan: Blueprint) -> Iterator[str]:
+    period, keeps = rule_of(plan.small)
+    if not plan.small.family.runtimes.get("layers"):
+        return
+    for name in plan.small.family.per_layer:
+        if not keeps(getattr(plan.target_config, name, None) or ()):
+            yield (
+                f"{name} no longer repeats every {period} layers: {_named(plan, 'layers')} wrong "
+                "outputs, as the kind of a layer follows from its number there; "
+                f"{PORTABLE} adds whole periods"
+            )
+
+
+def _named(plan: Blueprint, fact: str) -> str:
+    """The runtimes of a fact, as the beginning of a clause."""
+    names = plan.small.family.runtimes.get(fact, ())
+    return f"{' and '.join(names)} {'gives' if len(names) == 1 else 'give'}"
+
+
+def _head_dim(plan: Blueprint) -> Iterator[str]:
+    model = plan.large
+    if is_undeclared(model):
+        yield (
+            f"head_dim={model.head_dim()} is not {computed_head_dim(model)}: "
+            f"{_named(plan, 'head_dim')} wrong outputs or an error, as {model.family.model_type} has no head_dim there; "
+            f"{PORTABLE} keeps them equal"
+        )
+
+
+def _scale(plan: Blueprint) -> Iterator[str]:
+    field, (small, large) = plan.small.family.attention.field, (plan.small, plan.large)
+    if field is None:
+        return
+    old, new = (getattr(m.config, field) for m in (small, large))
+    if old == small.head_dim() and new != large.head_dim():
+        yield (
+            f"{field}={new} is not head_dim={large.head_dim()}: {_named(plan, 'scale')} wrong "
+            f"outputs, as it takes head_dim; {PORTABLE} makes them equal, which rounds weights"
+        )
+
+
+def _vocabulary(plan: Blueprint) -> Iterator[str]:
+    old, new = plan.layout.sizes("vocab")
+    if old != new:
+        yield (
+            f"the tokenizer has no tokens for the {new - old} new rows of the vocabulary: some "
+            "converters refuse a vocabulary that is larger than the tokenizer's; add tokens to it"
+        )
+
+
+def _chosen(plan: Blueprint) -> Iterator[str]:
+    """What `portable` chose."""
+    if not plan.options.portable:
+        return
+    chosen = []
+    if plan.small.family.runtimes.get("head_dim"):
+        chosen.append(f"head_dim={plan.large.head_dim()} is {computed_head_dim(plan.large)}")
+    if (period := period_of(plan.small)) > 1:
+        chosen.append(f"layers are added in periods of {period}")
+    if plan.small.turning:
+        chosen.append("rope_theta stays")
+    if field := plan.small.family.attention.field:
+        chosen.append(f"{field}={getattr(plan.target_config, field)}")
+    yield f"portable: {'; '.join(chosen) or 'nothing to choose in this family'}"
