@@ -66,8 +66,8 @@ def _head_dim(plan: Blueprint) -> Iterator[str]:
     if is_undeclared(model):
         yield (
             f"head_dim={model.head_dim()} is not {computed_head_dim(model)}: "
-            f"{_named(plan, 'head_dim')} wrong outputs or an error, as {model.family.model_type} has no head_dim there; "
-            f"{PORTABLE} keeps them equal"
+            f"{_named(plan, 'head_dim')} wrong outputs or an error, as "
+            f"{model.family.model_type} has no head_dim there; {PORTABLE} keeps them equal"
         )
 
 
