@@ -21,7 +21,7 @@ ALPHA, T = 0.7, 2.0
 # (alpha, temperature) of calls with kernels of their own: at the default, and without a teacher
 OTHERS = ((ALPHA, 1.0), (0.0, 1.0))
 # largest allowed relative Frobenius error of a gradient, by dtype of the inputs
-BARS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+BARS = {torch.bfloat16: 5e-3, torch.float32: 1e-5, torch.float16: 1e-3}
 
 
 def run(recorder: Recorder) -> None:
@@ -219,4 +219,5 @@ def _linear(recorder: Recorder, backend: str) -> None:
                         recorder.check(f"linear{name}: {wrt}", error, BARS[dtype], **facts)
 
 
-CHECKS = (_rows, close_teacher, _padded_and_strided, _linear)
+# what training calls comes first
+CHECKS = (_linear, close_teacher, _rows, _padded_and_strided)

@@ -81,13 +81,13 @@ ALL = (
     Piece(
         "versions", "versions of all that figures depend on, and clocks", 10, "launches.versions"
     ),
-    Piece("launches", "compiles every launch, with one process per core", 100, "launches.fill"),
-    Piece("smoke", "every launch once, beside float64", 90, "launches.smoke"),
-    Piece("check_cuda", "the CUDA C++ kernels against float64", 40, "on_gpu.check_cuda"),
+    Piece("launches", "compiles every launch, with one process per core", 90, "launches.fill"),
+    Piece("smoke", "every launch once, beside float64", 80, "launches.smoke"),
+    Piece("check_cuda", "the CUDA C++ kernels against float64", 45, "on_gpu.check_cuda"),
     Piece(
         "headline",
         "the loss from hidden states at its largest shape in bfloat16, beside its GEMMs",
-        150,
+        140,
         "bench_linear_kl_mlm_loss",
         args=("--repeats", "5", "--vocabulary", "128256", "--first"),
         toy_args=("--repeats", "1", "--no-compile", "--first"),
@@ -96,7 +96,7 @@ ALL = (
     Piece(
         "check_loss",
         "both losses against float64: V up to 262144, more than 2^31 logits",
-        45,
+        65,
         "on_gpu.check_loss",
     ),
     Piece(
@@ -108,7 +108,7 @@ ALL = (
         toy_args=("--repeats", "1", "--growth"),
         toy={"SOURCE": 96, "TARGET": 192},
     ),
-    Piece("train_bert", "a training step of BERT-base with a teacher", 50, "on_gpu.train_step"),
+    Piece("train_bert", "a training step of BERT-base with a teacher", 55, "on_gpu.train_step"),
     # if there is time left
     Piece(
         "ceilings", "the machine and its limits, such as memory bandwidth", 150, "on_gpu.ceilings"

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from bench import bench_linear_kl_mlm_loss as headline
 from bench import bench_topk_kl_mlm_loss, gpu
 from bench.on_gpu import pieces, processes
-from bench.shared import harness, results
+from bench.shared import harness, loss_measure, results
 from bench.shared.recorder import Recorder
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.bench.documents import ROW, document
@@ -275,6 +277,20 @@ def test_the_first_nine_minutes_have_the_pieces_that_count_each_with_time_for_al
     second = ["train_llama", "tune_kl_mlm_rows"]
     assert sum(TOY_PIECES[name].limit_s for name in second) <= 180
     assert [piece.name for piece in pieces.chosen(second[::-1])] == second[::-1]
+
+
+def test_the_headline_compiles_its_peers_after_all_others_have_taken_their_turns(monkeypatch):
+    monkeypatch.setattr(headline, "DEVICE", "cuda")
+    named = headline.providers((4, 40, 8, 8), torch.bfloat16, with_compile=True)
+    first, last = ([one.name for one in group] for group in headline.apart(named))
+    ours = ["growkern", headline.CUDA_ROWS, "growkern, CUDA graph"]
+    assert first[:5] == ["GEMMs alone", *ours, "plain"] and "liger kl" in first
+    again = ["growkern, again", "growkern, again, labels alone"]
+    compiled = ["torch.compile", "torch.compile, float32 logits", "liger jsd"]
+    assert last == [*again, *compiled, "torch.compile, labels alone"]
+    # both take turns with it
+    assert {loss_measure._compiled_of(name) for name in again} <= set(last)
+    assert len(first) + len(last) == len(named) + len(again)
 
 
 def test_a_piece_that_overruns_gives_way_to_the_next(tmp_path, monkeypatch):
