@@ -176,7 +176,9 @@ def run_apart(
         # compilers and tests that it started are in its session
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        # a process that hangs in the GPU's driver may never end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=10)
         if isinstance(child, _Started):
             child.close()
     why = f"stopped after {limit_s:.0f} s" if timed_out else f"exit code {child.returncode}"
