@@ -133,8 +133,8 @@ def check_step_numbers(
             return
         _, steps = _length_of_run(trainer)
     numbers = {
-        "two_stage.stage1_steps": two_stage and two_stage.stage1_steps,
-        "inheritance end_step": inheritance and inheritance.end_step,
+        "two_stage.stage1_steps": two_stage.stage1_steps if two_stage else None,
+        "inheritance end_step": inheritance.end_step if inheritance else None,
         "optimizer.rewarm_steps": rewarm_steps,
         "warmup_steps": args.get_warmup_steps(steps),
         "eval_delay": args.eval_delay if args.eval_strategy == "steps" else None,

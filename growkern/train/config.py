@@ -292,9 +292,9 @@ class Run:
         if (self.inheritance is None) != (self.teacher is None):
             raise GrowthError("[inheritance] and [teacher] belong together: give both or neither")
         numbers = {
-            "two_stage.stage1_steps": self.two_stage and self.two_stage.stage1_steps,
-            "inheritance.end_step": self.inheritance and self.inheritance.end_step,
-            "optimizer.rewarm_steps": self.optimizer and self.optimizer.rewarm_steps,
+            "two_stage.stage1_steps": self.two_stage.stage1_steps if self.two_stage else None,
+            "inheritance.end_step": self.inheritance.end_step if self.inheritance else None,
+            "optimizer.rewarm_steps": self.optimizer.rewarm_steps if self.optimizer else None,
         }
         check_steps(self.training.steps, numbers, "training.steps")
 

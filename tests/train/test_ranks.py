@@ -17,7 +17,8 @@ from growkern import GrowthError
 from growkern.train.head import align_labels
 from growkern.train.run import train
 from tests.forked_ranks import on_ranks
-from tests.train import ranks, rows
+from tests.train import ranks
+from tests.train.distributed import rows
 from tests.train.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches
 

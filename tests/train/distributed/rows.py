@@ -1,9 +1,8 @@
-"""The rows that each of two processes trains on: `python -m tests.forked_ranks 2 tests.train.rows
-FOLDER`.
+"""The rows that each of two processes trains on.
 
-FOLDER/rows.json gets, for each case, a list of token lists for each process: the rows in their
-order. The run files of RUNS in FOLDER are trained too. Dropout is on, so that training
-draws random numbers between the rows.
+`python -m tests.forked_ranks 2 tests.train.distributed.rows FOLDER` leaves FOLDER/rows.json. For
+each case it has a list of token lists for each process: the rows in their order. The run files of
+RUNS in FOLDER are trained too. Dropout is on, so that training draws random numbers between rows.
 """
 
 import json
