@@ -16,6 +16,7 @@ MINE = {"run": {"training": {"steps": 5}}, "inputs": {"data.train": "ab"}}
 FOREIGN = ["thesis.txt", "photos/a.jpg", "checkpoint-4/notes.md", "checkpoint-best/model.bin"]
 FOREIGN += ["runs/plots/loss.png", "empty/", "damaged-checkpoint-2/mine.txt", ".git/HEAD"]
 FOREIGN += ["generator/mine.txt", "checkpoint-6/model.safetensors", "README.md", "best.pt"]
+FOREIGN += ["checkpoint-4/notes/manifest.json", "runs/manifest.json"]
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def _why_kept(output: Path) -> str | None:
     """Why the directory of a run must not be deleted; None if it may be."""
     checkpoints = [path for path in output.iterdir() if re.fullmatch(CHECKPOINTS, path.name)]
     for path in checkpoints:
-        if why := why_kept(path, "a checkpoint", lambda file: file.name == MANIFEST, MANIFEST):
+        if why := why_kept(path, "a checkpoint", lambda file: str(file) == MANIFEST, MANIFEST):
             return f"{path.name}: {why}"
     # a run that is killed while it saves its model has no record of it yet
     saved = {name for path in checkpoints for name in recorded_in(path)}
@@ -115,7 +115,8 @@ def _why_kept(output: Path) -> str | None:
         first, is_logged = file.parts[0], file.name.startswith(EVENTS)
         is_saved = file.as_posix() in saved or re.fullmatch(OF_A_RUN, file.as_posix()) is not None
         # a log is opened after its folder is made
-        is_log = first == LOGS and (is_logged or (output / file).is_dir())
+        is_empty = (output / file).is_dir() and not (output / file).is_symlink()
+        is_log = first == LOGS and (is_logged or is_empty)
         return first in folders or is_saved or is_log
 
     return why_kept(output, "a run", is_known, MANIFEST)
