@@ -341,7 +341,6 @@ def carry_out(
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        # all of the source is read and copied now
         grown.source.refuse_changed()
         # after all others, so that the checksums cover them
         write_checksums(directory, journal.source_checksums, stream.tensor_checksums(), copied)

@@ -87,7 +87,8 @@ def check_format(out: Path) -> None:
             f"{', '.join(known)}"
         )
     # matplotlib writes its name into the formats that have a place for it
-    if out.is_file() and b"matplotlib" not in read_bounded(out, MOST_BYTES, "picture").lower():
+    is_taken = out.is_file() and out.stat().st_size > 0
+    if is_taken and b"matplotlib" not in read_bounded(out, MOST_BYTES, "picture").lower():
         raise GrowthError(
             f"{out} exists and is not a picture of matplotlib: delete it, or give another name"
         )

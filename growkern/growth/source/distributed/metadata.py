@@ -59,6 +59,8 @@ OPCODES = (
     *("TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM"),
     *("SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
 )
+# the stubs have its public methods only
+_InPython: Any = pickle._Unpickler
 # errors that pickle and the reader raise for a damaged file
 UNREADABLE: tuple[type[Exception], ...] = (
     *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, OverflowError),
@@ -92,10 +94,10 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+class _Unpickler(_InPython):  # type: ignore[misc]
     """Unpickles only plain values and metadata: other pickles could run any code."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from growkern.errors import GrowthError
 from growkern.growth.source.distributed.metadata import read_metadata
@@ -53,6 +58,8 @@ class SafeReader(FileSystemReader):
             GrowthError: the message names it.
         """
         stored = self.metadata.state_dict_metadata[name]
+        if not isinstance(stored, TensorStorageMetadata):
+            raise GrowthError(f"{Path(self.path) / METADATA_FILE}: {name} is no tensor")
         wrong = wrong_pieces(stored.size, *bounds_of(stored.chunks, len(stored.size)))
         for chunk in stored.chunks if wrong is None else ():
             if 0 in chunk.sizes:

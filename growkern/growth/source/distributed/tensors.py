@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -152,19 +151,15 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Dist
             model.
     """
     reader = SafeReader(directory)
-    stored, found = reader.metadata.state_dict_metadata, dict[str, str]()
+    entries, found = reader.metadata.state_dict_metadata, dict[str, str]()
+    stored = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
     for prefix in PREFIXES:
-        names = {name: prefix + name for name in expected}
-        tensors = {k: raw for k, raw in names.items() if _is_tensor(stored.get(raw))}
+        tensors = {name: prefix + name for name in expected if prefix + name in stored}
         found = max(found, tensors, key=len)
     if not found:
-        some = ", ".join(list(stored)[:3])
+        some = ", ".join(list(entries)[:3])
         raise GrowthError(f"{directory}: it has none of the model's tensors; it holds {some}")
     return {name: DistributedTensor(reader, raw, stored[raw]) for name, raw in found.items()}
-
-
-def _is_tensor(entry: Any) -> bool:
-    return isinstance(entry, TensorStorageMetadata)
 
 
 def read_distributed_optimizer(
@@ -187,7 +182,7 @@ def read_distributed_optimizer(
         before, separator, rest = raw.partition("state.")
         name, _, key = rest.rpartition(".")
         bare = next((n for p in PREFIXES if (n := name.removeprefix(p)) in parameters), None)
-        if separator and bare is not None and _is_tensor(entry):
+        if separator and bare is not None and isinstance(entry, TensorStorageMetadata):
             state = found.setdefault(before, {}).setdefault(parameters[bare], {})
             state[key] = DistributedTensor(reader, raw, entry)
     if not found:
