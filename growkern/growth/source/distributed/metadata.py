@@ -94,7 +94,7 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
-class _Unpickler(_InPython):  # type: ignore[misc]
+class _Unpickler(_InPython):
     """Unpickles only plain values and metadata: other pickles could run any code."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
