@@ -304,6 +304,9 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
     def _record(self, parts: Any, rows: LossRows, alpha: float, part: Part | None) -> None:
         labelled_BS = rows.labels_BS != IGNORE_INDEX
         kl_BS = rows.kl_rows if isinstance(rows.kl_rows, Tensor) else labelled_BS
+        if rows.weights_BS is not None:
+            # the parts leave these rows out
+            labelled_BS, kl_BS = (mask & (rows.weights_BS != 0) for mask in (labelled_BS, kl_BS))
         self.meter.add_parts(parts, labelled_BS.sum(), kl_BS.sum())
         self.meter.add("alpha", alpha)
         self.meter.add("depth", float(part.depth if part else self._layers))

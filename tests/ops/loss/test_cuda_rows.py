@@ -251,6 +251,9 @@ def test_rows_that_do_not_count_are_not_read():
     broken = torch.full_like(student, float("nan"))
     loss, grad = loss_and_grad(broken, teachers, labels.fill_(IGNORED))
     assert loss.item() == 0 and (grad == 0).all()
+    none, ones = torch.zeros(4), torch.zeros(4).long()
+    loss, grad = loss_and_grad(broken, [broken], ones, row_weights=none)
+    assert loss.item() == 0 and (grad == 0).all()
     loss, grad = loss_and_grad(student[:0], [teachers[0][:0]], labels[:0])
     assert loss.item() == 0 and grad.shape == (0, 40)
     # NaN logits of a row with a label give a NaN loss
