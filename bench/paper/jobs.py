@@ -153,7 +153,7 @@ def taught(job: Job, source: str) -> dict[str, Any]:
         teachers = TeacherSection(cache=kept_folder(job))
     return {
         "model": _untrained(job),
-        "inheritance": InheritanceSchedule(end_step=end),
+        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
         "teacher": teachers,
     }
 
@@ -165,7 +165,7 @@ def going_on(job: Job, source: str) -> dict[str, Any]:
     teachers = tuple(one.name for one in job.needs[1:])
     if not teachers:
         return sections
-    sections["inheritance"] = InheritanceSchedule(end_step=end)
+    sections["inheritance"] = InheritanceSchedule(rate=1.0, end_step=end)
     return {**sections, "teacher": TeacherSection(paths=teachers)}
 
 
@@ -186,7 +186,7 @@ def inheriting(job: Job, source: str) -> dict[str, Any]:
     end = round(job.setting.inheritance_share * job.steps)
     return {
         **two_stage("aki")(job, source),
-        "inheritance": InheritanceSchedule(end_step=end),
+        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
         "teacher": TeacherSection(paths=(source,)),
     }
 

@@ -7,6 +7,11 @@ Its share of the loss at optimizer step t is
 
 with the first rate r_0 and the end step S_d. From t = S_d on the rate is 0 and no teacher runs.
 The paper compares this with a constant rate, and with one that drops from r_0 to 0 at S_d.
+
+The paper's students begin at random, with r_0 = 1. A student that was grown from its teacher begins
+with the teacher's predictions. At r_0 = 1 its first gradients are then nothing but rounding, which
+Adam scales up to full steps. So r_0 is 0.5 by default: the labels' gradient is a hundred times the
+rounding of bfloat16.
 """
 
 import math
@@ -35,7 +40,8 @@ class InheritanceSchedule:
     """How strongly, for how long and on which rows the student follows its teachers.
 
     Args:
-        rate: the share of the KL term at step 0, in [0, 1].
+        rate: the share of the KL term at step 0, in [0, 1]. Below 1 for a student that was grown
+            from its teacher; the paper takes 1 for a student that begins at random.
         end_step: the optimizer step from which the share is 0; None with "constant".
         decay: of the share: "linear" falls in a straight line from `rate` to 0 at `end_step`;
             "constant" stays at `rate` to the end of the run; "switch" stays at `rate` up to
@@ -51,7 +57,7 @@ class InheritanceSchedule:
         GrowthError: a value is out of range.
     """
 
-    rate: float = 1.0
+    rate: float = 0.5
     end_step: int | None = None
     temperature: float = 2.0
     kl_rows: KLRows = "labels"

@@ -9,7 +9,7 @@ import transformers
 from transformers import TrainerCallback, TrainingArguments
 
 import growkern
-from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
+from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer, grow
 from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
 from growkern.train.head import align_labels
 from growkern.train.optimizer.options import OptimizerOptions
@@ -195,7 +195,7 @@ def test_teacher_runs_while_the_rate_is_positive_and_never_moves(tmp_path):
     for name, value in teacher.state_dict().items():
         assert torch.equal(value, before[name]), name
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    assert [line["alpha"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert [line["alpha"] for line in lines[:4]] == pytest.approx([1 / 2, 1 / 3, 1 / 6, 0])
     assert ["kl" in line for line in lines[:4]] == [True, True, True, False]
 
 
@@ -446,6 +446,33 @@ def test_a_teacher_padded_differently_is_taken_with_the_tokenizer(tmp_path):
     )
     trainer.train()
     assert np.isfinite(losses_of(trainer)).all()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_grown_model_and_its_source_begin_as_well_as_without_a_teacher(bf16, tmp_path):
+    """At a rate of 1 the first gradients are rounding, of which Adam makes full steps."""
+    source, data = build("gpt2", layers=2), Batches(32)
+    optimizer = torch.optim.AdamW(source.parameters(), 3e-3)
+    rows = {key: torch.cat([row[key] for row in data.rows]) for key in data.rows[0]}
+    for _ in range(60):
+        source(**rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def losses(steps, **teaching):
+        args = arguments(
+            tmp_path, max_steps=steps, bf16=bf16, use_cpu=True, learning_rate=1e-3,
+            warmup_steps=0, lr_scheduler_type="constant",
+        )  # fmt: skip
+        model = grow(source, n_embd=32)
+        trainer = TwoStageTrainer(model, args, train_dataset=data, **teaching)
+        trainer.train()
+        return trainer.evaluate(data)["eval_loss"]
+
+    for steps in (1, 3):
+        alone = losses(steps)
+        taught = losses(steps, teacher=source, inheritance=InheritanceSchedule(end_step=90))
+        assert taught <= alone + 1e-3
 
 
 def test_the_rates_of_the_paper():
