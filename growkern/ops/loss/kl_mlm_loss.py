@@ -69,12 +69,19 @@ from growkern.ops.loss.rows.options import (
     check_row_weights,
     check_vocabulary,
     checked_labels,
-    live_kinds,
     outcome,
     row_kinds,
     term_weights,
 )
-from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, Terms, weighted
+from growkern.ops.loss.rows.state import (
+    KL_ROW,
+    MLM_ROW,
+    Maths,
+    RowInputs,
+    Terms,
+    live_kinds,
+    weighted,
+)
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, check_shard, refuse_reference
 
 if TYPE_CHECKING:
@@ -305,7 +312,7 @@ def kl_mlm_loss(
     vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
     labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits", ignore_index)
     counted_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
-    kind_N = live_kinds(counted_N, options)
+    kind_N = live_kinds(counted_N, options.row_weights)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
 
     N = labels_N.numel()

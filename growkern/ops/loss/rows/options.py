@@ -17,7 +17,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.loss.rows.label_options import RULES
-from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, named_terms
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, live_kinds, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
 
 IGNORE_INDEX = -100
@@ -109,8 +109,7 @@ def check_options(
     """
 
     def positive(x: float) -> bool:
-        # a comparison, as math.isinf cannot be traced
-        return 0 < x < math.inf
+        return 0 < x < math.inf  # math.isinf cannot be traced
 
     _check_number("temperature", temperature, positive, "be positive and finite")
     for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
@@ -269,16 +268,6 @@ def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options:
     return kind_N
 
 
-def live_kinds(counted_N: Tensor, options: Options) -> Tensor:
-    """The result of `row_kinds` without the rows of weight 0. The mean counts them all the same.
-
-    Their terms are not computed, as a product with 0 would not remove NaN.
-    """
-    if options.row_weights is None:
-        return counted_N
-    return counted_N * (options.row_weights != 0)
-
-
 def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
     """`alpha` for use with `x`. One on the CPU stays there: its copy breaks a CUDA graph."""
     return alpha if alpha.device.type == "cpu" else alpha.to(x.device)
@@ -335,7 +324,7 @@ def row_inputs(
     labels_N = check_labels(labels, hidden.shape[:-1], "student_hidden", ignore_index)
     counted_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
     weight_WN = term_weights(counted_N, options, acc_torch_dtype(hidden))
-    kind_N = live_kinds(counted_N, options)
+    kind_N = live_kinds(counted_N, options.row_weights)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
     return RowInputs(labels_N - shard.start, kind_N, weight_WN)
 

@@ -58,6 +58,14 @@ class RowInputs(NamedTuple):
     weights: Tensor  # (W, N): the loss's gradient by the terms that it sums
 
 
+def live_kinds(counted_N: Tensor, row_weights_N: Tensor | None) -> Tensor:
+    """The kinds of rows without the rows of weight 0. A mean counts them all the same.
+
+    Their terms are not computed, because a product with 0 would not remove NaN.
+    """
+    return counted_N if row_weights_N is None else counted_N * (row_weights_N != 0)
+
+
 class Steps(NamedTuple):
     """The steps of one call of a row function. More than one step needs the whole vocabulary."""
 
