@@ -165,9 +165,9 @@ def lineage_text(
 
 
 def records_in(history: History) -> list[Any]:
-    """The records of the growths in a history, the latest first."""
+    """The records of the growths in a history, the latest first; None for one that is lost."""
     if history.plan is None:
-        return [*history.records]
+        return [one if isinstance(one, dict) else None for one in history.records]
     text = lineage_text(history.plan, Settings(), {}, trained=True)
     return [*history_from(json.loads(text)).records]
 

@@ -60,8 +60,9 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
             settings = Settings(backend, size, nonfinite)
             # before the weights, as `push_to_hub` sends the directory off at the end of the call
             directory.mkdir(parents=True, exist_ok=True)
-            # those of the weights that are replaced
-            (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
+            if has_record:
+                # those of the weights that are replaced
+                (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
             write_lineage(lineage_text(plan, settings, files, trained=not is_own), directory)
             if is_own:
                 is_sentence = is_sentence_model(directory)

@@ -87,6 +87,10 @@ def test_the_record_in_a_new_directory_says_whether_the_model_has_changed(tmp_pa
     assert record("by kernels", trained_by_kernels) is True
     assert record("by data", one_weight_written_past_autograd) is True
     assert record("cast", lambda model: model.bfloat16()) is True
+    (tmp_path / "trained" / "lineage.json").unlink()
+    (tmp_path / "trained" / "checksums.json").write_text("my own")
+    assert record("trained", trained) is True
+    assert (tmp_path / "trained" / "checksums.json").read_text() == "my own"
     # its factors would be of other shapes
     assert record("with more tokens", more_tokens) is None
 
