@@ -142,13 +142,28 @@ def check_values(file: Path, model: ModelSpec) -> None:
     Args:
         file: where the config was read from, for error messages.
     """
+    check_sizes(str(file), model)
+    activation = model.family.activation
+    if activation is not None:
+        _check_activation(f"{file}: {activation}", getattr(model.config, activation))
+
+
+def check_sizes(where: str, model: ModelSpec) -> None:
+    """Refuse sizes that no model has, and models without layers.
+
+    Args:
+        where: the source, for error messages.
+    """
     family = model.family
     for key in family.config:
         size, most = model.size(key), family.largest(key)
-        if not 1 <= size <= most:
-            raise GrowthError(f"{file}: {family.config_field(key)}={size} must lie in 1 .. {most}")
-    if family.activation is not None:
-        _check_activation(f"{file}: {family.activation}", getattr(model.config, family.activation))
+        if 1 <= size <= most:
+            continue
+        why = ""
+        if size == 0 and key in family.stacks.values():
+            why = ": new layers are made from those of the source, so train one with 1 layer first"
+        field = family.config_field(key)
+        raise GrowthError(f"{where}: {field}={size} must lie in 1 .. {most}{why}")
 
 
 def _check_activation(where: str, activation: Any) -> None:

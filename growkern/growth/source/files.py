@@ -260,7 +260,10 @@ def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
         entries = parse_json(head[LENGTH.size :])
         if len(entries) > MOST_TENSORS:
             raise ValueError(f"{len(entries)} tensors, more than any model has")
-        _check_metadata(entries.pop("__metadata__", {}))
+        metadata = entries.pop("__metadata__", None)
+        # null is read like no table, as by the safetensors library
+        if metadata is not None:
+            _check_metadata(metadata)
         headers = [_header(file, len(head), *entry) for entry in entries.items()]
         _check_places(headers, len(head), size)
         return {header.raw_name: header for header in headers}

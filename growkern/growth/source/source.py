@@ -27,6 +27,7 @@ from growkern.growth.models import is_dtensor
 from growkern.growth.source.checks import (
     check_names_and_shapes,
     check_number_of_tensors,
+    check_sizes,
     check_ties,
     check_values,
     refuse_nonfinite,
@@ -222,6 +223,7 @@ def _open_model(model: Any) -> Source:
     refuse_computed(model)
     state = {own_name(name): tensor for name, tensor in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
+    check_sizes(f"{spec.class_name} in memory", spec)
     check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
     warned = check_live(model, spec)
     spec = check_ties(spec, state.keys(), lambda name: state[name])
@@ -256,6 +258,7 @@ def _open_directory(directory: Path) -> Source:
     check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
+    _name_owners(spec, names)
     found = {name: headers[raw].shape for name, raw in names.items()}
     check_names_and_shapes(spec, found, str(directory))
     spec = check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
@@ -327,6 +330,13 @@ def _canonical_names(
             )
         names[name] = raw
     return names
+
+
+def _name_owners(model: ModelSpec, names: dict[str, str]) -> None:
+    """Let a tied tensor stand for its owner, where the files hold it under the tied name alone."""
+    for name, owner in model.ties.items():
+        if name in names and owner not in names:
+            names[owner] = names.pop(name)
 
 
 def _leave_out_other_heads(model: ModelSpec, names: dict[str, str]) -> None:
