@@ -189,8 +189,8 @@ def _read_weights(directory: Path) -> dict[str, Header]:
     """The headers of the only file."""
     if not (directory / WEIGHTS_FILE).is_file():
         raise GrowthError(
-            f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}: download the "
-            "model again, or save it with save_pretrained"
+            f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}: download the model again, or "
+            "save it with save_pretrained; a plan also takes a model made on the meta device"
         )
     return _read_shard(directory / WEIGHTS_FILE)
 

@@ -681,3 +681,39 @@ def test_all_of_the_vocabulary_kept_is_the_live_teacher(family, tmp_path):
     )
     actual = growkern.topk_kl_mlm_loss(hidden, weight, ids, logprobs, labels, **options)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::growkern.errors.GrowthWarning")
+@pytest.mark.parametrize(
+    "ids, logprobs, message",
+    [
+        ([7, 7, 8], [-1, -1, -2], "token 7 twice in a row"),
+        ([7, 6, 8], [5, 4, 3], "the log-prob 5"),
+        ([7, 6, 8], [-0.1, -0.1, -0.1], r"probabilities that add up to 2\.71"),
+        ([7, 6, 8], [-1, float("inf"), -2], "the log-prob inf"),
+        ([7, 6, 8], [-float("inf"), -1, -2], "the log-prob -inf"),
+        ([7, 6, 8], [-1, -2, float("nan")], "the log-prob nan"),
+    ],
+)
+def test_rows_that_no_teacher_gives_are_refused(ids, logprobs, message, tmp_path):
+    """The rows of a cache without checksums, which a stranger may have written."""
+    make(tmp_path / "c", k=3, dtype="float32")
+    cache = TeacherCache(tmp_path / "c")
+    file, count = tmp_path / "c" / "rows-00000.safetensors", len(cache.rows(range(11))[0])
+    packed = store.pack_ids(np.array([ids] * count), cache.header.id_bits)
+    bits = np.array([logprobs] * count, np.float32).view(np.uint32)
+    store.write_tensors(file, {"ids": packed, "logprobs": bits})
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(GrowthError, match=f"is damaged .{message}.*: make the cache again"):
+        TeacherCache(tmp_path / "c").rows(range(11))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rounding_and_impossible_tokens_are_no_damage(dtype, tmp_path):
+    """A near-certain teacher, whose last columns have the probability 0."""
+    model = build("bert").eval()
+    bias = model.get_output_embeddings().bias.data
+    bias[3], bias[4], bias[9:] = 40.0, 39.9, -float("inf")
+    make(tmp_path / "c", model=model, k=12, dtype=dtype)
+    ids, logprobs = TeacherCache(tmp_path / "c").rows(range(11))
+    assert (ids[:, 0] == 3).all() and logprobs[:, -1].isneginf().all()
