@@ -152,7 +152,8 @@ def read_compression(file: Path) -> Compression:
         bins = tuple(Bin(**one) for one in table.pop("residual_bins", ()))
         terms = tuple(table.pop("polynomial_terms", None) or ())
         found = Compression(**table, residual_bins=bins, polynomial_terms=terms)
-        for one in (found, *bins):
+        _check_kinds(found)
+        for one in bins:
             _check_kinds(one)
         _check_sizes(found)
     except GrowthError:

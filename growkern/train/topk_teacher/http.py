@@ -115,14 +115,19 @@ class Connection:
 
     def _ask_once(self, path: str, body: bytes | None, most_bytes: int) -> Any:
         httpx = _client()
-        client = httpx.AsyncClient(verify=_certificates(), timeout=None)
-        exchange = asyncio.wait_for(self._exchange(client, path, body, most_bytes), self.timeout)
         try:
+            client = httpx.AsyncClient(verify=_certificates(), timeout=None)
+            exchange = asyncio.wait_for(
+                self._exchange(client, path, body, most_bytes), self.timeout
+            )
             # in a thread of its own, because that of a notebook has an event loop already
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(asyncio.run, exchange).result()
         except asyncio.TimeoutError as error:
             raise _PassingError(f"no answer within {self.timeout:g} s: raise timeout") from error
+        except ImportError as error:
+            # HTTP_PROXY or ALL_PROXY names a SOCKS proxy, for which a package is missing
+            raise GrowthError(f"{self.url}: {error}") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError) as error:
             raise GrowthError(
                 f"{self.url}: {error}: give a URL such as http://host:8000"

@@ -134,6 +134,16 @@ def test_a_compressed_answer_is_not_unpacked():
     refused(sends(packed, headers=[("Content-Encoding", "gzip")]), "is not JSON")
 
 
+@pytest.mark.parametrize(
+    "proxy", ["socks5://127.0.0.1:9", "foo://127.0.0.1:9", "http://[", "http://127.0.0.1:9"]
+)
+def test_a_proxy_that_cannot_be_used_is_one_line(proxy, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(GrowthError) as error:
+        Connection("http://127.0.0.2:9", 5.0, 0).get("/x")
+    assert "\n" not in str(error.value) and "http://127.0.0.2:9" in str(error.value)
+
+
 def test_a_thread_with_an_event_loop_can_ask():
     async def cell():
         return Connection(url, 5.0, 0).get("/x")
