@@ -16,7 +16,8 @@ def test_what_differs_is_refused_or_loads_nothing_fails():
     assert (
         outside.failures([*fine, {**row("ctranslate2", why="unknown"), "growth": "source"}]) == []
     )
-    for wrong in (row("ctranslate2", off=0.01), row("ctranslate2", off=float("nan"))):
+    source = {**row("ctranslate2", off=0.01), "growth": "source"}
+    for wrong in (row("ctranslate2", off=0.01), row("ctranslate2", off=float("nan")), source):
         assert len(outside.failures([*fine, wrong])) == 1
     assert outside.failures([*fine, row("ctranslate2", why="refused")]) == [
         "llama, even, ctranslate2: refused"
@@ -24,10 +25,11 @@ def test_what_differs_is_refused_or_loads_nothing_fails():
     assert outside.failures(fine[:-1]) == [f"{[*outside.RUNTIMES][-1]} loaded nothing"]
 
 
-def test_rows_compare_each_target_with_the_source_in_the_same_runtime(tmp_path, monkeypatch):
+def test_rows_compare_source_and_targets_in_each_runtime(tmp_path, monkeypatch):
     for name in ("source", "even", "depth"):
         (tmp_path / "llama" / name).mkdir(parents=True)
-    outputs = {"source": [1.0, 2.0], "even": [1.0, 2.0, 9.0], "depth": [1.0, 1.0]}
+    outputs = {"source": [1.0, 2.0], "even": [1.0, 2.0], "depth": [1.0, 1.0]}
+    torch.save(torch.tensor([1.0, 2.0]), tmp_path / "llama" / outside.EXPECTED)
 
     def known(directory):
         return torch.tensor(outputs[directory.name])
@@ -40,6 +42,7 @@ def test_rows_compare_each_target_with_the_source_in_the_same_runtime(tmp_path, 
         (r["growth"], r["runtime"]): r.get("off", r.get("why")) for r in outside.read(tmp_path)
     }
     assert found == {
+        ("source", "known"): 0.0,
         ("even", "known"): 0.0,
         ("depth", "known"): pytest.approx(0.5),
         ("source", "unknown"): "no such family",
