@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import outside
+from bench.outside import __main__ as outside
 
 
 def row(runtime, **more):

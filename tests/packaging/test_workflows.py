@@ -94,7 +94,7 @@ def test_every_night_loads_grown_directories_in_other_software():
     assert {"transformers", "ctranslate2", "onnxruntime"} <= set(re.findall(r"(\w+)==", install))
     assert re.search(r"transformers==4\.57\.", install)
     module, folder = re.fullmatch(r"\.venv/bin/python -m (\S+) --packages (\S+)", check).groups()
-    assert importlib.util.find_spec(module) is not None
+    assert importlib.util.find_spec(f"{module}.__main__") is not None
     assert f"--target {folder} " in install
 
 
