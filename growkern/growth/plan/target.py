@@ -133,8 +133,11 @@ def follow_heads(
         dtype: of the target's weights.
         always: also where weights are rounded.
     """
-    field, (old, new) = small.family.attention.field, (m.head_dim() for m in (small, large))
-    if field is None or old == new or getattr(small.config, field) != old:
+    field = small.family.attention.field
+    if field is None:
+        return large
+    old, new = small.head_dim(), large.head_dim()
+    if old == new or getattr(small.config, field) != old:
         return large
     # queries below a norm take the scale from its weight, which changes anyway
     has_norm = any(space.part == "before_norm" for space in small.family.spaces.values())

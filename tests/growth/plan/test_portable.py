@@ -37,9 +37,10 @@ def said(source, word, **how):
 
 def computing_head_dim(grown):
     """What vLLM runs: the same weights, with heads of hidden_size / num_attention_heads."""
-    other = copy.deepcopy(grown)
-    heads = other.config.num_attention_heads
-    assert other.config.head_dim == other.config.hidden_size // heads
+    config = copy.deepcopy(grown.config)
+    vars(config).pop("head_dim", None)
+    other = type(grown)._from_config(config, dtype=torch.float64).eval()
+    other.load_state_dict(grown.state_dict())
     return other
 
 
