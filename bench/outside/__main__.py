@@ -7,9 +7,9 @@ DIR holds transformers 4.57, ctranslate2, onnx and onnxruntime, which growkern d
     pip install --target DIR "transformers==4.57.*" ctranslate2 onnx onnxscript onnxruntime
 
 A tiny source of each family is grown in several ways. A process that sees the packages of DIR
-loads source and targets in each runtime and compares the targets' outputs with the source's there. The
-row of a source compares it with the transformers that growkern uses. Exit 1 if they differ, if a runtime that loads the source refuses a
-target, or if a runtime loads nothing at all.
+loads source and targets in each runtime, and compares the targets' outputs with the source's there.
+The row of a source compares it with the transformers that growkern uses. Exit 1 if a target
+differs, if a runtime that loads the source refuses a target, or if a runtime loads nothing at all.
 """
 
 from __future__ import annotations
