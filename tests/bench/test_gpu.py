@@ -305,9 +305,9 @@ def test_a_piece_that_overruns_gives_way_to_the_next(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(gpu, "environment", lambda args, scratch: {})
     monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: {})
+    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: {"gpu": "NVIDIA H200"})
     monkeypatch.setattr(gpu, "run_apart", run)
-    args = ["--dry-run", "--results", str(tmp_path), "--budget", "600"]
+    args = ["--results", str(tmp_path), "--budget", "600"]
     assert gpu.main([*args, "--archive", str(tmp_path / "out" / "results.tgz")]) == 1
     limits = {name: TOY_PIECES[name].limit_s for name in NINE_MINUTES}
     assert given == limits | {"ceilings": 600 - sum(limits.values())}
