@@ -95,3 +95,8 @@ def check_steps(steps: int, given: Mapping[str, float | None], unit: str = "step
     for name, value in given.items():
         if value is not None and value > steps:
             raise GrowthError(f"{name} is {value}: it must not be more than the {steps} {unit}")
+
+
+def as_list(one_or_many: Any) -> list[Any]:
+    """The values of a list or tuple; a single value becomes a list of one."""
+    return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]

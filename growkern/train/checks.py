@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.utils import is_liger_kernel_available
 
-from growkern.arguments import check_steps
+from growkern.arguments import as_list, check_steps
 from growkern.errors import GrowthError
 from growkern.growth.source.refused import refuse_adapters
 from growkern.train.config import TwoStageConfig
@@ -140,11 +140,6 @@ def check_step_numbers(
         "eval_delay": args.eval_delay if args.eval_strategy == "steps" else None,
     }
     check_steps(steps, numbers, "steps of the run")
-
-
-def as_list(one_or_many: Any) -> list[Any]:
-    """The values of a list or tuple; a single value becomes a list of one."""
-    return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
 
 
 def choose_teachers(

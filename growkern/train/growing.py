@@ -231,7 +231,7 @@ class GrowingTrainer(SafeTrainer):
             align_special_tokens(self.model, self.processing_class)
         return sizes_of_run(self.model, self.growth, self.check_size)
 
-    def check_size(self, model: Any) -> None:
+    def check_size(self, model: Any) -> Any:
         """Look at a model on the meta device of a size that the run will grow to.
 
         Raises:

@@ -16,7 +16,6 @@ from transformers import TrainingArguments
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
 from growkern.train.checks import (
-    as_list,
     check_accelerator,
     check_arguments,
     check_block_size,
@@ -72,8 +71,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         teacher: a model, several models, a `TeacherCache`, a `ServedTeacher` or a
             `DistillKitTeacher`.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`. None takes
-            the one beside the teacher's weights. Without any, a teacher with other special ids or
-            with more columns than padding explains is refused: give its tokenizer then.
+            the one beside the weights. Without any, other special ids or sizes are refused.
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
             the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.
@@ -133,8 +131,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._make_optimizer = partial(make_optimizer, choice=optimizer, own=own, args=args)
         self._tokenizer = options.get("processing_class")
         self.take_model(model)
-        given = None if teacher_tokenizer is None else as_list(teacher_tokenizer)
-        check_vocabularies(model, self._teachers.models, self._tokenizer, given)
+        check_vocabularies(model, self._teachers.models, self._tokenizer, teacher_tokenizer)
         self._teachers.freeze(model, args.device)
         self.models_beside = self._teachers.models
 
@@ -168,14 +165,13 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
         check_block_size(self.two_stage, self._layers)
         self.growth_plan = self._plan_of_optimizer(model)
-        check_objectives(self._teachers, model, self._causal)
-        self._vocabulary = self._teachers.common_vocabulary(model, self._tokenizer)
+        self._vocabulary = self.check_size(model)
         self._cost = cost_of(model, self._stacks)
 
-    def check_size(self, model: Any) -> None:
-        """Refuse a size of the model that does not fit the teachers."""
+    def check_size(self, model: Any) -> int | None:
+        """The columns that model and teachers share; refuses a model that does not fit them."""
         check_objectives(self._teachers, model, self._causal)
-        self._teachers.common_vocabulary(model, self._tokenizer)
+        return self._teachers.common_vocabulary(model, self._tokenizer)
 
     # ------------------------------------------------------------------- loss
 

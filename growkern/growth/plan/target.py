@@ -105,11 +105,11 @@ def finish_target(
         setattr(config, name, large.size(key))
     if family.attention.positions == "rotary":
         config.rope_parameters = _rotary_parameters(small, large)
-    for key in family.older:
-        if key.is_pattern and key.field in vars(config):
-            value = key.value(vars(config), getattr(config, key.field))
+    for older in family.older:
+        if older.is_pattern and older.field in vars(config):
+            value = older.value(vars(config), getattr(config, older.field))
             # without a value, software reads `per_layer` lists or fails, where it would be wrong
-            delattr(config, key.field) if value is None else setattr(config, key.field, value)
+            delattr(config, older.field) if value is None else setattr(config, older.field, value)
     config.dtype = dtype
     # the source's path names another model
     config._name_or_path = ""

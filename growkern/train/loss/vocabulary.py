@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from growkern.arguments import as_list
 from growkern.errors import GrowthError
 from growkern.train.load import has_tokenizer, load_tokenizer
 
@@ -58,7 +59,7 @@ def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
 
 
 def check_vocabularies(
-    student: Any, teachers: Sequence[Any], tokenizer: Any | None, given: Sequence[Any] | None
+    student: Any, teachers: Sequence[Any], tokenizer: Any | None, teacher_tokenizer: Any | None
 ) -> None:
     """Check that the teachers of a trainer have the vocabulary of the student.
 
@@ -66,17 +67,18 @@ def check_vocabularies(
         student: the model in training.
         teachers: models.
         tokenizer: of the student; None if it was not given.
-        given: tokenizers of the teachers; None compares what lies beside the models.
+        teacher_tokenizer: one, or one for each teacher; None compares what lies beside the models.
 
     Raises:
         GrowthError: a tokenizer or a vocabulary differs, or there is not one tokenizer for each
             teacher.
     """
-    if given is None:
+    if teacher_tokenizer is None:
         for number, teacher in enumerate(teachers):
             name = f"teacher {number} ({type(teacher).__name__})"
             check_vocabulary(name, student, teacher, tokenizer, GIVE_TOKENIZER)
         return
+    given = as_list(teacher_tokenizer)
     if len(given) != len(teachers):
         raise GrowthError(
             f"{len(given)} teacher_tokenizer for {len(teachers)} teachers that run: give one each"
