@@ -80,11 +80,14 @@ def test_every_night_grows_2000_models_from_a_seed_of_the_day():
 def test_every_night_compiles_and_runs_the_kernels_with_the_versions_of_gpu_machines():
     job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["gpu_versions"]
     (version,) = (x["with"]["python-version"] for x in job["steps"] if "setup-python" in str(x))
-    setup, install, dry_run, launches = (x["run"] for x in job["steps"] if "run" in x)
+    setup, install, rehearsal, launches = (x["run"] for x in job["steps"] if "run" in x)
     assert (version, setup) == ("3.12", "make setup")
-    assert re.findall(r"(\w+)==(\d+\.\d+)", install) == [("torch", "2.11"), ("triton", "3.6")]
-    module, file = re.search(r"-m (\S+) --dry-run", dry_run)[1], launches.split()[-1]
-    assert importlib.util.find_spec(module) is not None and (ROOT / file).is_file()
+    wanted = {"torch": "2.11", "triton": "3.6", "transformers": "5.17", "numpy": "2.5"}
+    assert dict(re.findall(r"(\w+)==(\d+\.\d+)", install)) == wanted
+    calls = re.findall(r"bash (\S+) out \d+ --dry-run", rehearsal)
+    assert len(calls) == 2 and "timeout -s KILL" in rehearsal
+    for file in (*calls, launches.split()[-1]):
+        assert (ROOT / file).is_file()
 
 
 def test_every_night_loads_grown_directories_in_other_software():
