@@ -183,7 +183,9 @@ def _tokenizer_of(model: Any) -> Any | None:
             file = try_to_load_from_cache(name, "config.json", revision=commit)
         except HFValidationError:
             return None
-        directory = Path(file).parent if isinstance(file, str) else Path()
+        if not isinstance(file, str):
+            return None
+        directory = Path(file).parent
     try:
         return load_tokenizer(directory) if has_tokenizer(directory) else None
     except GrowthError:

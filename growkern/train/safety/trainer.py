@@ -22,6 +22,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, nearest
+from growkern.printing import say
 from growkern.seeds import MOST_SEED, seed_of_process
 from growkern.train.safety.checkpoints import (
     MANIFEST,
@@ -322,5 +323,5 @@ class SafeTrainer(SavingTrainer):
             f"{last_checkpoint(Path(self.args.output_dir))}; to resume: {self.resume_hint}"
         )
         if self.is_world_process_zero():
-            print(message, file=sys.stderr, flush=True)
+            say(message, sys.stderr)
         raise interruption(self._stop)

@@ -189,6 +189,14 @@ def test_a_tokenizer_that_cannot_be_had_is_no_reason_to_refuse(tmp_path):
         start(tmp_path, own, teacher, processing_class=tokenizer())
 
 
+def test_the_current_directory_is_not_that_of_a_model_that_is_nowhere(tmp_path, monkeypatch):
+    own, gone = saved(tmp_path / "own", WORDS), saved(tmp_path / "gone", None)
+    tokenizer(WORDS[::-1]).save_pretrained(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    gone.config._name_or_path = gone.name_or_path = "not/there"
+    start(tmp_path, own, gone, processing_class=tokenizer())
+
+
 def test_the_hubs_cache_has_a_teachers_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
