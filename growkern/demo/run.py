@@ -287,7 +287,8 @@ class _Demo:
             options["two_stage"] = TwoStageConfig(config.layers_per_block, stage1, seed)
         if contestant.inheritance:
             end = max(1, round(config.training.steps * config.inheritance_share))
-            options["inheritance"] = InheritanceSchedule(end_step=end)
+            # the paper's rate: a student of AKI does not begin with the teacher's predictions
+            options["inheritance"] = InheritanceSchedule(rate=1.0, end_step=end)
             options["teacher"] = load_language_model(folder / "source")
         curve = train_model(
             model,
