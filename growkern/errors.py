@@ -5,9 +5,9 @@ import errno
 import unicodedata
 from collections.abc import Iterable
 
-# Characters of a message. Two paths of Linux's greatest length fit. A damaged file may hold names
-# and values of any length: of a longer message only the two ends are kept.
-MOST, HEAD, TAIL = 2 * 4096 + 1000, 600, 300
+# Characters of a message. A damaged file may hold names and values of any length: of a longer
+# message only the two ends are kept.
+MOST, HEAD, TAIL = 1000, 600, 300
 
 
 # controls, marks that turn the direction of writing, and separators of lines: all else is printed

@@ -2,7 +2,8 @@
 
 Everything is imported once; each case is a fork that changes the files of its kind, uses them, and
 compares what was accepted with the truth. A case must end as "refused" in one line or as "right",
-within two seconds of processor time. Prints a line for every case that does not, then the counts.
+within two seconds of processor time, and nothing may be written outside its folder. Prints a line
+for every case that does not, then the counts.
 """
 
 import argparse
@@ -17,32 +18,33 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from growkern.errors import GrowthError
-from tests.fuzz.kinds import KINDS, Wrong
+from tests.fuzz.kinds import KINDS, Kind, Wrong
 
 # seconds: of processor time for an answer, and until a case that hangs is killed
 MOST_SECONDS, HANGS = 2.0, 60
 GOOD = ("refused", "right")
 
 
-def outcome(kind, draw: random.Random) -> tuple[str, str, float]:
-    """How a case ended, why, and the processor seconds until there was an answer."""
-    kind.change(draw)
+def judged(read: Callable[[], Any], check: Callable[[Any], None]) -> tuple[str, str, float]:
+    """How a reading ended, why, and the processor seconds until there was an answer."""
     start = time.process_time()
     seconds = 0.0
     try:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                result = kind.use()
+                result = read()
         finally:
             seconds = time.process_time() - start
-        kind.check(result)
+        check(result)
     except GrowthError as error:
         said = str(error)
         brief = "\n" not in said and len(said) <= 1000
@@ -52,6 +54,20 @@ def outcome(kind, draw: random.Random) -> tuple[str, str, float]:
     except BaseException:
         return "traceback", traceback.format_exc()[-1500:], seconds
     return "right", "", seconds
+
+
+def problem(read: Callable[[], Any]) -> str | None:
+    """What is wrong with how a reading ended; None: it was refused or read, and soon."""
+    found, why, seconds = judged(read, lambda _: None)
+    if found in GOOD and seconds <= MOST_SECONDS:
+        return None
+    return f"{found}, {seconds:.1f} s: {why}"
+
+
+def outcome(kind: Kind, draw: random.Random) -> tuple[str, str, float]:
+    """How a case ended, why, and the processor seconds until there was an answer."""
+    kind.change(draw)
+    return judged(kind.use, kind.check)
 
 
 def in_child(kind, draw: random.Random) -> tuple[str, str, float]:
@@ -73,6 +89,12 @@ def in_child(kind, draw: random.Random) -> tuple[str, str, float]:
     return tuple(json.loads(data)) if data else ("hangs or crashes", f"exit {status}", 0.0)
 
 
+def beside(place: Path) -> dict[Path, int]:
+    """The files beside a folder, and when they were written."""
+    others = (path for path in place.parent.iterdir() if path != place)
+    return {file: file.stat().st_mtime_ns for path in others for file in [path, *path.rglob("*")]}
+
+
 def run(directory: Path, cases: int, seed: int, names) -> Counter:
     """All cases; the same for the same seed, whatever other kinds are fuzzed."""
     counts: Counter = Counter()
@@ -85,8 +107,10 @@ def run(directory: Path, cases: int, seed: int, names) -> Counter:
         for number in range(cases // len(KINDS)):
             shutil.rmtree(place)
             shutil.copytree(directory / f"{name}.start", place)
-            draw = random.Random(f"{seed} {name} {number}")
+            draw, around = random.Random(f"{seed} {name} {number}"), beside(place)
             found, why, seconds = in_child(kind, draw)
+            if beside(place) != around:
+                found, why = "written outside", ""
             counts[f"{name} {found}"] += 1
             slow = seconds > MOST_SECONDS
             if found not in GOOD or slow:

@@ -24,7 +24,7 @@ from growkern.train.data import CausalLMCollator
 from growkern.train.load import load_language_model
 from tests.faults.walk import tree
 from tests.faults.work import save_source, tiny
-from tests.fuzz import mutate
+from tests.fuzz import mutate, readers
 from tests.train.test_config import COMPLETE
 from tests.train.tiny import VOCAB, TinyTokenizer
 
@@ -345,6 +345,28 @@ class Toml(Kind):
                 require(found == wanted, f"{section}.{key} is {found!r}")
 
 
+class Reading(Kind):
+    """A file alone, with what reads it: `readers.py`. Nothing is made of it."""
+
+    reader: readers.Reader
+
+    def prepare(self, folder):
+        self.folder = folder
+        readers.prepare(folder)
+        self.reader.read(folder)
+
+    def change(self, draw):
+        file = self.folder / self.reader.file
+        change = mutate.of_json if file.suffix == ".json" else mutate.of_bytes
+        file.write_bytes(change(file.read_bytes(), draw))
+
+    def use(self):
+        return self.reader.read(self.folder)
+
+    def check(self, result):
+        """Whatever was read is right."""
+
+
 KINDS = {
     "source": Sources,
     "model": Models,
@@ -352,4 +374,8 @@ KINDS = {
     "optimizer": Optimizers,
     "cache": Caches,
     "toml": Toml,
+}
+KINDS |= {
+    f"read-{name}": type(name, (Reading,), {"reader": reader})
+    for name, reader in readers.READERS.items()
 }

@@ -1,4 +1,4 @@
-"""Damaged files of six kinds: refused in one line, or right.
+"""Damaged files: refused in one line, or right.
 
 `python -m tests.fuzz.fuzz DIRECTORY --cases 2000` takes more of them.
 """
@@ -8,10 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import walks
+from tests.fuzz import readers
+from tests.fuzz.fuzz import problem
 
 ROOT = Path(__file__).parents[2]
-CASES = 100
+CORPUS = Path(__file__).with_name("corpus")
+CASES = 150
 
 
 def test_what_is_damaged_is_refused_or_right(tmp_path):
@@ -22,3 +27,27 @@ def test_what_is_damaged_is_refused_or_right(tmp_path):
         [*command, "--seed", seed], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readers") / "files"
+    readers.prepare(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", readers.READERS)
+def test_files_that_guided_fuzzing_kept_are_refused_or_read(folder, name):
+    """Between them they reach every part of a reader that `guided.py` has reached."""
+    reader = readers.READERS[name]
+    file = folder / reader.file
+    valid = file.read_bytes()
+    reader.read(folder)
+    kept = sorted((CORPUS / name).iterdir())
+    assert kept
+    try:
+        for case in kept:
+            file.write_bytes(case.read_bytes())
+            assert problem(lambda: reader.read(folder)) is None, case.name
+    finally:
+        file.write_bytes(valid)
