@@ -29,7 +29,14 @@ from growkern.ops.loss.keywords import Divergence, KLRows
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.data import Collator
 from growkern.train.distributed.shard import is_sharded
-from growkern.train.head import HeadInputs, check_head, common_softcap, softcap_of, teacher_inputs
+from growkern.train.head import (
+    HeadInputs,
+    check_causal,
+    check_head,
+    common_softcap,
+    softcap_of,
+    teacher_inputs,
+)
 from growkern.train.load import is_causal
 
 Decay = Literal["linear", "constant", "switch"]
@@ -136,7 +143,8 @@ class Teachers:
         """Move the teachers to a device and switch off dropout, gradients and caches.
 
         Raises:
-            GrowthError: a teacher shares parameters with the student.
+            GrowthError: a teacher shares parameters with the student, or predicts tokens that it
+                sees.
         """
         trained = {id(parameter) for parameter in student.parameters()}
         for model in self.models:
@@ -149,6 +157,8 @@ class Teachers:
                 model.to(device)
             model.eval().requires_grad_(False)
             model.config.use_cache = False
+            if not model.config.is_encoder_decoder and is_causal(model):
+                check_causal(model)
 
     def check_objective(self, causal: bool) -> None:
         """Check that the teachers predict the same tokens as the student.
@@ -180,12 +190,17 @@ class Teachers:
         heads = [model.get_output_embeddings().weight.shape[0] for model in (student, *self.models)]
         if len(set(heads)) == 1:
             return None
-        if tokenizer is None or len(tokenizer) > min(heads):
-            size = "no tokenizer" if tokenizer is None else f"a tokenizer of {len(tokenizer)} ids"
+        differ = (
+            f"student and teacher vocabularies differ: heads of {heads[0]} and {heads[1:]} columns"
+        )
+        if tokenizer is None:
             raise GrowthError(
-                f"student and teacher vocabularies differ: heads of {heads[0]} and {heads[1:]} "
-                f"columns, {size}. If they differ in padding only, pass the tokenizer as "
-                "processing_class. Otherwise choose a teacher with the student's vocabulary"
+                f"{differ}. If they differ in padding only, pass the tokenizer as processing_class"
+            )
+        if len(tokenizer) > min(heads):
+            raise GrowthError(
+                f"{differ}, but the tokenizer has {len(tokenizer)} ids. Choose a teacher that knows "
+                "all tokens of the student"
             )
         return len(tokenizer)
 

@@ -24,6 +24,7 @@ from growkern.errors import GrowthError
 OPTIMIZER_FILE = "optimizer.pt"
 ARCHIVE_START = b"PK\x03\x04"
 
+
 def read_optimizer(path: Path) -> dict[str, Any]:
     """The state dict in a file of `torch.save`, with memory-mapped tensors.
 

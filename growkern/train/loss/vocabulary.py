@@ -20,9 +20,9 @@ from growkern.errors import GrowthError
 from growkern.train.load import has_tokenizer, load_tokenizer
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
-# 8 columns suit tensor cores; Megatron pads to 128 for each of up to 8 tensor-parallel GPUs
-MULTIPLES = (8, 16, 32, 64, 128, 256, 512, 1024)
-# published models reserve further columns: DeepSeek has 102400 for 100015 tokens, 2.4 % more
+# 8 columns suit tensor cores, and 128 is the default of Megatron
+MULTIPLES = (8, 16, 32, 64, 128)
+# larger paddings and reserved columns: DeepSeek has 102400 for 100015 tokens, 2.4 % more
 MOST_RESERVED = 1 / 32
 # the option that overrides the signs
 GIVE_TOKENIZER = (

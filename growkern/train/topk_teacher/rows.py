@@ -17,7 +17,7 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
 from growkern.train.data import Collator, EpochCollator
-from growkern.train.head import check_head, head_inputs, reading, softcap_of
+from growkern.train.head import check_causal, check_head, head_inputs, reading, softcap_of
 from growkern.train.load import is_causal
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.header import DTYPES, CacheHeader
@@ -149,12 +149,14 @@ class ModelTeacher:
     """A model that runs in this process, in evaluation mode.
 
     Raises:
-        GrowthError: the model has no head that the loss can read.
+        GrowthError: the model has no head that the loss can read, or predicts tokens that it sees.
     """
 
     def __init__(self, model: Any) -> None:
         check_head(model)
         self.model, self.causal = model, is_causal(model)
+        if self.causal:
+            check_causal(model)
         self.columns: int = model.get_output_embeddings().weight.shape[0]
 
     def fingerprint(self) -> str:

@@ -20,6 +20,7 @@ from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.load import load_tokenizer
 from growkern.train.run import train
 from growkern.train.sub_model import layer_stacks
+from growkern.train.topk_teacher.rows import ModelTeacher
 from tests.train.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import VOCAB, build
@@ -171,7 +172,18 @@ def test_the_search_for_a_label_draws_no_random_numbers(tmp_path):
 def test_an_encoder_that_sees_the_tokens_it_predicts(tmp_path):
     config = build("bert").config
     refuse("see the tokens after them", tmp_path, transformers.BertLMHeadModel(config))
+    seeing = transformers.BertLMHeadModel(config)
+    with pytest.raises(GrowthError, match="see the tokens after them"):
+        TwoStageTrainer(
+            build("gpt2"),
+            arguments(tmp_path),
+            teacher=seeing,
+            inheritance=InheritanceSchedule(end_step=1),
+        )
+    with pytest.raises(GrowthError, match="see the tokens after them"):
+        ModelTeacher(seeing)
     config.is_decoder = True
+    ModelTeacher(transformers.BertLMHeadModel(config))
     TwoStageTrainer(transformers.BertLMHeadModel(config), arguments(tmp_path))
 
 

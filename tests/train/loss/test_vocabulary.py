@@ -58,7 +58,7 @@ def roberta(columns):
         *((50257, 50304), (50265, 50272), (50254, 50432), (50277, 50688), (32100, 32128)),
         *((250680, 250880), (50280, 50368), (50295, 51200), (151665, 151936), (151665, 152064)),
         *((100015, 102400), (128815, 129280), (200019, 201088), (255029, 256000)),
-        *((30522, 30522), (48, 64), (48, 128), (305, 320), (305, 512)),
+        *((30522, 30522), (48, 64), (48, 128), (305, 320), (305, 384)),
     ],
 )
 def test_published_vocabularies_are_padding(tokens, columns):
@@ -67,7 +67,16 @@ def test_published_vocabularies_are_padding(tokens, columns):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "columns"), [(305, 502), (305, 504), (28996, 30522), (30522, 50304), (50257, 50265)]
+    ("tokens", "columns"),
+    [
+        (305, 502),
+        (305, 504),
+        (305, 512),
+        (305, 1024),
+        (28996, 30522),
+        (30522, 50304),
+        (50257, 50265),
+    ],
 )
 def test_larger_vocabularies_are_not(tokens, columns):
     with pytest.raises(GrowthError, match=rf"{columns} tokens, .* {tokens}: padding does not"):
