@@ -199,7 +199,7 @@ class Teachers:
             )
         if len(tokenizer) > min(heads):
             raise GrowthError(
-                f"{differ}, but the tokenizer has {len(tokenizer)} ids. Choose a teacher that knows "
+                f"{differ}, but the tokenizer has {len(tokenizer)} ids. Choose a teacher that has "
                 "all tokens of the student"
             )
         return len(tokenizer)
