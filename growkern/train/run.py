@@ -120,6 +120,10 @@ def _train(
     choose_objective(run, base)
     reports_of(run.output)
     output = base / run.output.directory
+    if output.is_symlink():
+        # what is in a link is never replaced
+        output = output.resolve()
+        run = replace(run, output=replace(run.output, directory=str(output)))
     kept = [base / run.data.cache] if run.data.cache else []
     check_output(output, [*(base / name for name in _inputs(run)), *kept], texts)
     # by the names in the run file: a cache may lie elsewhere tomorrow

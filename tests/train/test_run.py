@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import transformers
@@ -210,6 +211,22 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     with pytest.raises(GrowthError, match="not the directory of a run"):
         train(workplace / "run.toml", overwrite=True, progress=False)
     assert (workplace / "out" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_the_output_may_be_a_link(workplace):
+    """It stays one, through the end of the run and through --overwrite."""
+    (workplace / "link").symlink_to("disk")
+    run = RUN.replace('directory = "out"', 'directory = "link"')
+    for steps in (6, 5):
+        (workplace / "run.toml").write_text(run.replace("steps = 6", f"steps = {steps}"))
+        trained = train(workplace / "run.toml", overwrite=True, progress=False)
+        assert trained.global_step == steps
+        assert train(workplace / "run.toml", progress=False) is None
+    assert (workplace / "link").readlink() == Path("disk")
+    assert run_directory.is_finished(workplace / "disk") and not list(
+        (workplace / "disk").glob(".*")
+    )
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
