@@ -1,50 +1,43 @@
 """Says which directories are checkpoints that a new one may replace.
 
 A model's config must be in it. Every file must be one that growkern recorded when it wrote the
-directory, or have a name that transformers or sentence-transformers give to weights, tokenizers
-and the like.
+directory, or have one of the names that transformers or sentence-transformers give to weights,
+tokenizers and the like.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
-
-from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.growth.disk.sentence import CONFIG_FILE, MODULES_FILE
-from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
-from growkern.growth.source.formats import weight_files
+from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source.stamps import module_folders
 from growkern.publish import replaceable
 from growkern.publish.manifest import MANIFEST
 
 # of a config or a record
 MOST_BYTES = 16_000_000
-# of a checkpoint, besides weights and the files that growkern recorded
+# of a model, besides weights and the files that growkern recorded. Only whole names: the user's own
+# files could have any that begins or ends like these. The state of a training is not among them
 KNOWN = (
-    CONFIG_FILE,
-    *(LINEAGE_FILE, CHECKSUMS_FILE, MANIFEST),
-    *("generation_config*.json", "*.index.json", "adapter_config.json", "params.json"),
+    *(CONFIG_FILE, "generation_config.json", LINEAGE_FILE, CHECKSUMS_FILE, MANIFEST),
     # tokenizers and processors
-    *("tokenizer*", "vocab.*", "vocab-*", "merges.txt", "special_tokens_map.json"),
-    *("added_tokens.json", "*.model", "*.model.v*", "*.spm", "*.tiktoken", "bpe.codes", "dict.txt"),
-    *("tekken.json", "normalizer.json", "*processor_config.json", "chat_template.*", "*.jinja"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     # sentence-transformers
-    *(MODULES_FILE, "config_sentence_transformers.json", "sentence_*_config.json"),
-    # code of models that are not part of transformers
-    *("configuration_*.py", "modeling_*.py", "modular_*.py", "tokenization_*.py"),
-    *("processing_*.py", "image_processing_*.py", "feature_extraction_*.py"),
+    *(MODULES_FILE, "config_sentence_transformers.json", "sentence_bert_config.json"),
     # the card and the terms
-    *("README.md", "modelcard.json", ".gitattributes", "LICENSE*", "LICENCE*", "NOTICE*"),
-    *("COPYING*", "USE_POLICY*"),
-    # of the Trainer
-    *("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "training_args.bin"),
-    *("trainer_state.json", "*_results.json", ".metadata", "*.distcp"),
+    *(CARD_FILE, ".gitattributes", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
 )
+SHARD = r"(-\d{5}-of-\d{5})?"
+WEIGHTS = rf"(model{SHARD}\.safetensors|pytorch_model{SHARD}\.bin)(\.index\.json)?"
 
 
 def why_kept(directory: Path) -> str | None:
@@ -63,12 +56,11 @@ def why_kept(directory: Path) -> str | None:
     config = _table(directory / CONFIG_FILE)
     if not isinstance(config.get("model_type"), str):
         return f"it has no {CONFIG_FILE} of a model"
-    names = (*weight_files(), *KNOWN)
-    folders = {CHAT_TEMPLATE_DIR, *module_folders(directory)}
+    modules = module_folders(directory)
 
     def is_known(file: PurePosixPath) -> bool:
-        is_module = len(file.parts) == 2 and file.parts[0] in folders
-        is_named = any(fnmatch(file.name, pattern) for pattern in names)
+        is_module = len(file.parts) == 2 and file.parts[0] in modules
+        is_named = file.name in KNOWN or re.fullmatch(WEIGHTS, file.name) is not None
         return is_named and (len(file.parts) == 1 or is_module)
 
     return replaceable.why_kept(directory, "a checkpoint", is_known, CHECKSUMS_FILE, MANIFEST)

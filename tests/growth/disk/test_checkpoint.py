@@ -435,7 +435,10 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
 
 FOREIGN = ["thesis.tex", "notes.md", "data.json", "train.py", ".git/HEAD", ".git", ".gitignore"]
 FOREIGN += ["original/params.json", "onnx/model.onnx", "checkpoint-1/model.safetensors", "empty/"]
-FOREIGN += ["1_Pooling/notes/config.json", "figure.png"]
+FOREIGN += ["1_Pooling/notes/config.json", "figure.png", "survey_results.json", "thesis.model"]
+FOREIGN += ["COPYING-thesis.txt", "tokenizer_experiments.md", "modeling_diary.py", "optimizer.pt"]
+FOREIGN += ["LICENSE-keys.pem", "vocab-of-the-talk.txt", "best.safetensors", "notes.jinja"]
+FOREIGN += ["model.gguf", "additional_chat_templates/tool.jinja"]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -462,11 +465,11 @@ def test_checkpoints_of_every_kind_are_replaced(source, tmp_path):
     (source / "additional_chat_templates" / "tool.jinja").write_text("x")
     grow(source, target)
     assert (target / "figure.png").is_file()
-    names = ["merges.txt", "spiece.model", "tokenizer.model.v3", "source.spm", "LICENSE.txt"]
-    names += [".gitattributes", "modeling_x.py", "optimizer.pt", "model.gguf", "x.jinja"]
+    names = ["merges.txt", "spiece.model", "tokenizer.model.v3", "LICENSE.txt"]
+    names += [".gitattributes", "chat_template.jinja", "model-00001-of-00002.safetensors"]
     for name in names:
         (target / name).write_text("x")
-    (target / "link.safetensors").symlink_to(source, target_is_directory=True)
+    (target / "pytorch_model.bin").symlink_to(source, target_is_directory=True)
     grow(source, target, overwrite=True)
     assert not {*names} & {*snapshot(target)} and (target / "figure.png").is_file()
     assert (source / "config.json").is_file()
