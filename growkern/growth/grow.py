@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from growkern.arguments import path_of
 from growkern.errors import FunctionChangedWarning, GrowthError
-from growkern.growth.disk.checksums import write_checksums
+from growkern.growth.disk.checksums import are_stored, write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
 from growkern.growth.disk.sentence import becomes_sentence_model, check_modules, write_modules
@@ -34,6 +34,7 @@ from growkern.growth.record.lineage import (
     Settings,
     identity,
     lineage_text,
+    source_files,
     write_lineage,
 )
 from growkern.growth.record.save import record_when_saved
@@ -341,7 +342,12 @@ def carry_out(
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        grown.source.refuse_changed()
+        grown.source.refuse_changed(
+            lambda: (
+                source_files(grown.source) == made_of["source"]
+                and are_stored(grown.source.headers, journal.source_checksums)
+            )
+        )
         # after all others, so that the checksums cover them
         write_checksums(directory, journal.source_checksums, stream.tensor_checksums(), copied)
         # but not that of the card, which is there to be edited

@@ -62,6 +62,11 @@ def checksum_stored(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> str
     return checksum_pieces(checksum_rows(tensor.rows(*block)) for block in blocks)
 
 
+def are_stored(tensors: Mapping[str, StoredTensor], checksums: Mapping[str, str]) -> bool:
+    """Whether the tensors in files have these checksums."""
+    return all(checksum_stored(tensors[name]) == total for name, total in checksums.items())
+
+
 # ----------------------------------------------------------- the record on disk
 
 

@@ -10,60 +10,20 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator
-from fnmatch import fnmatch
-from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.config_file import complete_config
 from growkern.growth.disk.shards import ShardLayout
-from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.source.config import config_directory, read_generation
-from growkern.growth.source.formats import weight_files
+from growkern.growth.source.formats import GENERATION_FILE, beside_weights
 from growkern.growth.source.links import stays_in
-from growkern.growth.source.refused import STATE_FILES
 from growkern.growth.source.source import Source
 from growkern.publish.manifest import copy_file
-
-# `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
-# card describes another model
-OTHERS = (
-    *("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json"),
-    # of a run or an export: they describe its own files
-    *("manifest.json", "run.json"),
-)
-GENERATION_FILE = "generation_config.json"
-LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
-# a tokenizer has ten
-MOST_FILES = 10_000
-
-
-def beside_weights(directory: Path) -> Iterator[Path]:
-    """Everything beside the weights of a checkpoint but its directories; links are not followed.
-
-    A link that leads out of the checkpoint in place of the chat templates is among it.
-
-    Raises:
-        GrowthError: there are too many files.
-    """
-    left_out = (*weight_files(), *LEFT_OUT)
-    templates = directory / CHAT_TEMPLATE_DIR
-    named = [
-        file
-        for file in sorted(directory.iterdir())
-        if not any(fnmatch(file.name, pattern) for pattern in left_out)
-        and not (file.is_dir() and (file != templates or stays_in(file, directory)))
-    ]
-    inside = islice(templates.rglob("*"), MOST_FILES) if stays_in(templates, directory) else ()
-    found = [*named, *sorted(file for file in inside if not file.is_dir())]
-    if len(found) >= MOST_FILES:
-        raise GrowthError(f"{directory}: more than {MOST_FILES} files beside the weights")
-    yield from found
 
 
 def companions(directory: Path) -> Iterator[Path]:
@@ -146,7 +106,10 @@ def complete(
     complete_config(directory, source, made.config)
     layout.write_index(directory)
     companions_of = config_directory(beside)
-    copied = copy_companions(companions_of, directory)
+    stamps = source and source.stamps
+    # a file that came since may not be whole
+    known = stamps and {os.path.relpath(name, companions_of) for name in stamps.found}
+    copied = copy_companions(companions_of, directory, only=known)
     generation = read_generation(companions_of)
     if made.can_generate() and generation is not None:
         fit_cache(model, generation)

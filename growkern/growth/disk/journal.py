@@ -33,6 +33,8 @@ from growkern.errors import GrowthError
 from growkern.whole import write_all
 
 Mark = tuple[str, int, int]
+# fields whose values say nothing to a person
+NAMED = {"modified": "another time of change", "header": "other tensors"}
 # of a line, after its first word
 FIELDS = {"source": [str, str], "target": [str, int, int, str], "lost": [str, int, int]}
 
@@ -169,6 +171,8 @@ def _check_same(
 def _difference(found: Any, wanted: Any) -> str:
     if isinstance(found, dict) and isinstance(wanted, dict):
         name = next(n for n in {**wanted, **found} if found.get(n) != wanted.get(n))
+        if name in NAMED:
+            return f" has {NAMED[name]}"
         return f" ({name}{_difference(found.get(name), wanted.get(name))})"
     if isinstance(found, (str, int, float)) and isinstance(wanted, (str, int, float)):
         return f": {found}, now {wanted}"

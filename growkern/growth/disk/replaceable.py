@@ -13,8 +13,9 @@ from typing import Any
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.growth.disk.sentence import CONFIG_FILE, MODULES_FILE
+from growkern.growth.disk.sentence import CONFIG_FILE
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.source.formats import MODEL_FILES
 from growkern.growth.source.stamps import module_folders
 from growkern.publish import replaceable
 from growkern.publish.manifest import MANIFEST
@@ -24,15 +25,8 @@ MOST_BYTES = 16_000_000
 # of a model, besides weights and the files that growkern recorded. Only whole names: the user's own
 # files could have any that begins or ends like these. The state of a training is not among them
 KNOWN = (
-    *(CONFIG_FILE, "generation_config.json", LINEAGE_FILE, CHECKSUMS_FILE, MANIFEST),
-    # tokenizers and processors
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json"),
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    # sentence-transformers
-    *(MODULES_FILE, "config_sentence_transformers.json", "sentence_bert_config.json"),
+    *MODEL_FILES,
+    *(LINEAGE_FILE, CHECKSUMS_FILE, MANIFEST),
     # the card and the terms
     *(CARD_FILE, ".gitattributes", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
 )

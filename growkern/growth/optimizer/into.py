@@ -103,7 +103,7 @@ def grow_optimizer_into(
     check_plan(plan)
     targets = list(_targets(plan, model, optimizer))
     used = {name for task, _ in targets for name in (task.source, task.upper)}
-    stamps = Stamps.of(Path(source)) if isinstance(source, (str, Path)) else None
+    stamps = Stamps.of(_file_of(Path(source))) if isinstance(source, (str, Path)) else None
     found, is_mapped = _open_state(plan, source, moments)
     # a checkpoint may hold the states of several optimizers
     state = {name: entry for name, entry in found.items() if name in used}
@@ -167,6 +167,11 @@ def _targets(
         task = tasks[named[id(parameter)]]
         check_planned_shape(task.name, parameter.shape, task.shape)
         yield task, parameter
+
+
+def _file_of(path: Path) -> Path:
+    """The file of a state, or the directory that holds it with the weights."""
+    return path if format_of(path).read_optimizer else optimizer_file(path)
 
 
 def _open_state(plan: GrowthPlan, source: Any, moments: str) -> tuple[State, bool]:

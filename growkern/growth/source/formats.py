@@ -6,16 +6,46 @@ A new format is one more entry of `FORMATS`. Code outside of this folder reads t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers.utils import CHAT_TEMPLATE_DIR
+
+from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
+from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source.files import METADATA_FILE, read_header_bytes, read_headers
 from growkern.growth.source.hub import lacks_weights, read_remote_headers
-from growkern.growth.source.refused import OTHER_WEIGHTS
+from growkern.growth.source.links import stays_in
+from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES
 from growkern.growth.source.stored import StoredTensor
 
+GENERATION_FILE = "generation_config.json"
+# files besides weights that transformers and sentence-transformers look for
+MODEL_FILES = (
+    *("config.json", GENERATION_FILE),
+    # tokenizers and processors
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    # sentence-transformers
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+)
+# `adapter_*`, `modules.json` and `params.json` describe weights that are not copied, and a model
+# card describes another model
+OTHERS = (
+    *("config.json", "adapter_*", "modules.json", "params.json", "README.md", "modelcard.json"),
+    # of a run or an export: they describe its own files
+    *("manifest.json", "run.json"),
+)
+LEFT_OUT = (*STATE_FILES, *OTHERS, LINEAGE_FILE, CHECKSUMS_FILE, ".*")
+# a tokenizer has ten
+MOST_FILES = 10_000
 OptimizerState = Mapping[str, Mapping[str, StoredTensor]]
 
 
@@ -121,3 +151,26 @@ def weight_files() -> tuple[str, ...]:
 def header_reader(file: Path) -> Callable[[Path], bytes] | None:
     """`Format.read_header` for a file that its name says to hold tensors; None for other files."""
     return next((one.read_header for one in FORMATS if one.suffix == file.suffix), None)
+
+
+def beside_weights(directory: Path) -> Iterator[Path]:
+    """Everything beside the weights of a checkpoint but its directories; links are not followed.
+
+    A link that leads out of the checkpoint in place of the chat templates is among it.
+
+    Raises:
+        GrowthError: there are too many files.
+    """
+    left_out = (*weight_files(), *LEFT_OUT)
+    templates = directory / CHAT_TEMPLATE_DIR
+    named = [
+        file
+        for file in sorted(directory.iterdir())
+        if not any(fnmatch(file.name, pattern) for pattern in left_out)
+        and not (file.is_dir() and (file != templates or stays_in(file, directory)))
+    ]
+    inside = islice(templates.rglob("*"), MOST_FILES) if stays_in(templates, directory) else ()
+    found = [*named, *sorted(file for file in inside if not file.is_dir())]
+    if len(found) >= MOST_FILES:
+        raise GrowthError(f"{directory}: more than {MOST_FILES} files beside the weights")
+    yield from found

@@ -87,14 +87,17 @@ class Source:
     warned: tuple[str, ...] = field(default=(), repr=False)
     stamps: Stamps | None = field(default=None, repr=False)
 
-    def refuse_changed(self) -> None:
+    def refuse_changed(self, is_same: Callable[[], bool] = lambda: False) -> None:
         """Refuse files that changed since the source was opened. Call it after they were read.
+
+        Args:
+            is_same: as in `Stamps.check`.
 
         Raises:
             GrowthError: one did.
         """
         if self.stamps is not None:
-            self.stamps.check()
+            self.stamps.check(is_same)
 
     @property
     def config(self) -> Any:

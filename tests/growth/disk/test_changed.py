@@ -49,17 +49,19 @@ def during(monkeypatch, change, owner=Stream, name="run"):
     monkeypatch.setattr(owner, name, changed)
 
 
-def rewrite(file):
+def rewrite(file, at=-8):
     """Other bytes of the same number, with the time of the last modification as it was."""
     before = file.stat()
-    data = file.read_bytes()
-    file.write_bytes(data[:-8] + bytes(byte ^ 1 for byte in data[-8:]))
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def replace(file):
-    """The same bytes in another file, as programs write that never leave half a file."""
+    """Other bytes in another file, as programs write that never leave half a file."""
     shutil.copy2(file, file.with_suffix(".new"))
+    rewrite(file.with_suffix(".new"))
     file.with_suffix(".new").rename(file)
 
 
@@ -121,7 +123,7 @@ def test_the_data_of_a_distributed_source_counts_too(source, tmp_path, monkeypat
     dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "dcp" / "weights"), no_dist=True)
     shutil.copy(source / "config.json", tmp_path / "dcp")
     (data,) = (tmp_path / "dcp" / "weights").glob("*.distcp")
-    during(monkeypatch, lambda: rewrite(data))
+    during(monkeypatch, lambda: rewrite(data, data.stat().st_size // 2))
     with pytest.raises(GrowthError, match=r"distcp was changed while it was read"):
         growkern.grow_checkpoint(tmp_path / "dcp" / "weights", tmp_path / "large", **HOW)
 
@@ -190,20 +192,89 @@ def test_after_a_kill_a_source_with_its_time_set_back_is_refused(
         during(patched, lambda: os.kill(os.getpid(), 2), grow_module, "write_modules")
         growkern.grow_checkpoint(source, tmp_path / "large", **HOW)
     rewrite(source / name)
-    with pytest.raises(GrowthError, match=rf"another input \({name} \(changed: .*--no-resume"):
+    message = {
+        "model.safetensors": r"model\.safetensors: \S+ has changed since the interrupted run",
+        "tokenizer.json": r"another input \(tokenizer\.json\)",
+    }[name]
+    with pytest.raises(GrowthError, match=f"{message}.*--no-resume"):
         growkern.grow_checkpoint(source, tmp_path / "large", **HOW)
     growkern.grow_checkpoint(source, tmp_path / "large", resume=False, **HOW)
 
 
-def test_what_is_not_read_may_change(source, tmp_path, monkeypatch):
-    """A run may go on in a folder of the source, and a file system may keep no inodes."""
+def link(file):
+    """As `cp -al` makes them: the time of the last change is a new one."""
+    os.link(file, file.parent.parent / f"linked-{file.name}")
+
+
+def copy_again(file):
+    """As a backup restores it."""
+    shutil.copy2(file, file.with_suffix(".new"))
+    file.with_suffix(".new").rename(file)
+
+
+def foreign(source):
+    """What nobody reads: a card, another program's weights, the state of a training, notes."""
+    (source / "README.md").write_text("edited")
+    (source / "pytorch_model.bin").unlink()
+    (source / "optimizer.pt").write_text("rewritten")
+    (source / "notes.txt").write_text("new")
     (source / "checkpoint-3").mkdir()
+    (source / "checkpoint-3" / "model.safetensors").write_text("new")
+    (source / "runs").mkdir()
+    (source / ".lock").touch()
+
+
+HARMLESS = {
+    "foreign": foreign,
+    **{
+        f"{how.__name__}-{name}": lambda source, how=how, name=name: how(source / name)
+        for how in (link, copy_again, lambda file: file.chmod(0o640))
+        for name in ("model.safetensors", "tokenizer.json", "config.json")
+    },
+}
+
+
+@pytest.fixture
+def crowded(source):
+    for name in ("README.md", "pytorch_model.bin", "optimizer.pt"):
+        (source / name).write_text("old")
+    return source
+
+
+@pytest.mark.parametrize("how", HARMLESS)
+def test_what_is_not_read_and_what_keeps_its_bytes_may_change(crowded, tmp_path, monkeypatch, how):
+    """A run may go on in a folder of the source, and a backup may link its files."""
+    growkern.grow_checkpoint(crowded, tmp_path / "expected", **HOW)
+    during(monkeypatch, lambda: HARMLESS[how](crowded))
+    growkern.grow_checkpoint(crowded, tmp_path / "large", **HOW)
+    assert sums_of(tmp_path / "large") == sums_of(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("how", HARMLESS)
+def test_after_a_kill_they_may_change_too(crowded, tmp_path, monkeypatch, how):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        during(patched, lambda: os.kill(os.getpid(), 2), grow_module, "write_modules")
+        growkern.grow_checkpoint(crowded, tmp_path / "large", **HOW)
+    HARMLESS[how](crowded)
+    assert growkern.grow_checkpoint(crowded, tmp_path / "large", **HOW).bytes_kept > 0
+
+
+def sums_of(directory):
+    """Nothing is copied that came while the growth went on."""
+    return json.loads((directory / "checksums.json").read_text())
+
+
+def test_weights_with_a_new_link_are_compared(source, tmp_path, monkeypatch):
+    """Size and time are as before: only the bytes tell."""
 
     def change():
-        (source / "checkpoint-3" / "model.safetensors").write_text("new")
-        (source / "runs").mkdir()
-        (source / ".lock").touch()
+        link(source / "model.safetensors")
+        rewrite(source / "model.safetensors")
 
     during(monkeypatch, change)
-    growkern.grow_checkpoint(source, tmp_path / "large", **HOW)
+    with pytest.raises(GrowthError, match=r"model\.safetensors was changed while it was read"):
+        growkern.grow_checkpoint(source, tmp_path / "large", **HOW)
+
+
+def test_a_file_system_may_keep_no_inodes(source):
     assert "inode" not in str(stamps.Stamps.of(source).identity())
