@@ -342,12 +342,7 @@ def carry_out(
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        grown.source.refuse_changed(
-            lambda: (
-                source_files(grown.source) == made_of["source"]
-                and are_stored(grown.source.headers, journal.source_checksums)
-            )
-        )
+        _refuse_changed(grown, made_of["source"], journal)
         # after all others, so that the checksums cover them
         write_checksums(directory, journal.source_checksums, stream.tensor_checksums(), copied)
         # but not that of the card, which is there to be edited
@@ -361,3 +356,13 @@ def _texts(grown: GrowthPlan, settings: Settings, files: dict[str, Any]) -> tupl
     """The lineage and the card. They are made first: a long growth must not fail in the end."""
     card = card_text(grown, settings, is_sentence=becomes_sentence_model(grown))
     return lineage_text(grown, settings, files), card
+
+
+def _refuse_changed(grown: GrowthPlan, files: dict[str, Any], journal: Journal) -> None:
+    """Refuse a source that is not the one that was read, with `files` as they were then."""
+    source = grown.source
+    source.refuse_changed(
+        lambda: (
+            source_files(source) == files and are_stored(source.headers, journal.source_checksums)
+        )
+    )

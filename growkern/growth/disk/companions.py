@@ -106,10 +106,10 @@ def complete(
     complete_config(directory, source, made.config)
     layout.write_index(directory)
     companions_of = config_directory(beside)
-    stamps = source and source.stamps
+    stamps = source.stamps if source else None
     # a file that came since may not be whole
-    known = stamps and {os.path.relpath(name, companions_of) for name in stamps.found}
-    copied = copy_companions(companions_of, directory, only=known)
+    found = {os.path.relpath(name, companions_of) for name in stamps.found} if stamps else None
+    copied = copy_companions(companions_of, directory, only=found)
     generation = read_generation(companions_of)
     if made.can_generate() and generation is not None:
         fit_cache(model, generation)

@@ -71,8 +71,9 @@ class Stamps:
             before, after = self.found.get(name), now.get(name)
             if before == after:
                 continue
-            is_decided = not before or not after or "changed" not in before
-            if is_decided or any(before.get(key) != after.get(key) for key in DECISIVE):
+            if not (before and after and "changed" in before) or any(
+                before[key] != after.get(key) for key in DECISIVE
+            ):
                 raise _changed(name)
             unsure.append(name)
         if unsure and not is_same():
