@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -47,46 +47,69 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
         nonfinite: whether NaN and Inf in the source were grown.
     """
     # of the files before anybody changes them
-    files, state = source_files(plan.source), _state(model)
+    record = _Record(model, plan, backend, nonfinite, source_files(plan.source), _state(model))
+    model.save_pretrained = record.save_pretrained
+    model.push_to_hub = record.push_to_hub
+    model._upload_modified_files = record.upload_files
 
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+
+@dataclass
+class _Record:
+    """How a model was grown; its methods replace those of the model, and are pickled with it.
+
+    Attributes:
+        files: of the source, as they were when the model was grown.
+        state: of the model's weights at that time; None for a copy of the model.
+    """
+
+    model: Any
+    plan: GrowthPlan
+    backend: str | None
+    nonfinite: bool
+    files: Mapping[str, Any]
+    state: tuple[Any, ...] | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PyTorch counts the writes to a copy anew, so the copy counts as changed
+        return {**vars(self), "state": None}
+
+    def _is_own(self) -> bool:
+        return self.state == _state(self.model)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        model, plan = self.model, self.plan
         is_first = args[0] if args else options.get("is_main_process", True)
-        is_own = options.get("state_dict") is None and len(args) < 2 and _state(self) == state
+        is_own = options.get("state_dict") is None and len(args) < 2 and self._is_own()
         directory = Path(save_directory)
         has_record = (directory / LINEAGE_FILE).is_file()
-        is_whole = is_own or has_record or misfit(plan, self) is None
+        is_whole = is_own or has_record or misfit(plan, model) is None
         if is_first and is_whole and not directory.is_file():
             size = parse_size("max_shard_size", options.get("max_shard_size", SHARD_SIZE))
-            settings = Settings(backend, size, nonfinite)
+            settings = Settings(self.backend, size, self.nonfinite)
             # before the weights, as `push_to_hub` sends the directory off at the end of the call
             directory.mkdir(parents=True, exist_ok=True)
             if has_record:
                 # those of the weights that are replaced
                 (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
-            write_lineage(lineage_text(plan, settings, files, trained=not is_own), directory)
+            write_lineage(lineage_text(plan, settings, self.files, trained=not is_own), directory)
             if is_own:
                 is_sentence = is_sentence_model(directory)
                 write_card(card_text(plan, settings, is_sentence=is_sentence), directory)
             else:
                 note_training(directory)
-        result = type(self).save_pretrained(self, save_directory, *args, **options)
+        type(model).save_pretrained(model, save_directory, *args, **options)
         if is_first and not directory.is_file():
-            complete_config(directory, plan.source, self.config)
-        return result
+            complete_config(directory, plan.source, model.config)
 
-    def upload_files(self: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
+    def upload_files(self, working_dir: Any, *args: Any, **options: Any) -> Any:
         # the end of `save_pretrained(push_to_hub=True)`
-        complete_config(Path(working_dir), plan.source, self.config)
-        return type(self)._upload_modified_files(self, working_dir, *args, **options)
+        complete_config(Path(working_dir), self.plan.source, self.model.config)
+        return type(self.model)._upload_modified_files(self.model, working_dir, *args, **options)
 
-    def push_to_hub(self: Any, repo_id: str, **options: Any) -> Any:
-        if _state(self) != state:
-            return type(self).push_to_hub(self, repo_id, **options)
-        return _upload(self, repo_id, **options)
-
-    model.save_pretrained = MethodType(save_pretrained, model)
-    model.push_to_hub = MethodType(push_to_hub, model)
-    model._upload_modified_files = MethodType(upload_files, model)
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
+        if not self._is_own():
+            return type(self.model).push_to_hub(self.model, repo_id, **options)
+        return _upload(self.model, repo_id, **options)
 
 
 def _upload(

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 
 import pytest
@@ -48,6 +49,28 @@ def test_a_grown_model_is_saved_whole_and_loaded(kind, allow_nonfinite, tmp_path
         # as any other model
         loaded.save_pretrained(tmp_path / "large")
         assert type(loaded).from_pretrained(tmp_path / "large").config.hidden_size == 24
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_saved_with_its_record(copied, tmp_path):
+    source = opened("file", tmp_path / "small")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "rope_theta": 10000.0}))
+    large = growkern.grow(source, **SIZES)
+    other = copied(copied(large))
+    with torch.no_grad():
+        other.lm_head.weight += 1
+    other.save_pretrained(tmp_path / "other")
+    large.save_pretrained(tmp_path / "large")
+    expected = {**json.loads((tmp_path / "large/lineage.json").read_text()), "trained_since": True}
+    assert json.loads((tmp_path / "other/lineage.json").read_text()) == expected
+    files = [tmp_path / name / "config.json" for name in ("large", "other")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert "rope_theta" in json.loads(files[1].read_text())
+    stored = type(other).from_pretrained(tmp_path / "other").lm_head.weight
+    assert torch.equal(stored, other.lm_head.weight) and not torch.equal(
+        stored, large.lm_head.weight
+    )
 
 
 def test_a_pickle_holds_no_weights_of_the_source():
