@@ -87,8 +87,8 @@ def _vocabulary(plan: Blueprint) -> Iterator[str]:
     old, new = plan.layout.sizes("vocab")
     if old != new:
         yield (
-            f"the tokenizer has no tokens for the {new - old} new rows of the vocabulary: some "
-            "converters refuse a vocabulary that is larger than the tokenizer's; add tokens to it"
+            f"if the tokenizer has fewer than {new} tokens, add tokens to it: some converters "
+            "refuse a vocabulary that is larger than the tokenizer's"
         )
 
 
