@@ -267,8 +267,9 @@ def kl_mlm_loss(
             mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.
         row_weights: float, (...): multiplies both terms of a row. A row of weight 0 may hold
-            anything: its terms are not computed. It counts in the mean, and not in `LossParts`,
-            which use no other weights.
+            anything: its terms are not computed. It still counts in the number of rows that "mean"
+            divides by; a label of ``ignore_index`` does not. `LossParts` leaves it out, and uses no
+            other weights.
         vocab_size: columns from here on are padding, of student and teachers: they count as -inf
             and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
         softcap, teacher_softcap: cap logits to c * tanh(z / c).

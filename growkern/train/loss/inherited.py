@@ -102,7 +102,8 @@ def inherited_loss(
         kl_rows: rows with a KL term: "labels", or "all" for every real token. A decoder beside an
             encoder needs a decoder_attention_mask for "all".
         teacher_weights: one per teacher, with sum 1; None weighs all alike.
-        row_weights: (B, S) float, the weight of each label. Not shifted.
+        row_weights: (B, S) float, the weight of each label. Not shifted. A label of weight 0 still
+            counts in the number that the loss is divided by; a masked label does not.
         vocab_size: columns that mean the same token in all models; later columns are padding. None:
             the tokenizers beside the models, or else their special ids, must agree.
         max_rows: at least the number of rows with a term, counted on the CPU. A GPU then spends

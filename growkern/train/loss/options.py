@@ -17,7 +17,8 @@ class LossOptions(LabelOptions):
         label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
         z_loss: factor of the squared log of the softmax's denominator.
         row_weights: name of the key of the batches that holds one weight per label, (B, S) float.
-            The loss is still divided by the number of labels. None weighs all labels alike.
+            The loss is still divided by the number of labels, those of weight 0 included. To
+            leave a label out of that number, mask it. None weighs all labels alike.
 
     Raises:
         GrowthError: a value is out of range.
