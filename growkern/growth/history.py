@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from growkern.bounded import read_bounded, read_json
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from growkern.bounded import read_json
 from growkern.errors import GrowthError
 
 LINEAGE_FILE, CHECKSUMS_FILE, CARD_FILE = "lineage.json", "checksums.json", "README.md"
@@ -18,10 +21,8 @@ LINEAGE_FILE, CHECKSUMS_FILE, CARD_FILE = "lineage.json", "checksums.json", "REA
 MOST_LINEAGE_BYTES = 64_000_000
 # the key of a record with those of the growths before it, the latest first
 EARLIER = "earlier_growths"
-# a card is read into memory
-MOST_CARD_BYTES = 1_000_000
-# every card of a growth has this tag
-CARD_TAG = "growkern"
+# key of every grown model's config. transformers keeps it, wherever a model is saved
+GROWN_KEY = "grown_by_growkern"
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,44 @@ class History:
 
 
 def history_of(model: Any) -> History:
-    """The growths of a model in memory, or of the directory that it was loaded from."""
+    """The growths of a model in memory, or of the place that it was loaded from."""
     plan = getattr(model, "growth_plan", None)
     if plan is not None:
         # the weights of the model before would stay in memory as long as this
         return History(replace(plan, source=replace(plan.source, read=no_weights, headers={})))
-    directory = getattr(model, "name_or_path", "")
-    return history_in(Path(directory)) if directory else History()
+    return history_in(directory_of(model), getattr(model, "config", None))
 
 
-def history_in(directory: Path) -> History:
-    """The growths of the model in a directory."""
-    file = directory / LINEAGE_FILE
+def directory_of(model: Any) -> Path | None:
+    """The directory that a model in memory was loaded from, or its snapshot in the Hub's cache."""
+    name = str(getattr(model, "name_or_path", None) or "")
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
     try:
-        if file.is_file():
+        commit = getattr(getattr(model, "config", None), "_commit_hash", None)
+        file = try_to_load_from_cache(name, "config.json", revision=commit)
+    except HFValidationError:
+        return None
+    return Path(file).parent if isinstance(file, str) else None
+
+
+def history_in(directory: Path | None, config: Any) -> History:
+    """The growths of a model.
+
+    Args:
+        directory: of its weights; None if it is not known.
+        config: of the model.
+    """
+    file = (directory or Path()) / LINEAGE_FILE
+    try:
+        if directory is not None and file.is_file():
             return history_from(read_json(file, MOST_LINEAGE_BYTES, "lineage"))
-        if (directory / CHECKSUMS_FILE).is_file() or _has_card(directory / CARD_FILE):
-            return History(records=(f"{file} is missing, but other files of a growth are there",))
     except GrowthError as error:
         return History(records=(str(error),))
+    if getattr(config, GROWN_KEY, False):
+        return History(records=(f"{file} is missing: copy it from the grown model",))
     return History()
 
 
@@ -75,14 +95,6 @@ def history_from(lineage: Any) -> History:
         earlier = [one if isinstance(one, dict) else lost for one in earlier]
     own = {key: value for key, value in lineage.items() if key != EARLIER}
     return History(records=(own, *earlier))
-
-
-def _has_card(file: Path) -> bool:
-    """Whether a file is the card of a growth."""
-    if not file.is_file():
-        return False
-    text = read_bounded(file, MOST_CARD_BYTES, "model card").decode(errors="replace")
-    return f"\n- {CARD_TAG}\n" in text
 
 
 def no_weights(name: str) -> Any:

@@ -14,6 +14,7 @@ from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.growth.history import GROWN_KEY
 from growkern.growth.space.rotary import pair_step, rotary_entries
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def finish_target(
     config.dtype = dtype
     # the source's path names another model
     config._name_or_path = ""
+    setattr(config, GROWN_KEY, True)
     if large.short_cache:
         config.use_cache = False
     finished = small.with_config(config)

@@ -13,13 +13,17 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from growkern.growth.history import CARD_FILE, CARD_TAG, MOST_CARD_BYTES
+from growkern.growth.history import CARD_FILE
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings
 from growkern.growth.source.hub import ID, hub_model, name_of
 from growkern.units import human
 
+# every card of a growth has this tag
+TAG = "growkern"
+# a card is read into memory
+MOST_CARD_BYTES = 1_000_000
 # what the source's card says that is true of the grown model too
 KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
 EMBEDDINGS = (
@@ -120,7 +124,7 @@ def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str
         is_sentence: whether sentence-transformers loads the checkpoint.
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
-    kept["tags"] = sorted({*_listed(kept.get("tags")), CARD_TAG})
+    kept["tags"] = sorted({*_listed(kept.get("tags")), TAG})
     if ID.fullmatch(name):
         kept["base_model"] = name
     library = "sentence-transformers" if is_sentence else "transformers"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
-from growkern.growth.history import LINEAGE_FILE, History
+from growkern.growth.history import LINEAGE_FILE, History, directory_of
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.record.lineage import Lineage, lineage_of, read_lineage
+from growkern.growth.record.lineage import Lineage, has_record, lineage_of, read_lineage
 from growkern.growth.record.origins import spaces_of
 from growkern.growth.source.source import Source
 
@@ -33,10 +33,10 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     plan = getattr(model, "growth_plan", None)
     if plan is not None:
         return plan
-    directory = getattr(model, "name_or_path", "")
-    if not directory or not (Path(directory) / LINEAGE_FILE).is_file():
+    directory = directory_of(model)
+    if directory is None or not has_record(directory):
         return None
-    return recorded_plan(read_lineage(Path(directory)))
+    return recorded_plan(read_lineage(directory))
 
 
 def plan_of_source(plan: GrowthPlan) -> GrowthPlan | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
+from growkern.growth.history import GROWN_KEY
 from growkern.growth.models import fit_cache, materialise, persistent_buffers, restore_buffers
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.idle import refuse_idle_options
@@ -121,6 +122,7 @@ def grow_into(
         model.generation_config = copy.deepcopy(opened.generation)
     fit_cache(grown.large, model.config, getattr(model, "generation_config", None))
     model.growth_plan = grown
+    setattr(model.config, GROWN_KEY, True)
     directory = opened.directory or Path()
     return GrowthReport(directory, grown, written, time.perf_counter() - start)
 

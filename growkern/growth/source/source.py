@@ -275,7 +275,7 @@ def _open_directory(directory: Path) -> Source:
     return Source(
         *(spec, dtypes, _Stored(own), directory, format, own),
         generation=read_generation(beside),
-        history=history_in(beside),
+        history=history_in(beside, spec.config),
         keys=keys,
         stamps=stamps,
     )

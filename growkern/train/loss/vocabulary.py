@@ -9,14 +9,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
-
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 
 from growkern.arguments import as_list
 from growkern.errors import GrowthError
+from growkern.growth.history import directory_of
 from growkern.train.load import has_tokenizer, load_tokenizer
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
@@ -173,21 +170,9 @@ def _check_tokens(name: str, student: Any, teacher: Any) -> None:
 
 def _tokenizer_of(model: Any) -> Any | None:
     """The tokenizer beside the weights that a model was loaded from; None if there is none."""
-    name = str(getattr(model, "name_or_path", None) or "")
-    if not name:
-        return None
-    directory = Path(name)
-    if not directory.is_dir():
-        try:
-            commit = getattr(model.config, "_commit_hash", None)
-            file = try_to_load_from_cache(name, "config.json", revision=commit)
-        except HFValidationError:
-            return None
-        if not isinstance(file, str):
-            return None
-        directory = Path(file).parent
+    directory = directory_of(model)
     try:
-        return load_tokenizer(directory) if has_tokenizer(directory) else None
+        return load_tokenizer(directory) if directory and has_tokenizer(directory) else None
     except GrowthError:
         # not asked for, so a damaged one is no reason to stop
         return None

@@ -71,7 +71,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
             copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=_names(checkpoint))
         model.to(wanted or model.dtype).save_pretrained(new)
         complete_config(new)
-        keep_lineage(history_in(checkpoint), new)
+        keep_lineage(history_in(checkpoint, model.config), new)
         # last, so that it covers every file
         write_manifest(new)
         place.publish(overwrite=overwrite)

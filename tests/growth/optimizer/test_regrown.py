@@ -1,6 +1,7 @@
 """Growing again and again: the factors of all growths count, so the steps are the first model's."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -220,11 +221,6 @@ def lose(directory):
     (directory / "lineage.json").unlink()
 
 
-def lose_all(directory):
-    lose(directory)
-    (directory / "checksums.json").unlink()
-
-
 def damage(directory):
     (directory / "lineage.json").write_text("{")
 
@@ -241,8 +237,7 @@ def edit(**changes):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lose, "lineage.json is missing, but other files of a growth are there"),
-        (lose_all, "lineage.json is missing, but other files of a growth are there"),
+        (lose, "large/lineage.json is missing: copy it from the grown model"),
         (damage, "not valid JSON"),
         (lambda directory: (directory / "lineage.json").write_text("[]"), "is damaged"),
         (edit(model_class="BertForMaskedLM"), "Bert"),
@@ -261,6 +256,83 @@ def test_a_growth_that_is_not_known_is_said(chain, tmp_path, change, why):
     assert "how is not known" in found.why and "\x1b" not in found.why
     # the last growth counts alone
     assert growth_lr_multipliers(plan)
+
+
+def saved_elsewhere(model, place):
+    """As a trainer of transformers saves it, which knows nothing of lineages."""
+    model.save_pretrained(place / "elsewhere")
+    return place / "elsewhere"
+
+
+MOVED = {
+    "on disk": saved_elsewhere,
+    "in memory": lambda model, place: loaded(saved_elsewhere(model, place)),
+    "twice": lambda model, place: saved_elsewhere(
+        loaded(saved_elsewhere(model, place)), place / "x"
+    ),
+    "weights": lambda model, place: filled_from(model),
+    "another directory": lambda model, place: model,
+}
+
+
+def filled_from(model):
+    other = type(model)(model.config)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("moved", MOVED)
+@pytest.mark.parametrize("grown_once", [True, False])
+def test_a_growth_is_not_forgotten_where_its_record_is_not(
+    grown_once, moved, chain, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    model = loaded("middle" if grown_once else "large")
+    assert growkern.moment_findings(growkern.plan(model, **EVEN, **WIDEST))[0].level == "exact"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    plan = growkern.plan(MOVED[moved](model, tmp_path), **EVEN, **WIDEST)
+    found = growkern.moment_findings(plan)[0]
+    assert found.level == "approximate" and "lineage.json is missing" in found.why
+
+
+def test_a_record_that_is_copied_is_known_again(chain, tmp_path):
+    place = saved_elsewhere(loaded(tmp_path / "large"), tmp_path)
+    shutil.copy(tmp_path / "large" / "lineage.json", place)
+    plan = growkern.plan(place, **EVEN, **WIDEST)
+    assert growkern.moment_findings(plan)[0].level == "exact"
+
+
+@pytest.mark.parametrize("moved", MOVED)
+def test_a_model_that_never_grew_is_not_said_to_have(moved, chain, tmp_path, monkeypatch):
+    # a model that was folded back to the first one counts too
+    growkern.fold(tmp_path / "middle", tmp_path / "back", progress=False)
+    monkeypatch.chdir(tmp_path)
+    models = [loaded("small"), loaded("back"), random_model("LlamaForCausalLM", LLAMA)]
+    (tmp_path / "small").rename(tmp_path / "gone")
+    for number, model in enumerate(models):
+        source = MOVED[moved](model, tmp_path / str(number))
+        found = growkern.moment_findings(growkern.plan(source, **EVEN, **WIDEST))[0]
+        assert found.level == "exact", found.why
+
+
+@pytest.mark.parametrize("has_lineage", [True, False])
+def test_a_model_of_the_hub_has_the_growths_of_its_snapshot(
+    has_lineage, chain, tmp_path, monkeypatch
+):
+    cache = tmp_path / "cache" / "models--somebody--large"
+    (cache / "snapshots").mkdir(parents=True)
+    snapshot = (tmp_path / "large").rename(cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    model = loaded(snapshot)
+    model.name_or_path = "somebody/large"
+    if not has_lineage:
+        lose(snapshot)
+    assert (growth_plan_of(model) is not None) == has_lineage
+    found = growkern.moment_findings(growkern.plan(model, **EVEN, **WIDEST))[0]
+    assert found.level == ("exact" if has_lineage else "approximate"), found.why
 
 
 def test_a_model_that_was_changed_since_is_not_what_growth_made(chain):
