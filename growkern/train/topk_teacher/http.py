@@ -24,8 +24,10 @@ FIRST_WAIT = 0.5
 LONGEST_WAIT = 60.0
 # characters of a server's own message that an error repeats
 MOST_TEXT = 300
-# bytes of an answer that holds no rows: a list of models, an error
-MOST_BYTES = 16 << 20
+# bytes, and numbers and texts, of an answer that holds no rows: a list of models, an error
+MOST_BYTES, MOST_VALUES = 16 << 20, 1 << 16
+# the same for each token of each row: an id, a log-prob, a rank and a text
+MOST_TOKEN_BYTES, MOST_TOKEN_VALUES = 1024, 8
 SCHEMES = ("http://", "https://")
 # a server without them: a host and a port
 HOST = re.compile(r"[\w.-]+:\d+(/.*)?")
@@ -86,26 +88,26 @@ class Connection:
         Raises:
             GrowthError: as `post`.
         """
-        return self._ask(path, None, MOST_BYTES)
+        return self._ask(path, None, 0)
 
-    def post(self, path: str, body: dict[str, Any], most_bytes: int = MOST_BYTES) -> Any:
+    def post(self, path: str, body: dict[str, Any], most_tokens: int = 0) -> Any:
         """The answer to a POST request with a JSON body, from JSON.
 
         Args:
             path: of the URL.
             body: of the request.
-            most_bytes: of the answer.
+            most_tokens: of all rows of the answer together.
 
         Raises:
             GrowthError: the server cannot be reached, refuses the request, redirects it, answers
                 too late, too much or without JSON, and all attempts are used up.
         """
-        return self._ask(path, json.dumps(body).encode(), most_bytes)
+        return self._ask(path, json.dumps(body).encode(), most_tokens)
 
-    def _ask(self, path: str, body: bytes | None, most_bytes: int) -> Any:
+    def _ask(self, path: str, body: bytes | None, most_tokens: int) -> Any:
         for attempt in range(self.retries + 1):
             try:
-                return self._ask_once(path, body, most_bytes)
+                return self._ask_once(path, body, most_tokens)
             except _PassingError as error:
                 if attempt == self.retries:
                     times = f" ({attempt + 1} attempts)" if attempt else ""
@@ -113,8 +115,8 @@ class Connection:
                 time.sleep(min(max(error.wait, FIRST_WAIT * 2**attempt), LONGEST_WAIT))
         raise AssertionError("the last attempt returns or raises")
 
-    def _ask_once(self, path: str, body: bytes | None, most_bytes: int) -> Any:
-        httpx = _client()
+    def _ask_once(self, path: str, body: bytes | None, most_tokens: int) -> Any:
+        httpx, most_bytes = _client(), MOST_BYTES + MOST_TOKEN_BYTES * most_tokens
         try:
             client = httpx.AsyncClient(verify=_certificates(), timeout=None)
             exchange = asyncio.wait_for(
@@ -146,7 +148,7 @@ class Connection:
         if answer.status != 200:
             raise self._of_status(path, answer)
         try:
-            return parse_json(answer.content, most_bytes)
+            return parse_json(answer.content, MOST_VALUES + MOST_TOKEN_VALUES * most_tokens)
         except ValueError as error:
             start = answer.content[:80]
             raise GrowthError(
@@ -220,7 +222,7 @@ def _message_of(answer: Answer) -> str:
     """What the server itself says of an error, in one line."""
     text = answer.content.decode(errors="replace")
     try:
-        table = parse_json(answer.content)
+        table = parse_json(answer.content, MOST_VALUES)
         inner = table.get("error", table)
         text = str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
     except (ValueError, AttributeError):

@@ -18,14 +18,12 @@ from torch import Tensor
 from growkern.errors import GrowthError, nearest
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows, fault_of
-from growkern.train.topk_teacher.http import MOST_BYTES, MOST_TEXT, Connection, check_url
+from growkern.train.topk_teacher.http import MOST_TEXT, Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 
 KEY_VARIABLE = "GROWKERN_TEACHER_API_KEY"
 # what a header can hold
 KEY = re.compile(r"[!-~]+")
-# bytes that an answer may have for each token of each row: an id, a log-prob and a text
-MOST_TOKEN_BYTES = 1024
 
 
 class ServedTeacher(TopKRows):
@@ -155,7 +153,7 @@ class ServedTeacher(TopKRows):
             answer = self._connection.post(
                 schema.path,
                 schema.body(self.model, tokens, self.k),
-                MOST_BYTES + MOST_TOKEN_BYTES * (self.k + 1) * len(tokens),
+                (self.k + 1) * len(tokens),
             )
         except GrowthError as error:
             limit = schema.most_tokens(str(error))

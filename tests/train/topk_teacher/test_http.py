@@ -7,6 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 from growkern import GrowthError, ServedTeacher
 from growkern.train.topk_teacher import http
@@ -105,10 +106,28 @@ def test_a_server_that_drips_is_given_up(parts, monkeypatch):
 @pytest.mark.parametrize("headers", [[], [("Content-Length", "100000000")]])
 def test_an_answer_has_a_size(status, headers, monkeypatch):
     monkeypatch.setattr(http, "MOST_BYTES", 1000)
-    monkeypatch.setattr(Connection.post, "__defaults__", (1000,))
     body = b"[" + b" " * 5_000_000
     refused(sends(body, status, headers), "has more than 1000 bytes")
     refused(sends(b"[" + b" " * 999, headers=[("Content-Length", "1000")]), "is not JSON")
+
+
+def test_an_answer_has_a_number_of_values():
+    """Values cost far more memory than their bytes, so an answer of a fair size may hold too many."""
+    refused(sends(b"[" + b"{}," * (1 << 17) + b"{}]"), "is not JSON .more than 65536 values")
+    models = b'{"data": [{"id": "m", "owned_by": "vllm"}]}'
+    values = b"[" + b"[]," * ((1 << 16) + 8 * 5 * 9)
+
+    def answer(handler):
+        sends(models if handler.path == "/v1/models" else values + b"[]]")(handler)
+
+    batch = {"input_ids": torch.arange(9)[None]}
+    with answering(answer) as (url, _):
+        teacher = ServedTeacher(url, 4)
+        with pytest.raises(GrowthError, match="the schema of"):
+            teacher.batch(batch)
+        values += b"[],"
+        with pytest.raises(GrowthError, match="is not JSON .more than 65896 values"):
+            teacher.batch(batch)
 
 
 @pytest.mark.parametrize(
