@@ -10,7 +10,8 @@ An answer also holds the prompt's own tokens, which show whether it belongs to t
   ``{"logprob", "rank", "decoded_token"}``. The prompt's own token is added if it is not one of the
   k.
 - SGLang, ``/generate`` with ``return_logprob``: a list of ``[logprob, token id, text]``. Another
-  list, ``input_token_logprobs``, has one such triple for each of the prompt's own tokens.
+  list, ``input_token_logprobs``, has one such triple for each of the prompt's own tokens. Its
+  log-probs show whether the rows are at their places.
 """
 
 import math
@@ -19,7 +20,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from growkern.train.topk_teacher.facts import MOST_IDS
+from growkern.train.topk_teacher.facts import MOST_IDS, ROUNDING
 
 # (log-prob, token id) of the likeliest tokens of each position but the last
 Rows = list[list[tuple[float, int]]]
@@ -80,6 +81,24 @@ def _check_prompt(entries: Sequence[Any], own: Sequence[Any], tokens: Sequence[i
         raise ValueError(f"its token {places[0]} is not {tokens[places[0]]}, which was sent")
 
 
+def _check_own(row: list[tuple[float, int]], own: Any, place: int) -> None:
+    """Compare a row with the log-prob that the answer gives for the prompt's own token there."""
+    logprob, token, *_ = own
+    # JSON has no number for the log-prob of the probability 0
+    found = -math.inf if logprob is None else _row([(logprob, token)])[0][0]
+    if found > ROUNDING:
+        raise ValueError(f"its token {place} has the log-prob {found:g}, which is above 0")
+    in_row = [p for p, other in row if other == token]
+    # a token beside the row is no likelier than the last in it
+    for expected in in_row or [p for p, _ in row]:
+        rounding = ROUNDING * max(1.0, -expected)
+        if found > expected + rounding or (in_row and found < expected - rounding):
+            raise ValueError(
+                f"its token {place} has the log-prob {found:g}, which its row lacks: the rows are "
+                "shifted"
+            )
+
+
 class Vllm:
     """vLLM's extension of the completions of OpenAI."""
 
@@ -137,9 +156,12 @@ class Sglang:
         """The rows of an answer to the request for these tokens."""
         one = answer[0] if isinstance(answer, list) else answer
         entries = one["meta_info"]["input_top_logprobs"]
-        own = [token for _, token, *_ in one["meta_info"]["input_token_logprobs"]]
-        _check_prompt(entries, own, tokens)
-        return [_row((logprob, token) for logprob, token, *_ in entry) for entry in entries[1:]]
+        own = one["meta_info"]["input_token_logprobs"]
+        _check_prompt(entries, [token for _, token, *_ in own], tokens)
+        rows = [_row((logprob, token) for logprob, token, *_ in entry) for entry in entries[1:]]
+        for place, row in enumerate(rows, 1):
+            _check_own(row, own[place], place)
+        return rows
 
 
 def _id_of(text: str) -> int:

@@ -1,5 +1,6 @@
 """A teacher on a server trains as the same model does here. A server that fails is named."""
 
+import contextlib
 import copy
 import socket
 from dataclasses import replace
@@ -355,6 +356,8 @@ def replaced(row):
 
     def edit(answer):
         entries = rows_in(answer)
+        for own in answer.get("meta_info", {}).get("input_token_logprobs", [])[1:]:
+            own[0] = -9.0
         for i, entry in enumerate(entries[1:], 1):
             own = (
                 {name: {"logprob": -9.0} for name, x in entry.items() if "own" in x}
@@ -381,13 +384,6 @@ def earlier(answer):
     """Every entry is that of the next token."""
     entries = rows_in(answer)
     entries[:] = [*entries[1:], entries[-1]]
-    return answer
-
-
-def later(answer):
-    """Every entry is that of the token before it."""
-    entries = rows_in(answer)
-    entries[2:] = entries[1:-1]
     return answer
 
 
@@ -488,11 +484,54 @@ def test_an_answer_to_another_prompt_is_refused(edit, message, server):
         ServedTeacher(url, 3).batch({"input_ids": padded_batch()["input_ids"][:1]})
 
 
-def test_rows_that_come_late_are_refused():
-    with serving(teacher_model(), "vllm") as (state, url):
-        state.edit = later
-        with pytest.raises(GrowthError, match=r"its token \d is not \d+, which was sent"):
-            ServedTeacher(url, 3).batch({"input_ids": padded_batch()["input_ids"][:1]})
+@pytest.mark.parametrize("move", ["later", "sooner"])
+def test_rows_at_other_places_are_refused(move, server):
+    def edit(answer):
+        entries = rows_in(answer)
+        entries[1:] = (
+            [entries[1], *entries[1:-1]] if move == "later" else [*entries[2:], entries[2]]
+        )
+        return answer
+
+    state, url = server
+    state.edit = edit
+    with pytest.raises(
+        GrowthError, match=r"its token \d (is not \d+, which was sent|has the log-p)"
+    ):
+        # vLLM's rows hold the prompt's tokens in any case, those of SGLang only here
+        ServedTeacher(url, 3 if state.owner == "vllm" else VOCAB).batch(
+            {"input_ids": padded_batch()["input_ids"][:1]}
+        )
+
+
+@pytest.mark.parametrize(
+    "own, row, message",
+    [
+        (-0.3, [(9, -0.3), *ROW[1:]], None),
+        (-2.99, ROW, None),
+        (-3.02, ROW, None),
+        (None, ROW, None),
+        (-2.9, ROW, r"its token \d has the log-prob -2\.9, which its row lacks: the rows are"),
+        (-0.1, [(9, -0.2), *ROW[1:]], r"its token \d has the log-prob -0\.1, which its row lacks"),
+        (-0.2, [(9, -0.1), *ROW[1:]], r"its token \d has the log-prob -0\.2, which its row lacks"),
+        (None, [(9, -0.1), *ROW[1:]], r"its token \d has the log-prob -inf, which its row lacks"),
+        (0.1, [(9, 0.1), *ROW[1:]], r"its token \d has the log-prob 0\.1, which is above 0"),
+        (float("nan"), ROW, "nan is no log-prob"),
+        ("-1.0", ROW, "'-1.0' is no log-prob"),
+    ],
+)
+def test_a_row_agrees_with_the_log_prob_of_the_prompts_own_token(own, row, message):
+    def edit(answer):
+        for entry in replaced(row)(answer)["meta_info"]["input_token_logprobs"][1:]:
+            entry[0] = own
+        return answer
+
+    with serving(teacher_model(), "sglang") as (state, url):
+        state.edit = edit
+        teacher = ServedTeacher(url, 3)
+        refused = message and pytest.raises(GrowthError, match=message)
+        with refused or contextlib.nullcontext():
+            teacher.batch({"input_ids": torch.full((1, 4), 9)})
 
 
 def test_wrong_answers_are_refused(server):
