@@ -7,6 +7,7 @@ for all of them, thousands of times a minute.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import warnings
@@ -128,7 +129,7 @@ def _read_cache(folder: Path) -> None:
 
 def _read_answer(schema: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> None:
-        def post(*_: object) -> Any:
+        async def post(*_: object) -> Any:
             try:
                 return parse_json((folder / f"{schema}.json").read_bytes())
             except ValueError as error:
@@ -138,7 +139,7 @@ def _read_answer(schema: str) -> Callable[[Path], Any]:
         teacher.name, teacher.k, teacher.model, teacher._longest = "http://host", 4, "m", None
         teacher._schema, teacher.facts = SCHEMAS[schema], SimpleNamespace(vocab_size=32)
         teacher._connection = SimpleNamespace(post=post)
-        teacher._rows_of([1, 2, 3])
+        asyncio.run(teacher._rows_of([1, 2, 3]))
 
     return read
 

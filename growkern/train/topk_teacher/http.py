@@ -8,9 +8,7 @@ import json
 import os
 import re
 import ssl
-import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,15 +80,15 @@ class Connection:
     retries: int
     api_key: str | None = field(default=None, repr=False)
 
-    def get(self, path: str) -> Any:
+    async def get(self, path: str) -> Any:
         """The answer to a GET request, from JSON.
 
         Raises:
             GrowthError: as `post`.
         """
-        return self._ask(path, None, 0)
+        return await self._ask(path, None, 0)
 
-    def post(self, path: str, body: dict[str, Any], most_tokens: int = 0) -> Any:
+    async def post(self, path: str, body: dict[str, Any], most_tokens: int = 0) -> Any:
         """The answer to a POST request with a JSON body, from JSON.
 
         Args:
@@ -102,29 +100,26 @@ class Connection:
             GrowthError: the server cannot be reached, refuses the request, redirects it, answers
                 too late, too much or without JSON, and all attempts are used up.
         """
-        return self._ask(path, json.dumps(body).encode(), most_tokens)
+        return await self._ask(path, json.dumps(body).encode(), most_tokens)
 
-    def _ask(self, path: str, body: bytes | None, most_tokens: int) -> Any:
+    async def _ask(self, path: str, body: bytes | None, most_tokens: int) -> Any:
         for attempt in range(self.retries + 1):
             try:
-                return self._ask_once(path, body, most_tokens)
+                return await self._ask_once(path, body, most_tokens)
             except _PassingError as error:
                 if attempt == self.retries:
                     times = f" ({attempt + 1} attempts)" if attempt else ""
                     raise GrowthError(f"{self.url}{path}: {error}{times}") from error
-                time.sleep(min(max(error.wait, FIRST_WAIT * 2**attempt), LONGEST_WAIT))
+                await asyncio.sleep(min(max(error.wait, FIRST_WAIT * 2**attempt), LONGEST_WAIT))
         raise AssertionError("the last attempt returns or raises")
 
-    def _ask_once(self, path: str, body: bytes | None, most_tokens: int) -> Any:
+    async def _ask_once(self, path: str, body: bytes | None, most_tokens: int) -> Any:
         httpx, most_bytes = _client(), MOST_BYTES + MOST_TOKEN_BYTES * most_tokens
         try:
             client = httpx.AsyncClient(verify=_certificates(), timeout=None)
-            exchange = asyncio.wait_for(
+            answer = await asyncio.wait_for(
                 self._exchange(client, path, body, most_bytes), self.timeout
             )
-            # in a thread of its own, because that of a notebook has an event loop already
-            with ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(asyncio.run, exchange).result()
         except asyncio.TimeoutError as error:
             raise _PassingError(f"no answer within {self.timeout:g} s: raise timeout") from error
         except ImportError as error:

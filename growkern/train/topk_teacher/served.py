@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, nearest
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
+from growkern.train.topk_teacher.apart import run_apart
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows, fault_of
 from growkern.train.topk_teacher.http import MOST_TEXT, Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
@@ -109,9 +109,8 @@ class ServedTeacher(TopKRows):
     def _find_model(self, name: str | None) -> dict[str, Any]:
         """The server's own record of the teacher."""
         # a wrong URL is noticed soon, a server that is busy later
-        answer = replace(self._connection, retries=min(1, self._connection.retries)).get(
-            "/v1/models"
-        )
+        connection = replace(self._connection, retries=min(1, self._connection.retries))
+        (answer,) = run_apart(connection.get, ["/v1/models"])
         try:
             cards = {str(card["id"]): card for card in answer["data"]}
         except (TypeError, KeyError) as error:
@@ -138,10 +137,9 @@ class ServedTeacher(TopKRows):
         Raises:
             GrowthError: the server fails, refuses the request, or answers in another schema.
         """
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            return causal_rows(batch, lambda prompts: list(pool.map(self._rows_of, prompts)))
+        return causal_rows(batch, lambda texts: run_apart(self._rows_of, texts, self.concurrency))
 
-    def _rows_of(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    async def _rows_of(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The rows (len(tokens) - 1, k) of one prompt."""
         if self._longest is not None and len(tokens) >= self._longest:
             raise GrowthError(
@@ -150,7 +148,7 @@ class ServedTeacher(TopKRows):
             )
         schema = self._schema
         try:
-            answer = self._connection.post(
+            answer = await self._connection.post(
                 schema.path,
                 schema.body(self.model, tokens, self.k),
                 (self.k + 1) * len(tokens),

@@ -2,6 +2,10 @@
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +15,7 @@ import torch
 
 from growkern import GrowthError, ServedTeacher
 from growkern.train.topk_teacher import http
+from growkern.train.topk_teacher.apart import run_apart
 from growkern.train.topk_teacher.http import Connection
 
 
@@ -22,7 +27,7 @@ def answering(answer):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             seen.append(dict(self.headers))
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             with contextlib.suppress(OSError):
                 answer(self)
 
@@ -59,7 +64,7 @@ def refused(answer, message, timeout=5.0, retries=0):
         connection = Connection(url, timeout, retries, "SECRET")
         for ask in (connection.get, lambda path: connection.post(path, {})):
             with pytest.raises(GrowthError, match=message) as error:
-                ask("/x")
+                run_apart(ask, ["/x"])
             text = str(error.value)
             assert "\n" not in text and "SECRET" not in text and url in text and len(text) < 1000
     return seen
@@ -159,16 +164,107 @@ def test_a_compressed_answer_is_not_unpacked():
 def test_a_proxy_that_cannot_be_used_is_one_line(proxy, monkeypatch):
     monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(GrowthError) as error:
-        Connection("http://127.0.0.2:9", 5.0, 0).get("/x")
+        run_apart(Connection("http://127.0.0.2:9", 5.0, 0).get, ["/x"])
     assert "\n" not in str(error.value) and "http://127.0.0.2:9" in str(error.value)
 
 
 def test_a_thread_with_an_event_loop_can_ask():
     async def cell():
-        return Connection(url, 5.0, 0).get("/x")
+        return run_apart(Connection(url, 5.0, 0).get, ["/x"])
 
     with answering(sends(b'{"a": 1}')) as (url, _):
-        assert asyncio.run(cell()) == {"a": 1}
+        assert asyncio.run(cell()) == [{"a": 1}]
+
+
+def test_the_time_limit_holds_while_a_name_is_looked_up(monkeypatch):
+    threads, ended, end = [], [], threading.Event()
+
+    def look_up(*_, **__):
+        threads.append(threading.current_thread())
+        end.wait(0.9)
+        ended.append(True)
+        raise OSError("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(GrowthError, match=r"no answer within 0\.1 s"):
+        ServedTeacher("http://somewhere:9", 3, timeout=0.1, retries=0)
+    # Python waits at exit for threads that are no daemons, and for those of executors
+    assert not ended and threads[0].daemon
+    end.set()
+    threads[0].join()
+    assert ended
+
+
+def silent(closed, refusal_after=0):
+    """A server that gives no answer to prompts, but refuses those that begin with 0.
+
+    Args:
+        closed: gets b"" for each request that the client gives up, and None at the end of each.
+        refusal_after: requests that must wait before one is refused.
+    """
+    asked = []
+
+    def answer(handler):
+        if handler.path == "/v1/models":
+            return sends(b'{"data": [{"id": "m", "owned_by": "vllm"}]}')(handler)
+        if json.loads(handler.body)["prompt"][0] == 0:
+            wait_for(lambda: len(asked) == refusal_after)
+            return sends(b'{"error": "bad"}', 400)(handler)
+        asked.append(handler)
+        handler.connection.settimeout(5)
+        with contextlib.suppress(TimeoutError):
+            closed.append(handler.connection.recv(1))
+        closed.append(None)
+
+    return answer
+
+
+def wait_for(condition):
+    end = time.monotonic() + 30
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("at_once, beside", [(1, 0), (8, 2)])
+def test_a_refused_request_cancels_those_beside_it(at_once, beside):
+    closed = []
+    with answering(silent(closed, beside)) as (url, seen):
+        teacher = ServedTeacher(url, 3, concurrency=at_once)
+        with pytest.raises(GrowthError, match="400 Bad Request: bad"):
+            teacher.batch({"input_ids": torch.tensor([[0, 1], [5, 6], [7, 8]])})
+        wait_for(lambda: closed.count(None) == beside)
+    # the list of models is the first
+    assert len(seen) == 2 + beside and closed.count(b"") == closed.count(None) == beside
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_requests(number):
+    class Stop(BaseException):
+        pass
+
+    def handle(*_):
+        raise Stop
+
+    closed, threads = [], []
+
+    def answer(handler):
+        if handler.path != "/v1/models":
+            threads.extend(threading.enumerate())
+            os.kill(os.getpid(), number)
+        silent(closed)(handler)
+
+    before = signal.signal(number, handle)
+    try:
+        with answering(answer) as (url, _):
+            teacher = ServedTeacher(url, 3, concurrency=1)
+            known = threading.enumerate()
+            with pytest.raises(Stop):
+                teacher.batch({"input_ids": torch.tensor([[5, 6], [7, 8]])})
+            wait_for(lambda: None in closed)
+    finally:
+        signal.signal(number, before)
+    assert closed == [b"", None]
+    assert all(thread.daemon for thread in threads if thread not in known)
 
 
 @pytest.mark.parametrize("key", ["SECRET\n", "SEC RET", "SECRÉT", "SECRET\r\nX: y"])
