@@ -40,12 +40,14 @@ def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
     try:
         if size <= most_bytes:
             with file.open("rb") as opened:
-                # it may grow meanwhile
-                data = opened.read(most_bytes + 1)
+                # it may grow meanwhile; Python reserves memory for all bytes that it is asked for
+                data = opened.read(size + 1)
     except OSError as error:
         raise GrowthError(f"{file}: {error.strerror or error}") from error
-    if max(size, len(data)) > most_bytes:
+    if size > most_bytes:
         raise GrowthError(f"{file}: {size} bytes, more than any {what} has ({most_bytes})")
+    if len(data) > size:
+        raise GrowthError(f"{file}: it grew while it was read: try again when it is complete")
     return data
 
 

@@ -1,9 +1,12 @@
 """Metadata of `torch.distributed.checkpoint` from strangers: lying, damaged, hostile and large."""
 
+import io
 import pathlib
 import pickle
+import shutil
 import struct
 import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -60,15 +63,16 @@ def edit(directory, change):
 
 
 def rows(directory, name, *bounds):
-    """Say that a tensor lies in pieces of these rows, each at the place of the whole tensor."""
+    """Say that a tensor lies in pieces of these rows, each at a byte of the whole tensor."""
 
     def change(metadata):
         entry = metadata.state_dict_metadata[name]
-        place = metadata.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+        place = metadata.storage_data.pop(MetadataIndex(name, entry.chunks[0].offsets))
         rest = entry.size[1:]
         entry.chunks = [piece((a, *[0] * len(rest)), (b - a, *rest)) for a, b in bounds]
-        for chunk in entry.chunks:
-            metadata.storage_data[MetadataIndex(name, chunk.offsets)] = place
+        for i, chunk in enumerate(entry.chunks):
+            byte = _StorageInfo(place.relative_path, place.offset + i, 1)
+            metadata.storage_data[MetadataIndex(name, chunk.offsets)] = byte
 
     edit(directory, change)
 
@@ -163,13 +167,96 @@ def test_a_tensor_in_many_pieces_is_read_piece_by_piece(source, tmp_path):
         entry, places = metadata.state_dict_metadata[NAME], metadata.storage_data
         entry.chunks = [piece((i, 0), (1, width)) for i in range(count)]
         for i in reversed(range(count)):
-            places[MetadataIndex(NAME, (i, 0))] = places[MetadataIndex(f"part{i}", (0, 0))]
+            places[MetadataIndex(NAME, (i, 0))] = places.pop(MetadataIndex(f"part{i}", (0, 0)))
         entry.chunks.insert(3, piece((count, 0), (0, width)))
 
     edit(tmp_path / "cut", change)
     grown = growkern.grow(tmp_path / "cut", num_hidden_layers=4).state_dict()
     expected = growkern.grow(model, num_hidden_layers=4).state_dict()
     assert all(grown[name].equal(x) for name, x in expected.items())
+
+
+def archive(value, compression=zipfile.ZIP_STORED):
+    """What `torch.save` writes, and with compressed records."""
+    written, result = io.BytesIO(), io.BytesIO()
+    torch.save(value, written)
+    with zipfile.ZipFile(written) as plain, zipfile.ZipFile(result, "w", compression) as packed:
+        for record in plain.infolist():
+            packed.writestr(record.filename, plain.read(record))
+    return result.getvalue()
+
+
+def damaged(value):
+    whole = archive(value)
+    data = value.numpy().tobytes()
+    return whole.replace(data, data[:-1] + bytes([data[-1] ^ 1]))
+
+
+ARCHIVES = {
+    "a larger tensor": (lambda x: archive(x.repeat(2, 1)), "but its tensor has"),
+    "another dtype": (lambda x: archive(x.to(torch.int64)), "but its tensor has"),
+    "a dtype of the same size": (
+        lambda x: archive(x.to(torch.int32)),
+        r"of torch.int32 \(50, 12\)",
+    ),
+    "another shape": (lambda x: archive(x.T.contiguous()), r"of torch.float32 \(12, 50\)"),
+    "a row for all": (lambda x: archive(x[:1].clone().expand(x.shape)), "but its tensor has"),
+    "the first row for all": (lambda x: archive(x[:1].expand(x.shape)), "entries share bytes"),
+    "compressed records": (lambda x: archive(x, zipfile.ZIP_DEFLATED), "are compressed"),
+    "many zeros": (
+        lambda x: archive(torch.zeros(1 << 22), zipfile.ZIP_DEFLATED),
+        "are compressed",
+    ),
+    "a sparse tensor": (lambda x: archive(x.to_sparse()), "but its tensor has"),
+    "a tensor of no values": (lambda x: archive(x.to("meta")), "does not hold the"),
+    "a dict": (lambda x: archive({"a": 1}), "holds a dict"),
+    "changed bytes": (damaged, "its checksum differs"),
+    "text": (lambda x: b"x" * 100, "no archive of a tensor"),
+    "more than a tensor": (lambda x: archive(x) + bytes(2 << 20), "bytes in the file"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_a_piece_must_hold_the_tensor_that_the_metadata_describes(source, name):
+    directory, model = source
+    (file,) = directory.glob("*.distcp")
+    make, message = ARCHIVES[name]
+    content, start = make(model.state_dict()[NAME]), file.stat().st_size
+    file.write_bytes(file.read_bytes() + content)
+
+    def change(metadata):
+        place = metadata.storage_data[MetadataIndex(NAME, (0, 0))]
+        place.offset, place.length = start, len(content)
+
+    edit(directory, change)
+    with pytest.raises(GrowthError, match=message) as refused:
+        growkern.grow(directory, num_hidden_layers=4)
+    assert "\n" not in str(refused.value)
+    shutil.copytree(directory, directory / "weights")
+    with pytest.raises(GrowthError, match=message):
+        load_weights(model, directory)
+
+
+def test_tensors_that_share_a_place_are_refused(source):
+    def change(metadata):
+        places = metadata.storage_data
+        norm = places[MetadataIndex(NORM, (0,))]
+        places[MetadataIndex(NAME, (0, 0))].offset = norm.offset + norm.length - 1
+
+    edit(source[0], change)
+    with pytest.raises(GrowthError, match="pieces share bytes of a file"):
+        growkern.plan(source[0], num_hidden_layers=4)
+
+
+def test_a_piece_without_checksums_is_read(source):
+    directory, model = source
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save(model.state_dict(), checkpoint_id=str(directory), no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    grown = growkern.grow(directory, num_hidden_layers=4).state_dict()
+    assert grown[NAME].equal(growkern.grow(model, num_hidden_layers=4).state_dict()[NAME])
 
 
 # ------------------------------------------------------------------ filling

@@ -13,10 +13,11 @@ import pickle
 import pickletools
 import reprlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -212,6 +213,8 @@ def _check(metadata: Any, size: int) -> None:
     for key, place in places.items():
         if not _is_index(key) or not _is_place(place):
             raise ValueError("a piece has no place in a file")
+    if _share_bytes([place for place in places.values() if place.length]):
+        raise ValueError("pieces share bytes of a file")
 
 
 def _is_piece(piece: Any, axes: int) -> bool:
@@ -232,6 +235,17 @@ def _is_place(place: Any) -> bool:
     numbers, steps = (place.offset, place.length), getattr(place, "transform_descriptors", None)
     are_texts = steps is None or (type(steps) is list and all(type(x) is str for x in steps))
     return are_texts and all(type(n) is int and 0 <= n <= MOST_ENTRIES for n in numbers)
+
+
+def _share_bytes(places: Sequence[_StorageInfo]) -> bool:
+    """Whether two places overlap: what lies there would become the values of two tensors."""
+    numbers = {name: i for i, name in enumerate({place.relative_path for place in places})}
+    files = np.array([numbers[place.relative_path] for place in places], np.int64)
+    starts = np.array([place.offset for place in places], np.int64)
+    stops = starts + np.array([place.length for place in places], np.int64)
+    order = np.lexsort((starts, files))
+    files, starts, stops = files[order], starts[order], stops[order]
+    return bool(((files[1:] == files[:-1]) & (starts[1:] < stops[:-1])).any())
 
 
 def _check_files(directory: Path, names: Iterable[str]) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -16,9 +19,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from growkern.errors import GrowthError
 from growkern.growth.source.distributed.metadata import read_metadata
+from growkern.growth.source.distributed.piece import read_piece
 from growkern.growth.source.files import METADATA_FILE
 
 # corners of the pieces of a tensor: a million pieces that are divided along two axes
@@ -27,6 +33,8 @@ MOST_CORNERS = 1 << 22
 
 class SafeReader(FileSystemReader):
     """PyTorch's reader. The metadata is read once, and without running code from it.
+
+    A piece must hold the tensor that the metadata describes.
 
     Args:
         directory: of the checkpoint.
@@ -39,10 +47,38 @@ class SafeReader(FileSystemReader):
         super().__init__(directory)
         self.metadata = read_metadata(directory)
         self.set_up_storage_reader(self.metadata, is_coordinator=False)
+        # per tensor: the first entry of a piece -> its shape
+        self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """PyTorch's: the metadata."""
         return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """PyTorch's: read the pieces of a plan.
+
+        Raises:
+            ValueError: a piece is damaged, or is not the one that the metadata describes.
+        """
+        for item in plan.items:
+            if item.type is LoadItemType.TENSOR:
+                piece = self._piece(item.storage_index)
+                piece = narrow_tensor_by_index(piece, item.storage_offsets, item.lengths)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(piece)
+                planner.commit_tensor(item, target)
+        others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
+        return super().read_data(LoadPlan(others), planner)
+
+    def _piece(self, index: MetadataIndex) -> Tensor:
+        stored, place = self.metadata.state_dict_metadata[index.fqn], self.storage_data[index]
+        if index.fqn not in self._shapes:
+            self._shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in stored.chunks}
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError("its pieces are compressed: save it without extensions")
+        with (Path(self.path) / place.relative_path).open("rb") as stream:
+            dtype, shape = stored.properties.dtype, self._shapes[index.fqn][index.offset]
+            return read_piece(stream, (place.offset, place.length), dtype, shape)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
