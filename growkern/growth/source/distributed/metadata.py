@@ -9,6 +9,7 @@ no structure that holds itself many times is walked through.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import pickletools
 import reprlib
@@ -201,12 +202,10 @@ def _check(metadata: Any, size: int) -> None:
         dtype, shape = entry.properties.dtype, entry.size
         if type(dtype) is not torch.dtype or type(shape) is not torch.Size:
             raise ValueError(f"{name} has no dtype and shape")
-        entries = 1
-        for n in shape:
-            # an empty tensor may not hide large sizes
-            entries *= max(1, n)
-        if len(shape) > MOST_AXES or min(shape, default=0) < 0 or entries > MOST_ENTRIES:
-            raise ValueError(f"{name} has shape {tuple(shape)}")
+        # the product of many sizes takes time; an empty tensor may not hide large ones
+        is_wrong = len(shape) > MOST_AXES or min(shape, default=0) < 0
+        if is_wrong or math.prod(max(1, n) for n in shape) > MOST_ENTRIES:
+            raise ValueError(f"{name} has the shape {reprlib.repr(tuple(shape))}")
         pieces = entry.chunks if type(entry.chunks) is list else [None]
         if not all(_is_piece(piece, len(shape)) for piece in pieces):
             raise ValueError(f"{name} has a piece of other axes or of negative numbers")

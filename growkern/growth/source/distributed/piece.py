@@ -95,6 +95,6 @@ def _load(content: bytearray, nbytes: int) -> Any:
 
     if "byteorder" in records and bytes_of("byteorder") != sys.byteorder.encode():
         raise ValueError("a piece was saved on a machine of another byte order: save it again here")
-    unpickler = Unpickler(io.BytesIO(bytes_of("data.pkl")), encoding="utf-8")
+    unpickler: Any = Unpickler(io.BytesIO(bytes_of("data.pkl")), encoding="utf-8")
     unpickler.persistent_load = load_storage
     return unpickler.load()

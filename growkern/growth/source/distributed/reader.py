@@ -72,6 +72,8 @@ class SafeReader(FileSystemReader):
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         stored, place = self.metadata.state_dict_metadata[index.fqn], self.storage_data[index]
+        if not isinstance(stored, TensorStorageMetadata) or index.offset is None:
+            raise ValueError(f"{index.fqn} is no tensor")
         if index.fqn not in self._shapes:
             self._shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in stored.chunks}
         if getattr(place, "transform_descriptors", None):
