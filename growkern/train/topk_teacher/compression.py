@@ -9,6 +9,7 @@ import math
 import reprlib
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ KINDS = {"int": int, "str": str, "bool": bool}
 MOST_BITS = 63
 # a config has some 500 bytes
 MOST_BYTES = 10_000
+# errors of the YAML reader and of fields that are no config
+UNREADABLE = (AttributeError, TypeError, ValueError, LookupError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,13 @@ def read_compression(file: Path) -> Compression:
     """
     import yaml
 
+    content = read_bounded(file, MOST_BYTES, "compression config")
     try:
-        table = yaml.safe_load(read_bounded(file, MOST_BYTES, "compression config"))
+        for event in yaml.parse(content, Loader=yaml.SafeLoader):
+            _check_plain(event)
+        table = yaml.safe_load(content)
+        if not isinstance(table, dict):
+            raise ValueError(f"it holds a {type(table).__name__}, not a table of fields")
         bins = tuple(Bin(**one) for one in table.pop("residual_bins", ()))
         terms = tuple(table.pop("polynomial_terms", None) or ())
         found = Compression(**table, residual_bins=bins, polynomial_terms=terms)
@@ -156,12 +164,22 @@ def read_compression(file: Path) -> Compression:
         for one in bins:
             _check_kinds(one)
         _check_sizes(found)
-    except GrowthError:
-        raise
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, *UNREADABLE) as error:
         reason = " ".join(str(error).split())[:300]
         raise GrowthError(f"{file}: not a compression config of DistillKit: {reason}") from error
     return found
+
+
+def _check_plain(event: Any) -> None:
+    """Refuse what makes a short text large, or takes a value for what it is not.
+
+    Raises:
+        ValueError: a part of the text is no plain value.
+    """
+    if getattr(event, "tag", None):
+        raise ValueError(f"it has the tag {reprlib.repr(event.tag)}: write values without tags")
+    if getattr(event, "value", None) == "<<" or type(event).__name__ == "AliasEvent":
+        raise ValueError("it has an alias or a merge (<<): write each value where it stands")
 
 
 def _check_kinds(one: Compression | Bin) -> None:

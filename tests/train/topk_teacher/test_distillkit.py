@@ -188,24 +188,38 @@ def test_other_directories_are_refused(tmp_path):
 
 
 DEEP = {
-    "flow": "[" * 9_000,
-    "map": "{a: " * 2_000,
-    "block": "- " * 4_900,
-    "lines": "\n".join(" " * i + "a:" for i in range(120)),
-    "aliases": "a0: &a0 [x]\n"
-    + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 60)),
-    "not text": "\x00",
-    "tag": "!!python/object/apply:os.system [ls]",
-    "list": "[1, 2]",
-    "empty": "",
+    "flow": ("[" * 9_000, ""),
+    "map": ("{a: " * 2_000, ""),
+    "block": ("- " * 4_900, ""),
+    "lines": ("\n".join(" " * i + "a:" for i in range(120)), ""),
+    "aliases": (
+        "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 60)),
+        "it has an alias or a merge",
+    ),
+    "one alias": ("d: &a 50\nk: *a", "it has an alias or a merge"),
+    "merge": ("<<: {k: 3}\nd: 50\nexact_k: 3", "it has an alias or a merge"),
+    "merges": (
+        "a0: &a0 {k: 3}\n"
+        + "".join(f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 9)),
+        "it has an alias or a merge",
+    ),
+    "not text": ("\x00", ""),
+    "tag": ("!!python/object/apply:os.system [ls]", "it has the tag .*os.system"),
+    "tag of a truth": ("d: !!bool 'x'", "it has the tag .*bool"),
+    "tag of a number": ("d: !!float ''", "it has the tag .*float"),
+    "own tag": ("d: !x 3", "it has the tag '!x'"),
+    "list": ("[1, 2]", "it holds a list, not a table of fields"),
+    "empty": ("", "it holds a NoneType, not a table of fields"),
 }
 
 
 @pytest.mark.parametrize("name", DEEP)
 def test_yaml_that_is_no_config_is_one_line(name, tmp_path):
     file = tmp_path / "compression_config.yaml"
-    file.write_text(DEEP[name])
-    with pytest.raises(GrowthError, match="not a compression config of DistillKit") as error:
+    text, message = DEEP[name]
+    file.write_text(text)
+    message = f"not a compression config of DistillKit: .*{message}"
+    with pytest.raises(GrowthError, match=message) as error:
         read_compression(file)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
