@@ -13,12 +13,13 @@ pictures of them.
 Exit codes:
 
 - 0: everything that ran is right
-- 1: a check failed, or a piece did not finish
-- 2: there is no GPU
+- 1: a check failed, a piece did not finish, nothing ran, or the last results could not be packed
+- 2: it cannot start: a wrong argument, no GPU, a missing package, or no place for the results
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,13 +34,25 @@ from rich.console import Console
 
 from bench.launches import fill
 from bench.on_gpu.pieces import PIECES, Piece, chosen
-from bench.on_gpu.processes import RUNNING, die_with_writer, gather, packed, run_apart, run_here
+from bench.on_gpu.processes import (
+    RUNNING,
+    die_with_writer,
+    gather,
+    pack,
+    packed,
+    run_apart,
+    run_here,
+)
 from bench.shared import results
 
 MARKS = {"ok": "[green]ok[/]", "skipped": "[yellow]skipped[/]", "done": "[dim]done before[/]"}
 LOG_LINES = 12
 # a dry run interprets and emulates kernels, on cores that others may use
 DRY_LIMITS = 10
+
+
+class CannotStart(Exception):
+    """Why nothing can run here, in one line."""
 
 
 # ------------------------------------------------------------------ all pieces
@@ -65,8 +78,11 @@ def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
 def unpack_wheels(wheels: Path, site: Path) -> Path:
     """Unpack wheels, because Triton needs the source files of kernels and cannot read a zip."""
     for wheel in sorted(wheels.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise CannotStart(f"{wheel} is no wheel that can be unpacked: {error}") from error
     return site
 
 
@@ -76,18 +92,22 @@ def facts_of_this_machine(env: dict[str, str]) -> dict[str, Any]:
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=results.ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"could not read the facts of this machine:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+        # the last line of a traceback says which package is missing or broken
+        why = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise CannotStart(f"Python cannot read the facts of this machine: {why}")
+    facts = json.loads(done.stdout.splitlines()[-1])
+    if missing := [name for name in ("triton", "transformers") if not facts.get(name)]:
+        raise CannotStart(f"{missing[0]} is not installed. Every piece needs it.")
+    return facts
 
 
 def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
     """Run the chosen pieces and save their results: the exit code."""
-    end = time.perf_counter() + args.budget
+    end, pieces = time.perf_counter() + args.budget, chosen(args.only)
     env = environment(args, scratch)
     facts = facts_of_this_machine(env)
     if "gpu" not in facts and not args.dry_run:
-        console.print("PyTorch finds no GPU. --dry-run runs the same code on the CPU at toy sizes.")
-        return 2
+        raise CannotStart("PyTorch finds no GPU. --dry-run runs the same code on the CPU.")
     where = args.results or results.GPU_RUNS / (results.slug(facts) or "dry-run")
     if args.dry_run:
         # forks take their environment from this process
@@ -95,7 +115,13 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     # Pieces write here while they run. It lies beside the results, so that a kill loses no rows.
     running = where / RUNNING
-    gather(running, where)
+    try:
+        running.mkdir(parents=True, exist_ok=True)
+        gather(running, where)
+        if args.archive:
+            pack(where, args.archive)
+    except OSError as error:
+        raise CannotStart(f"the results cannot be written: {error}") from error
 
     def one(piece: Piece) -> dict[str, Any]:
         kept = where / f"{piece.name}.json"
@@ -115,22 +141,30 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
             forked=args.dry_run,
         )
 
-    failed, cpu_seconds = [], 0.0
-    pieces = chosen(args.only)
-    with packed(where, args.archive) as pack, ThreadPoolExecutor(args.jobs) as pool:
+    failed, statuses, cpu_seconds = [], set(), 0.0
+    with packed(where, args.archive, console) as again, ThreadPoolExecutor(args.jobs) as pool:
         for piece, document in zip(pieces, pool.map(one, pieces), strict=True):
-            _report(piece, document, where / f"{piece.name}.json", console)
-            (running / f"{piece.name}.json").unlink(missing_ok=True)
-            pack()
+            try:
+                _report(piece, document, where / f"{piece.name}.json", console)
+                (running / f"{piece.name}.json").unlink(missing_ok=True)
+            except OSError as error:
+                # what the piece wrote remains in `running`, for the archive and the next run
+                document["status"] = f"not saved: {' '.join(str(error).split())}"
+                console.print(f"{piece.name} {document['status']}", markup=False, soft_wrap=True)
+            again()
+            statuses.add(document["status"])
             cpu_seconds += document.get("CPU seconds", 0.0)
             if document["status"] not in MARKS:
                 failed.append(piece.name)
     console.print(f"{cpu_seconds:.0f} s of CPU time", style="dim")
-    if args.archive:
+    is_packed = again()
+    if args.archive and is_packed:
         console.print(f"{args.archive}: {args.archive.stat().st_size} bytes", style="dim")
     if failed:
         console.print(f"[red]{len(failed)} failed:[/] {', '.join(failed)}")
-    return int(bool(failed))
+    if nothing_ran := statuses == {"skipped"}:
+        console.print("[red]nothing ran[/]")
+    return int(bool(failed) or nothing_ran or not is_packed)
 
 
 def _report(piece: Piece, document: dict[str, Any], path: Path, console: Console) -> None:
@@ -149,7 +183,21 @@ def _report(piece: Piece, document: dict[str, Any], path: Path, console: Console
         console.print(f"    | {text}", markup=False, highlight=False, style="dim")
 
 
-def main(argv: list[str] | None = None) -> int:
+def positive(text: str) -> float:
+    """A positive number, as an argument."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def wheels_in(text: str) -> Path:
+    """A directory of wheels, as an argument."""
+    if not any(Path(text).glob("*.whl")):
+        raise argparse.ArgumentTypeError(f"{text} holds no *.whl")
+    return Path(text)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -164,16 +212,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU at toy sizes")
     parser.add_argument("--again", action="store_true", help="also run pieces that are done")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="pieces at a time; more than 1 disturbs the timings"
+        "--jobs",
+        type=int,
+        default=1,
+        choices=range(1, 257),
+        metavar="N",
+        help="pieces at a time; more than 1 disturbs the timings",
     )
-    parser.add_argument("--budget", type=float, default=7200.0, help="seconds for all pieces")
+    parser.add_argument("--budget", type=positive, default=7200.0, help="seconds for all pieces")
     parser.add_argument(
-        "--shortest", type=float, default=15.0, help="start no piece with fewer seconds left"
+        "--shortest", type=positive, default=15.0, help="start no piece with fewer seconds left"
     )
     parser.add_argument(
         "--archive", type=Path, help="file to pack the results into, again and again"
     )
-    parser.add_argument("--wheels", type=Path, help="directory of wheels for the pieces")
+    parser.add_argument("--wheels", type=wheels_in, help="directory of wheels for the pieces")
     parser.add_argument("--results", type=Path, help="directory to write (default: runs/gpu/<gpu>)")
     parser.add_argument("--commit", help="commit of these sources, if there is no git")
     # this command starts itself with these options to run one piece
@@ -181,7 +234,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--document", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--toy", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--alive", type=int, metavar="FD", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if args.here:
         if args.alive is not None:
@@ -192,8 +249,12 @@ def main(argv: list[str] | None = None) -> int:
         for piece in PIECES:
             console.print(f"{piece.name:<26}{piece.limit_s:>4} s  {piece.about}", highlight=False)
         return 0
-    with tempfile.TemporaryDirectory(prefix="growkern-gpu-") as scratch:
-        return run_all(args, Path(scratch), console)
+    try:
+        with tempfile.TemporaryDirectory(prefix="growkern-gpu-") as scratch:
+            return run_all(args, Path(scratch), console)
+    except CannotStart as reason:
+        console.print(str(reason), markup=False, highlight=False, soft_wrap=True)
+        return 2
 
 
 if __name__ == "__main__":

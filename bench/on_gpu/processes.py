@@ -247,16 +247,27 @@ def pack(where: Path, archive: Path) -> None:
 
 
 @contextlib.contextmanager
-def packed(where: Path, archive: Path | None) -> Iterator[Callable[[], None]]:
-    """Pack every PACK_EVERY seconds and at the end. Yields a function that packs at once."""
+def packed(where: Path, archive: Path | None, console: Console) -> Iterator[Callable[[], bool]]:
+    """Pack every PACK_EVERY seconds and at the end. A packing that fails is tried again then.
+
+    Yields:
+        A function that packs at once. It returns False if that failed.
+    """
     if archive is None:
-        yield lambda: None
+        yield lambda: True
         return
     lock, over = threading.Lock(), threading.Event()
 
-    def now() -> None:
-        with lock:
-            pack(where, archive)
+    def now() -> bool:
+        try:
+            with lock:
+                pack(where, archive)
+            return True
+        # the results lie in `where`, too, so that no failure here may end the visit
+        except Exception as error:
+            why = " ".join(f"{archive} was not packed: {type(error).__name__}: {error}".split())
+            console.print(why, markup=False, highlight=False, soft_wrap=True)
+            return False
 
     def again() -> None:
         while not over.wait(PACK_EVERY):

@@ -82,8 +82,38 @@ def test_a_missing_gpu_and_unknown_pieces_are_named(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: {"python": "3"})
     assert gpu.main(["--only", "ceilings"]) == 2
     assert "--dry-run" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "facts_of_this_machine", None)
     with pytest.raises(SystemExit, match="no piece 'ceiling'"):
         gpu.main(["--dry-run", "--only", "ceiling"])
+
+
+WRONG = [("--budget", "0"), ("--budget", "-5"), ("--budget", "nan"), ("--budget", "inf")]
+WRONG += [("--shortest", "-1"), ("--wheels", "/nonexist"), ("--wheels", "."), ("--jobs", "0")]
+
+
+@pytest.mark.parametrize("words", WRONG, ids="=".join)
+def test_wrong_arguments_are_refused_before_anything_runs(words, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "run_all", None)
+    with pytest.raises(SystemExit) as refused:
+        gpu.main(["--dry-run", *words])
+    assert refused.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert words[0] in last and words[1] in last
+
+
+@pytest.mark.parametrize("line", ["raise ImportError('No module named triton')", None])
+def test_a_missing_triton_is_named_in_one_line(line, tmp_path):
+    broken = "import importlib.util as u\nfind = u.find_spec\n"
+    broken += "u.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
+    if line:
+        (tmp_path / "triton").mkdir()
+        (tmp_path / "triton" / "__init__.py").write_text(line)
+        broken = "pass"
+    args = ("--dry-run", "--only", "versions", "--results", str(tmp_path / "results"))
+    done = command(*args, broken=broken, tmp_path=tmp_path)
+    assert done.returncode == 2 and done.stderr == ""
+    (said,) = done.stdout.splitlines()
+    assert "triton" in said and not (tmp_path / "results").exists()
 
 
 ENDS = {
@@ -254,11 +284,14 @@ def test_done_pieces_are_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "environment", lambda args, scratch: {})
     monkeypatch.setattr(gpu, "run_apart", None)
     args = ["--dry-run", "--only", "ceilings", "--results", str(tmp_path)]
-    assert gpu.main([*args, "--wheels", str(tmp_path)]) == 0
+    assert gpu.main(args) == 0
     assert "done before" in capsys.readouterr().out
-    # without time left no piece starts, and that is no failure
-    assert gpu.main([*args, "--again", "--budget", "3"]) == 0
+    # without time left no piece starts, and that is no failure if others are done
+    late = [*args, "--only", "scaling", "--budget", "3"]
+    assert gpu.main(late) == 0
     assert "of the budget" in capsys.readouterr().out
+    assert gpu.main([*late, "--again"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing ran"
 
 
 # What nine minutes yield, in the order of their worth: are the kernels right, how fast is the main
@@ -313,6 +346,67 @@ def test_a_piece_that_overruns_gives_way_to_the_next(tmp_path, monkeypatch):
     assert given == limits | {"ceilings": 600 - sum(limits.values())}
     with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
         assert len(archive.getnames()) == len(given)
+
+
+def visit(tmp_path, monkeypatch, run, archive):
+    monkeypatch.setattr(gpu, "environment", lambda args, scratch: {})
+    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(gpu, "run_apart", run)
+    args = ["--only", "versions", "--only", "smoke", "--results", str(tmp_path / "results")]
+    return gpu.main([*args, "--archive", str(archive)])
+
+
+@pytest.mark.parametrize("where", ["out/results.tgz", "file/results.tgz"])
+def test_a_place_that_takes_no_archive_is_refused_before_anything_runs(
+    where, tmp_path, monkeypatch, capsys
+):
+    """One is a directory, and the other lies below a file."""
+    (tmp_path / "out" / "results.tgz").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    assert visit(tmp_path, monkeypatch, None, tmp_path / where) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "cannot be written" in said[1] and str(tmp_path) in said[1]
+
+
+@pytest.mark.parametrize("full", ["archive, at first", "archive", "documents"])
+def test_a_disk_that_is_full_ends_no_visit(full, tmp_path, monkeypatch, capsys):
+    archive, ran, said = tmp_path / "results.tgz", [], []
+    add, write, struck = tarfile.TarFile.addfile, results.write, []
+
+    def fail(call, *args):
+        if struck:
+            raise OSError(28, "No space left\non device")
+        return call(*args)
+
+    def run(piece, path, **rest):
+        done = {"piece": piece.name, "rows": [ROW], "failures": [], "machine": {"gpu": "x"}}
+        # as the process of a piece does
+        write(path, done | {"status": "running"})
+        struck[:] = [] if ran and full == "archive, at first" else [True]
+        ran.append(piece.name)
+        end = time.monotonic() + 60
+        while "archive" in full and struck and time.monotonic() < end:
+            said.append(capsys.readouterr().out)
+            # the thread that packs says so again and again
+            if "".join(said).count("not packed") > 1 + len(ran):
+                break
+            time.sleep(0.01)
+        return done | {"status": "ok", "seconds": 1}
+
+    monkeypatch.setattr(processes, "PACK_EVERY", 0.05)
+    if full == "documents":
+        monkeypatch.setattr(results, "write", lambda *args: fail(write, *args))
+    else:
+        monkeypatch.setattr(tarfile.TarFile, "addfile", lambda *args: fail(add, *args))
+    code = visit(tmp_path, monkeypatch, run, archive)
+    assert ran == ["versions", "smoke"] and code == (full != "archive, at first")
+    said.append(capsys.readouterr().out)
+    wrong = [line for line in "".join(said).splitlines() if "No space" in line]
+    assert wrong and all("No space left on device" in line for line in wrong)
+    struck.clear()
+    processes.pack(tmp_path / "results", archive)
+    for name in ran:
+        assert rows_of(archive, f"results/{name}.json") == [ROW]
 
 
 def test_a_packer_that_is_killed_leaves_the_former_archive(tmp_path, monkeypatch):
