@@ -20,8 +20,8 @@ def test_power_fails_while_a_run_saves(preloaded):
     assert work["cases"]["power"] > 40
 
 
-NAMES = ["grow-over", "cache", "tokens"]
-MORE = ["grow", "fold", "fold-over", "cache-over"]
+NAMES = ["grow-over", "cache", "export", "tokens"]
+MORE = ["grow", "fold", "fold-over", "cache-over", "export-over"]
 
 
 def test_power_fails_during_other_work(preloaded):

@@ -33,7 +33,7 @@ def test_publishing(preloaded):
     assert len(works) == 6
 
 
-NAMES = ("fold", "fold-over", "cache", "cache-over", "grow")
+NAMES = ("fold", "fold-over", "cache", "cache-over", "export", "export-over", "grow")
 
 
 @pytest.fixture(scope="module")

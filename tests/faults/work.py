@@ -1,4 +1,4 @@
-"""python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds and caches."""
+"""python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds, caches, exports."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,10 @@ import transformers
 
 import growkern
 from growkern.growth.disk import stream
+from growkern.publish.manifest import write_manifest
 from growkern.train.data import CausalLMCollator
 from growkern.train.dataset.cache import cached_rows
+from growkern.train.safety.export import export
 from tests.faults.walk import (
     CHANGES,
     EVERY,
@@ -155,6 +157,27 @@ def start_tokens(folder):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
 
 
+def start_export(folder):
+    checkpoint = folder / "source" / "checkpoint-2"
+    tiny().save_pretrained(checkpoint)
+    (checkpoint / "tokenizer.json").write_text("{}")
+    (checkpoint / "trainer_state.json").write_text("{}")
+    write_manifest(checkpoint)
+
+
+def start_export_over(folder):
+    start_export(folder)
+    tiny(1).save_pretrained(folder / "target")
+
+
+def export_run(folder):
+    export(folder / "source", folder / "target")
+
+
+def export_over(folder):
+    export(folder / "source", folder / "target", overwrite=True)
+
+
 WORKS = {
     work.name: work
     for work in (
@@ -167,6 +190,8 @@ WORKS = {
         Work("cache-over", start_cache_over, cache_over, overwrite=True, kinds=CHANGES),
         Work("grow-memory", start_wide, grow_wide, overwrite=True, kinds=MEMORY),
         Work("cache-memory", start_cache_wide, cache_wide, overwrite=True, kinds=MEMORY),
+        Work("export", start_export, export_run, kinds=CHANGES),
+        Work("export-over", start_export_over, export_over, overwrite=True, kinds=CHANGES),
         Work("tokens", start_tokens, tokens, overwrite=True, kinds=CHANGES),
     )
 }

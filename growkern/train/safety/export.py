@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.companions import copy_companions
@@ -69,7 +70,10 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         if isinstance(model, ReplacedTokenDetection):
             # the manifest of the checkpoint covers its folder
             copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=_names(checkpoint))
-        model.to(wanted or model.dtype).save_pretrained(new)
+        try:
+            model.to(wanted or model.dtype).save_pretrained(new)
+        except SafetensorError as error:
+            raise GrowthError(f"{target} cannot be written: {error}") from error
         complete_config(new)
         keep_lineage(history_in(checkpoint, model.config), new)
         # last, so that it covers every file
