@@ -4,8 +4,12 @@ The walks are processes of their own (`walk.py`), since a library has to be load
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
+
+from growkern.errors import MOST
+from tests.faults.walk import Work, attempt
 
 KINDS = {"EIO", "ENOSPC", "cut", "kill"}
 
@@ -31,6 +35,16 @@ def test_the_library_sees_every_operation(preloaded):
 def test_publishing(preloaded):
     works = check(preloaded("tests.faults.publishing"), 2000)
     assert len(works) == 6
+
+
+@pytest.mark.parametrize("said", ["none left", "none\nleft", "x" * MOST, "x" * (MOST + 1)])
+def test_memory_runs_out_in_one_line(said, tmp_path):
+    def run(folder):
+        raise MemoryError(said)
+
+    shim = SimpleNamespace(faults_disarm=lambda: None, faults_fired=lambda: None)
+    outcome, *_ = attempt(Work("work", lambda _: None, run), tmp_path, shim)
+    assert (outcome == "starved") == (said in ("none left", "x" * MOST))
 
 
 NAMES = ("fold", "fold-over", "cache", "cache-over", "export", "export-over", "grow")

@@ -5,7 +5,8 @@ interpreter takes seconds. A case arms the library `shim.c` to fail the N-th fil
 of five ways and does the work; N goes from 1 to the end. Where more than seven operations in a row
 read or write the same open file by the same call, it takes the first two, three in the middle and
 the last two; with EVERY on the command line it takes all. A kill strikes a fork of this process.
-Each case must end as "done", "refused in one line" or "killed", and without memory as "starved".
+Each case must end as "done", "refused in one line" or "killed", and without memory as "starved", in
+one line too.
 Then the work is repeated without a fault and must be done to the byte. A repeat depends on the disk
 alone, so it is not run again where an earlier case left the same files.
 """
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 
-from growkern.errors import is_out_of_memory
+from growkern.errors import MOST, is_out_of_memory
 
 KINDS = {"EIO": 1, "ENOSPC": 2, "EINTR": 3, "cut": 4, "kill": 5}
 # of the operations that change the disk or take space on it, syncs among them, alone
@@ -115,9 +116,11 @@ def attempt(work: Work, folder: Path, shim: ctypes.CDLL) -> list[str]:
         with warnings.catch_warnings(record=True):
             work.run(folder)
     except Exception as error:
-        outcome = type(error).__name__, " ".join(str(error).split())
+        said = str(error)
+        outcome = type(error).__name__, " ".join(said.split())
         if is_out_of_memory(error):
-            outcome = "starved", outcome[1]
+            is_short = "\n" not in said and len(said) <= MOST
+            outcome = "starved" if is_short else "starved at length", outcome[1]
         elif isinstance(error, REFUSALS):
             outcome = "refused", outcome[1]
     finally:
