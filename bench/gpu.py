@@ -101,6 +101,17 @@ def facts_of_this_machine(env: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
+def prepare(running: Path, where: Path, archive: Path | None) -> None:
+    """Save what a killed run left, and pack once, so that nothing runs where neither is possible."""
+    try:
+        running.mkdir(parents=True, exist_ok=True)
+        gather(running, where)
+        if archive:
+            pack(where, archive)
+    except OSError as error:
+        raise CannotStart(f"the results cannot be written: {error}") from error
+
+
 def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
     """Run the chosen pieces and save their results: the exit code."""
     end, pieces = time.perf_counter() + args.budget, chosen(args.only)
@@ -115,13 +126,7 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     # Pieces write here while they run. It lies beside the results, so that a kill loses no rows.
     running = where / RUNNING
-    try:
-        running.mkdir(parents=True, exist_ok=True)
-        gather(running, where)
-        if args.archive:
-            pack(where, args.archive)
-    except OSError as error:
-        raise CannotStart(f"the results cannot be written: {error}") from error
+    prepare(running, where, args.archive)
 
     def one(piece: Piece) -> dict[str, Any]:
         kept = where / f"{piece.name}.json"
