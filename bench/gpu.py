@@ -102,7 +102,7 @@ def facts_of_this_machine(env: dict[str, str]) -> dict[str, Any]:
 
 
 def prepare(running: Path, where: Path, archive: Path | None) -> None:
-    """Save what a killed run left, and pack once, so that nothing runs where neither is possible."""
+    """Save what a killed run left and pack once: nothing runs where that is impossible."""
     try:
         running.mkdir(parents=True, exist_ok=True)
         gather(running, where)
@@ -135,7 +135,10 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
         left = end - time.perf_counter()
         limit_s = piece.limit_s * (DRY_LIMITS if args.dry_run else 1)
         if left < min(limit_s, args.shortest):
-            return {"status": "skipped", "reason": f"only {left:.0f} s of the budget are left"}
+            return {
+                "status": "skipped",
+                "reason": f"only {max(left, 0):.0f} s of the budget are left",
+            }
         return run_apart(
             piece,
             running / kept.name,
