@@ -28,7 +28,8 @@ MOST_BYTES, MOST_VALUES = 16 << 20, 1 << 16
 MOST_TOKEN_BYTES, MOST_TOKEN_VALUES = 1024, 8
 SCHEMES = ("http://", "https://")
 # a server without them: a host and a port
-HOST = re.compile(r"[\w.-]+:\d+(/.*)?")
+HOST = re.compile(r"(\S*@)?[\w.-]+:\d+(/.*)?")
+KEY_VARIABLE = "GROWKERN_TEACHER_API_KEY"
 
 
 def is_server(name: str) -> bool:
@@ -46,8 +47,20 @@ def check_url(url: str) -> None:
     """Refuse a URL that no attempt to connect would accept.
 
     Raises:
-        GrowthError: it has no scheme, or white space.
+        GrowthError: it has no scheme, or white space, a password, a query or a fragment.
     """
+    # neither may be shown, because either may hold a secret
+    if "@" in url:
+        raise GrowthError(
+            "the URL of the server holds a user or a password, with an '@': give the URL without, "
+            f"such as http://host:8000, and the server's key in the variable {KEY_VARIABLE}"
+        )
+    address = re.split("[?#]", url)[0]
+    if address != url:
+        raise GrowthError(
+            f"the URL of the server has a query or a fragment: give {address!r} alone, and a key "
+            f"in the variable {KEY_VARIABLE}"
+        )
     if not url.startswith(SCHEMES):
         rest = url.rpartition("://")[2].lstrip("/") or "host:8000"
         raise GrowthError(f"{url!r} is not the URL of a server: give http://{rest}")

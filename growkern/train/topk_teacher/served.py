@@ -18,10 +18,9 @@ from growkern.errors import GrowthError, nearest
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.apart import run_apart
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows, fault_of
-from growkern.train.topk_teacher.http import MOST_TEXT, Connection, check_url
+from growkern.train.topk_teacher.http import KEY_VARIABLE, MOST_TEXT, Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 
-KEY_VARIABLE = "GROWKERN_TEACHER_API_KEY"
 # what a header can hold
 KEY = re.compile(r"[!-~]+")
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures.thread import _threads_queues
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -189,7 +190,7 @@ def test_the_time_limit_holds_while_a_name_is_looked_up(monkeypatch):
     with pytest.raises(GrowthError, match=r"no answer within 0\.1 s"):
         ServedTeacher("http://somewhere:9", 3, timeout=0.1, retries=0)
     # Python waits at exit for threads that are no daemons, and for those of executors
-    assert not ended and threads[0].daemon
+    assert not ended and threads[0].daemon and threads[0] not in _threads_queues
     end.set()
     threads[0].join()
     assert ended
@@ -275,6 +276,29 @@ def test_a_key_that_no_header_holds_is_refused_and_not_shown(key, monkeypatch):
     monkeypatch.setenv("GROWKERN_TEACHER_API_KEY", key)
     with pytest.raises(GrowthError, match="or GROWKERN_TEACHER_API_KEY"):
         ServedTeacher("http://127.0.0.1:9", 3)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:SECRET@127.0.0.1:9",
+        "https://SECRET@127.0.0.1:9/v1",
+        "user:SECRET@127.0.0.1:9",
+        "http://a b:SECRET@127.0.0.1:9",
+        "http://127.0.0.1:9?key=SECRET",
+        "http://127.0.0.1:9/v1#SECRET",
+    ],
+)
+def test_a_secret_in_the_url_is_refused_and_not_shown(url):
+    for check in (http.check_url, lambda url: ServedTeacher(url, 3, retries=0)):
+        with pytest.raises(GrowthError, match=r"variable GROWKERN_TEACHER_API_KEY$") as error:
+            check(url)
+        assert "SECRET" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_server_with_a_password_but_no_scheme_is_taken_for_no_directory():
+    with pytest.raises(GrowthError, match="GROWKERN_TEACHER_API_KEY"):
+        http.is_server("user:SECRET@host:8000")
 
 
 @pytest.mark.parametrize(
