@@ -20,6 +20,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from growkern.errors import GrowthError
 from growkern.train.topk_teacher.facts import MOST_IDS, ROUNDING
 
 # (log-prob, token id) of the likeliest tokens of each position but the last
@@ -53,6 +54,7 @@ class Schema(Protocol):
         Raises:
             KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError: it has
                 another schema, or belongs to another prompt.
+            GrowthError: a log-prob is null or not finite.
         """
         ...
 
@@ -63,7 +65,13 @@ def _row(entry: Iterable[tuple[Any, Any]]) -> list[tuple[float, int]]:
     for logprob, token in entry:
         if type(token) is not int or not 0 <= token < MOST_IDS:
             raise ValueError(f"{reprlib.repr(token)} is no token id")
-        if type(logprob) not in (int, float) or not math.isfinite(logprob):
+        if logprob is None or (type(logprob) is float and not math.isfinite(logprob)):
+            # fewer tokens than k have a probability above 0, or the teacher's weights are damaged
+            raise GrowthError(
+                f"token {token} with {logprob}, which is no log-prob: give a smaller k, or check "
+                "the teacher's weights"
+            )
+        if type(logprob) not in (int, float):
             raise ValueError(f"{reprlib.repr(logprob)} is no log-prob")
         found.append((float(logprob), token))
     return found

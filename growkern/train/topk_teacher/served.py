@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.arguments import real_number, whole_number
 from growkern.errors import GrowthError, nearest
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.apart import run_apart
@@ -71,13 +72,16 @@ class ServedTeacher(TopKRows):
     ) -> None:
         if server is not None and server not in SCHEMAS:
             raise GrowthError(f"server is {server!r}{nearest(server, tuple(SCHEMAS))}")
+        k, retries = whole_number("k", k), whole_number("retries", retries)
+        concurrency = whole_number("concurrency", concurrency)
+        timeout = real_number("timeout", timeout)
         for name, value, least in (
             ("k", k, 1), ("timeout", timeout, 1e-3), ("retries", retries, 0),
             ("concurrency", concurrency, 1),
         ):  # fmt: skip
             # NaN is not less than anything
             if not value >= least:
-                raise GrowthError(f"{name} is {value}: it must be at least {least:g}")
+                raise GrowthError(f"{name} is {value:g}: it must be at least {least:g}")
         check_url(url)
         key = api_key or os.environ.get(KEY_VARIABLE)
         if key is not None and not KEY.fullmatch(key):
@@ -160,6 +164,8 @@ class ServedTeacher(TopKRows):
             raise GrowthError(f"{error}: {more}, or give k = {limit}") from error
         try:
             found = schema.rows(answer, tokens)
+        except GrowthError as error:
+            raise GrowthError(f"{self.name} gives {error}") from error
         except (
             KeyError,
             IndexError,
