@@ -58,7 +58,8 @@ class DistillKitTeacher(TopKRows):
     `batch` gives the arguments of `growkern.topk_kl_mlm_loss`. Train on `dataset`: an example is
     found by its tokens, so it must not be cut, and packed only with position_ids.
 
-    Rounding can lift a row's probabilities above 1 in total. Such a row is scaled down to 1.
+    Rounding can lift a row's probabilities a little above 1 in total. Such a row is scaled down to
+    1. Rows with a larger total are refused: they are no log-probs.
 
     Args:
         directory: with the Parquet files and their `compression_config.yaml`.
@@ -173,9 +174,10 @@ class DistillKitTeacher(TopKRows):
             else:
                 ids = self._compression.ids(_bytes(first))
                 logprobs = self._compression.logprobs(_bytes(second))
-            logprobs = logprobs - logprobs.logsumexp(-1, keepdim=True).clamp(min=0)
+            # before they are scaled: logits would become log-probs
             fault = fault_of(ids, logprobs, self.facts.vocab_size)
             fault = fault and f"it holds {fault}"
+            logprobs = logprobs - logprobs.logsumexp(-1, keepdim=True).clamp(min=0)
         except ValueError as error:
             fault = str(error)
         if fault is not None:

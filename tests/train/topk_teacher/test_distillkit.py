@@ -111,12 +111,12 @@ def test_trains_as_a_cache_of_the_same_teacher(tmp_path):
     assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=1e-5)
 
 
-def test_a_row_of_more_than_all_is_scaled_down(tmp_path):
-    write(tmp_path / "d", teacher_model(), plain=True)
+def test_a_row_of_a_little_more_than_all_is_scaled_down(tmp_path):
+    write(tmp_path / "d", teacher_model(), k=VOCAB, plain=True)
     for file in (tmp_path / "d").iterdir():
         table = pq.read_table(file).to_pylist()
         for row in table:
-            row["top_values"] = [[x + 5 for x in values] for values in row["top_values"]]
+            row["top_values"] = [[x + 0.005 for x in values] for values in row["top_values"]]
         pq.write_table(pa.Table.from_pylist(table), file)
     teacher = DistillKitTeacher(tmp_path / "d")
     _, logprobs = teacher.batch({"input_ids": torch.tensor([teacher.dataset[0]["input_ids"]])})
@@ -259,7 +259,9 @@ INFINITE = [0, 0, 128, 127, *FLOAT[4:]]
         (plain(7, [[-1.0, -2.0]] * 2), "it holds int64, not lists"),
         (plain("ab", "cd"), "it holds string, not lists"),
         (plain([[1, 2, 3]] * 2, [[-1.0, -2.0]] * 2), r"shape \(2, 3\), its log-probs \(2, 2\)"),
-        (plain([[1, 2]] * 2, [[float("inf"), -1.0]] * 2), "it holds the log-prob nan"),
+        (plain([[1, 2]] * 2, [[float("inf"), -1.0]] * 2), "it holds the log-prob inf"),
+        (plain([[1, 2]] * 2, [[3.0, 2.9]] * 2), "it holds the log-prob 3: check the teacher"),
+        (plain([[1, 2]] * 2, [[-0.1, -0.2]] * 2), r"it holds probabilities that add up to 1\.72"),
         (plain([[1, 2]] * 2, [[float("nan"), -1.0]] * 2), "it holds the log-prob nan"),
         (plain([[1, 2]] * 2, [[float("-inf")] * 2] * 2), "it holds the log-prob -inf"),
         (plain([[1, 1]] * 2, [[-1.0, -1.0]] * 2), "it holds token 1 twice in a row"),
@@ -270,7 +272,7 @@ INFINITE = [0, 0, 128, 127, *FLOAT[4:]]
         (packed([[1] * 5] * 2, [[-1] * 24] * 2), "it holds numbers that are no bytes"),
         (packed([["a"] * 5] * 2, [FLOAT] * 2), "it holds string, not numbers"),
         (packed([[0] * 5] * 2, [FLOAT] * 2), "it holds token 0 twice in a row"),
-        (packed([[4, 32, 196, 20, 96]] * 2, [INFINITE] * 2), "it holds the log-prob nan"),
+        (packed([[4, 32, 196, 20, 96]] * 2, [INFINITE] * 2), "it holds the log-prob inf"),
     ],
 )
 def test_rows_that_are_none_are_one_line(columns, message, tmp_path, monkeypatch):
