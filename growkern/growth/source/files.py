@@ -199,7 +199,8 @@ def read_header_bytes(file: Path) -> bytes:
     """The raw header of a safetensors file: its length and its JSON.
 
     Raises:
-        ValueError: the header would be longer than the file, or than the format allows.
+        ValueError: the header would be longer than the file.
+        GrowthError: it is longer than growkern reads.
     """
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -209,9 +210,25 @@ def read_header_bytes(file: Path) -> bytes:
         (length,) = LENGTH.unpack(head)
         if length > size - len(head):
             raise ValueError(f"it declares a header of {length} bytes, but has only {size}")
-        if length > MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes, more than any ({MOST_HEADER_BYTES})")
+        check_header_size(file, length, size)
         return head + stream.read(length)
+
+
+def check_header_size(file: Path, length: int, size: int) -> None:
+    """Refuse a header of more bytes than growkern reads, in a file that can be whole.
+
+    Args:
+        length: of the header, bytes.
+        size: of the file.
+
+    Raises:
+        GrowthError: it has more.
+    """
+    if MOST_HEADER_BYTES < length < size:
+        raise GrowthError(
+            f"{file}: its header has {length} bytes, more than the {MOST_HEADER_BYTES} that "
+            "growkern reads: save the model in more files, with a smaller max_shard_size"
+        )
 
 
 def _read_shard(file: Path) -> dict[str, Header]:

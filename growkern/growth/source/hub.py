@@ -29,6 +29,7 @@ from growkern.growth.source.files import (
     MOST_HEADER_BYTES,
     WEIGHTS_FILE,
     Header,
+    check_header_size,
     parse_headers,
     read_headers,
     shard_names,
@@ -241,6 +242,7 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     def read_shard(file: Path) -> dict[str, Header]:
         head, size = _bytes_of(model, file.name, 0, FIRST_BYTES)
         (length,) = LENGTH.unpack(head[: LENGTH.size])
+        check_header_size(file, length, size)
         missing = min(length, MOST_HEADER_BYTES) + LENGTH.size - len(head)
         if missing > 0:
             head += _bytes_of(model, file.name, len(head), missing)[0]

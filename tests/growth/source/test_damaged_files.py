@@ -95,6 +95,16 @@ def test_a_bad_file_is_refused(tmp_path, name):
     assert peak < 10e6
 
 
+def test_a_whole_file_whose_header_is_too_large_is_not_called_damaged(tmp_path):
+    content = BAD_FILES["a header of metadata"]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (length,) = struct.unpack("<Q", content[:8])
+    message = f"its header has {length} bytes, more than the {MOST_HEADER_BYTES} that growkern"
+    with pytest.raises(growkern.GrowthError, match=message) as refused:
+        read_headers(tmp_path)
+    assert "corrupt" not in str(refused.value)
+
+
 def test_a_file_larger_than_memory_is_read(tmp_path):
     """A sparse file of a terabyte: a map of all of it is refused on most machines."""
     with (tmp_path / "model.safetensors").open("wb") as file:
