@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.growth.disk.config_file import complete_config
 from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
 from tests.growth.plan.test_matrix import FAMILIES, WIDTHS, deeper, width
 
@@ -67,6 +68,7 @@ def test_what_was_not_trained_is_the_source(tmp_path, class_name, sizes, how, dt
     for name, tensor in source.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
     source.save_pretrained(tmp_path / "again")
+    complete_config(tmp_path / "again")
     for name in ("config.json", "model.safetensors"):
         written = (tmp_path / "back" / name).read_bytes()
         assert written == (tmp_path / "again" / name).read_bytes(), name
