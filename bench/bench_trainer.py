@@ -77,8 +77,7 @@ def gpt2(width: int, layers: int, vocab: int, length: int) -> Any:
 
 def contenders(teacher: Any, stages: TwoStageConfig) -> dict[str, Callable[..., Any]]:
     """Functions that make each trainer, by name."""
-    # the rate falls to 0 long after the run
-    schedule = InheritanceSchedule(rate=ALPHA, end_step=10**9, temperature=TEMPERATURE)
+    schedule = InheritanceSchedule(rate=ALPHA, decay="constant", temperature=TEMPERATURE)
     return {
         PLAIN: transformers.Trainer,
         OURS: TwoStageTrainer,

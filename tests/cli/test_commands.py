@@ -357,7 +357,7 @@ def test_plan_as_table_and_as_json(run, checkpoint):
     assert code == 0, err
     assert "24" in out
     assert "what growth may save" not in out
-    code, out, err = run("plan", checkpoint, *SIZES, "--json")
+    code, out, err = run("plan", checkpoint, *SIZES, "--identity-gain", 1e-8, "--json")
     assert code == 0, err
     assert json.loads(out)["exact"] is True and "forecast" not in json.loads(out)
     tokens = ["--tokens", "1e4", "--source-tokens", "1e3"]

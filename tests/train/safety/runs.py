@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +44,11 @@ def small_trainer(path, model=None, *, callbacks=None, args=None, **options):
         "use_cpu": True,
         "dataloader_pin_memory": False,
     }
+    settings |= args or {}
     return TwoStageTrainer(
         small_model() if model is None else model,
-        TrainingArguments(str(path), **settings | (args or {})),
-        two_stage=STAGES,
+        TrainingArguments(str(path), **settings),
+        two_stage=replace(STAGES, stage1_steps=min(STAGES.stage1_steps, settings["max_steps"])),
         train_dataset=blocks,
         eval_dataset=blocks,
         data_collator=MaskedLMCollator(TinyTokenizer(), 0.4),
