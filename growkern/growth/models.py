@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import transformers
@@ -23,6 +24,8 @@ from growkern.families.model import ModelSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
@@ -83,6 +86,17 @@ def materialise(model: Any, device: torch.device | str) -> None:
         if model.get_parameter(name) is not kept:
             module, _, key = name.rpartition(".")
             setattr(model.get_submodule(module), key, kept)
+
+
+def on_cpu_by_default(function: F) -> F:
+    """Decorate a function whose maps must be made of numbers, whatever the default device is."""
+
+    @wraps(function)
+    def on_cpu(*args: Any, **options: Any) -> Any:
+        with torch.device("cpu"):
+            return function(*args, **options)
+
+    return cast(F, on_cpu)
 
 
 def mark_initialised(model: Any) -> None:

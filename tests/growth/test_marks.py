@@ -59,10 +59,8 @@ def filled_in_memory(source, tmp_path):
 
 
 def grown_in_a_run(source, tmp_path):
-    how = growkern.plan(source, **wider(source))
     step = GrowthStep(at_step=1, sizes=wider(source))
-    place = stored(tmp_path, source)
-    return grown_model(how, place, step, DistributedOptions(), source.dtype)
+    return grown_model(stored(tmp_path, source), step, DistributedOptions(), source.dtype)
 
 
 def resumed_in_a_run(source, tmp_path):

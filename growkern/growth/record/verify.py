@@ -29,6 +29,7 @@ from rich.text import Text
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.growth.models import on_cpu_by_default
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.finding import OUTPUT_ERROR, WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
@@ -130,6 +131,7 @@ class VerifyReport:
         return verify_table(self)
 
 
+@on_cpu_by_default
 def verify(
     source: str | Path | PreTrainedModel,
     grown: str | Path | PreTrainedModel,

@@ -22,7 +22,13 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.growth.history import GROWN_KEY
-from growkern.growth.models import fit_cache, materialise, persistent_buffers, restore_buffers
+from growkern.growth.models import (
+    fit_cache,
+    materialise,
+    on_cpu_by_default,
+    persistent_buffers,
+    restore_buffers,
+)
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.blueprint import Task
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
+@on_cpu_by_default
 def grow_into(
     model: Any,
     source: str | Path | PreTrainedModel,

@@ -306,7 +306,7 @@ def test_a_lineage_of_another_model_is_refused(tmp_path):
     with pytest.raises(growkern.GrowthError, match=r"has shape \(50, 24\), .* says \(50, 36\)"):
         growkern.fold(other / "small", other / "back", lineage=tmp_path, progress=False)
     with pytest.raises(growkern.GrowthError, match=r"exists.*--overwrite"):
-        growkern.fold(tmp_path / "large", other, progress=False)
+        growkern.fold(tmp_path / "large", other / "large", progress=False)
 
 
 def test_a_changed_lineage_is_refused(tmp_path):
