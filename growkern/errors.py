@@ -5,9 +5,11 @@ import errno
 import unicodedata
 from collections.abc import Iterable
 
-# Characters of a message. A damaged file may hold names and values of any length: of a longer
+# Characters of a message, and of one with a word so long that it must be a path: two paths of
+# Linux's greatest length fit. A damaged file may hold names and values of any length: of a longer
 # message only the two ends are kept.
-MOST, HEAD, TAIL = 1000, 600, 300
+MOST, MOST_WITH_PATHS, LONG_WORD = 1000, 2 * 4096 + 1000, 255
+HEAD, TAIL = 600, 300
 
 
 # controls, marks that turn the direction of writing, and separators of lines: all else is printed
@@ -35,7 +37,9 @@ class GrowthError(ValueError):
 
     def __init__(self, message: object = "") -> None:
         text = clean(str(message))
-        super().__init__(text if len(text) <= MOST else f"{text[:HEAD]} ... {text[-TAIL:]}")
+        has_path = any(len(word) > LONG_WORD for word in text.split())
+        most = MOST_WITH_PATHS if has_path else MOST
+        super().__init__(text if len(text) <= most else f"{text[:HEAD]} ... {text[-TAIL:]}")
 
 
 class UnfitError(GrowthError):

@@ -26,6 +26,8 @@ def test_a_message_holds_two_of_the_longest_paths():
     assert str(growkern.GrowthError(text)) == text
     longer = str(growkern.GrowthError(text * 2))
     assert len(longer) < 1000 and longer.endswith("grow it again")
+    values = str(growkern.GrowthError(f"hidden_size is {[1] * 1000}: give one number"))
+    assert len(values) < 1000 and values.endswith("give one number")
 
 
 def python(code: str, *options: str, **environment: str) -> str:
