@@ -194,8 +194,10 @@ def grown_model(
     model = shard(_on_meta(planned.large.class_name, config, dtype), options, mesh)
     grow_into(model, source, **growth.options())
     if plan is not None:
+        # the checkpoint will be deleted, and a resumed run does not know it
         made = model.growth_plan
-        model.growth_plan = replace(made, source=replace(made.source, history=plan.source.history))
+        made_of = replace(made.source, history=plan.source.history, directory=None)
+        model.growth_plan = replace(made, source=made_of)
     return model
 
 
