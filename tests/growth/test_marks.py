@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from transformers import BertConfig, EncoderDecoderModel, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 import growkern
 from growkern.train.distributed.options import DistributedOptions
@@ -47,7 +48,7 @@ def grown_depth(source, tmp_path):
 
 def filled(source, tmp_path, device="meta"):
     config = growkern.plan(source, **wider(source)).target_config
-    with torch.device(device), transformers.initialization.no_init_weights():
+    with torch.device(device), no_init_weights():
         model = type(source)._from_config(config, dtype=source.dtype)
     model.tie_weights()
     growkern.grow_into(model, source, device="cpu")
