@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
 from bench.shared.trainer_runs import step_times
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.flops import ModelCost
-from growkern.train.sub_model import layer_stacks
+from growkern.train.model.flops import ModelCost
+from growkern.train.model.sub_model import layer_stacks
 
 ALPHA, TEMPERATURE = 0.5, 2.0
 PLAIN, OURS = "transformers.Trainer", "TwoStageTrainer"

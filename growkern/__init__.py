@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
-    from growkern.train.config import TwoStageConfig as TwoStageConfig
     from growkern.train.dataset.load import load_data as load_data
     from growkern.train.dataset.options import DataSection as DataSection
     from growkern.train.distributed.options import DistributedOptions as DistributedOptions
@@ -43,7 +42,9 @@ if TYPE_CHECKING:
     from growkern.train.evaluation.finetune import FinetuneReport as FinetuneReport
     from growkern.train.evaluation.finetune import finetune as finetune
     from growkern.train.growth.step import GrowthStep as GrowthStep
-    from growkern.train.inheritance import InheritanceSchedule as InheritanceSchedule
+    from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
+    from growkern.train.loop.two_stage import TwoStageConfig as TwoStageConfig
+    from growkern.train.loss.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
     from growkern.train.loss.options import LossOptions as LossOptions
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from growkern.train.topk_teacher.store import TeacherCache as TeacherCache
     from growkern.train.topk_teacher.write import CacheReport as CacheReport
     from growkern.train.topk_teacher.write import cache_teacher as cache_teacher
-    from growkern.train.trainer import TwoStageTrainer as TwoStageTrainer
 
     __version__: str
 
@@ -88,7 +88,7 @@ _MODULE_OF = {
     "ServedTeacher": "growkern.train.topk_teacher.served",
     "TeacherCache": "growkern.train.topk_teacher.store",
     "cache_teacher": "growkern.train.topk_teacher.write",
-    "TwoStageConfig": "growkern.train.config",
+    "TwoStageConfig": "growkern.train.loop.two_stage",
     "DataSection": "growkern.train.dataset.options",
     "load_data": "growkern.train.dataset.load",
     "DistributedOptions": "growkern.train.distributed.options",
@@ -98,14 +98,14 @@ _MODULE_OF = {
     "evaluate": "growkern.train.evaluation.evaluate",
     "FinetuneReport": "growkern.train.evaluation.finetune",
     "finetune": "growkern.train.evaluation.finetune",
-    "InheritanceSchedule": "growkern.train.inheritance",
+    "InheritanceSchedule": "growkern.train.loss.inheritance",
     "GrowthStep": "growkern.train.growth.step",
     "LossOptions": "growkern.train.loss.options",
     "count_labels": "growkern.train.loss.inherited",
     "inherited_loss": "growkern.train.loss.inherited",
     "ReplacedTokenDetection": "growkern.train.objectives.electra",
     "OptimizerOptions": "growkern.train.optimizer.options",
-    "TwoStageTrainer": "growkern.train.trainer",
+    "TwoStageTrainer": "growkern.train.loop.trainer",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

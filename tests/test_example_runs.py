@@ -16,9 +16,9 @@ import growkern
 from examples.objectives import TEXTS, make_model, make_tokenizer
 from growkern.cli.commands import app
 from growkern.errors import GrowthWarning
-from growkern.train.config import load_run
 from growkern.train.evaluation.from_file import read_arguments
-from growkern.train.run import train
+from growkern.train.run.config import load_run
+from growkern.train.run.train import train
 
 RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))
 # folder -> layers and width

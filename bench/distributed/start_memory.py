@@ -27,18 +27,18 @@ from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.sharded.placement import local_tensor
 from growkern.ops.backend import native
-from growkern.train.build import build_model
-from growkern.train.config import (
+from growkern.train.distributed.optimizer_state import create_optimizer_state
+from growkern.train.distributed.options import DistributedOptions
+from growkern.train.growth.step import GrowthStep
+from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.train.run.build import build_model
+from growkern.train.run.config import (
     DataSection,
     ModelSection,
     OutputSection,
     Run,
     TrainingSection,
 )
-from growkern.train.distributed.optimizer_state import create_optimizer_state
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.growth.step import GrowthStep
-from growkern.train.trainer import TwoStageTrainer
 
 SOURCE = {
     "vocab_size": 8_000,

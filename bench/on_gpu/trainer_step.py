@@ -24,7 +24,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 def _layers_alone(model: Any, batch: Batch, steps: int) -> tuple[list[float], float]:
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
-    from growkern.train.head import head_swap
+    from growkern.train.model.head import head_swap
 
     inputs, labels = batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=labels.is_cuda)
@@ -49,7 +49,7 @@ def _first_loss(trainer: Any) -> float:
 
 
 def run(recorder: Recorder) -> None:
-    from growkern.train.trainer import TwoStageTrainer
+    from growkern.train.loop.trainer import TwoStageTrainer
 
     _, size, _, vocab, _, share = recorder.pick(FULL, TOY)["train_bert"]
     shape = recorder.pick((32, 512), (2, 12))
@@ -87,8 +87,8 @@ def run(recorder: Recorder) -> None:
 def _stage_one(recorder: Recorder, model: Any, batch: Batch, whole_s: float) -> None:
     """Record the steps of stage 1 by depth, each with its share of the FLOPs."""
     from growkern import TwoStageConfig, TwoStageTrainer
-    from growkern.train.flops import ModelCost
-    from growkern.train.sub_model import layer_stacks
+    from growkern.train.model.flops import ModelCost
+    from growkern.train.model.sub_model import layer_stacks
 
     layers = model.config.num_hidden_layers
     steps = recorder.pick(60, 4)

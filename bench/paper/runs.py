@@ -33,7 +33,7 @@ from growkern.cli.teacher import cache_teacher
 from growkern.errors import GrowthError
 from growkern.plot.curve import STATE_FILE, read_curve
 from growkern.train.evaluation.finetune import finetune
-from growkern.train.run import train
+from growkern.train.run.train import train
 from growkern.train.topk_teacher.header import read_header
 from growkern.whole import write_whole
 

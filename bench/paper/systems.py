@@ -29,8 +29,8 @@ from bench.paper.jobs import (
     with_moments,
 )
 from bench.paper.settings import Setting
-from growkern.train.config import ModelSection, OutputSection, Run, load_run
 from growkern.train.dataset.options import DataSection
+from growkern.train.run.config import ModelSection, OutputSection, Run, load_run
 from growkern.whole import write_whole
 
 

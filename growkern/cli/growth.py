@@ -314,9 +314,10 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     """
     from growkern.growth.record.outputs import longest
     from growkern.growth.source.source import open_source
-    from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text, read_text
-    from growkern.train.head import align_labels
-    from growkern.train.load import load_tokenizer
+    from growkern.train.dataset.text import pack_text, read_text
+    from growkern.train.model.head import align_labels
+    from growkern.train.model.load import load_tokenizer
+    from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 
     opened = open_source(source, allow_nonfinite=True)
     tokenizer = load_tokenizer(source)

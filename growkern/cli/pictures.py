@@ -49,7 +49,7 @@ def plot(
     from growkern.plot.attention import plot_attention
     from growkern.plot.losses import plot_runs
     from growkern.plot.weights import plot_weights
-    from growkern.train.data import read_text
+    from growkern.train.dataset.text import read_text
 
     is_growth = weights or attention is not None
     if weights and attention is not None:

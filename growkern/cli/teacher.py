@@ -138,7 +138,7 @@ def cache_teacher(
 
 def _opened(source: Path | str, k: int, reader: Any, length: int) -> tuple[Any, bool]:
     """The teacher in a directory or on a server, and whether it predicts the next token."""
-    from growkern.train.load import check_fits, is_causal, load_language_model
+    from growkern.train.model.load import check_fits, is_causal, load_language_model
     from growkern.train.topk_teacher.served import ServedTeacher
 
     if isinstance(source, str):
@@ -151,8 +151,13 @@ def _opened(source: Path | str, k: int, reader: Any, length: int) -> tuple[Any, 
 
 def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cache_teacher` that the command line gives."""
-    from growkern.train import data
-    from growkern.train.load import load_tokenizer
+    from growkern.train.dataset.text import pack_text
+    from growkern.train.model.load import load_tokenizer
+    from growkern.train.objectives.language_modeling import (
+        CausalLMCollator,
+        MaskedLMCollator,
+        check_probability,
+    )
 
     wanted = ("TEXT", "--temperature", *(["--tokenizer"] if isinstance(source, str) else []))
     for name in wanted:
@@ -160,15 +165,15 @@ def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, An
             raise GrowthError(f"give {name}, or a run file: --run FILE")
     length, probability = given.get("--sequence-length", 128), given.get("--masking-probability")
     probability = 0.15 if probability is None else probability
-    data.check_probability(probability)
+    check_probability(probability)
     reader = load_tokenizer(given.get("--tokenizer", source))
     model, causal = _opened(source, k, reader, length)
     return {
         "model": model,
-        "dataset": data.pack_text(given["TEXT"], reader, length),
-        "collator": data.CausalLMCollator(reader)
+        "dataset": pack_text(given["TEXT"], reader, length),
+        "collator": CausalLMCollator(reader)
         if causal
-        else data.MaskedLMCollator(reader, probability, given.get("--seed", 0)),
+        else MaskedLMCollator(reader, probability, given.get("--seed", 0)),
         "tokenizer": reader,
         "temperature": given["--temperature"],
         "rows": given.get("--rows", "labels"),
@@ -177,11 +182,11 @@ def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, An
 
 def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     """The arguments of `cache_teacher` for the run of a run file."""
-    from growkern.train.build import with_directories
-    from growkern.train.config import load_run
     from growkern.train.dataset.load import load_data
-    from growkern.train.load import load_tokenizer
     from growkern.train.loss.vocabulary import check_tokenizers
+    from growkern.train.model.load import load_tokenizer
+    from growkern.train.run.build import with_directories
+    from growkern.train.run.config import load_run
 
     base = file.parent
     run = with_directories(load_run(file), base)

@@ -32,8 +32,8 @@ def train(
     Ctrl-C and SIGTERM save a checkpoint and end the run with exit code 130 or 143.
     """
     from growkern.train.distributed.shard import leave_processes
-    from growkern.train.run import train as start
-    from growkern.train.safety.messages import resume_command
+    from growkern.train.run.messages import resume_command
+    from growkern.train.run.train import train as start
     from growkern.train.safety.signals import INTERRUPTIONS, Terminated, settle
 
     silence_transformers()

@@ -40,10 +40,10 @@ from growkern.info import collect
 from growkern.package import version
 from growkern.plot.curve import Curve
 from growkern.publish.lock import locked
-from growkern.train.config import TwoStageConfig
-from growkern.train.data import TokenBlocks, pack_text
-from growkern.train.inheritance import InheritanceSchedule
-from growkern.train.load import load_language_model, load_tokenizer
+from growkern.train.dataset.text import TokenBlocks, pack_text
+from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.inheritance import InheritanceSchedule
+from growkern.train.model.load import load_language_model, load_tokenizer
 
 RESULT_FILE = "results.json"
 PICTURE_FILE = "loss_vs_flops.png"

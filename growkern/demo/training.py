@@ -13,15 +13,16 @@ from transformers.trainer import TRAINER_STATE_NAME
 from growkern.demo.config import DemoConfig
 from growkern.plot.curve import Curve, curve_of
 from growkern.publish.calls import move
-from growkern.train.data import CausalLMCollator, TokenBlocks
-from growkern.train.run import train_or_resume
+from growkern.train.dataset.text import TokenBlocks
+from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.train.objectives.language_modeling import CausalLMCollator
+from growkern.train.run.train import train_or_resume
 from growkern.train.safety.checkpoints import (
     checkpoints_in,
     close_staging,
     last_checkpoint,
     open_staging,
 )
-from growkern.train.trainer import TwoStageTrainer
 
 # called with the step, the number of steps, and the last validation loss or None
 Report = Callable[[int, int, float | None], None]

@@ -17,7 +17,7 @@ from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
 from growkern.plot.units import NOTHING, heads_of, main_stack, name_of, recorded_growth
-from growkern.train.load import load_tokenizer
+from growkern.train.model.load import load_tokenizer
 
 # how many fit so that tokens can be read
 MOST_HEADS, MOST_LAYERS = 8, 4

@@ -22,7 +22,7 @@ from growkern import package
 from growkern.cli.commands import app
 from growkern.cli.main import main
 from growkern.info import collect
-from growkern.train import load
+from growkern.train.model import load
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "d_ff": 20, "num_layers": 2}
@@ -179,7 +179,8 @@ def test_debug_shows_where_an_error_came_from(run, monkeypatch):
 
 def test_cache_teacher_writes_what_training_reads(run, checkpoint, tmp_path):
     from growkern import TeacherCache
-    from growkern.train.data import MaskedLMCollator, pack_text
+    from growkern.train.dataset.text import pack_text
+    from growkern.train.objectives.language_modeling import MaskedLMCollator
 
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(" ".join(["a small model grows"] * 40))

@@ -17,7 +17,7 @@ from growkern import GrowthError, printing
 from growkern.cli import main
 from growkern.errors import GrowthWarning, clean
 from growkern.growth.plan.table import as_text
-from growkern.train.safety.messages import print_lines
+from growkern.train.run.messages import print_lines
 from tests.growth.models import LLAMA, random_model
 
 # a title, a cleared screen, eight-bit codes, another direction of writing, a new line

@@ -15,7 +15,7 @@ from growkern.demo.report import result_table, summarize, table_cells
 from growkern.demo.run import run_demo
 from growkern.errors import GrowthError
 from growkern.plot.curve import Curve, read_curve
-from growkern.train.trainer import TwoStageTrainer
+from growkern.train.loop.trainer import TwoStageTrainer
 
 
 def run(directory, **options):

@@ -29,10 +29,10 @@ import torch
 import transformers
 
 from growkern.publish.lock import LOCK_FILE
-from growkern.train.run import train
+from growkern.train.run.train import train
 from growkern.train.safety.checkpoints import damage
 from tests.faults.walk import CHANGES, Work, attempt_in_child, library
-from tests.train.test_run import save_tokenizer
+from tests.train.run.test_run import save_tokenizer
 from tests.train.tiny import build
 
 RUN = """

@@ -10,8 +10,8 @@ import transformers
 import growkern
 from growkern.growth.disk import stream
 from growkern.publish.manifest import write_manifest
-from growkern.train.data import CausalLMCollator
 from growkern.train.dataset.cache import cached_rows
+from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.safety.export import export
 from tests.faults.walk import (
     CHANGES,

@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 import growkern
-from growkern.train.config import load_run
-from growkern.train.data import CausalLMCollator
-from growkern.train.load import load_language_model
+from growkern.train.model.load import load_language_model
+from growkern.train.objectives.language_modeling import CausalLMCollator
+from growkern.train.run.config import load_run
 from tests.faults.walk import tree
 from tests.faults.work import save_source, tiny
 from tests.fuzz import mutate, readers
-from tests.train.test_config import COMPLETE
+from tests.train.run.test_config import COMPLETE
 from tests.train.tiny import VOCAB, TinyTokenizer
 
 if sys.version_info >= (3, 11):

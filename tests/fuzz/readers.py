@@ -28,16 +28,16 @@ from growkern.growth.disk.journal import Journal
 from growkern.growth.optimizer.file import read_optimizer
 from growkern.growth.record.lineage import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
-from growkern.train.config import load_run
-from growkern.train.data import CausalLMCollator
-from growkern.train.load import load_tokenizer
+from growkern.train.model.load import load_tokenizer
+from growkern.train.objectives.language_modeling import CausalLMCollator
+from growkern.train.run.config import load_run
 from growkern.train.safety.checkpoints import damage
 from growkern.train.topk_teacher.compression import read_compression
 from growkern.train.topk_teacher.schemas import SCHEMAS
 from growkern.train.topk_teacher.served import ServedTeacher
 from tests.faults.work import save_source, tiny
-from tests.train.test_config import COMPLETE
-from tests.train.test_run import save_tokenizer
+from tests.train.run.test_config import COMPLETE
+from tests.train.run.test_run import save_tokenizer
 from tests.train.tiny import VOCAB, TinyTokenizer
 
 HOW = {"hidden_size": 8, "progress": False}

@@ -7,8 +7,8 @@ import pytest
 
 from growkern import GrowthError
 from growkern.publish.manifest import write_manifest
-from growkern.train.safety import directory
-from growkern.train.safety.directory import begin, is_ours
+from growkern.train.run import directory
+from growkern.train.run.directory import begin, is_ours
 
 OTHER = {"run": {"training": {"steps": 6}}, "inputs": {"data.train": "ab"}}
 MINE = {"run": {"training": {"steps": 5}}, "inputs": {"data.train": "ab"}}

@@ -9,8 +9,8 @@ import contextlib
 import torch
 
 from growkern import linear_kl_mlm_loss
-from growkern.train.head import align_labels, head_inputs, head_swap
-from growkern.train.sub_model import Part, layer_stacks, sub_model
+from growkern.train.model.head import align_labels, head_inputs, head_swap
+from growkern.train.model.sub_model import Part, layer_stacks, sub_model
 
 
 def train(

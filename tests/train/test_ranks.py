@@ -14,12 +14,12 @@ import torch
 import transformers
 
 from growkern import GrowthError
-from growkern.train.head import align_labels
-from growkern.train.run import train
+from growkern.train.model.head import align_labels
+from growkern.train.run.train import train
 from tests.forked_ranks import on_ranks
 from tests.train import ranks
 from tests.train.distributed import rows
-from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,9 @@ from transformers import TrainerCallback, TrainingArguments
 
 import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer, grow
-from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
-from growkern.train.head import align_labels
+from growkern.train.dataset.text import TokenBlocks
+from growkern.train.model.head import align_labels
+from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.optimizer.options import OptimizerOptions
 from tests.train import loop
 from tests.train.tiny import FAMILIES, VOCAB, TinyTokenizer, batch, build, is_causal, stack_of

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError, clean
 from growkern.growth.source.stamps import Stamps
-from growkern.train.data import CausalLMCollator, Collator, EpochCollator, evaluation_collator
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows
 from growkern.train.dataset.fingerprint import digest_of
 from growkern.train.dataset.options import DataSection
@@ -27,8 +26,14 @@ from growkern.train.dataset.rows import cut_rows
 from growkern.train.dataset.source import Source, find_sources, plain_errors
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.dataset.together import from_first
-from growkern.train.head import IGNORE_INDEX
+from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.objectives.collators import collator_of
+from growkern.train.objectives.language_modeling import (
+    CausalLMCollator,
+    Collator,
+    EpochCollator,
+    evaluation_collator,
+)
 from growkern.train.objectives.names import OF_BARE_ROWS
 from growkern.units import human
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from growkern.errors import GrowthError
-from growkern.train.data import head_of, separator_of, tokenise
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import CONTINUED, TEXT, Source
-from growkern.train.head import IGNORE_INDEX
+from growkern.train.dataset.text import tokenise
+from growkern.train.model.head import IGNORE_INDEX
+from growkern.train.model.load import head_of, separator_of
 
 # Columns of a record or a row, of one length: input_ids int32, and labels int32 and weights
 # float32 if the data has them. The ids of a pair are those that are read and then those that are

@@ -10,7 +10,7 @@ import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.train.dataset.records import DTYPES, IDS, LABELS, WEIGHTS, Settings, Tokens, join
-from growkern.train.head import IGNORE_INDEX
+from growkern.train.model.head import IGNORE_INDEX
 
 
 def cut(tokens: Tokens, start: int, stop: int | None = None) -> Tokens:

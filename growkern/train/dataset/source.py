@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.train.data import matching_files, text_pieces
 from growkern.train.dataset.fingerprint import fingerprint
 from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.text import matching_files, text_pieces
 
 # suffix of a file of records -> loader of `datasets`, and its options
 LOADERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,10 +17,10 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from growkern.errors import GrowthError
-from growkern.train.data import PASS, Collator
 from growkern.train.dataset.records import Reader, Settings, Tokens, chunks, features_of
 from growkern.train.dataset.rows import cut_rows
 from growkern.train.dataset.source import need_datasets, plain_errors
+from growkern.train.objectives.language_modeling import PASS, Collator
 
 # keys of a row and of a batch
 PLACE, PLACES = "place", "stream_places"

@@ -12,7 +12,7 @@ from growkern.errors import GrowthError
 class DistributedOptions:
     """How a model is spread over the processes of torchrun.
 
-    The number of processes changes results by rounding only, as `growkern.train.run.train` says.
+    The number of processes changes results by rounding only, as the start of a run says.
     Dropout is the exception: every process draws its own.
 
     Args:

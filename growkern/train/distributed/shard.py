@@ -33,7 +33,7 @@ from growkern.errors import GrowthError
 from growkern.growth.sharded.placement import free_gathered, local_tensor
 from growkern.growth.source.refused import refuse_adapters
 from growkern.train.distributed.options import NO_TENSOR_PARALLELISM, DistributedOptions
-from growkern.train.sub_model import find_stacks
+from growkern.train.model.sub_model import find_stacks
 
 _REPLICATED = (
     "is replicated by torch.distributed._composable: leave replicate out. The trainer wraps a "

@@ -15,13 +15,13 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.growth.source.hub import located
-from growkern.train.data import Collator, evaluation_collator
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import find_sources
 from growkern.train.evaluation.interval import check_confidence, ratio_interval
-from growkern.train.head import IGNORE_INDEX, reading, take_logits
-from growkern.train.load import check_fits, is_causal, load_language_model, load_tokenizer
+from growkern.train.model.head import IGNORE_INDEX, reading, take_logits
+from growkern.train.model.load import check_fits, is_causal, load_language_model, load_tokenizer
+from growkern.train.objectives.language_modeling import Collator, evaluation_collator
 from growkern.train.objectives.names import Objective
 
 if TYPE_CHECKING:

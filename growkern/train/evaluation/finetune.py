@@ -25,10 +25,10 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 
 from growkern.errors import GrowthError
 from growkern.growth.source.hub import located
-from growkern.train.data import matching_files, pack_text
+from growkern.train.dataset.text import matching_files, pack_text
 from growkern.train.evaluation.evaluate import tokenizer_of
 from growkern.train.evaluation.interval import check_confidence, ratio_interval
-from growkern.train.load import check_fits, load_language_model
+from growkern.train.model.load import check_fits, load_language_model
 
 # share of the passages of each source that is kept for the test, from the end of the source
 TEST_SHARE = 0.2

@@ -26,7 +26,7 @@ from growkern.growth.source.source import Source, open_source
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import shard
 from growkern.train.growth.step import GrowthStep
-from growkern.train.sub_model import Part
+from growkern.train.model.sub_model import Part
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
-from growkern.train.data import EpochCollator
 from growkern.train.distributed.optimizer_state import create_optimizer_state
-from growkern.train.inheritance import InheritanceSchedule
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.progress import use_named_progress
 from growkern.train.loop.tensorboard import use_safe_tensorboard
+from growkern.train.loss.inheritance import InheritanceSchedule
+from growkern.train.objectives.language_modeling import EpochCollator
 from growkern.train.topk_teacher.teacher import TopKCollator
 
 

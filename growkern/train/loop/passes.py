@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.train.flops import Sizes
-from growkern.train.head import IGNORE_INDEX
 from growkern.train.loss.rows import DECODER_MASK
+from growkern.train.model.flops import Sizes
+from growkern.train.model.head import IGNORE_INDEX
 
 
 class Passes:

@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.train.data import IndexedDataset, evaluation_collator
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import (
@@ -34,6 +33,7 @@ from growkern.train.loss.streams import (
     is_without_length,
     place_in_stream,
 )
+from growkern.train.objectives.language_modeling import IndexedDataset, evaluation_collator
 
 NO_DATA = "Batch does not contain any data"
 

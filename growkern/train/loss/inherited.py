@@ -12,8 +12,7 @@ from growkern.arguments import check_kind
 from growkern.ops.loss.keywords import Divergence, InheritedKeywords, KLRows
 from growkern.ops.loss.kl_mlm_loss import LossParts
 from growkern.ops.loss.rows.label_options import LabelArguments, check_names, show_label_options
-from growkern.train.head import IGNORE_INDEX, align_labels, common_softcap, head_swap, take_logits
-from growkern.train.inheritance import loss_beside
+from growkern.train.loss.inheritance import loss_beside
 from growkern.train.loss.models import (
     as_list,
     check_models,
@@ -27,6 +26,13 @@ from growkern.train.loss.models import (
     unwrapped,
 )
 from growkern.train.loss.rows import LossRows, take_rows
+from growkern.train.model.head import (
+    IGNORE_INDEX,
+    align_labels,
+    common_softcap,
+    head_swap,
+    take_logits,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

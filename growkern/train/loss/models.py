@@ -17,7 +17,9 @@ from transformers.models.auto.modeling_auto import (
 
 from growkern.errors import GrowthError
 from growkern.train.distributed.shard import check_sharding
-from growkern.train.head import (
+from growkern.train.loss.inheritance import check_same_objective
+from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary
+from growkern.train.model.head import (
     HeadInputs,
     check_causal,
     check_head,
@@ -25,9 +27,7 @@ from growkern.train.head import (
     softcap_of,
     teacher_inputs,
 )
-from growkern.train.inheritance import check_same_objective
-from growkern.train.load import PRETRAINING, is_causal
-from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary
+from growkern.train.model.load import PRETRAINING, is_causal
 
 # models that passed the checks, by the part that they play
 _checked: dict[str, WeakSet[Any]] = {"model": WeakSet(), "teacher": WeakSet()}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from growkern.errors import GrowthError
-from growkern.train.head import IGNORE_INDEX, align_labels, align_rows, align_weights
-from growkern.train.inheritance import KLRows
+from growkern.train.loss.inheritance import KLRows
+from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows, align_weights
 
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
 # of a teacher that is known by its k likeliest tokens: (B, S, k), -1 where it has no row

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from growkern.train.data import CausalLMCollator, MaskedLMCollator
 from growkern.train.objectives.denoising import DenoisingCollator
+from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.objectives.names import Objective
 from growkern.train.objectives.replaced_tokens import ReplacedTokenCollator
 from growkern.train.objectives.sentence_pairs import SentencePairCollator

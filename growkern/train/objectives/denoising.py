@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from growkern.errors import GrowthError
-from growkern.train.data import DrawingCollator, check_probability, pad_rows, separator_of
+from growkern.train.model.load import separator_of
+from growkern.train.objectives.language_modeling import DrawingCollator, check_probability, pad_rows
 from growkern.train.objectives.span_corruption import check_spans, decoder_columns
 
 

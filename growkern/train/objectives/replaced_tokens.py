@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growkern.train.data import MaskedLMCollator, mix
-from growkern.train.head import IGNORE_INDEX
+from growkern.train.model.head import IGNORE_INDEX
+from growkern.train.objectives.language_modeling import MaskedLMCollator, mix
 from growkern.train.objectives.side_loss import SideParts
 
 ORIGINAL, UNIFORMS = "original_ids", "uniforms"

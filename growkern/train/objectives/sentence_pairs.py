@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.errors import GrowthError
-from growkern.train.data import PASS, IndexedDataset, MaskedLMCollator
 from growkern.train.objectives.denoising import full_stops
+from growkern.train.objectives.language_modeling import PASS, IndexedDataset, MaskedLMCollator
 from growkern.train.objectives.side_loss import SideParts
 
 FOLLOWS, RANDOM = 0, 1

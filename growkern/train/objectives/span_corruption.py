@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from growkern.errors import GrowthError
-from growkern.train.data import DrawingCollator, check_probability, pad_rows
-from growkern.train.head import IGNORE_INDEX
+from growkern.train.model.head import IGNORE_INDEX
+from growkern.train.objectives.language_modeling import DrawingCollator, check_probability, pad_rows
 
 SENTINEL = "<extra_id_{}>"
 

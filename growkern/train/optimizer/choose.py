@@ -24,8 +24,8 @@ from growkern.growth.optimizer.muon import GrowthMuon
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.distributed.shard import is_sharded
+from growkern.train.model.sub_model import find_stacks
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
-from growkern.train.sub_model import find_stacks
 
 # the AdamW of PyTorch, in the names of transformers
 ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)

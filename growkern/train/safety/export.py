@@ -24,7 +24,7 @@ from growkern.growth.source.loading import class_of
 from growkern.publish import workplace
 from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
-from growkern.train.load import load_language_model
+from growkern.train.model.load import load_language_model
 from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 

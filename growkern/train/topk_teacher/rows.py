@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
-from growkern.train.data import Collator, EpochCollator
-from growkern.train.head import check_causal, check_head, head_inputs, reading, softcap_of
-from growkern.train.load import is_causal
+from growkern.train.model.head import check_causal, check_head, head_inputs, reading, softcap_of
+from growkern.train.model.load import is_causal
+from growkern.train.objectives.language_modeling import Collator, EpochCollator
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.header import DTYPES, CacheHeader
 from growkern.train.topk_teacher.store import keys_of, rows_of

@@ -41,8 +41,8 @@ from growkern.bounded import parse_json
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest
-from growkern.train.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.loss.rows import teacher_rows
+from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, blank, fault_of, no_rows
 from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.whole import write_whole

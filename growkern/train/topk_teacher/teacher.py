@@ -15,10 +15,15 @@ from torch import nn
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
-from growkern.train.data import Collator, EpochCollator, IndexedDataset, evaluation_collator
-from growkern.train.inheritance import InheritanceSchedule, objective
+from growkern.train.loss.inheritance import InheritanceSchedule, objective
 from growkern.train.loss.rows import TEACHER_IDS
 from growkern.train.loss.vocabulary import check_padding, tokenizer_fingerprint
+from growkern.train.objectives.language_modeling import (
+    Collator,
+    EpochCollator,
+    IndexedDataset,
+    evaluation_collator,
+)
 from growkern.train.topk_teacher.facts import TopKRows
 
 IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"

@@ -26,9 +26,9 @@ from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
 from growkern.publish.manifest import checksum, write_manifest
 from growkern.publish.replaceable import why_kept
-from growkern.train.data import Collator
-from growkern.train.load import load_language_model
 from growkern.train.loss.vocabulary import check_own_tokenizer, tokenizer_fingerprint
+from growkern.train.model.load import load_language_model
+from growkern.train.objectives.language_modeling import Collator
 from growkern.train.topk_teacher.header import (
     DTYPES,
     FORMAT,

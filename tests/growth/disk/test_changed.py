@@ -16,7 +16,7 @@ from growkern.growth.disk.stream import Stream
 from growkern.growth.optimizer import stream as optimizer_stream
 from growkern.growth.source import loading, stamps
 from growkern.publish.manifest import checksum
-from growkern.train.load import load_language_model
+from growkern.train.model.load import load_language_model
 from tests.growth.models import LLAMA, random_model
 
 HOW = {"num_hidden_layers": 4, "progress": False}

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from growkern import GrowthError
-from growkern.train.data import CausalLMCollator, MaskedLMCollator, pack_text
 from growkern.train.dataset import source
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.text import pack_text
+from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from tests.train.dataset.data import in_order, plain_rows, rows_of, texts, tokenizer, write_jsonl
 from tests.train.tiny import VOCAB
 
@@ -85,7 +86,7 @@ def test_text_files_give_the_rows_they_gave_before(load, tmp_path, monkeypatch):
     expected = pack_text(files, TOKENIZER, LENGTH).tokens_NS.tolist()
     assert expected == plain_rows([file.read_text() for file in files], LENGTH)[0]
     assert rows_of(load(train=("*.txt",)).train) == expected
-    monkeypatch.setattr("growkern.train.data.PIECE", 50)
+    monkeypatch.setattr("growkern.train.dataset.text.PIECE", 50)
     again = load(train=("*.txt",), cache="in_pieces").train
     assert rows_of(again) == expected
     assert pack_text(files, TOKENIZER, LENGTH).tokens_NS.tolist() == expected

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
-from growkern.train.run import train
+from growkern.train.run.train import train
 from tests.train.dataset.data import CLS, SEP, ids_of, in_order, texts, tokenizer, write_jsonl
-from tests.train.test_run import save_tokenizer
+from tests.train.run.test_run import save_tokenizer
 from tests.train.test_trainer import arguments
 from tests.train.tiny import build
 

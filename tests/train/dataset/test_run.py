@@ -14,16 +14,16 @@ from transformers import TrainingArguments
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
-from growkern.train import run as module
-from growkern.train.config import OutputSection, Run, load_run
-from growkern.train.loop.arguments import OWNED, REFUSED, checked_arguments, reports_of
-from growkern.train.run import train
+from growkern.train.run import train as module
+from growkern.train.run.arguments import OWNED, REFUSED, checked_arguments, reports_of
+from growkern.train.run.config import OutputSection, Run, load_run
+from growkern.train.run.train import train
 from growkern.train.safety.signals import Terminated
 from tests.forked_ranks import on_ranks
 from tests.train.dataset import data
 from tests.train.dataset.data import texts, write_jsonl
 from tests.train.distributed import run_ranks
-from tests.train.test_run import save_tokenizer
+from tests.train.run.test_run import save_tokenizer
 from tests.train.tiny import build
 
 # a run on records of a .jsonl file, each with a "text" and a "quality"

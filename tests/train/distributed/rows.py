@@ -13,10 +13,10 @@ from torch.utils.data import IterableDataset, SubsetRandomSampler
 from transformers import Trainer
 
 from growkern import TwoStageTrainer
-from growkern.train import run as module
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import make_mesh, shard
 from growkern.train.growth.step import GrowthStep
+from growkern.train.run import train as module
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 

@@ -10,8 +10,8 @@ import warnings
 
 from transformers import TrainerCallback
 
-from growkern.train import run as module
-from growkern.train.run import train
+from growkern.train.run import train as module
+from growkern.train.run.train import train
 from growkern.train.safety.signals import Terminated
 
 

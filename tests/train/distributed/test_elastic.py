@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests import walks, warm
 from tests.train.distributed import elastic
 from tests.train.distributed.test_run import SCHEDULE, SHARDED, grown_run, log_of, write
-from tests.train.test_run import workplace  # noqa: F401
+from tests.train.run.test_run import workplace  # noqa: F401
 
 # Before the first checkpoint, when the run grows again; while the checkpoint before a growth is
 # written; in the first step after a growth; and while another checkpoint is written

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 import growkern
 from growkern import GrowthError
 from growkern.cli.commands import app
-from growkern.train.config import load_run
-from growkern.train.run import train
+from growkern.train.run.config import load_run
+from growkern.train.run.train import train
 from growkern.train.safety.export import export
 from tests.forked_ranks import on_ranks
 from tests.train.distributed import run_ranks
-from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 4}
 GROWTH = """

@@ -10,7 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback, 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
 from growkern.train.growth.models import new_part, sizes_of_run
-from growkern.train.sub_model import Part, layer_stacks
+from growkern.train.model.sub_model import Part, layer_stacks
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
 from tests.train.test_trainer import Batches

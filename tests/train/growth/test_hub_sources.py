@@ -4,10 +4,10 @@ import pytest
 from safetensors.torch import load_file
 
 import growkern
-from growkern.train.run import train
+from growkern.train.run.train import train
 from tests.growth.source.hub_server import commit_of, serving
 from tests.growth.source.test_hub import use
-from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
 GROWTH = '[growth]\nsource = "{0}"\nsizes = {{ hidden_size = 32, num_attention_heads = 4 }}\n'
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from growkern.train.growing import GrowingTrainer
-from growkern.train.run import train
+from growkern.train.loop.growing import GrowingTrainer
+from growkern.train.run.train import train
 from tests.forked_ranks import on_ranks
-from tests.train.test_run import workplace  # noqa: F401
+from tests.train.run.test_run import workplace  # noqa: F401
 
 RUN = """
 [model]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples import pytorch_loop
 from growkern import InheritanceSchedule, count_labels, inherited_loss
-from growkern.train.sub_model import Part, layer_stacks, sub_model
+from growkern.train.model.sub_model import Part, layer_stacks, sub_model
 from tests.train.loss.plain import plain_loss
 from tests.train.tiny import VOCAB, batch, build, randomise
 

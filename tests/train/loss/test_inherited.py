@@ -8,7 +8,7 @@ import transformers
 
 import growkern
 from growkern import GrowthError, count_labels, inherited_loss
-from growkern.train.sub_model import layer_stacks
+from growkern.train.model.sub_model import layer_stacks
 from tests.forked_ranks import on_ranks
 from tests.test_examples import MODELS
 from tests.train.loss.plain import plain_loss

@@ -6,15 +6,16 @@ import torch
 import transformers
 
 from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrainer
-from growkern.train import inheritance
-from growkern.train.config import Run
-from growkern.train.data import MaskedLMCollator, TokenBlocks
+from growkern.train.dataset.text import TokenBlocks
+from growkern.train.loss import inheritance
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
+from growkern.train.objectives.language_modeling import MaskedLMCollator
+from growkern.train.run.config import Run
 from tests.forked_ranks import on_ranks
 from tests.train.loss import epochs
 from tests.train.loss.plain import plain_loss
-from tests.train.test_config import COMPLETE, load  # noqa: F401
-from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.run.test_config import COMPLETE, load  # noqa: F401
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 

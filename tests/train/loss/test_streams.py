@@ -9,8 +9,8 @@ from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
-from growkern.train.data import MaskedLMCollator
 from growkern.train.loss.streams import check_stream, examples_in_last_sent
+from growkern.train.objectives.language_modeling import MaskedLMCollator
 from tests.train.loss.epochs import Stream
 from tests.train.loss.test_options import calls  # noqa: F401
 from tests.train.safety.runs import assert_same, small_model, weights_of

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models
 
 import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
-from growkern.train.data import CausalLMCollator, TokenBlocks
+from growkern.train.dataset.text import TokenBlocks
 from growkern.train.loss.vocabulary import check_padding, check_tokenizers, check_vocabulary
+from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from tests.train.test_trainer import arguments
 from tests.train.tiny import VOCAB, TinyTokenizer, batch, build

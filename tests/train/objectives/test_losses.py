@@ -17,10 +17,10 @@ from growkern import (
     inherited_loss,
 )
 from growkern import TwoStageTrainer as Trainer
-from growkern.train.data import evaluation_collator
-from growkern.train.flops import ModelCost, cost_of
+from growkern.train.model.flops import ModelCost, cost_of
+from growkern.train.model.sub_model import find_stacks
 from growkern.train.objectives.electra import draw
-from growkern.train.sub_model import find_stacks
+from growkern.train.objectives.language_modeling import evaluation_collator
 from tests.train.objectives.places import data_of, model_of, tokenizer
 from tests.train.test_trainer import arguments
 

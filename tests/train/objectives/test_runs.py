@@ -19,8 +19,8 @@ from growkern import GrowthError, ReplacedTokenDetection, grow
 from growkern.errors import GrowthWarning
 from growkern.plot.curve import read_curve
 from growkern.publish.manifest import differences
-from growkern.train.load import has_tokenizer
-from growkern.train.run import train
+from growkern.train.model.load import has_tokenizer
+from growkern.train.run.train import train
 from growkern.train.safety.export import export
 from tests.train.objectives.places import data_of, model_of, place_of, tokenizer
 

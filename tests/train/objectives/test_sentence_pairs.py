@@ -6,7 +6,7 @@ import torch
 from transformers import BertConfig, BertForPreTraining, TrainingArguments
 
 from growkern import GrowthError, TwoStageTrainer
-from growkern.train.data import TokenBlocks
+from growkern.train.dataset.text import TokenBlocks
 from growkern.train.objectives.sentence_pairs import SentencePairCollator
 from tests.train.objectives.places import rows_of, tokenizer
 

@@ -5,9 +5,9 @@ import torch
 
 from growkern import GrowthError
 from growkern.publish.manifest import differences, write_manifest
-from growkern.train.load import load_language_model
+from growkern.train.model.load import load_language_model
 from growkern.train.safety.export import export
-from tests.train.test_run import save_tokenizer
+from tests.train.run.test_run import save_tokenizer
 from tests.train.tiny import build
 
 

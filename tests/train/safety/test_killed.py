@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests import walks, warm
-from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
 SIZES = """
 [[growth]]

@@ -10,11 +10,11 @@ import transformers
 from growkern import GrowthError
 from growkern.cli.main import main
 from growkern.errors import GrowthWarning
-from growkern.train.run import train
+from growkern.train.run.messages import resume_command
+from growkern.train.run.train import train
 from growkern.train.safety.checkpoints import checkpoints_in
-from growkern.train.safety.messages import resume_command
 from growkern.units import human
-from tests.train.test_run import RUN, workplace  # noqa: F401
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
 ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 

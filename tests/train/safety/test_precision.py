@@ -6,10 +6,10 @@ import transformers
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
-from growkern.train.run import train
+from growkern.train.run.train import train
 from growkern.train.safety.trainer import SafeTrainer
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import assert_same, small_model, small_trainer, weights_of
-from tests.train.test_run import RUN, workplace  # noqa: F401
 
 # steps of this size are lost on a bfloat16 number near 1
 SLOW = {"learning_rate": 1e-4, "lr_scheduler_type": "constant"}

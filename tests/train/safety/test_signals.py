@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerState
 
 from growkern import GrowthError
-from growkern.train.run import train, train_or_resume
+from growkern.train.run.train import train, train_or_resume
 from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.train.safety.signals import SignalWatch, Terminated, settle
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import SENDERS, At, assert_same, small_trainer, weights_of
 from tests.train.safety.test_saving import full_while_saving
-from tests.train.test_run import RUN, workplace  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
 KINDS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
@@ -331,7 +331,7 @@ def test_a_run_that_is_ended_by_a_signal_goes_on_where_it_was(workplace, number,
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, capsys):  # noqa: F811
     from growkern.cli.main import main
-    from growkern.train import run as module
+    from growkern.train.run import train as module
 
     def interrupted(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
 from growkern.cli.commands import app
-from growkern.train.data import MaskedLMCollator
-from growkern.train.run import train
+from growkern.train.objectives.language_modeling import MaskedLMCollator
+from growkern.train.run.train import train
 from tests.train.dataset.data import write_jsonl
-from tests.train.test_run import workplace  # noqa: F401
+from tests.train.run.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import STAGES, arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from growkern import DistillKitTeacher, GrowthError, InheritanceSchedule, TeacherCache
-from growkern.train.data import CausalLMCollator
+from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.compression import read_compression
 from tests.train.test_trainer import losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build

@@ -10,7 +10,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-import growkern.train.run as run_module
+import growkern.train.run.train as run_module
 from growkern import (
     GrowthError,
     InheritanceSchedule,
@@ -21,10 +21,10 @@ from growkern import (
 )
 from growkern.cli.commands import app
 from growkern.train.loss.rows import count_kl_rows, first_examples, take_rows
-from growkern.train.run import train
+from growkern.train.run.train import train
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
-from tests.train.test_run import workplace  # noqa: F401
+from tests.train.run.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import arguments, losses_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build
 from tests.train.topk_teacher.server import serving

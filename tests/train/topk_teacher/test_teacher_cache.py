@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
 from growkern.errors import GrowthWarning
-from growkern.train.data import CausalLMCollator, MaskedLMCollator, TokenBlocks
-from growkern.train.head import align_labels, head_inputs
+from growkern.train.dataset.text import TokenBlocks
+from growkern.train.model.head import align_labels, head_inputs
+from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.topk_teacher import rows as cache_rows
 from growkern.train.topk_teacher import store
 from growkern.train.topk_teacher import write as writer

@@ -6,9 +6,9 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.flops import ModelCost
 from growkern.train.loss.rows import count_rows
-from growkern.train.sub_model import Part, layer_stacks, sub_model
+from growkern.train.model.flops import ModelCost
+from growkern.train.model.sub_model import Part, layer_stacks, sub_model
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import FAMILIES, batch, build
 

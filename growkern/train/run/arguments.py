@@ -22,7 +22,7 @@ from transformers.integrations.integration_utils import (
 
 from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
-from growkern.train.config import OutputSection, Run, has_tensorboard
+from growkern.train.run.config import OutputSection, Run, has_tensorboard
 
 # keys of [trainer] that are keys of growkern
 OWNED = {

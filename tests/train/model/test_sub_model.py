@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from growkern import GrowthError
-from growkern.train.sub_model import Part, layer_stacks, model_depth, sub_model
+from growkern.train.model.sub_model import Part, layer_stacks, model_depth, sub_model
 from tests.train.tiny import FAMILIES, VOCAB, batch, build, stack_of
 
 EMBEDDINGS = ("bert.embeddings", "wte", "wpe", "embed_tokens")

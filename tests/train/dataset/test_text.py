@@ -8,14 +8,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
-from growkern.train import data
-from growkern.train.data import (
+from growkern.train.dataset import text
+from growkern.train.dataset.text import TokenBlocks, matching_files, pack_text
+from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     MaskedLMCollator,
-    TokenBlocks,
     evaluation_collator,
-    matching_files,
-    pack_text,
 )
 from growkern.train.topk_teacher.teacher import TopKCollator, TopKTeacher
 from tests.train.test_trainer import Batches, arguments, losses_of
@@ -36,8 +34,8 @@ def test_packing_keeps_every_token_in_order(tmp_path):
     file.write_text("second text")
     blocks = pack_text(["first", file, "third, long enough"], TOKENIZER, 8)
     stream = []
-    for text in ("first", "second text", "third, long enough"):
-        stream += TOKENIZER([text])["input_ids"][0] + [TOKENIZER.sep_token_id]
+    for written in ("first", "second text", "third, long enough"):
+        stream += TOKENIZER([written])["input_ids"][0] + [TOKENIZER.sep_token_id]
     assert (blocks.tokens_NS[:, 0] == TOKENIZER.cls_token_id).all()
     assert blocks.tokens_NS[:, 1:].ravel().tolist() == stream[: len(blocks) * 7]
     assert len(stream) - len(blocks) * 7 < 7
@@ -219,6 +217,6 @@ def test_a_pattern_of_too_many_names_is_refused(tmp_path, monkeypatch):
     for i in range(5):
         (tmp_path / f"{i}.txt").touch()
     assert len(matching_files(tmp_path, "*.txt")) == 5
-    monkeypatch.setattr(data, "MOST_NAMES", 4)
+    monkeypatch.setattr(text, "MOST_NAMES", 4)
     with pytest.raises(GrowthError, match="more than 4 names"):
         matching_files(tmp_path, "**")

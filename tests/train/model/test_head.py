@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers.utils.logging import get_logger
 
 from growkern import GrowthError, linear_kl_mlm_loss
-from growkern.train.head import (
+from growkern.train.model.head import (
     align_labels,
     align_rows,
     check_causal,

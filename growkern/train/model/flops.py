@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from growkern.train.head import probing
-from growkern.train.sub_model import Part
+from growkern.train.model.head import probing
+from growkern.train.model.sub_model import Part
 
 
 class ModelCost:
@@ -41,7 +41,7 @@ class ModelCost:
 
     Args:
         model: of transformers, with `dummy_inputs`.
-        stacks: its stacks of layers, from `growkern.train.sub_model.find_stacks`.
+        stacks: its stacks of layers, from `growkern.train.model.sub_model.find_stacks`.
         attention: implementation, as transformers calls it; None takes the one of the model.
     """
 

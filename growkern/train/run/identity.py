@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from growkern.train.config import Run
 from growkern.train.dataset.fingerprint import fingerprint
+from growkern.train.run.config import Run
 
 # settings that may change when a run is started again: they do not change the steps
 FREE = {

@@ -19,13 +19,13 @@ from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.growth_plan import plan_growth
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import open_source
-from growkern.train.config import Run
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
 from growkern.train.growth.models import Size, grown_model, later_sizes, options_of, unfilled_model
 from growkern.train.growth.step import GrowthStep
-from growkern.train.load import load_language_model, stored_dtype
+from growkern.train.model.load import load_language_model, stored_dtype
 from growkern.train.objectives.electra import ReplacedTokenDetection
+from growkern.train.run.config import Run
 
 
 def with_directories(run: Run, base: Path) -> Run:

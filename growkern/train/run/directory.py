@@ -15,6 +15,7 @@ from growkern.publish.calls import move
 from growkern.publish.lock import LOCK_FILE
 from growkern.publish.manifest import MANIFEST
 from growkern.publish.replaceable import recorded_in, why_kept
+from growkern.train.run.identity import changes
 from growkern.train.safety.checkpoints import (
     MARKER,
     STAGING,
@@ -23,7 +24,6 @@ from growkern.train.safety.checkpoints import (
     damage,
     open_staging,
 )
-from growkern.train.safety.identity import changes
 from growkern.whole import PARTIAL, write_whole
 
 # one of the longest run files makes this much

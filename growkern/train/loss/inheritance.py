@@ -27,9 +27,8 @@ from torch import nn
 from growkern.errors import GrowthError, nearest
 from growkern.ops.loss.keywords import Divergence, KLRows
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
-from growkern.train.data import Collator
 from growkern.train.distributed.shard import is_sharded
-from growkern.train.head import (
+from growkern.train.model.head import (
     HeadInputs,
     check_causal,
     check_head,
@@ -37,7 +36,8 @@ from growkern.train.head import (
     softcap_of,
     teacher_inputs,
 )
-from growkern.train.load import is_causal
+from growkern.train.model.load import is_causal
+from growkern.train.objectives.language_modeling import Collator
 
 Decay = Literal["linear", "constant", "switch"]
 

@@ -217,3 +217,16 @@ def is_causal(model: Any) -> bool:
             "use a ...ForMaskedLM or ...ForCausalLM model"
         )
     return causal
+
+
+def separator_of(tokenizer: Any) -> list[int]:
+    """The token that follows each text, if the tokenizer has one."""
+    separator = tokenizer.eos_token_id
+    if separator is None:
+        separator = tokenizer.sep_token_id
+    return [] if separator is None else [separator]
+
+
+def head_of(tokenizer: Any) -> list[int]:
+    """The token that each row begins with, if the tokenizer has one."""
+    return [] if tokenizer.cls_token_id is None else [tokenizer.cls_token_id]

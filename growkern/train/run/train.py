@@ -19,20 +19,21 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.source.config import read_config
 from growkern.publish.lock import locked
-from growkern.train.build import build_model, build_teacher, check_growths, with_directories
-from growkern.train.checks import check_arguments, check_block_size, check_switches
-from growkern.train.config import Run, load_runs
 from growkern.train.dataset.load import describe_data, load_data
 from growkern.train.dataset.source import find_sources
 from growkern.train.distributed.shard import check_replicas, join_processes
-from growkern.train.load import (
+from growkern.train.loop.checks import check_arguments, check_block_size, check_switches
+from growkern.train.loop.progress import last_losses
+from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.train.model.load import (
     check_directory,
     check_fits,
     has_tokenizer,
     load_tokenizer,
     stored_dtype,
 )
-from growkern.train.loop.arguments import (
+from growkern.train.optimizer.choose import check_optimizer
+from growkern.train.run.arguments import (
     batch_of_a_process,
     check_best_metric,
     checked_arguments,
@@ -40,17 +41,11 @@ from growkern.train.loop.arguments import (
     reports_of,
     training_arguments,
 )
-from growkern.train.loop.objective import (
-    check_generator,
-    choose_objective,
-    labelled_share,
-)
-from growkern.train.loop.progress import last_losses
-from growkern.train.optimizer.choose import check_optimizer
-from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
-from growkern.train.safety.directory import begin, check_output, is_finished, is_ours
-from growkern.train.safety.identity import identity_of
-from growkern.train.safety.messages import (
+from growkern.train.run.build import build_model, build_teacher, check_growths, with_directories
+from growkern.train.run.config import Run, load_runs
+from growkern.train.run.directory import begin, check_output, is_finished, is_ours
+from growkern.train.run.identity import identity_of
+from growkern.train.run.messages import (
     PRECISIONS,
     describe_device,
     describe_growth,
@@ -60,11 +55,16 @@ from growkern.train.safety.messages import (
     print_lines,
     resume_command,
 )
+from growkern.train.run.objective import (
+    check_generator,
+    choose_objective,
+    labelled_share,
+)
+from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.served import ServedTeacher
 from growkern.train.topk_teacher.store import TeacherCache
-from growkern.train.trainer import TwoStageTrainer
 from growkern.units import human
 
 

@@ -8,14 +8,14 @@ from typing import Any
 from growkern.errors import GrowthError
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import class_of
-from growkern.train.config import Run
 from growkern.train.dataset.options import DataSection
-from growkern.train.load import check_fits, has_tokenizer, load_tokenizer
 from growkern.train.loss.side import SIDE_LOSSES, check_side
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
+from growkern.train.model.load import check_fits, has_tokenizer, load_tokenizer
 from growkern.train.objectives.electra import check_pair
 from growkern.train.objectives.names import OF_TWO_STACKS, Objective, choose
 from growkern.train.objectives.span_corruption import span_counts
+from growkern.train.run.config import Run
 
 
 def choose_objective(run: Run, base: Path) -> Objective:

@@ -40,11 +40,11 @@ from growkern.train.growth.models import (
     unfilled_model,
 )
 from growkern.train.growth.step import GrowthStep, check_order, rewarmed
+from growkern.train.model.sub_model import Part
 from growkern.train.optimizer.choose import ADAMW
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.safety.trainer import SafeTrainer
-from growkern.train.sub_model import Part
 
 
 class _Forgotten(NamedTuple):

@@ -20,10 +20,9 @@ The sections of the file and their keys:
 Paths are relative to the folder of the file.
 """
 
-import hashlib
 import math
 import reprlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -34,11 +33,11 @@ from growkern.seeds import MOST_NUMPY_SEED, check_seed
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep, check_order, from_table
-from growkern.train.inheritance import InheritanceSchedule
-from growkern.train.load import ModelSection
+from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
+from growkern.train.model.load import ModelSection
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
-from growkern.train.sub_model import Part
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 from growkern.train.topk_teacher.options import TeacherSection
 
@@ -48,87 +47,6 @@ LARGEST = {
     # every worker is a process
     "data_workers": 1024,
 }
-
-
-@dataclass(frozen=True)
-class TwoStageConfig:
-    """Two-stage training: first random sub-models, then the whole model.
-
-    In stage 1 every optimizer step runs the bottom layers only, up to a depth that is drawn at
-    random, and trains the top block of these. See bert2BERT (Chen et al. 2022), Algorithm 2.
-
-    Args:
-        layers_per_block: layers that train in a step of stage 1. Depths are multiples of it.
-        stage1_steps: optimizer steps of stage 1.
-        stage1_epochs: in place of `stage1_steps`, passes through the training data (E_b in the
-            paper). The data must have a length.
-        seed: of the depths only.
-        embeddings: "frozen": in stage 1 the input embeddings do not train, unless the head uses
-            the same matrix. "bottom": they train in the steps that train the bottom layers.
-
-    Raises:
-        GrowthError: a value is out of range.
-    """
-
-    layers_per_block: int
-    stage1_steps: int | None = None
-    seed: int = 0
-    embeddings: Literal["frozen", "bottom"] = "frozen"
-    stage1_epochs: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.layers_per_block < 1:
-            raise GrowthError(f"layers_per_block is {self.layers_per_block}: it must be positive")
-        if (self.stage1_steps is None) == (self.stage1_epochs is None):
-            raise GrowthError("give either stage1_steps or stage1_epochs")
-        for name in ("stage1_steps", "stage1_epochs"):
-            value = getattr(self, name)
-            # written so that NaN fails
-            if value is not None and not 0 <= value < math.inf:
-                raise GrowthError(f"{name} is {value}: it must not be negative")
-        check_seed(self.seed, "two_stage.seed")
-        if self.embeddings not in ("frozen", "bottom"):
-            raise GrowthError(f"embeddings is {self.embeddings!r}: it must be 'frozen' or 'bottom'")
-
-    def in_steps(self, steps_per_epoch: int) -> "TwoStageConfig":
-        """The same stages with the length of stage 1 in optimizer steps, rounded up."""
-        if self.stage1_epochs is None:
-            return self
-        steps = math.ceil(self.stage1_epochs * steps_per_epoch)
-        return replace(self, stage1_steps=steps, stage1_epochs=None)
-
-    def depth(self, step: int, layers: int) -> int | None:
-        """The number of layers that run in an optimizer step.
-
-        It depends on the seed and the step only, so all processes and resumed runs agree.
-
-        Args:
-            step: optimizer step, counted from 0.
-            layers: number of layers of the model.
-
-        Returns:
-            The depth, or None in stage 2.
-
-        Raises:
-            GrowthError: the length of stage 1 is in epochs, see `in_steps`.
-        """
-        if self.stage1_steps is None:
-            raise GrowthError("stage1_epochs is not in optimizer steps yet: call in_steps first")
-        if step >= self.stage1_steps:
-            return None
-        blocks = math.ceil(layers / self.layers_per_block)
-        digest = hashlib.blake2b(f"depth:{self.seed}:{step}".encode(), digest_size=8).digest()
-        block = int.from_bytes(digest, "little") % blocks
-        return min(layers, self.layers_per_block * (block + 1))
-
-    def part(self, step: int, layers: int) -> Part | None:
-        """The part of a model that trains in an optimizer step; arguments as in `depth`."""
-        depth = self.depth(step, layers)
-        return None if depth is None else self.part_of(depth)
-
-    def part_of(self, depth: int) -> Part:
-        """The part that trains when so many layers run."""
-        return Part(depth, self.layers_per_block, self.embeddings)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from transformers import TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
-from growkern.train.checks import (
+from growkern.train.growth.step import check_new_layers
+from growkern.train.loop.callbacks import use_own_callbacks
+from growkern.train.loop.checks import (
     check_accelerator,
     check_arguments,
     check_block_size,
@@ -25,25 +27,23 @@ from growkern.train.checks import (
     choose_teachers,
     stages_in_steps,
 )
-from growkern.train.config import TwoStageConfig
-from growkern.train.flops import ModelCost, Sizes, cost_of
-from growkern.train.growing import GrowingTrainer
-from growkern.train.growth.step import check_new_layers
-from growkern.train.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
-from growkern.train.inheritance import InheritanceSchedule
-from growkern.train.load import is_causal
-from growkern.train.loop.callbacks import use_own_callbacks
+from growkern.train.loop.growing import GrowingTrainer
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.passes import Passes, real_sizes
+from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
 from growkern.train.loss.side import SideLossTrainer, check_side, side_loss_of
 from growkern.train.loss.vocabulary import check_vocabularies
+from growkern.train.model.flops import ModelCost, Sizes, cost_of
+from growkern.train.model.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
+from growkern.train.model.load import is_causal
+from growkern.train.model.sub_model import Part, find_stacks, layer_stacks, model_depth, only
 from growkern.train.optimizer.choose import make_optimizer, plan_of_optimizer, plan_of_steps
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.safety.stream import StreamTrainer
-from growkern.train.sub_model import Part, find_stacks, layer_stacks, model_depth, only
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
@@ -79,7 +79,7 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         optimizer_options: section [optimizer] of a run file.
         options: all other keyword arguments of `GrowingTrainer` (growth), of `SafeTrainer`
             (precision, on_nonfinite, save_minutes) and of `transformers.Trainer`. Collators may
-            offer `set_epoch` and `frozen`, see `growkern.train.data`.
+            offer `set_epoch` and `frozen`, see `growkern.train.objectives.language_modeling`.
 
     Raises:
         GrowthError: models, teachers or arguments that cannot be trained this way.

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from growkern.errors import GrowthError
 from growkern.growth.source import config_values
-from growkern.train.load import check_fits, load_language_model, load_tokenizer
+from growkern.train.model.load import check_fits, load_language_model, load_tokenizer
 from tests.growth.models import BERT, GPT2, random_model
-from tests.train.test_run import save_tokenizer
+from tests.train.run.test_run import save_tokenizer
 from tests.train.tiny import build
 
 KERNEL = "evil-org/evil-kernel"

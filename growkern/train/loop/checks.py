@@ -15,13 +15,13 @@ from transformers.utils import is_liger_kernel_available
 from growkern.arguments import as_list, check_steps
 from growkern.errors import GrowthError
 from growkern.growth.source.refused import refuse_adapters
-from growkern.train.config import TwoStageConfig
 from growkern.train.distributed.shard import (
     check_gradient_division,
     check_sharding,
     refuse_replicas,
 )
-from growkern.train.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import is_two_stacks
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.teacher import TopKTeacher
@@ -263,7 +263,7 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
     refusals = {
         "torch_compile=True is not supported: it compiles one graph per depth and fails on the "
         "fused loss. Compile the blocks instead: `for block in stack: block.compile()` for each "
-        "stack of growkern.train.sub_model.layer_stacks(model)": (args.torch_compile),
+        "stack of growkern.train.model.sub_model.layer_stacks(model)": (args.torch_compile),
         "one process can use one device only: start one process per device with "
         "torchrun --nproc_per_node=N": (args.n_gpu > 1),
         f"leave fsdp and deepspeed unset: {_SHARDED}": bool(args.fsdp or args.deepspeed),

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern.publish.lock import locked
-from growkern.train.config import load_runs
-from growkern.train.loop.arguments import training_arguments
 from growkern.train.loop.progress import last_losses
-from growkern.train.run import train
-from growkern.train.safety import directory as run_directory
+from growkern.train.run import directory as run_directory
+from growkern.train.run.arguments import training_arguments
+from growkern.train.run.config import load_runs
+from growkern.train.run.train import train
 from tests.train.tiny import VOCAB, build
 
 RUN = """
