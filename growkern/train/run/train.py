@@ -99,7 +99,7 @@ def train(
         Terminated: SIGTERM ended the run.
     """
     command = resume_command(Path(path))
-    with SignalWatch(f"stopped between two steps; to resume: {command}"):
+    with SignalWatch(f"stopped; to resume: {command}"):
         check_switches()
         result, base = None, Path(path).parent
         for run in load_runs(path):

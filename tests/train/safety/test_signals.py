@@ -343,6 +343,6 @@ def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, caps
         main()
     assert caught.value.code == 143
     errors = capsys.readouterr().err
-    assert errors.startswith("growkern: stopped between two steps; to resume: growkern train")
+    assert errors.startswith("growkern: stopped; to resume: growkern train")
     assert errors.count("\n") == 1
     assert safety.SafeTrainer.resume_hint == "trainer.train(resume_from_checkpoint=True)"
