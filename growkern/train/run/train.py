@@ -60,7 +60,12 @@ from growkern.train.run.objective import (
     choose_objective,
     labelled_share,
 )
-from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
+from growkern.train.safety.checkpoints import (
+    behind_link,
+    close_staging,
+    last_checkpoint,
+    step_of,
+)
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.served import ServedTeacher
@@ -119,11 +124,7 @@ def _train(
         check_directory(base / name)
     choose_objective(run, base)
     reports_of(run.output)
-    output = base / run.output.directory
-    if output.is_symlink():
-        # what is in a link is never replaced
-        output = output.resolve()
-        run = replace(run, output=replace(run.output, directory=str(output)))
+    output = behind_link(base / run.output.directory)
     kept = [base / run.data.cache] if run.data.cache else []
     check_output(output, [*(base / name for name in _inputs(run)), *kept], texts)
     # by the names in the run file: a cache may lie elsewhere tomorrow

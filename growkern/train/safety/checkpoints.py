@@ -44,6 +44,11 @@ def last_checkpoint(directory: Path) -> Path | None:
     return next((path for path in found if (path / MANIFEST).is_file()), None)
 
 
+def behind_link(output: Path) -> Path:
+    """The directory that a link leads to, as nothing in a link is ever replaced; or the path."""
+    return output.resolve() if output.is_symlink() else output
+
+
 def damage(directory: Path) -> str | None:
     """Compare a checkpoint, or the directory of a run, with its manifest.
 

@@ -26,6 +26,7 @@ from growkern.printing import say
 from growkern.seeds import MOST_SEED, seed_of_process
 from growkern.train.safety.checkpoints import (
     MANIFEST,
+    behind_link,
     close_staging,
     damage,
     last_checkpoint,
@@ -97,6 +98,7 @@ class SafeTrainer(SavingTrainer):
             )
         if not save_minutes >= 0:
             raise GrowthError(f"save_minutes is {save_minutes}: it must be 0 or more")
+        args.output_dir = str(behind_link(Path(str(args.output_dir))))
         # the filter replaces NaN by an average, in the log alone
         args.logging_nan_inf_filter = False
         if args.data_seed is None:

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
@@ -71,6 +72,24 @@ def test_a_full_disk_keeps_the_previous_checkpoint(straight, tmp_path, monkeypat
     assert not (tmp_path / "run" / STAGING).exists()
     assert all(damage(path) is None for path in checkpoints_in(tmp_path / "run"))
     assert_same(weights_of(trainer), weights_of(straight))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_output_may_be_a_link(tmp_path, is_there):
+    """To a directory, or to one that will be made; it stays a link."""
+    (tmp_path / "link").symlink_to("disk")
+    if is_there:
+        (tmp_path / "disk").mkdir()
+    trainer = small_trainer(tmp_path / "link", args={"save_total_limit": 1})
+    trainer.train()
+    trainer.save_final_model(torch.float32)
+    assert names(tmp_path / "disk") == ["checkpoint-8"]
+    assert damage(tmp_path / "disk") is None and damage(tmp_path / "disk/checkpoint-8") is None
+    again = small_trainer(tmp_path / "link", args={"save_total_limit": 1, "max_steps": 10})
+    again.train(resume_from_checkpoint=True)
+    assert names(tmp_path / "disk") == ["checkpoint-10"]
+    assert (tmp_path / "link").readlink() == Path("disk")
+    assert not (tmp_path / "disk" / STAGING).exists()
 
 
 def test_a_full_disk_at_the_end_is_one_line(tmp_path):
