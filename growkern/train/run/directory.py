@@ -86,13 +86,17 @@ def begin(output: Path, identity: dict[str, Any]) -> None:
         GrowthError: it holds something else by now.
     """
     is_ours(output, identity, overwrite=True)
-    # first renamed, and records after what they list: a kill leaves nothing that no record lists
-    trash = open_staging(output)
-    for path in sorted(output.iterdir(), key=_is_record):
-        # without the marker the next start would refuse the rest
-        if path.name not in (MARKER, LOCK_FILE, STAGING):
-            move(path, trash / path.name)
-    close_staging(output)
+    output.mkdir(parents=True, exist_ok=True)
+    for path in output.glob(PARTIAL.format(name=MARKER)):
+        path.unlink()
+    # without the marker the next start would refuse the rest
+    if (output / MARKER).is_file():
+        # first renamed, and records after what they list: a kill leaves nothing that no record lists
+        trash = open_staging(output)
+        for path in sorted(output.iterdir(), key=_is_record):
+            if path.name not in (MARKER, LOCK_FILE, STAGING):
+                move(path, trash / path.name)
+        close_staging(output)
     text = json.dumps(identity, indent=1)
     write_whole(output / MARKER, lambda partial: partial.write_text(text, encoding="utf-8"))
 

@@ -247,7 +247,11 @@ def test_killed_at_its_start_a_run_begins_again(workplace, monkeypatch):
     out.mkdir()
     (workplace / ".out.lock").write_text("1 host training in")
     (out / ".run.json.0a1b2c3d.part").write_text("{")
-    train(workplace / "run.toml", progress=False)
+    with monkeypatch.context() as patched:
+        # a folder without a marker would be refused
+        patched.setattr(run_directory, "open_staging", lambda *_: killed())
+        train(workplace / "run.toml", progress=False)
+    assert not list(out.glob(".*"))
     (out / "run.json").write_text('{"run": {}, "inputs": {}}')
     with monkeypatch.context() as patched:
         patched.setattr(run_directory, "write_whole", lambda *_: killed())
