@@ -7,20 +7,21 @@ padding explains.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
 from growkern.arguments import as_list
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.history import directory_of
 from growkern.train.model.load import has_tokenizer, load_tokenizer
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
 # 8 columns suit tensor cores, and 128 is the default of Megatron
 MULTIPLES = (8, 16, 32, 64, 128)
-# larger paddings and reserved columns: DeepSeek has 102400 for 100015 tokens, 2.4 % more
-MOST_RESERVED = 1 / 32
+# columns kept free for later tokens: DeepSeek has 102400 for 100015 tokens, 2.4 % more
+RESERVED_MULTIPLE, MOST_RESERVED = 64, 1 / 32
 # the option that overrides the signs
 GIVE_TOKENIZER = (
     "give teacher_tokenizer, and the student's tokenizer as processing_class. Otherwise choose a "
@@ -130,7 +131,7 @@ def check_own_tokenizer(teacher: Any, tokenizer: Any) -> None:
 
 
 def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
-    """Check that a vocabulary may be that of a tokenizer, with padding.
+    """Check that a vocabulary may be that of a tokenizer, with padding, and warn if it is taken.
 
     Args:
         name: of the teacher, for messages.
@@ -142,11 +143,21 @@ def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
         GrowthError: there are more columns than padding explains.
     """
     sizes = {-(-tokens // multiple) * multiple for multiple in MULTIPLES}
-    is_reserved = columns % MULTIPLES[0] == 0 and columns - tokens <= tokens * MOST_RESERVED
-    if columns > tokens and columns not in sizes and not is_reserved:
+    free = columns - tokens
+    is_reserved = columns % RESERVED_MULTIPLE == 0 and free <= tokens * MOST_RESERVED
+    differ = (
+        f"{name} has a vocabulary of {columns} tokens, and the student's tokenizer has {tokens}"
+    )
+    if free > 0 and columns not in sizes and not is_reserved:
         raise GrowthError(
-            f"{name} has a vocabulary of {columns} tokens, and the student's tokenizer has "
-            f"{tokens}: padding does not explain the difference. If all ids agree, {remedy}"
+            f"{differ}: padding does not explain the difference. If all ids agree, {remedy}"
+        )
+    if free > 0:
+        warnings.warn(
+            f"{differ}: the last {free} are taken as padding, as no two tokenizers could be "
+            f"compared. To have that done, {remedy}",
+            GrowthWarning,
+            stacklevel=2,
         )
 
 

@@ -91,7 +91,7 @@ def begin(output: Path, identity: dict[str, Any]) -> None:
         path.unlink()
     # without the marker the next start would refuse the rest
     if (output / MARKER).is_file():
-        # first renamed, and records after what they list: a kill leaves nothing that no record lists
+        # first renamed, and records last: a kill leaves nothing that no record lists
         trash = open_staging(output)
         for path in sorted(output.iterdir(), key=_is_record):
             if path.name not in (MARKER, LOCK_FILE, STAGING):

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, models
 
 import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
+from growkern.errors import GrowthWarning
 from growkern.train.dataset.text import TokenBlocks
 from growkern.train.loss.vocabulary import check_padding, check_tokenizers, check_vocabulary
 from growkern.train.objectives.language_modeling import CausalLMCollator
@@ -64,7 +66,10 @@ def roberta(columns):
 )
 def test_published_vocabularies_are_padding(tokens, columns):
     """OPT, Pythia, T5, BLOOM, ModernBERT, Phi-2, Qwen2.5, DeepSeek, gpt-oss, Command R."""
-    check_padding("the teacher", columns, tokens, "choose another")
+    with warnings.catch_warnings(record=True) as said:
+        check_padding("the teacher", columns, tokens, "choose another")
+    expected = f"{tokens}: the last {columns - tokens} are taken as padding"
+    assert [expected in str(one.message) for one in said] == [True] * (columns > tokens)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,9 @@ def test_published_vocabularies_are_padding(tokens, columns):
         (305, 504),
         (305, 512),
         (305, 1024),
+        # multiples of 8, as one size in eight is
+        (30522, 30600),
+        (1000, 1016),
         (28996, 30522),
         (30522, 50304),
         (50257, 50265),
@@ -118,6 +126,15 @@ def test_a_cache_of_a_larger_vocabulary_is_refused(tmp_path):
 
 
 # --------------------------------------------------------------- special ids
+
+
+def test_padding_without_a_tokenizer_is_said_with_the_option_that_compares(tmp_path):
+    teacher, options = build("gpt2", layers=1, vocab_size=64), {"processing_class": tokenizer()}
+    with pytest.warns(GrowthWarning, match=r"the last 16 are .* give teacher_tokenizer"):
+        start(tmp_path, build("gpt2", layers=1), teacher, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start(tmp_path, build("gpt2", layers=1), teacher, teacher_tokenizer=tokenizer(), **options)
 
 
 @pytest.mark.parametrize("columns", [VOCAB, 64])
