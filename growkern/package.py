@@ -1,9 +1,10 @@
-"""Facts about this package: its version and the folders that hold its files."""
+"""Facts about this package: its version, the folders that hold its files, its TOML files."""
 
 import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 def version() -> str:
@@ -24,12 +25,7 @@ def _source_version() -> str | None:
     file = Path(__file__).parents[1] / "pyproject.toml"
     if not file.is_file():
         return None
-    # here, because `import growkern` must stay quick
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    project = parse_toml(file.read_text(encoding="utf-8")).get("project", {})
     return project.get("version") if project.get("name") == "growkern" else None
 
 
@@ -37,3 +33,13 @@ def folders() -> list[Path]:
     """The folders of the package; an editable install may have more than one."""
     spec = find_spec("growkern")
     return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text, on Python 3.10 too."""
+    # here, because `import growkern` must stay quick
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)

@@ -144,7 +144,7 @@ THIRD_PARTY = {
     "publish": {"xxhash"},
     # the last for type checkers alone
     "ops": {"torch", "triton", "typing_extensions"},
-    "families": {"tomli"},
+    "families": set(),
     "__init__": set(),
 }
 

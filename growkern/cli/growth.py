@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -56,7 +55,7 @@ def plan(
     source_tokens: Annotated[
         float | None,
         typer.Option(
-            help="Tokens that SRC was trained on, such as 2e10: for the forecast, with --tokens.",
+            help="Tokens that SRC was trained on, such as 2e10, with --tokens.",
             parser=token_count,
             metavar="FLOAT",
         ),
@@ -64,7 +63,8 @@ def plan(
     tokens: Annotated[
         float | None,
         typer.Option(
-            help="Tokens to train the target on, such as 1e11: forecasts what growth may save.",
+            help="Tokens to train the target on, such as 1e11: shows what that costs, and what "
+            "growth saved elsewhere.",
             parser=token_count,
             metavar="FLOAT",
         ),
@@ -74,18 +74,16 @@ def plan(
 
     Where it must measure a bound, it also runs SRC on random texts, and reads its weights.
     """
-    from growkern.growth.plan.advice.forecast import forecast_if_asked
-    from growkern.growth.plan.advice.recommend import recommendation
     from growkern.growth.plan.growth_plan import plan as make_plan
 
     made = make_plan(source, revision=revision, **growth)
     if as_json:
-        more = {"estimate": made.estimate(ranks), "advice": made.advice()}
-        more["portability"] = made.portability()
-        forecast = forecast_if_asked(made, tokens, source_tokens)
-        more["recommended"] = recommendation(made, forecast)
-        if forecast is not None:
-            more["forecast"] = asdict(forecast)
+        more = {
+            "estimate": made.estimate(ranks, tokens, source_tokens),
+            "measurements": made.measurements(),
+            "advice": made.advice(tokens, source_tokens),
+            "portability": made.portability(),
+        }
         print_json({**made.to_dict(), **more})
     else:
         print_table(made.table(ranks, source_tokens, tokens))

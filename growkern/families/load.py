@@ -6,7 +6,6 @@ error.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
@@ -17,11 +16,7 @@ from growkern.families.family import Family
 from growkern.families.norm import NORM_KINDS, Norm
 from growkern.families.older import FORMS, OlderKey
 from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from growkern.package import parse_toml
 
 _KEYS = {
     "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
@@ -193,7 +188,7 @@ def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]
 @cache
 def _table(model_type: str) -> dict[str, Any]:
     file = resources.files("growkern.families") / f"{model_type}.toml"
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    table = parse_toml(file.read_text(encoding="utf-8"))
     base = table.pop("extends", None)
     return table if base is None else _merged(_table(base), table)
 

@@ -7,7 +7,9 @@ tensors from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +19,6 @@ import torch
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.cache import SharedCache
 from growkern.growth.plan.initialisation import Initial, initial_tensors
 from growkern.growth.plan.target import growable_fields
 from growkern.growth.source.source import Source
@@ -25,6 +26,8 @@ from growkern.growth.space.layout import Layer, Layout
 
 # names for tensors that the source lacks. Without them a layer computes x (identity) or 0 (zero)
 MADE = ("identity", "zero")
+# the pieces under way belong to few tensors; a map over 30 000 entries takes 0.7 MB
+MAX_ENTRIES = 32
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,37 @@ class Task:
     def is_made(self) -> bool:
         """True if the source has no such tensor."""
         return self.source in MADE
+
+
+class _Entry:
+    def __init__(self) -> None:
+        self.lock, self.is_made, self.value = threading.Lock(), False, None
+
+
+class SharedCache:
+    """Values by key, for several threads; the least recently used ones are dropped.
+
+    A pickled or deep copy starts empty: locks cannot be copied, and values can be made again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The value of this key, made by `make` on first use; other threads wait for it."""
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            if len(self._entries) > MAX_ENTRIES:
+                self._entries.popitem(last=False)
+        with entry.lock:
+            if not entry.is_made:
+                entry.value, entry.is_made = make(), True
+            return entry.value
+
+    def __reduce__(self) -> tuple[type[SharedCache], tuple[()]]:
+        return SharedCache, ()
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,15 @@ from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice.cost import estimate
-from growkern.growth.plan.advice.forecast import Forecast, forecast, forecast_if_asked
 from growkern.growth.plan.advice.idle import refuse_idle_options
-from growkern.growth.plan.advice.notes import advice
-from growkern.growth.plan.advice.portable import portability
-from growkern.growth.plan.advice.recommend import recommendation
+from growkern.growth.plan.advice.measured import measurements
+from growkern.growth.plan.advice.notes import warnings_of
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import findings
 from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
 from growkern.growth.plan.fitting import check_structure, made_to_fit
+from growkern.growth.plan.pieces import estimate
+from growkern.growth.plan.portable import portability
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.source.hub import located
@@ -82,29 +81,25 @@ class GrowthPlan(Blueprint):
         """True if weights are rounded to another dtype, or as they are scaled in 16 bits."""
         return any(finding.measure == WEIGHT_ERROR for finding in self.findings)
 
-    def estimate(self, ranks: int = 1) -> dict[str, Any]:
-        """Memory, disk, time and FLOPs; see `growkern.growth.plan.advice.cost.estimate`."""
-        return estimate(self, ranks)
+    def estimate(
+        self, ranks: int = 1, tokens: float | None = None, source_tokens: float | None = None
+    ) -> dict[str, Any]:
+        """Memory, disk, time and FLOPs; see `growkern.growth.plan.pieces.estimate`."""
+        return estimate(self, ranks, tokens, source_tokens)
 
-    def advice(self) -> tuple[str, ...]:
-        """Warnings from published evidence; see `growkern.growth.plan.advice.notes.advice`."""
-        return advice(self)
+    def measurements(self) -> tuple[dict[str, str], ...]:
+        """What growth along these axes saved elsewhere (`plan.advice.measured.measurements`)."""
+        return measurements(self)
+
+    def advice(
+        self, tokens: float | None = None, source_tokens: float | None = None
+    ) -> tuple[str, ...]:
+        """At most three warnings from papers; see `growkern.growth.plan.advice.notes`."""
+        return warnings_of(self, tokens, source_tokens)
 
     def portability(self) -> tuple[str, ...]:
-        """What software other than transformers makes of it (`plan.advice.portable`)."""
+        """What other software, and generation, make of the target (`plan.portable`)."""
         return portability(self)
-
-    def forecast(self, tokens: float, source_tokens: float | None = None) -> Forecast:
-        """What growth may save in training, from published savings.
-
-        Args:
-            tokens: number of tokens that the target will be trained on.
-            source_tokens: number of tokens that the source was trained on, if known.
-
-        Raises:
-            GrowthError: a number of tokens is not positive or not finite.
-        """
-        return forecast(self, tokens, source_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable summary. Together with the source it can repeat the growth.
@@ -133,20 +128,14 @@ class GrowthPlan(Blueprint):
     def table(
         self, ranks: int = 1, source_tokens: float | None = None, tokens: float | None = None
     ) -> Any:
-        """The plan as a rich renderable; arguments as in `estimate` and `forecast`.
-
-        Raises:
-            GrowthError: `source_tokens` without `tokens`, or see `forecast`.
-        """
-        expected = forecast_if_asked(self, tokens, source_tokens)
+        """The plan as a rich renderable; arguments and errors as in `estimate`."""
         return plan_table(
             self,
             self.findings,
-            self.estimate(ranks),
-            (*self.portability(), *self.advice()),
+            self.estimate(ranks, tokens, source_tokens),
             ranks,
-            recommendation(self, expected),
-            expected,
+            () if tokens is None else self.measurements(),
+            (*self.portability(), *self.advice(tokens, source_tokens)),
         )
 
 

@@ -1,4 +1,4 @@
-"""Cuts a growth into pieces that fit the memory limit, and estimates the memory of a piece.
+"""Cuts a growth into pieces that fit the memory limit, and estimates what it all costs.
 
 The estimates must cover every buffer that `growth.disk.stream` and `growth.tensors` allocate per
 piece. Whoever adds a buffer there adds it here.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.growth.options import parse_size
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.source.files import PIECE_BYTES, row_blocks
+from growkern.ops.expand.speed import cpu_bytes_per_second
 
 # more workers than this only wait for the disk; further cores share the rows of a piece
 MOST_WORKERS = 8
@@ -23,6 +26,10 @@ MEMORY_LIMIT = "1GiB"
 SUMMED_BYTES = 1 << 20
 # index maps, names, row sums and the allocator's overhead
 FIXED_BYTES = 32 << 20
+# bytes of a number in float32
+TRAINED_BYTES = 4
+# of a training, thousands of times more than the largest so far
+MOST_TOKENS = 1e18
 
 
 @dataclass(frozen=True)
@@ -128,3 +135,67 @@ def _summed_bytes(plan: Blueprint) -> int:
     old, new = plan.layout.sizes("vocab")
     sums_stream = plan.layout.is_extended and plan.layout.family.norm.centres
     return 5 * SUMMED_BYTES if sums_stream or new > old else 0
+
+
+# --------------------------------------------------------------------- cost
+
+
+def estimate(
+    plan: Blueprint,
+    ranks: int = 1,
+    tokens: float | None = None,
+    source_tokens: float | None = None,
+) -> dict[str, Any]:
+    """The cost of a growth and of training its target.
+
+    Both peaks come on top of the 300 to 450 MB that Python, PyTorch and transformers need.
+
+    Args:
+        ranks: number of processes that the target is sharded over.
+        tokens: those that the target will be trained on.
+        source_tokens: those that the source was trained on.
+
+    Returns:
+        read_bytes: size of the source's weights.
+        disk_bytes: size of the grown weights.
+        stream_peak_bytes: peak memory of `grow_checkpoint` at its default limit.
+        rank_bytes: size of one rank's shard of the grown weights.
+        rank_peak_bytes: peak memory of `grow_into` on one rank, from files, with its shard.
+        training_bytes_per_rank: in float32, without activations: the "weights" of one rank, their
+            "gradients", the "optimizer" (AdamW) and the source as a "teacher", sharded too.
+        flops_per_token: training FLOPs per token of the target.
+        flops, source_flops: of training target and source on their tokens; None without tokens.
+        expand_seconds: time to expand the weights on this machine's CPU, from a short probe.
+            Growth onto disk takes longer by the time to read and write the bytes above.
+
+    Raises:
+        GrowthError: a number of tokens is below 1, or more than any model could see.
+    """
+    for name, count in (("tokens", tokens), ("source_tokens", source_tokens)):
+        if count is not None and not 1 <= count <= MOST_TOKENS:
+            raise GrowthError(
+                f"{name}={count:g}: give a number of tokens from 1 to {MOST_TOKENS:g}, for "
+                "example 1e11 for 100 billion"
+            )
+    size = plan.parameters() * plan.dtype.itemsize
+    shard = -(-size // ranks)
+    weights, teacher = (
+        -(-TRAINED_BYTES * plan.parameters(which) // ranks) for which in ("target", "source")
+    )
+    return {
+        "read_bytes": plan.parameters("source") * plan.source.dtype.itemsize,
+        "disk_bytes": size,
+        "stream_peak_bytes": stream_bytes(plan, parse_size("memory_limit", MEMORY_LIMIT)),
+        "rank_bytes": shard,
+        "rank_peak_bytes": shard + part_bytes(plan, ranks),
+        "training_bytes_per_rank": {
+            "weights": weights,
+            "gradients": weights,
+            "optimizer": 2 * weights,
+            "teacher": teacher,
+        },
+        "flops_per_token": plan.flops_per_token(),
+        "flops": tokens and plan.flops_per_token() * tokens,
+        "source_flops": source_tokens and plan.flops_per_token("source") * source_tokens,
+        "expand_seconds": size / cpu_bytes_per_second(plan.dtype),
+    }

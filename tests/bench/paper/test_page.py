@@ -20,8 +20,7 @@ from bench.paper.pictures import draw, drawn
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import best_rate
 from bench.paper.tables import report, table
-from bench.shared.results import RESULTS, read, write
-from growkern.growth.plan.advice.evidence import MOMENTS
+from bench.shared.results import write
 from tests.plot.runs import drawn as drawn_figure
 
 
@@ -158,17 +157,6 @@ def test_all_lines_of_a_picture_have_the_same_seeds(seeds, shown):
     rows = {row["name"]: row for row in rows_for(lines, losses)}
     found = drawn(compared(lines, "moment", rows))
     assert tuple(len(found.get(line, {})) for line in lines) == shown
-
-
-def test_the_forecast_knows_our_own_runs():
-    rows = {row["name"]: row for row in read(RESULTS / "paper.json")["rows"]}
-    lines = {line.system: runs_of(line, rows) for line in lines_of("table5", "tiny")}
-    scratch = lines["scratch"]
-    lines = {line.label: runs_of(line, rows) for line in lines_of("moment", "tiny")}
-    for share, (gain, half) in MOMENTS.items():
-        grown = lines[f"source of {2000 * share:,.0f} steps"]
-        found = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
-        assert interval(found) == f"{gain:.3f} ± {half:.3f}"
 
 
 @pytest.mark.parametrize("seeds", [(3, 0, 1, 0, 0), (2, 1, 0, 0, 0), (2, 0, 0, 0, 0)])

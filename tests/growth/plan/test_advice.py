@@ -1,16 +1,30 @@
 """Costs against counts made by hand, and advice where and only where it applies."""
 
+import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
 import growkern
+from bench.paper.compare import mean_and_half, runs_of, saved
+from bench.paper.plans import TABLES, lines_of
+from bench.shared.results import RESULTS, read
+from growkern.families.load import supported_families
+from growkern.growth.plan.advice import measured
+from growkern.growth.plan.advice.notes import MOST_WARNINGS
 from growkern.ops.backend import native
+from growkern.package import parse_toml
+from growkern.train.flops import ModelCost
+from growkern.train.sub_model import find_stacks
+from growkern.units import human
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.plan.test_families import CASES
 
 
 def meta(class_name, **sizes):
@@ -28,7 +42,14 @@ def test_estimate_counts_bytes_and_flops():
     one, four = plan.estimate(), plan.estimate(ranks=4)
     assert one["disk_bytes"] == one["rank_bytes"] == 2 * parameters
     assert four["rank_bytes"] == -(-2 * parameters // 4)
-    assert four["training_bytes_per_rank"] == 4 * parameters
+    small = sum(p.numel() for p in source.parameters())
+    each = -(-4 * parameters // 4)
+    assert four["training_bytes_per_rank"] == {
+        "weights": each,
+        "gradients": each,
+        "optimizer": 2 * each,
+        "teacher": -(-4 * small // 4),
+    }
     matrices = [p for n, p in target.named_parameters() if p.ndim == 2 and "embed" not in n]
     assert one["flops_per_token"] == 6 * sum(p.numel() for p in matrices)
     assert one["read_bytes"] == 2 * sum(p.numel() for p in source.parameters())
@@ -152,7 +173,8 @@ def test_parameters_are_those_of_published_models(class_name, sizes, growth, bef
     plan = growkern.plan(meta(class_name, **sizes), **growth)
     assert plan.parameters("source") == before
     assert plan.parameters() == after
-    assert plan.estimate(ranks=8)["training_bytes_per_rank"] == 2 * after
+    of = plan.estimate(ranks=8)["training_bytes_per_rank"]
+    assert of["weights"] + of["gradients"] + of["optimizer"] == pytest.approx(2 * after, abs=32)
 
 
 BIG = {
@@ -162,44 +184,123 @@ BIG = {
     "num_hidden_layers": 4,
     "vocab_size": 32000,
 }
-BIG_GPT2 = {"n_embd": 1024, "n_head": 16, "n_layer": 4, "vocab_size": 50257}
+COUNTED = [
+    ("LlamaForCausalLM", LLAMA, "num_hidden_layers"),
+    ("GPT2LMHeadModel", GPT2, "n_layer"),
+    ("BertForMaskedLM", BERT, "num_hidden_layers"),
+]
 WIDER = {"hidden_size": 2048}
 DEEPER = {"num_hidden_layers": 8}
+# tokens: fewer than 20 for each parameter of source and target
+FEW = 1e8
 
 
 @pytest.mark.parametrize(
-    "class_name, sizes, growth, expected",
+    "class_name, sizes, growth, tokens, expected",
     [
-        ("LlamaForCausalLM", BIG, {**WIDER, "method": "aki"}, "AquilaMoE"),
-        ("LlamaForCausalLM", BIG, {"hidden_size": 4096}, "grows 4.0 times"),
-        (
-            "LlamaForCausalLM",
-            BIG,
-            {"hidden_size": 2048, "num_hidden_layers": 24},
-            "width on large decoders",
-        ),
-        (
-            "LlamaForCausalLM",
-            BIG,
-            {"num_hidden_layers": 20, "depth": "stack"},
-            "grows 5.0 times",
-        ),
-        ("BertForMaskedLM", BERT, {"hidden_size": 24, "symmetry": "none"}, "equal gradients"),
-        ("Qwen3ForCausalLM", {**LLAMA, "mlp_bias": False}, {"head_dim": 8}, "no gradient"),
-        ("Olmo2ForCausalLM", {**LLAMA, "mlp_bias": False}, {"head_dim": 8}, "no gradient"),
-        ("LlamaForCausalLM", BIG, {"intermediate_size": 8200}, "8256 should run"),
-        ("GPT2LMHeadModel", BIG_GPT2, {"n_embd": 2048}, "vocab_size=50304"),
+        ("LlamaForCausalLM", BIG, {**WIDER, "method": "aki"}, (), "AquilaMoE"),
+        ("LlamaForCausalLM", BIG, {**WIDER, "num_hidden_layers": 24}, (), "1.1B parameters"),
+        ("LlamaForCausalLM", BIG, {"num_hidden_layers": 20, "depth": "stack"}, (), "5.0 times"),
+        ("LlamaForCausalLM", BIG, WIDER, (), "3.0 times its parameters"),
+        ("LlamaForCausalLM", BIG, DEEPER, (1e10,), "the target sees 50.1 tokens"),
+        ("LlamaForCausalLM", BIG, DEEPER, (FEW, 1e10), "the source saw 75.4 tokens"),
+        ("BertForMaskedLM", BERT, {"hidden_size": 24, "symmetry": "none"}, (), "equal gradients"),
     ],
 )
-def test_advice_where_it_applies(class_name, sizes, growth, expected):
+def test_advice_where_it_applies(class_name, sizes, growth, tokens, expected):
     plan = growkern.plan(meta(class_name, **sizes), allow_nonfinite=True, **growth)
-    assert any(expected in line for line in plan.advice()), plan.advice()
+    found = plan.advice(*tokens)
+    assert any(expected in line for line in found), found
+    # each rests on a paper
+    assert all("arXiv" in line or "AquilaMoE, 2024" in line for line in found)
 
 
 def test_no_advice_where_none_applies():
-    plan = growkern.plan(random_model("GPT2LMHeadModel", GPT2), n_embd=24, n_layer=3)
+    plan = growkern.plan(random_model("GPT2LMHeadModel", GPT2), n_embd=16, n_head=4, n_layer=3)
     assert plan.advice() == ()
-    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), num_hidden_layers=8)
-    assert plan.advice() == ()
+    for growth in (DEEPER, {"intermediate_size": 8192}):
+        plan = growkern.plan(meta("LlamaForCausalLM", **BIG), **growth)
+        assert plan.advice(FEW, FEW) == ()
+
+
+def test_warnings_are_few():
+    growth = {"hidden_size": 4096, "num_hidden_layers": 20, "depth": "stack", "symmetry": "none"}
+    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), **growth)
+    assert len(plan.advice(1e13, 1e13)) == MOST_WARNINGS == 3
+
+
+@pytest.mark.parametrize(
+    "growth, axes",
+    [
+        (WIDER, {"width"}),
+        (DEEPER, {"depth"}),
+        ({**WIDER, **DEEPER}, {"width", "depth", "both"}),
+        ({"intermediate_size": 8192}, set()),
+    ],
+)
+def test_measurements_are_those_of_the_axes_that_grow(growth, axes):
+    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), **growth)
+    assert {row["axes"] for row in plan.measurements()} == axes
+    assert all(list(row) == list(measured.FIELDS) for row in plan.measurements())
+
+
+def rows_of_measurements():
+    text = Path(measured.__file__).with_name("measurements.toml").read_text()
+    return parse_toml(text)["measurement"]
+
+
+def test_figures_of_ours_are_those_of_their_runs():
+    results = {row["name"]: row for row in read(RESULTS / "paper.json")["rows"]}
+    for own in (row for row in rows_of_measurements() if row["citation"] == "own runs"):
+        table, system, *labels = own["run"]
+        lines = lines_of(table, "tiny")
+        grown, scratch = (
+            runs_of(next(x for x in lines if (x.system, x.label) == wanted), results)
+            for wanted in zip((system, TABLES[table].baseline), labels, strict=True)
+        )
+        shares = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
+        mean, half = (100 * x for x in mean_and_half(shares))
+        assert len(shares) == 3 and own["figure"] == f"{mean:.0f}% ± {half:.0f}%"
+
+
+def test_measurements_of_others_name_their_paper():
+    for row in rows_of_measurements():
+        is_own = row["citation"] == "own runs"
+        assert is_own == ("run" in row)
+        year, month = row["date"].split("-")
+        assert is_own or f"arXiv {year[2:]}{month}." in row["citation"]
+
+
+def test_the_table_shows_both_trainings_and_what_was_measured():
+    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), **WIDER)
+    console = Console(file=io.StringIO(), width=400)
+    console.print(plan.table(tokens=1e11, source_tokens=1e10))
+    shown = console.file.getvalue()
+    assert human(plan.flops_per_token() * 1e11) in shown
+    assert human(plan.flops_per_token("source") * 1e10) in shown
+    assert "17% ± 20%" in shown and "the source as a teacher" in shown
+    assert "17% ± 20%" not in str(plan)
     plan = growkern.plan(meta("LlamaForCausalLM", **BIG), intermediate_size=8192)
-    assert plan.advice() == ()
+    console.print(plan.table(tokens=1e11))
+    assert "none, neither in a paper nor by us" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("class_name, sizes, stack", COUNTED)
+def test_flops_are_those_that_the_trainer_counts(class_name, sizes, stack):
+    """But for attention, which depends on the length of the texts, and a pooler."""
+    model = random_model(class_name, sizes)
+    cost = ModelCost(model, find_stacks(model))
+    heads, head_dim = model.config.num_attention_heads, getattr(model.config, "head_dim", 4)
+    attention = 3 * 4 * heads * head_dim * model.config.num_hidden_layers
+    counted = cost.train(1, 1) - attention + cost.head_row(train=True)
+    grown = growkern.plan(model, **{stack: model.config.num_hidden_layers + 1})
+    assert grown.flops_per_token("source") == counted
+
+
+def test_every_family_prints_its_plan():
+    seen = set()
+    for class_name, sizes, config, growth in CASES:
+        source = random_model(class_name, sizes, **config)
+        seen.add(source.config.model_type)
+        assert "what is kept" in str(growkern.plan(source, **growth))
+    assert seen == set(supported_families()) - {"bert", "llama"}

@@ -8,7 +8,7 @@ import torch
 import growkern
 from growkern.errors import FunctionChangedWarning, GrowthWarning
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice.idle import USES, idle_options
+from growkern.growth.plan.advice.idle import idle_options, uses
 from growkern.growth.plan.growth_plan import plan_growth
 from growkern.growth.source.source import open_source
 from growkern.growth.tensors.tensor import build_tensor
@@ -102,7 +102,7 @@ def weights(source, options, sizes):
     return plan, {task.name: build_tensor(plan, task) for task in plan.tasks}
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("class_name, sizes, targets", MODELS)
 def test_what_is_called_idle_changes_no_weight(class_name, sizes, targets, name):
     source = open_source(random_model(class_name, sizes))
@@ -115,6 +115,7 @@ def test_what_is_called_idle_changes_no_weight(class_name, sizes, targets, name)
             except growkern.GrowthError:
                 continue
             plan, with_option = weights(source, given, target)
-            if name in idle_options(plan):
+            assert VALUES.keys() == uses(plan).keys()
+            if name in dict(idle_options(plan)):
                 _, without = weights(source, GrowthOptions(**{**needed, **method}), target)
                 assert all(torch.equal(with_option[n], x) for n, x in without.items()), method

@@ -1,4 +1,4 @@
-"""What software other than transformers makes of a grown directory.
+"""What software other than transformers makes of a grown directory, and generation of the target.
 
 Some runtimes compute sizes, or the kind of a layer, that transformers reads from the config. A
 family's table says which, in [runtimes].
@@ -20,8 +20,8 @@ PORTABLE = "portable=True (--portable)"
 
 
 def portability(plan: Blueprint) -> tuple[str, ...]:
-    """What to know before other software than transformers loads the target, one sentence each."""
-    parts = (_older_keys, _kinds, _head_dim, _scale, _vocabulary, _chosen)
+    """What to know before the target generates or other software loads it, one sentence each."""
+    parts = (_older_keys, _kinds, _head_dim, _scale, _vocabulary, _cache, _chosen)
     return tuple(line for part in parts for line in part(plan))
 
 
@@ -89,6 +89,16 @@ def _vocabulary(plan: Blueprint) -> Iterator[str]:
         yield (
             f"if the tokenizer has fewer than {new} tokens, add tokens to it: some converters "
             "refuse a vocabulary that is larger than the tokenizer's"
+        )
+
+
+def _cache(plan: Blueprint) -> Iterator[str]:
+    if plan.large.short_cache:
+        field, layers = plan.large.short_cache
+        yield (
+            f"transformers makes its cache of keys and values for {field}={layers} layers, too few "
+            "for the decoder: the target gets use_cache=False, which makes generation slower; grow "
+            f"{field} too to keep the cache"
         )
 
 
