@@ -215,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
+        choices=[piece.name for piece in PIECES],
         help="run this piece; may be repeated",
     )
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU at toy sizes")
