@@ -5,9 +5,9 @@
 It writes:
 
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
-- bench/results/aot.md, symmetry.md and paper.md,
+- bench/results/aot.md and paper.md,
 - the PNGs of every GPU, beside its JSON,
-- bench/results/demo.png, growth.png from symmetry.json, paper-readme.png, those of paper.md.
+- bench/results/demo.png, paper-readme.png and those of paper.md.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
 and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
@@ -22,12 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.paper.page import IN_DOCS, draw_for_readme, table_text, write_page
-from bench.shared.loss_measure import beside_compile, range_of
-from bench.shared.pictures import demo_table, draw, draw_demo, draw_growth
-from bench.shared.results import RESULTS, ROOT, aside_of, cell, quotable, read, table, take
-from bench.shared.symmetry_tables import page as symmetry_text
-from bench.shared.symmetry_tables import short_table
+from bench.paper.briefs import BRIEFS, brief_text, savings
+from bench.paper.committed import committed
+from bench.paper.page import draw_for_readme, write_page
+from bench.shared import tables
+from bench.shared.pictures import demo_table, draw, draw_demo
+from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
 from growkern.families.load import load_family, supported_families
 from growkern.growth.plan.target import growable_fields
 
@@ -35,70 +35,6 @@ NOTHING = "not measured yet"
 # the README and the pages of the documentation
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 Row = dict[str, Any]
-
-
-# ------------------------------------------------------------------------ CPU
-
-
-def cpu_expand(results: Path) -> str:
-    """The table of `expand` on a CPU: ranges over index maps and scaling."""
-    rows = quotable(results / "expand.json").get("rows", [])
-    lines = []
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        every, plain = ("contiguous", "tiled", "arbitrary"), ("no", "halved", "yes")
-        runs, written = every[:2], ("routing, scaled",)
-        for words, kinds, scaled in (
-            ("contiguous and tiled maps", runs, plain),
-            ("arbitrary maps", ("arbitrary",), plain),
-            ("any maps, with noise", every, ("noise",)),
-            ('any maps, with routing: growth with `stream="copies"`', every, ("routing",)),
-            ("any maps: reads a padded hidden state", every, ("padded",)),
-            ("contiguous and tiled maps: writes a padded hidden state", runs, written),
-            ("arbitrary maps: writes a padded hidden state", ("arbitrary",), written),
-        ):
-            same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
-            found = [row for row in same if row["scaled"] in scaled]
-            if found:
-                cells = [range_of(found, "x eager", 1), range_of(found, "of limit", 2)]
-                lines.append([f"{dtype}, {words}", *cells])
-    head = [
-        "`expand`, 4096 x 4096 to 8192 x 8192, 2 threads",
-        "times eager indexing, fresh output on both sides",
-        "share of the write limit, `out=`",
-    ]
-    return table(head, lines)
-
-
-def growth_adamw(results: Path) -> str:
-    """The table of GrowthAdamW beside PyTorch's fused AdamW."""
-    document = quotable(results / "growth_adamw.json")
-    lines = []
-    for row in document.get("rows", []):
-        if row["optimizer"].startswith("GrowthAdamW"):
-            case = f"{row['growth']}, {row['dtype']}, {row['optimizer']}"
-            lines.append([case, f"{row['times fused AdamW']:.2f}", f"{row['extra MiB']:.1f}"])
-    threads = document.get("machine", {}).get("threads", "?")
-    head = [
-        f"a step over a GPT-2 of 2 layers x 768, {threads} threads",
-        "times AdamW(fused=True)",
-        "extra memory, MiB",
-    ]
-    return table(head, lines or [[NOTHING, "", ""]])
-
-
-def symmetry_table(results: Path) -> str:
-    """The table of the ways to tell copies apart."""
-    head, lines = short_table(_symmetry_rows(results))
-    return table(head, lines)
-
-
-def symmetry_page(results: Path) -> str:
-    """The text of symmetry.md: every variant with every optimizer, per model."""
-    return symmetry_text(_symmetry_rows(results))
-
-
-def _symmetry_rows(results: Path) -> list[Row]:
-    return list(quotable(results / "symmetry.json").get("rows", []))
 
 
 # ------------------------------------------------------------------------ GPU
@@ -337,15 +273,51 @@ def families(results: Path) -> str:
     return table(["`model_type`", "norms", "positions", "sizes", "classes"], lines)
 
 
+def measured(results: Path) -> str:
+    """The table of the README: what growth and its loss cost, and what training saves."""
+    grown = tables.rows_of(results, "grow_checkpoint")
+    losses = tables.rows_of(results, "linear_kl_mlm_loss")
+    lines, rows = [], committed(results)
+    if grown:
+        row = max(grown[:3], key=lambda row: row["target GB"])
+        what = f"growing a Llama to {row['target GB']:.2f} GB, disk to disk, 2 cores"
+        own = f"{row['stream s']:.1f} s, {row['stream peak MB']:.0f} MB of memory"
+        lines.append([what, own, f"`cp` of the same bytes: {row['cp, on disk s']:.1f} s"])
+    if losses:
+        errors = {
+            row["provider"]: row.get("gradient error")
+            for row in losses
+            if row["shape"].startswith("2048x") and row["dtype"] == "bfloat16"
+        }
+        what = "gradient error in bfloat16, of a student that moved 5 % away from its teacher"
+        others = f"plain PyTorch: {errors['plain']:.0%}, with `torch.compile`: "
+        others += f"{errors['torch.compile']:.0%}"
+        lines.append([what, f"{errors['growkern']:.2%}", others])
+    for words, name, system in (
+        ("GPT-2, 4 x 64 to 4 x 128, the defaults", "table5", "fpi_padded"),
+        ("BERT of the same sizes, the defaults", "table2", "fpi"),
+    ):
+        saved, counted = savings(rows, (name, system, ""))
+        what = f"training FLOPs saved to reach the loss from scratch, {words}"
+        lines.append([what, saved, f"with the small model's own training: {counted}"])
+    return table(["measured", "growkern", "beside it"], lines)
+
+
 BLOCKS = {
+    "measured": measured,
     "demo": demo_table,
     "families": families,
-    "cpu-expand": cpu_expand,
+    "expand": tables.expand,
+    "grow-checkpoint": tables.grow_checkpoint,
+    "grow-process": tables.grow_process,
+    "carry": tables.carry,
     "gpu": gpu_table,
-    "beside-compile": beside_compile,
-    "growth-adamw": growth_adamw,
-    "symmetry": symmetry_table,
-    **{f"paper-{name}": partial(table_text, name=name) for name in IN_DOCS},
+    "linear-loss": tables.linear_loss,
+    "beside-compile": tables.beside_compile,
+    "drift": tables.drift,
+    "top-k": tables.top_k,
+    "growth-adamw": tables.growth_adamw,
+    **{f"savings-{name}": partial(brief_text, name=name) for name in BRIEFS},
 }
 
 
@@ -382,10 +354,8 @@ def main(argv: list[str]) -> int:
     for page in args.pages:
         page.write_text(with_blocks(page.read_text(), args.results))
     (args.results / "aot.md").write_text(aot_table(args.results))
-    (args.results / "symmetry.md").write_text(symmetry_page(args.results))
-    made = [*args.pages, args.results / "aot.md", args.results / "symmetry.md"]
-    made += draw_demo(args.results) + draw_growth(args.results) + write_page(args.results)
-    made += draw_for_readme(args.results)
+    made = [*args.pages, args.results / "aot.md", *draw_demo(args.results)]
+    made += write_page(args.results) + draw_for_readme(args.results)
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.paper.jobs import RATE_SEED
@@ -100,21 +100,17 @@ def compared(lines: Sequence[Line], name: str, rows: Mapping[str, Row]) -> dict[
 
 
 def whole(found: Mapping[Line, Pairs]) -> dict[Line, Pairs]:
-    """The lines that have all seeds of the first one, with these seeds."""
+    """The lines that have all seeds of the first one, with these seeds.
+
+    Others cannot be compared: losses and savings of seeds differ by more than those of most
+    methods.
+    """
     seeds = next(iter(found.values())).keys()
-    return restricted(
-        {line: pairs for line, pairs in found.items() if pairs.keys() >= seeds}, seeds
-    )
-
-
-def common_seeds(found: Mapping[Line, Pairs]) -> list[int]:
-    """The seeds that all lines have."""
-    return sorted(set.intersection(*(set(pairs) for pairs in found.values())))
-
-
-def restricted(found: Mapping[Line, Pairs], seeds: Iterable[int]) -> dict[Line, Pairs]:
-    """The same lines, with some of their seeds."""
-    return {line: {seed: pairs[seed] for seed in seeds} for line, pairs in found.items()}
+    return {
+        line: {seed: pairs[seed] for seed in seeds}
+        for line, pairs in found.items()
+        if pairs.keys() >= seeds
+    }
 
 
 def is_base(pairs: Pairs) -> bool:

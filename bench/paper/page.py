@@ -6,21 +6,15 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.paper.committed import committed
-from bench.paper.compare import Pairs, Row, compared, is_base, runs_of
+from bench.paper.compare import Pairs, Row, compared, is_base, runs_of, whole
 from bench.paper.jobs import Job, all_needs
 from bench.paper.maps import maps_text
-from bench.paper.pictures import draw, drawn
+from bench.paper.pictures import draw
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import FAMILIES, SETTINGS, Setting
 from bench.paper.systems import SYSTEMS
-from bench.paper.tables import heading, section, table, tables_in
+from bench.paper.tables import heading, section, tables_in
 
-# those that pages of the documentation show
-IN_DOCS = (
-    *("table2", "progressive", "table4", "table3", "narrow", "ages", "table5", "stages", "layers"),
-    *("table6", "inheritance", "symmetry", "copies", "optimizer", "moment", "depth", "directions"),
-    *("rates", "rates_gpt", "rates_t5"),
-)
 # the ways to grow that the README's picture compares, beside the baseline
 IN_README = ("direct_copy", "fpi", "aki", "fpi_padded")
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
@@ -52,11 +46,8 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
 - "accuracy" is that of a classifier, fine-tuned from the longest run. It says from which of five
   libraries a passage of code is.
 - An interval (±) is the 95 % interval of the mean over the seeds, by Student's t. A line without
-  one has one seed. Lines with fewer seeds than the baseline are in a second table, where all lines
-  have the same seeds.
+  one has one seed. All lines of a table and its picture have the same seeds.
 - Times are of machines with 2 cores that trained two runs at a time. Some did other work beside it.
-- All lines of a picture have the same seeds. It leaves out lines that have fewer. If these are more
-  than half, it shows only the seeds that all lines have.
 
 """
 
@@ -81,12 +72,6 @@ def page_text(results: Path) -> str:
         if _has_picture(found):
             parts.append(f"![{heading(name, size)}]({_picture(name, size)})\n")
     return "\n".join([*parts, maps_text(results)]).rstrip() + "\n"
-
-
-def table_text(results: Path, name: str, size: str = "tiny") -> str:
-    """One table of the runs in a folder of results, in markdown, or that there is none yet."""
-    found = compared(lines_of(name, size) or [], name, committed(results))
-    return table(name, size, found) if found else "not measured yet"
 
 
 def write_page(results: Path) -> list[Path]:
@@ -141,7 +126,7 @@ def minutes_of(lines: Sequence[Line], rows: Mapping[str, Row]) -> float | None:
     """The time of a table with seed 1 where nothing has been trained before, two runs at a time.
 
     Returns:
-        None if some of its runs are not there.
+        None if some of its runs are not there, or were interrupted.
     """
     needed = set[Job]()
     for line in lines:
@@ -150,12 +135,12 @@ def minutes_of(lines: Sequence[Line], rows: Mapping[str, Row]) -> float | None:
         rate = float(found[1][0]["rate"])
         jobs = {*jobs_of_rates(line), *jobs_of_seed(line, 1, rate)}
         needed |= jobs.union(*map(all_needs, jobs))
-    times = [rows[job.name]["seconds"] for job in needed if job.name in rows]
-    return sum(times) / 2 / 60 if len(times) == len(needed) else None
+    times = [rows.get(job.name, {}).get("seconds") for job in needed]
+    return None if None in times else sum(times) / 2 / 60
 
 
 def _has_picture(found: Mapping[Line, Pairs]) -> bool:
-    return not all(map(is_base, drawn(found).values()))
+    return not all(map(is_base, whole(found).values()))
 
 
 def _picture(name: str, size: str) -> str:

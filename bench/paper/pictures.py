@@ -13,12 +13,10 @@ import numpy as np
 from bench.paper.compare import (
     Pairs,
     Row,
-    common_seeds,
     is_base,
     is_early,
     mean_and_half,
     points_of,
-    restricted,
     saved,
     savings_text,
     title_of,
@@ -43,7 +41,7 @@ def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
         out: file to write.
         title: of the picture.
     """
-    shown = drawn(found)
+    shown = whole(found)
     others = {line: list(pairs.values()) for line, pairs in shown.items() if not is_base(pairs)}
     columns = min(COLUMNS, key=lambda n: (-len(others) % n, -n)) if len(others) > 2 else 2
     rows = math.ceil(len(others) / columns)
@@ -68,15 +66,6 @@ def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
     above.supxlabel("FLOPs, as a share of the longest black run's", fontsize=SMALL)
     _draw_savings(below.subplots(), others)
     save(figure, out)
-
-
-def drawn(found: Mapping[Line, Pairs]) -> dict[Line, Pairs]:
-    """The lines that have all seeds; if these are fewer than half, all lines with equal seeds."""
-    full, same = whole(found), common_seeds(found)
-    here, all_of_them = (
-        sum(not is_base(pairs) for pairs in lines.values()) for lines in (full, found)
-    )
-    return full if 2 * here >= all_of_them or not same else restricted(found, same)
 
 
 def _draw_losses(axes: Any, title: str, pairs: Sequence[tuple[list[Row], list[Row]]]) -> None:

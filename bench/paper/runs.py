@@ -6,7 +6,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -31,16 +30,13 @@ from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
 from growkern.errors import GrowthError
-from growkern.plot.curve import STATE_FILE, read_curve
+from growkern.plot.curve import read_curve
 from growkern.train.evaluation.finetune import finetune
 from growkern.train.run.train import train
 from growkern.train.topk_teacher.header import read_header
-from growkern.whole import write_whole
 
 Call = Callable[[], float]
 
-# beside a run file: when its last part began, and the seconds of those before
-PARTS = ".seconds.json"
 ROWS, ACCURACIES = "rows.jsonl", "accuracies.jsonl"
 # the downstream task: folders of libraries that growkern needs, each with hundreds of passages
 CLASSES = ("torch/nn/modules", "numpy/lib", "accelerate", "rich", "huggingface_hub")
@@ -112,7 +108,7 @@ class Workplace:
         for done, (job, seconds) in enumerate(self._called(jobs, prepared), start=1):
             self._keep(job, seconds)
             loss = self.rows[job.name]["losses"][-1]
-            self.say(f"{done}/{len(jobs)} {job.name}: loss {loss:.4f}, {seconds:.0f} s")
+            self.say(f"{done}/{len(jobs)} {job.name}: loss {loss:.4f}")
 
     def _with_needs(self, jobs: Iterable[Job]) -> list[Job]:
         """`jobs`, and first those that they need and whose models are not there."""
@@ -126,9 +122,7 @@ class Workplace:
         A row alone may come from another machine. A run that was killed between its last step and
         its row has a model too.
         """
-        is_undone = run_file(name, self.folder).with_suffix(PARTS).exists()
-        is_there = (self.folder / name / "config.json").is_file()
-        return name in self.rows and is_there and not is_undone
+        return name in self.rows and (self.folder / name / "config.json").is_file()
 
     def _called(
         self, jobs: Sequence[Job], prepared: Callable[[Job], Call]
@@ -174,7 +168,7 @@ class Workplace:
             "steps": list(curve.steps),
             "flops": list(curve.flops),
             "losses": list(curve.losses),
-            "seconds": round(seconds, 1),
+            "seconds": None if math.isnan(seconds) else round(seconds, 1),
             "text": self.facts[job.setting.text],
             "machine": machine(),
             **git_facts(),
@@ -189,7 +183,6 @@ class Workplace:
                 f"{job.name}: another machine ended {away:.1g} away from this loss. So known runs "
                 "that begin with this model began with other weights"
             )
-        run_file(job.name, self.folder).with_suffix(PARTS).unlink(missing_ok=True)
         for left in out.glob("checkpoint-*"):
             # some systems go on with the moments of their source
             if job.system != SOURCE or left.name != f"checkpoint-{job.steps}":
@@ -238,26 +231,13 @@ def seconds_of_training(file: Path, out: Path) -> float:
         out: the folder of its checkpoints.
 
     Returns:
-        The seconds that it took, those up to the checkpoint that it resumed from included.
+        The seconds that it took; NaN if an earlier call had begun it.
     """
-    parts, began = file.with_suffix(PARTS), time.time()
-    before = _seconds_before(parts, out)
-    document = json.dumps({"before": before, "began": began})
-    write_whole(parts, lambda partial: partial.write_text(document))
-    start = time.perf_counter()
+    is_resumed, start = any(out.glob("checkpoint-*")), time.perf_counter()
     # lines of several runs at a time would mix; each run has them in its folder
     with redirect_stdout(StringIO()):
         train(file, progress=False)
-    return before + time.perf_counter() - start
-
-
-def _seconds_before(parts: Path, out: Path) -> float:
-    """The seconds of a run's earlier parts, up to its last checkpoint. Later work was lost."""
-    saved = [file.stat().st_mtime for file in out.glob(f"checkpoint-*/{STATE_FILE}")]
-    if not (saved and parts.is_file()):
-        return 0.0
-    found = json.loads(parts.read_text())
-    return float(found["before"] + max(0.0, max(saved) - found["began"]))
+    return math.nan if is_resumed else time.perf_counter() - start
 
 
 def accuracy_of(model: Path, length: int, seed: int) -> float:

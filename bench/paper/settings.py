@@ -309,9 +309,8 @@ MICRO_GPT = replace(
     validation_tokens=None,
     vocab=300,
 )
-# One modern GPU. The 62 runs of table 5 with one seed take 1.2e17 FLOPs. A GPU that sustains 80
-# TFLOP/s does them in 25 minutes. No GPU was ever timed at this size, and models as small as these
-# may well run slower. Python's library is read 13 times in 2,000 steps: a larger text is better.
+# One modern GPU. None was ever timed at this size. Python's library is read 13 times in 2,000
+# steps: a larger text is better.
 SMALL_GPT = Setting(
     name="small-gpt",
     family="gpt2",

@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from bench.paper.compare import (
     Pairs,
     Row,
-    common_seeds,
     compared,
     interval,
     points_of,
-    restricted,
     savings_text,
     title_of,
     whole,
@@ -54,28 +52,13 @@ def heading(name: str, size: str) -> str:
 
 
 def table(name: str, size: str, found: Mapping[Line, Pairs]) -> str:
-    """A table in markdown, above its command.
-
-    If some lines lack seeds, there are two: first the lines that have all seeds, then all lines
-    with equal seeds. Lines of different seeds cannot be compared: losses and savings of seeds
-    differ by more than those of most methods. So lines of seeds that no other has stand apart.
-    """
-    parts = _parts(found, TABLES[name].classifies)
-    return f"{parts}\n\n`python -m bench.paper {name} --size {size} --known`"
-
-
-def _parts(found: Mapping[Line, Pairs], classifies: bool) -> str:
-    full, same = whole(found), common_seeds(found)
-    if len(full) == len(found):
-        return _table(full, classifies)
-    if not same:
-        rest = {line: pairs for line, pairs in found.items() if line not in full}
-        said = "Lines of other seeds, which cannot be compared with these:"
-        return "\n".join([_table(full, classifies), "", said, "", _table(rest, classifies)])
-    named = f"seed{'s' * (len(same) > 1)} {' and '.join(map(str, same))}"
-    parts = [_table(full, classifies), ""] if len(full) > 1 else []
-    some = _table(restricted(found, same), classifies)
-    return "\n".join([*parts, f"All lines, with {named} alone:", "", some])
+    """A table in markdown, above its command. Lines that lack seeds are named below it."""
+    shown = whole(found)
+    parts = [_table(shown, TABLES[name].classifies)]
+    if missing := [title_of(line) for line in found if line not in shown]:
+        parts.append(f"Seeds are missing of: {'; '.join(missing)}.")
+    parts.append(f"`python -m bench.paper {name} --size {size} --known`")
+    return "\n\n".join(parts)
 
 
 def _table(found: Mapping[Line, Pairs], classifies: bool) -> str:

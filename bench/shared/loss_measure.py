@@ -21,7 +21,6 @@ from bench.shared import harness
 from bench.shared.harness import benchmark_parser, largest_error, require_green
 from bench.shared.inputs import DRIFT
 from bench.shared.peers import DEVICE, Peer, why_failed
-from bench.shared.results import quotable, table
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 
@@ -304,49 +303,3 @@ def error_of(fn, alpha, V, H, H_t, dtype, bias=False, drift=DRIFT):
     in64 = [x.detach().double().requires_grad_() for x in student]
     truth = torch.autograd.grad(plain(in64, [x.double() for x in teacher], labels, alpha), in64)
     return gradient_error(torch.autograd.grad(fn(student, teacher, labels, alpha), student), truth)
-
-
-# ------------------------------------------------------------------------- table
-
-# what the losses are compared on: words, and the end of the providers' names
-COMPARED = (("with a teacher", ""), ("labels alone", ", labels alone"))
-
-
-def range_of(rows: Sequence[dict[str, Any]], key: str, digits: int) -> str:
-    """The least and the largest number of the rows under a key, in words."""
-    low, high = (f"{pick(row[key] for row in rows):.{digits}f}" for pick in (min, max))
-    return low if low == high else f"{low} to {high}"
-
-
-def beside_compile(results: Path) -> str:
-    """The table of growkern's time and memory beside the compiled and the plain formula."""
-    lines = []
-    for op in ("kl_mlm_loss", "linear_kl_mlm_loss"):
-        document = quotable(results / f"{op}.json")
-        rows = document.get("rows", [])
-        default = document.get("machine", {}).get("threads")
-        for words, end in COMPARED:
-            for threads in (1, 2):
-                found = [
-                    row | {"of plain": row["extra MiB"] / _beside(rows, row, end)["extra MiB"]}
-                    for row in rows
-                    if row["provider"] == f"growkern{end}"
-                    and row.get("threads", default) == threads
-                ]
-                if found:
-                    above = sum(row["x compile"] > 1 for row in found)
-                    cells = (range_of(found, key, 2) for key in ("x compile", "of plain"))
-                    name = f"`{op}`, {words}, threads: {threads}"
-                    lines.append([name, *cells, f"{above} of {len(found)}"])
-    head = ["every shape and dtype", "times of `torch.compile`", "memory, of plain"]
-    return table([*head, "slower than `torch.compile`"], lines)
-
-
-def _beside(rows: Sequence[dict[str, Any]], ours: dict[str, Any], end: str) -> dict[str, Any]:
-    """The row of plain PyTorch for the same inputs."""
-    keys = ("shape", "dtype", "threads", "labelled")
-    return next(
-        row
-        for row in rows
-        if row["provider"] == f"plain{end}" and all(row.get(k) == ours.get(k) for k in keys)
-    )

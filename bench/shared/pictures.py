@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared.results import quotable, read, table
-from bench.shared.symmetry_tables import draw_lead
 from growkern.demo.report import HEADS, table_cells
 
 Row = dict[str, Any]
@@ -94,12 +93,3 @@ def _draw_roofline(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> N
         axes.plot(x, [min(rate, v * bandwidth) for v in x], color="0.4", label=label)
     axes.set_xlabel("FLOPs per byte that must move")
     axes.set_ylabel("TFLOP/s")
-
-
-def draw_growth(results: Path) -> list[Path]:
-    """Draw the picture of the README beside the study that it shows."""
-    found, picture = read(results / "symmetry.json"), results / "growth.png"
-    if not found:
-        return []
-    draw_lead(found["rows"], picture)
-    return [picture]

@@ -1,5 +1,7 @@
 """A result never replaces a better documented one, and a finished piece is recognised."""
 
+import re
+
 import pytest
 
 from bench.shared import results
@@ -100,3 +102,18 @@ def test_tuned_choices_do_not_make_finished_pieces_run_again(tmp_path, monkeypat
     assert results.source_digest.__wrapped__() == before
     source.write_text("[]")
     assert results.source_digest.__wrapped__() != before
+
+
+@pytest.mark.parametrize("path", sorted(results.RESULTS.rglob("*.json")), ids=lambda x: x.stem)
+def test_a_result_says_how_it_was_made(path):
+    """From sources that were committed, and on which machine; a study says it of each run."""
+    document = results.read(path)
+    assert document["rows"], "broken, or empty"
+    # machine code is compiled anywhere
+    keys = {"aot": ("triton",), "demo": ("devices",)}.get(path.stem, ("cpu", "gpu"))
+    shared = document.get("facts", ())
+    for made in shared or (document["rows"] if path.stem.startswith("paper") else [document]):
+        facts = {**made, **made["machine"]}
+        assert re.fullmatch(r"[0-9a-f]{7,40}", facts["commit"]) and not facts.get("dirty")
+        assert any(map(facts.get, keys))
+    assert all(row["facts"] < len(shared) for row in document["rows"] if shared)

@@ -6,17 +6,11 @@ import re
 import pytest
 
 from bench.paper import page as page_module
-from bench.paper.compare import compared, interval, restricted, runs_of, saved, title_of
+from bench.paper.briefs import brief_text
+from bench.paper.compare import compared, interval, runs_of, saved, title_of
 from bench.paper.jobs import RATE_SEED, source_of
-from bench.paper.page import (
-    IN_README,
-    draw_for_readme,
-    minutes_of,
-    page_text,
-    table_text,
-    write_page,
-)
-from bench.paper.pictures import draw, drawn
+from bench.paper.page import IN_README, draw_for_readme, minutes_of, page_text, write_page
+from bench.paper.pictures import draw
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import best_rate
 from bench.paper.tables import report, table
@@ -125,14 +119,19 @@ def test_shorter_runs_are_in_no_column_but_in_the_savings():
 
 def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
-    assert table_text(tmp_path, "moment") == "not measured yet"
+    assert set(brief_text(tmp_path, "axes").splitlines()[2].split(" | ")[1:]) == {"-", "- |"}
     rows = list(rows_for(lines_of("moment", "tiny"), MOMENT))
     write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
     page, *pictures = write_page(tmp_path)
     assert page.read_text() == page_text(tmp_path) and "## When to grow, tiny" in page.read_text()
     linked = re.findall(r"\]\((.*?)\)", page.read_text())
     assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
-    assert table_text(tmp_path, "moment") in page.read_text()
+    brief = [line.strip("|").split("|") for line in brief_text(tmp_path, "sources").splitlines()]
+    whole = {line.split(" | ")[0]: line for line in page.read_text().splitlines()}
+    for words, *cells in brief[2:6]:
+        steps = words.split(", ")[1].strip()
+        line = whole[f"| FPI, padded stream, source of {steps} steps"]
+        assert line.endswith(f"|{'|'.join(cells)}| 3 |")
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
@@ -147,46 +146,20 @@ def test_the_picture_of_the_readme_compares_ways_to_grow(tmp_path, monkeypatch):
     assert [line.system for line in shown] == ["scratch", *IN_README]
 
 
-@pytest.mark.parametrize(
-    "seeds, shown", [((3, 3, 3, 3, 1), (3, 3, 3, 3, 0)), ((3, 1, 2, 1, 3), (1, 1, 1, 1, 1))]
-)
-def test_all_lines_of_a_picture_have_the_same_seeds(seeds, shown):
-    """Losses and savings of seeds differ by more than those of most methods."""
+def test_lines_that_lack_seeds_are_named(tmp_path):
+    """Also where this leaves the baseline alone, which has no picture."""
     lines = lines_of("moment", "tiny")
-    losses = [own[:count] for own, count in zip(MOMENT, seeds, strict=True)]
-    rows = {row["name"]: row for row in rows_for(lines, losses)}
-    found = drawn(compared(lines, "moment", rows))
-    assert tuple(len(found.get(line, {})) for line in lines) == shown
-
-
-@pytest.mark.parametrize("seeds", [(3, 0, 1, 0, 0), (2, 1, 0, 0, 0), (2, 0, 0, 0, 0)])
-def test_lines_with_few_seeds_are_shown_and_break_no_picture(seeds, tmp_path):
-    """Also where no other line has all seeds, or where there is the baseline alone."""
-    lines = lines_of("moment", "tiny")
-    losses = [own[:count] for own, count in zip(MOMENT, seeds, strict=True)]
-    rows = list(rows_for(lines, losses))
-    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
-    done = [line for line, count in zip(lines, seeds, strict=True) if count]
-    text = table_text(tmp_path, "moment")
-    assert all(f"| {title_of(line)} |" in text for line in done)
-    out = tmp_path / "one.png"
-    found = compared(lines, "moment", {row["name"]: row for row in rows})
-    assert write_page(tmp_path)
-    if len(done) > 1:
-        draw(found, out, title="some")
-        assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_lines_without_a_common_seed_stand_apart():
-    lines = lines_of("moment", "tiny")[:3]
-    rows = {row["name"]: row for row in rows_for(lines, [own for own in MOMENT[:3]])}
-    found = compared(lines, "moment", rows)
-    scratch, first, second = lines
-    some = {scratch: found[scratch], first: restricted(found, [2])[first]}
-    some[second] = restricted(found, [3])[second]
-    whole, rest = table("moment", "tiny", some).split("Lines of other seeds")
-    assert title_of(scratch) in whole and title_of(first) not in whole
-    assert all(f"| {title_of(line)} |" in rest for line in (first, second))
+    for counts in ((3, 3, 1, 3, 0), (2, 1, 0, 0, 0), (2, 0, 0, 0, 0)):
+        losses = [own[:count] for own, count in zip(MOMENT, counts, strict=True)]
+        rows = list(rows_for(lines, losses))
+        write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
+        found = compared(lines, "moment", {row["name"]: row for row in rows})
+        text = table("moment", "tiny", found)
+        named = text.partition("Seeds are missing of: ")[2]
+        for line, count in zip(lines, counts, strict=True):
+            assert (f"| {title_of(line)} |" in text) == (count == counts[0])
+            assert (title_of(line) in named) == (0 < count < counts[0])
+        assert write_page(tmp_path)
 
 
 def test_every_point_of_a_picture_is_within_its_axes(tmp_path, monkeypatch):

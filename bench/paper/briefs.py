@@ -1,0 +1,152 @@
+"""The short tables of the documentation: what some lines of the tables of all runs save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.paper.committed import committed
+from bench.paper.compare import Row, compared, savings_text
+from bench.paper.plans import lines_of
+from bench.shared.results import table
+
+# a line of a table at size "tiny": the table, and the line's system and label
+Where = tuple[str, str, str]
+FAMILIES = {"BERT": "table2", "GPT-2": "table5", "T5": "table6"}
+
+
+class Brief(NamedTuple):
+    """A short table.
+
+    Attributes:
+        head: above the first column.
+        groups: names of the groups of columns, each a saving without and with the source.
+        lines: the first cell of each -> its line in each group; None: there is none.
+    """
+
+    head: str
+    groups: tuple[str, ...]
+    lines: Mapping[str, tuple[Where | None, ...]]
+
+
+def _of_families(system: str, families: str = "BERT GPT-2 T5") -> tuple[Where | None, ...]:
+    return tuple((name, system, "") if f in families else None for f, name in FAMILIES.items())
+
+
+def _one(name: str, system: str, label: str = "") -> tuple[Where]:
+    return ((name, system, label),)
+
+
+BRIEFS = {
+    "methods": Brief(
+        "method",
+        tuple(FAMILIES),
+        {
+            '`fpi`, `stream="padded"`': _of_families("fpi_padded"),
+            '`fpi`, `stream="copies"`': _of_families("fpi"),
+            '`aki`, `stream="padded"`': (None, ("symmetry", "aki_padded", ""), None),
+            '`aki`, `stream="copies"`': _of_families("aki"),
+            "the same, and two stages": _of_families("aki_two_stage", "BERT GPT-2"),
+            "the same, and the small model as a teacher": _of_families(
+                "aki_two_stage_ki", "BERT GPT-2"
+            ),
+            "`direct_copy`": _of_families("direct_copy"),
+            "layers doubled in the run (StackBERT)": _of_families("stackbert", "BERT GPT-2"),
+            "layers added on top in the run (MSLT)": _of_families("mslt", "BERT GPT-2"),
+            "no growth, the small model as a teacher": (
+                None,
+                ("inheritance", "taught", ""),
+                None,
+            ),
+        },
+    ),
+    "sources": Brief(
+        "small model, its steps",
+        ("",),
+        {
+            **{
+                f"GPT-2 of half the width, {steps}": _one(
+                    "moment", "fpi_padded", f"source of {steps} steps"
+                )
+                for steps in ("200", "600", "2,000", "8,000")
+            },
+            "BERT of half the width, 2,000": _one("table3", "aki", "source 4x64"),
+            "BERT of half the width and half the layers, 2,000": _one(
+                "table3", "aki", "source 2x64"
+            ),
+            "BERT of a quarter of the width, 2,000": _one("ages", "aki", "source 4x32"),
+            **{
+                f"BERT of a quarter of the width, {steps}": _one(
+                    "ages", "aki", f"source 4x32 of {steps} steps"
+                )
+                for steps in ("6,000", "8,000")
+            },
+            "BERT of an eighth of the width, 2,000": _one("table3", "aki", "source 4x16"),
+        },
+    ),
+    "axes": Brief(
+        "a GPT-2 grows",
+        ("",),
+        {
+            "4 x 64 to 4 x 128": _one("directions", "fpi_padded", "width"),
+            "16 x 32 to 16 x 64": _one("layers", "fpi_padded"),
+            "4 x 64 to 8 x 96": _one("directions", "padded_identity", "both"),
+            "4 x 64 to 16 x 64": _one("directions", "fpi_identity", "depth"),
+            **{
+                f"4 x 64 to 8 x 64, `{depth}`, small model of {steps} steps": _one(
+                    "depth", system, f"{label}source of {steps} steps"
+                )
+                for steps in ("2,000", "200")
+                for depth, system, label in (
+                    ("identity", "fpi_identity", ""),
+                    ("stack", "fpi", "stack, "),
+                    ("interleave", "fpi_interleave", ""),
+                )
+            },
+        },
+    ),
+    "copies": Brief(
+        "a GPT-2 of twice the width",
+        ("",),
+        {
+            "padded, `GrowthAdamW`": _one("optimizer", "fpi_padded"),
+            "padded, AdamW": _one("optimizer", "padded_adamw"),
+            "padded, `GrowthAdamW` with grown moments": _one("optimizer", "padded_moments"),
+            "the same with `rewarm_steps`": _one("optimizer", "padded_rewarmed"),
+            "copies, `routing`, `GrowthAdamW`": _one("optimizer", "fpi"),
+            "copies, `routing`, AdamW": _one("optimizer", "fpi_adamw"),
+            "copies, `split`, `GrowthAdamW`": _one("symmetry", "fpi_split"),
+            "copies, `noise`, `GrowthAdamW`": _one("symmetry", "fpi_noise"),
+            "copies, `none`, `GrowthAdamW`": _one("symmetry", "fpi_none"),
+        },
+    ),
+}
+
+
+def brief_text(results: Path, name: str) -> str:
+    """A short table of the runs in a folder of results, in markdown."""
+    brief, rows = BRIEFS[name], committed(results)
+    heads = [
+        f"{group}: {words}" if group else words
+        for group in brief.groups
+        for words in ("FLOPs saved", "source counted")
+    ]
+    lines = [
+        [words, *(cell for where in places for cell in savings(rows, where))]
+        for words, places in brief.lines.items()
+    ]
+    return table([brief.head, *heads], lines)
+
+
+def savings(rows: Mapping[str, Row], where: Where | None) -> tuple[str, str]:
+    """What a line saves, without and with the training of its source; "-" if it has no runs."""
+    if where is None:
+        return "-", "-"
+    name, system, label = where
+    found = compared(lines_of(name, "tiny") or [], name, rows)
+    for line, pairs in found.items():
+        if (line.system, line.label) == (system, label):
+            runs = list(pairs.values())
+            return savings_text(runs), savings_text(runs, with_source=True)
+    return "-", "-"

@@ -1,0 +1,216 @@
+"""The tables of the documentation that show one result of a CPU each, all but those of training.
+
+`bench.report` writes them into the pages. Where a result is missing, a table has only its head.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.shared.results import quotable, table
+
+Row = dict[str, Any]
+# what the losses are compared on: words, and the end of the providers' names
+COMPARED = (("with a teacher", ""), ("labels alone", ", labels alone"))
+# providers of the linear loss in the documentation, by their names in the result
+PROVIDERS = {
+    "plain": "plain PyTorch",
+    "torch.compile": "torch.compile of plain",
+    "liger jsd": "Liger-Kernel, fused linear JSD",
+    "growkern": "growkern",
+    "growkern, float32 logits": "growkern with float32 logits",
+}
+
+
+def rows_of(results: Path, name: str) -> list[Row]:
+    """The rows of a result that may be quoted."""
+    return list(quotable(results / f"{name}.json").get("rows", []))
+
+
+def range_of(rows: Sequence[Row], key: str, digits: int) -> str:
+    """The least and the largest number of the rows under a key, in words."""
+    low, high = (f"{pick(row[key] for row in rows):.{digits}f}" for pick in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+# ------------------------------------------------------------------------- growing
+
+
+def expand(results: Path) -> str:
+    """`expand` on a CPU: ranges over index maps and scaling."""
+    rows = rows_of(results, "expand")
+    every, plain = ("contiguous", "tiled", "arbitrary"), ("no", "halved", "yes")
+    runs, written = every[:2], ("routing, scaled",)
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        for words, kinds, scaled in (
+            ("contiguous and tiled maps", runs, plain),
+            ("arbitrary maps", ("arbitrary",), plain),
+            ("any maps, with noise", every, ("noise",)),
+            ('any maps, with routing: growth with `stream="copies"`', every, ("routing",)),
+            ("any maps: reads a padded hidden state", every, ("padded",)),
+            ("contiguous and tiled maps: writes a padded hidden state", runs, written),
+            ("arbitrary maps: writes a padded hidden state", ("arbitrary",), written),
+        ):
+            same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
+            found = [row for row in same if row["scaled"] in scaled]
+            if found:
+                cells = [range_of(found, "x eager", 1), range_of(found, "of limit", 2)]
+                lines.append([f"{dtype}, {words}", *cells])
+    head = [
+        "`expand`, 4096 x 4096 to 8192 x 8192, 2 threads",
+        "times eager indexing, fresh output on both sides",
+        "share of the write limit, `out=`",
+    ]
+    return table(head, lines)
+
+
+def grow_checkpoint(results: Path) -> str:
+    """Growth of a Llama from disk to disk, beside a copy of as many bytes."""
+    lines = []
+    for row in rows_of(results, "grow_checkpoint"):
+        cold = ", files not in memory" if row["cache"] == "cold" else ""
+        times = (f"{row[key]:.2g} s" for key in ("stream s", "cp, on disk s"))
+        memory = f"{row['stream peak MB']:.0f} MB"
+        lines.append([f"{row['target GB']:.2g} GB{cold}", *times, memory])
+    return table(["grown on disk to", "time", "`cp` of the same bytes", "memory"], lines)
+
+
+def grow_process(results: Path) -> str:
+    """Time and memory of a whole process that grows a GPT-2 with its optimizer state."""
+    document = quotable(results / "grow_optimizer.json")
+    limit = document.get("machine", {}).get("memory_limit", "?")
+    lines = [
+        [
+            row["way"],
+            f"{row['written GB']:.1f} GB",
+            f"{row['process peak MB']:.0f} MB",
+            f"{row['base MB']:.0f} MB",
+            f"{row['seconds']:.0f} s",
+        ]
+        for row in document.get("rows", [])
+    ]
+    head = [f"a whole process with `--memory-limit {limit}`", "written", "peak memory"]
+    return table([*head, "of it imports of Python", "time"], lines)
+
+
+def carry(results: Path) -> str:
+    """Errors of BERT encoders at widths that are not multiples."""
+    rows = [row for row in rows_of(results, "exactness") if "carry" in row]
+    lines = [[row["sizes"], f"{row['carry']:g}", f"{row['error']:.1e}"] for row in rows]
+    return table(["hidden size of a random BERT encoder", "`carry`", "error of the outputs"], lines)
+
+
+# ------------------------------------------------------------------------- losses
+
+
+def linear_loss(results: Path) -> str:
+    """The fused loss of 2048 rows beside other implementations."""
+    rows = [r for r in rows_of(results, "linear_kl_mlm_loss") if r["shape"].startswith("2048x")]
+    lines = [
+        [
+            f"{dtype}, {words}",
+            f"{row['wall s']:.2f}",
+            f"{row['x compile']:.2f}",
+            f"{row['extra MiB']:.0f}",
+            f"{row['gradient error']:.1e}",
+        ]
+        for dtype in ("float32", "bfloat16")
+        for name, words in PROVIDERS.items()
+        for row in rows
+        if (row["dtype"], row["provider"]) == (dtype, name)
+    ]
+    head = ["2048 rows, vocabulary 32 000, widths 768 and 512, 2 threads", "seconds"]
+    head += ["times of `torch.compile`", "extra memory, MiB"]
+    return table([*head, "error of the KL gradient at 5 % drift"], lines)
+
+
+def beside_compile(results: Path) -> str:
+    """growkern's time and memory beside the compiled and the plain formula."""
+    lines = []
+    for name in ("kl_mlm_loss", "linear_kl_mlm_loss", "linear_kl_mlm_loss-intel"):
+        document = quotable(results / f"{name}.json")
+        rows, machine = document.get("rows", []), document.get("machine", {})
+        op, _, other = name.partition("-")
+        for words, end in COMPARED:
+            for threads in (1, 2):
+                found = [
+                    row | {"of plain": row["extra MiB"] / _beside(rows, row, end)["extra MiB"]}
+                    for row in rows
+                    if row["provider"] == f"growkern{end}"
+                    and row.get("threads", machine.get("threads")) == threads
+                ]
+                if found:
+                    above = sum(row["x compile"] > 1 for row in found)
+                    cells = (range_of(found, key, 2) for key in ("x compile", "of plain"))
+                    title = f"`{op}`, {words}, threads: {threads}{', Intel' if other else ''}"
+                    lines.append([title, *cells, f"{above} of {len(found)}"])
+    head = ["every shape and dtype", "times of `torch.compile`", "memory, of plain"]
+    return table([*head, "slower than `torch.compile`"], lines)
+
+
+def _beside(rows: Iterable[Row], ours: Row, end: str) -> Row:
+    """The row of plain PyTorch for the same inputs."""
+    keys = ("shape", "dtype", "threads", "labelled")
+    return next(
+        row
+        for row in rows
+        if row["provider"] == f"plain{end}" and all(row.get(k) == ours.get(k) for k in keys)
+    )
+
+
+def drift(results: Path) -> str:
+    """The error of the KL gradient, by how far the student is from its teacher."""
+    rows = [row for row in rows_of(results, "exactness") if "drift" in row]
+    found = {(row["drift"], row["dtype"], row["what"]): f"{row['error']:.1e}" for row in rows}
+    ways = [
+        (dtype, f"linear loss, {who}")
+        for dtype in ("float32", "bfloat16")
+        for who in ("growkern", "plain")
+    ]
+    lines = [
+        [f"{one:.0%}", *(found[(one, *way)] for way in ways)]
+        for one in dict.fromkeys(row["drift"] for row in rows)
+    ]
+    names = ("`linear_kl_mlm_loss`", "plain PyTorch")
+    return table(
+        ["drift", *(f"{dtype}, {x}" for dtype in ("float32", "bfloat16") for x in names)], lines
+    )
+
+
+def top_k(results: Path) -> str:
+    """What the loss sees of a teacher of which k tokens are kept."""
+    rows = rows_of(results, "topk")
+    by = {(row["student"].split()[0], row["T"], row["k"]): row for row in rows}
+    lines = []
+    for _, T, k in (key for key in by if key[0] == "grown"):
+        both = [by[student, T, k] for student in ("grown", "random")]
+        seen = [f"{1 - row['KL left out'] / row['KL, nats']:.0%}" for row in both]
+        errors = [f"{row['gradient error']:.0%}" for row in both]
+        wrong = [f"{row['renormalised']:.1f} x" for row in both]
+        mass = f"{both[0]['teacher mass']:.0%}"
+        lines.append([f"{T:g}", str(k), str(both[0]["bytes/row"]), mass, *seen, *errors, *wrong])
+    students = ("grown", "random")
+    ends = ("KL seen", "gradient error", "renormalised")
+    head = ["temperature", "k", "bytes a row", "mass kept"]
+    return table([*head, *(f"{end}, {who}" for end in ends for who in students)], lines)
+
+
+# ------------------------------------------------------------------------- optimizer
+
+
+def growth_adamw(results: Path) -> str:
+    """GrowthAdamW beside PyTorch's fused AdamW."""
+    document = quotable(results / "growth_adamw.json")
+    lines = [
+        [
+            f"{row['growth']}, {row['dtype']}, {row['optimizer']}",
+            f"{row['times fused AdamW']:.2f}",
+            f"{row['extra MiB']:.1f}",
+        ]
+        for row in document.get("rows", [])
+        if row["optimizer"].startswith("GrowthAdamW")
+    ]
+    threads = document.get("machine", {}).get("threads", "?")
+    head = [f"a step over a GPT-2 of 2 layers x 768, {threads} threads"]
+    return table([*head, "times AdamW(fused=True)", "extra memory, MiB"], lines)
