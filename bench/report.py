@@ -29,7 +29,9 @@ from bench.shared import tables
 from bench.shared.pictures import demo_table, draw, draw_demo
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
 from growkern.families.load import load_family, supported_families
+from growkern.growth.plan.advice import measured as measurements
 from growkern.growth.plan.target import growable_fields
+from growkern.package import parse_toml
 
 NOTHING = "not measured yet"
 # the README and the pages of the documentation
@@ -303,8 +305,20 @@ def measured(results: Path) -> str:
     return table(["measured", "growkern", "beside it"], lines)
 
 
+def papers(results: Path) -> str:
+    """The table of what others measured, which `growkern plan` shows too."""
+    rows = parse_toml(Path(measurements.__file__).with_name("measurements.toml").read_text())
+    lines = [
+        [row["axes"], row["setting"], row["figure"], row["citation"]]
+        for row in rows["measurement"]
+        if row["citation"] != "own runs"
+    ]
+    return table(["grown in", "models", "FLOPs saved", "paper"], lines)
+
+
 BLOCKS = {
     "measured": measured,
+    "papers": papers,
     "demo": demo_table,
     "families": families,
     "expand": tables.expand,
