@@ -1,6 +1,7 @@
 """The first things that a newcomer uses: import, public names, versions."""
 
 import ast
+import importlib
 import importlib.metadata
 import os
 import re
@@ -14,10 +15,11 @@ import transformers
 from packaging.requirements import Requirement
 
 import growkern
-from growkern.families.load import tomllib
+from growkern.package import parse_toml
 
 ROOT = Path(growkern.__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+PROJECT = parse_toml((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_a_message_holds_two_of_the_longest_paths():

@@ -8,8 +8,9 @@ import torch
 import transformers
 
 from growkern.errors import GrowthError
-from growkern.families.load import load_family, parse_family, supported_families, tomllib
+from growkern.families.load import load_family, parse_family, supported_families
 from growkern.families.model import ModelSpec
+from growkern.package import parse_toml
 
 # every size differs, so that two axes cannot be confused
 BERT = {
@@ -166,7 +167,7 @@ def test_a_class_knows_the_sizes_its_tensors_have(model_type):
 def bert_table():
     from importlib import resources
 
-    return tomllib.loads((resources.files("growkern.families") / "bert.toml").read_text())
+    return parse_toml((resources.files("growkern.families") / "bert.toml").read_text())
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from growkern.families.load import tomllib
+from growkern.package import parse_toml
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETTINGS = parse_toml((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]

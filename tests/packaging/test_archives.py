@@ -1,5 +1,6 @@
 """The source archive and the wheel without the compiled library, built from it, offline."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from growkern.families.load import tomllib
 from tests.packaging.project import PROJECT, ROOT, SETTINGS
 
 NAME = f"{PROJECT['name']}-{PROJECT['version']}"
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 EXCLUDED = tuple(SETTINGS["tool"]["scikit-build"]["sdist"]["exclude"])
 WHEEL = """
 from scikit_build_core.build import build_wheel

@@ -20,8 +20,8 @@ from growkern.growth.plan.advice import measured
 from growkern.growth.plan.advice.notes import MOST_WARNINGS
 from growkern.ops.backend import native
 from growkern.package import parse_toml
-from growkern.train.flops import ModelCost
-from growkern.train.sub_model import find_stacks
+from growkern.train.model.flops import ModelCost
+from growkern.train.model.sub_model import find_stacks
 from growkern.units import human
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_families import CASES
