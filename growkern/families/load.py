@@ -97,9 +97,6 @@ def _rows(where: str, table: Mapping[str, Any], placement: str) -> Iterator[Row]
 def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     """Make a `Family` from a parsed TOML table.
 
-    Args:
-        where: name of the table, for error messages.
-
     Raises:
         GrowthError: an unknown key or value, or a stack, space, size or part that is used but not
             defined.

@@ -128,11 +128,7 @@ class Refusal:
     why: str
 
     def check(self, config: Any) -> None:
-        """Refuse a config that has this value.
-
-        Raises:
-            GrowthError: the config has it.
-        """
+        """Refuse a config that has this value."""
         if getattr(config, self.field, None) == self.value:
             raise GrowthError(f"config.{self.field}={self.value}: {self.why}")
 

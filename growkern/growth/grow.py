@@ -297,11 +297,7 @@ def carry_out(
 
     Args:
         make_plan: makes the plan; called after the target directory was checked.
-        settings: further settings that decide the target's bytes.
         source_dir, ..., moments: as in `grow_checkpoint`.
-
-    Raises:
-        GrowthError: as in `grow_checkpoint`.
     """
     start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)

@@ -69,7 +69,6 @@ def history_in(directory: Path | None, config: Any) -> History:
 
     Args:
         directory: of its weights; None if it is not known.
-        config: of the model.
     """
     file = (directory or Path()) / LINEAGE_FILE
     try:

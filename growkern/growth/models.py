@@ -39,10 +39,6 @@ def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
 
     Weights that the model ties are still separate tensors: call `tie` if needed.
 
-    Args:
-        spec: of the model.
-        dtype: dtype of the weights; default as in the config.
-
     Raises:
         GrowthError: transformers cannot build the class with this config.
     """

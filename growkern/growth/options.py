@@ -162,10 +162,6 @@ UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 def parse_size(name: str, value: int | str) -> int:
     """Bytes, from a number or from a text such as "512MB" (10^6) or "1GiB" (2^30).
 
-    Args:
-        name: name of the option, for errors.
-        value: number or text.
-
     Raises:
         GrowthError: `value` is neither a number nor such a text, or is not positive.
     """

@@ -27,7 +27,6 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
 
     Raises:
         FileExistsError: the new name is taken.
-        OSError: the disk failed.
     """
     try:
         _renameat2(name, folder, new_name, new_folder, RENAME_NOREPLACE)
@@ -120,9 +119,6 @@ def move(path: Path, place: Path) -> None:
     """Rename a file or directory. One that has the new name gets the old name, in the same step.
 
     Where the system cannot do that, the one that is there moves beside the other one first.
-
-    Raises:
-        OSError: the disk failed.
     """
     with _opened(path.parent) as here, _opened(place.parent) as there:
         try:
@@ -149,10 +145,6 @@ def open_ours(path: Path, *, private: bool) -> int:
 
     Args:
         private: take the rights of everybody else away.
-
-    Raises:
-        GrowthError: it is a link, a file, or another user's.
-        OSError: it does not exist, or cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -83,9 +83,6 @@ class Lock:
     def release(self, *, remove: bool = True) -> None:
         """Let the next process in; without effect where the lock is not held.
 
-        Args:
-            remove: delete the file as well.
-
         Raises:
             OSError: the file cannot be deleted; the lock is released.
         """

@@ -44,9 +44,6 @@ def sweep(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
     """Finish or undo the unfinished work of a killed process beside a target, and tidy up.
 
     Unfinished new contents are kept for a resume.
-
-    Raises:
-        GrowthError: as `Workplace`.
     """
     left = workplace_of(target, kind), lock_file_of(target)
     if any(map(os.path.lexists, left)):
@@ -59,9 +56,6 @@ def check_space(target: Path, kind: str, size: int) -> None:
 
     Args:
         size: bytes to be written. What an interrupted run has reserved counts as free.
-
-    Raises:
-        GrowthError: they do not fit.
     """
     parent = target.parent
     while not parent.exists():
@@ -213,7 +207,6 @@ class Workplace:
         Raises:
             GrowthError: there is a target that must not be replaced. It is unchanged, and the
                 finished work is kept.
-            OSError: the disk failed.
         """
         sync_tree(self.new)
         self._is_finished = True
@@ -323,11 +316,7 @@ class Workplace:
             ) from error
 
     def _undo(self, number: int) -> None:
-        """Put the old contents back, because they must not be replaced.
-
-        Raises:
-            GrowthError: always.
-        """
+        """Put the old contents back, because they must not be replaced."""
         self._is_published = False
         is_ours = inode(self.target.name, self._parent) == number
         if not is_ours or not exchange(OLD, self._here, self.target.name, self._parent):

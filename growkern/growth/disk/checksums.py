@@ -127,9 +127,6 @@ def refuse_changed(file: Path) -> None:
 
     Args:
         file: in the directory of a grown checkpoint. Without a record beside it, nothing is known.
-
-    Raises:
-        GrowthError: its checksum is not the recorded one, or the record cannot be read.
     """
     record = file.with_name(CHECKSUMS_FILE)
     if not record.is_file():
@@ -166,7 +163,6 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     of weights is reported too, because a loader may read it. Other files may be added.
 
     Args:
-        directory: of the grown checkpoint.
         source: the directory it was grown from, its tensors to be compared too; None: it is not
             there.
 

@@ -79,9 +79,6 @@ def complete(
     """Write config, index and companion files beside the weights in `directory`.
 
     Args:
-        model: the model that the weights belong to.
-        dtype: of the weights.
-        layout: the files of the weights.
         beside: the checkpoint to copy companion files from, or a subdirectory of it.
         source: that the model was grown from; None: it was not grown.
 

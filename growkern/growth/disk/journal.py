@@ -62,7 +62,6 @@ class Journal:
 
         Raises:
             GrowthError: the journal belongs to other work.
-            OSError: the disk failed.
         """
         self.marks: dict[Mark, str] = {}
         self.source_checksums: dict[str, str] = {}
@@ -92,22 +91,14 @@ class Journal:
                 self.source_checksums[name] = fields[0]
 
     def add(self, marks: Mapping[Mark, str], source_checksums: Mapping[str, str]) -> None:
-        """Note rows that are on disk, and the source tensors they were made of.
-
-        Raises:
-            OSError: the disk failed, now or at an earlier append.
-        """
+        """Note rows that are on disk, and the source tensors they were made of."""
         sources = [["source", *item] for item in source_checksums.items()]
         self._append([*sources, *(["target", *mark, total] for mark, total in marks.items())])
         # only now that it is on disk: callers do not note a tensor again that is in here
         self.source_checksums.update(source_checksums)
 
     def lose(self, mark: Mark) -> None:
-        """Note that rows of an earlier run are damaged, before they are written again.
-
-        Raises:
-            OSError: the disk failed, now or at an earlier append.
-        """
+        """Note that rows of an earlier run are damaged, before they are written again."""
         self._append([["lost", *mark]])
 
     def _append(self, lines: Iterable[object]) -> None:

@@ -140,11 +140,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def check_modules(plan: Blueprint) -> None:
-    """Refuse, before any work, modules that cannot be carried over to the target of a plan.
-
-    Raises:
-        GrowthError: as `read_modules`; or the pooling has another width than the model.
-    """
+    """Refuse, before any work, modules that cannot be carried over to the target of a plan."""
     if plan.source.directory is None:
         return
     directory = config_directory(plan.source.directory)
@@ -155,12 +151,7 @@ def check_modules(plan: Blueprint) -> None:
 
 
 def write_modules(plan: Blueprint, target: Path) -> None:
-    """Write the modules of a grown checkpoint beside its transformer, with (1) if it is wider.
-
-    Args:
-        plan: that was carried out.
-        target: the grown checkpoint.
-    """
+    """Write the modules of a grown checkpoint beside its transformer, with (1) if it is wider."""
     if plan.source.directory is None:
         return
     directory = config_directory(plan.source.directory)
@@ -187,11 +178,6 @@ def fold_modules(directory: Path, target: Path, space: Space) -> None:
 
     Args:
         directory: the grown checkpoint, or one trained from it.
-        target: the folded checkpoint.
-        space: of the hidden states.
-
-    Raises:
-        GrowthError: as `read_modules`.
     """
     modules = read_modules(directory)
     config, modes = _pooling(directory, modules[1], space.target, space.source)

@@ -53,7 +53,6 @@ def lay_out(
 
     Args:
         shapes: of every tensor, in the model's order.
-        dtype: of all of them.
         max_shard_size: bytes of tensors in one file; a larger tensor gets a file of its own.
         stored: name -> name in files, where they differ.
     """

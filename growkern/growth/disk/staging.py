@@ -18,19 +18,12 @@ def staging(target: Path, *, resume: bool) -> workplace.Workplace:
 
     Args:
         resume: continue the unfinished work of an interrupted run.
-
-    Raises:
-        GrowthError: as `growkern.publish.workplace.Workplace`.
     """
     return workplace.Workplace(target, KIND, may_replace, resume=resume)
 
 
 def sweep(target: Path) -> None:
-    """Tidy up beside a target after a killed process.
-
-    Raises:
-        GrowthError: as `growkern.publish.workplace.Workplace`.
-    """
+    """Tidy up beside a target after a killed process."""
     workplace.sweep(target, KIND, may_replace)
 
 
@@ -40,12 +33,7 @@ def may_replace(directory: Path) -> bool:
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Refuse a target that may not be made or replaced.
-
-    Raises:
-        GrowthError: it exists and `overwrite` is off; it is not a checkpoint; or one of the two
-            directories lies inside the other.
-    """
+    """Refuse a target that may not be made or replaced."""
     source = source.resolve()
     if source in target.parents:
         raise GrowthError(

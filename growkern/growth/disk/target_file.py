@@ -71,11 +71,7 @@ class TargetFile:
         return done
 
     def sync(self) -> None:
-        """Return when all that was written before is on disk.
-
-        Raises:
-            OSError: the disk failed. What was written since the last sync counts as lost.
-        """
+        """Return when all that was written before is on disk."""
         os.fdatasync(self._cached)
 
     def close(self) -> None:
@@ -113,11 +109,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def reserve(file: int, size: int) -> None:
-    """Give an open file its size, and its space too, so that a full disk shows at the start.
-
-    Raises:
-        OSError: the disk is full, or failed.
-    """
+    """Give an open file its size, and its space too, so that a full disk shows at the start."""
     os.ftruncate(file, size)
     # not posix_fallocate: where the file system cannot reserve, it writes every block once
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)

@@ -99,7 +99,6 @@ def write_archive(state: Any, file: Path, pieces_of: Callable[[Tensor], Iterable
 
     Args:
         state: tensors in nested containers. Each tensor gets a storage of its own.
-        file: file to create.
         pieces_of: returns the values of a meta tensor as consecutive contiguous pieces, in its
             dtype.
 

@@ -30,11 +30,7 @@ NO_RULE = "growkern grows only the state of Adam, AdamW and Muon"
 
 
 def check_moments(moments: str) -> None:
-    """Refuse a `moments` that is not one of `CHOICES`.
-
-    Raises:
-        GrowthError: it is none of them.
-    """
+    """Refuse a `moments` that is not one of `CHOICES`."""
     if moments not in CHOICES:
         raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
 
@@ -43,9 +39,6 @@ def check_state_dict(state_dict: Any) -> None:
     """Refuse a state that is not in the form of `optimizer.state_dict()`.
 
     `check_entries` checks the states of single parameters.
-
-    Raises:
-        GrowthError: it has another form.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise GrowthError(
@@ -113,12 +106,7 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
     """Refuse settings of a loaded group that `GrowthAdamW` cannot follow.
 
     Args:
-        number: of the group, for errors.
-        group: its settings.
         entries: the loaded states of its parameters; empty if a parameter has none.
-
-    Raises:
-        GrowthError: there is such a setting, or a moment that it needs is missing.
     """
     what = f"the loaded group {number}"
     if any(entries):
@@ -132,15 +120,7 @@ def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[
 
 
 def check_group(what: str, group: Mapping[str, Any]) -> None:
-    """Refuse settings of a group that `GrowthAdamW` cannot follow.
-
-    Args:
-        what: names the group, for errors.
-        group: its settings.
-
-    Raises:
-        GrowthError: there is such a setting.
-    """
+    """Refuse settings of a group that `GrowthAdamW` cannot follow."""
     if _is_coupled(group):
         raise GrowthError(
             f"{what} is of torch.optim.Adam with weight_decay={group['weight_decay']}, which is "
@@ -172,24 +152,13 @@ def _refuse_rectified(what: str, group: Mapping[str, Any]) -> None:
 
 
 def check_kind(group: Mapping[str, Any], name: str, entry: Any) -> None:
-    """Refuse the momentum of SGD, which the state of Muon looks like.
-
-    Raises:
-        GrowthError: the entry has a momentum, and its group is not of Muon.
-    """
+    """Refuse the momentum of SGD, which the state of Muon looks like."""
     if isinstance(entry, Mapping) and MUON in entry and "ns_coefficients" not in group:
         raise GrowthError(f"{name}: no rule for the optimizer's {MUON!r}; {NO_RULE}")
 
 
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
-    """Refuse a state that is not one of Adam or Muon, or does not fit its parameter.
-
-    Args:
-        state: state of each source parameter, by the parameter's name.
-
-    Raises:
-        GrowthError: there is such a state.
-    """
+    """Refuse a state that is not one of Adam or Muon, or does not fit its parameter."""
     for name, entry in state.items():
         if not isinstance(entry, Mapping):
             raise GrowthError(
@@ -237,10 +206,6 @@ def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> No
 def count_of(name: str, value: Any) -> Tensor:
     """A step count as a tensor of one number.
 
-    Args:
-        name: parameter name, for errors.
-        value: number, or tensor of one number.
-
     Raises:
         GrowthError: `value` is not a single number of 0 or more.
     """
@@ -261,10 +226,6 @@ def count_of(name: str, value: Any) -> Tensor:
 
 
 def check_planned_shape(name: str, found: Iterable[int], planned: Iterable[int]) -> None:
-    """Refuse a parameter whose shape is not that of the plan.
-
-    Raises:
-        GrowthError: the shapes differ.
-    """
+    """Refuse a parameter whose shape is not that of the plan."""
     if tuple(found) != tuple(planned):
         raise GrowthError(f"{name} has shape {list(found)}, but the plan says {list(planned)}")

@@ -54,11 +54,7 @@ class CombinedOptimizer(Optimizer):
         """Ignored: PyTorch's constructor sets an empty state."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in PyTorch's constructor only.
-
-        Raises:
-            GrowthError: it is called later.
-        """
+        """As in PyTorch's constructor only."""
         if self.optimizers:
             raise GrowthError("add the group to one of the optimizers before they are combined")
         super().add_param_group(param_group)

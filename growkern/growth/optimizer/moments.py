@@ -309,16 +309,7 @@ def grow_moment(
 
 
 def check_values(name: str, key: str, values: Tensor) -> None:
-    """Refuse values that Adam never writes: NaN, Inf, a negative mean of squares.
-
-    Args:
-        name: the source's parameter, for the error.
-        key: which moment.
-        values: the moment or a part of it, saved or grown.
-
-    Raises:
-        GrowthError: there is such a value.
-    """
+    """Refuse values that Adam never writes: NaN, Inf, a negative mean of squares."""
     if not values.numel():
         return
     low, high = (x.item() for x in values.aminmax())

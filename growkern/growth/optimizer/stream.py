@@ -53,10 +53,8 @@ class OptimizerStream:
         """Read the whole file once to check it; nothing is written.
 
         Args:
-            plan: the growth of the weights.
             path: the optimizer file, or a directory with an optimizer.pt.
             moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
-            memory_limit: bytes.
 
         Raises:
             GrowthError: the file is damaged, does not fit the model, or holds values that no

@@ -237,7 +237,6 @@ def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor
 
     Args:
         role: "write" or "read".
-        name: of the axis's space.
 
     Returns:
         (target,) int64.

@@ -373,8 +373,6 @@ def _whole(index: torch.Tensor, factor: torch.Tensor, is_split: bool) -> torch.T
     """The factor of every target entry, or that of all copies of its source entry together.
 
     Args:
-        index: source entry of every target entry, int64.
-        factor: of every target entry, float64.
         is_split: True if copies are shares that add up bit for bit (`shares.take_shares`).
     """
     if not is_split:

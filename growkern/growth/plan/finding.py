@@ -49,7 +49,6 @@ def says_something(bound: float, size: float = 1.0, asked: float = 0.0) -> bool:
     """True if a bound is small enough for the word "approximate".
 
     Args:
-        bound: of an error.
         size: an error that leaves nothing of the source: 1 for relative errors. A bound that is not
             below it holds for a model that knows nothing too.
         asked: the part of the bound that the target's sizes cost in any dtype and for any weights.

@@ -241,9 +241,6 @@ def check_structure(plan: Blueprint) -> None:
 
     ELECTRA, for example, projects its embeddings only where their size differs from the hidden
     size, so a larger hidden size may lose the projection.
-
-    Raises:
-        UnfitError: the message names the tensor and the condition in the family's table.
     """
     if plan.options.is_baseline:
         return

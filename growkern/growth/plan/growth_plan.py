@@ -164,11 +164,7 @@ class GrowthReport:
 
 
 def check_plan(plan: Any) -> None:
-    """Refuse an argument in a plan's place that is none, such as the model itself.
-
-    Raises:
-        GrowthError: it is no plan.
-    """
+    """Refuse an argument in a plan's place that is none, such as the model itself."""
     check_kind("plan", plan, GrowthPlan, "the plan of the growth, model.growth_plan")
 
 

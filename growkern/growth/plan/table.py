@@ -41,7 +41,6 @@ def plan_table(
         findings: of `growkern.growth.plan.exactness.findings`.
         numbers: of `growkern.growth.plan.pieces.estimate`, for `ranks` processes.
         measured: of `growkern.growth.plan.advice.measured.measurements`, if they are asked for.
-        notes: one sentence each.
     """
     maps = _table("maps", "space", "source", "target", "copies", "extra")
     for name, row in plan.maps().items():
@@ -53,7 +52,7 @@ def plan_table(
         level = Text(finding.level, style=LEVEL_STYLE[finding.level])
         kept.add_row(finding.what, level, finding.why)
     layers = [Text(line) for line in _layer_lines(plan)]
-    parts = [_sizes(plan), maps, *layers, kept, _cost(numbers, ranks)]
+    parts: list[Any] = [_sizes(plan), maps, *layers, kept, _cost(numbers, ranks)]
     if numbers["flops"]:
         parts.append(_training(numbers))
         parts.append(_measured(measured))

@@ -72,9 +72,6 @@ def sized_target(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int])
     Args:
         asked: the sizes that the user gave, of `asked_sizes`.
         sizes: all sizes to set, such as `completed` gives.
-
-    Raises:
-        GrowthError: as in `resolve_target`.
     """
     large = small.with_config(_with_sizes(small, sizes))
     _check_sizes(small, large, asked)
@@ -89,7 +86,6 @@ def finish_target(
     Args:
         large: from `resolve_target`.
         layer_map: source layer of every target layer, of the stack that `per_layer` lists follow.
-        dtype: of the target's weights.
 
     Raises:
         GrowthError: sizes that the config class refuses; rotary positions that cannot grow to the
@@ -132,7 +128,6 @@ def follow_heads(
     where that would round weights in 16 bits, which are copied otherwise.
 
     Args:
-        dtype: of the target's weights.
         always: also where weights are rounded.
     """
     field = small.family.attention.field

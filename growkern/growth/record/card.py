@@ -101,10 +101,6 @@ def write_card(text: str, directory: Path) -> None:
     """Write `README.md` into `directory`, unless somebody else wrote or edited the one there.
 
     Of such a file only the sentences that `note_training` changes are brought up to date.
-
-    Args:
-        text: of `card_text`.
-        directory: the grown checkpoint.
     """
     file = directory / CARD_FILE
     if os.path.lexists(file) and not _is_unedited(_text(file)):
@@ -119,8 +115,6 @@ def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str
     Licence, languages, data sets and tags are those of the source's card.
 
     Args:
-        plan: the plan that is carried out.
-        settings: further settings of the growth.
         is_sentence: whether sentence-transformers loads the checkpoint.
     """
     name, kept = source_name(plan), _kept(plan.source.directory)

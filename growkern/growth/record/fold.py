@@ -62,9 +62,7 @@ def fold_tensor(origin: Origin, space_of: SpaceOf, grown: Tensor) -> Tensor:
     """A whole target tensor folded into the source's shape, float64.
 
     Args:
-        origin: of the tensor, from the lineage.
         space_of: returns the space of a name, for the tensor's layer.
-        grown: the target tensor.
 
     Raises:
         GrowthError: some source entry has no copy in the target (AKI).

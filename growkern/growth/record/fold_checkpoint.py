@@ -135,10 +135,6 @@ def fold(
 def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
     """Choose the target tensor that each source tensor is folded from: the first that holds it.
 
-    Args:
-        grown: the grown checkpoint.
-        small: the source, described by the config in the lineage.
-
     Returns:
         Source tensor name -> target tensor name.
 

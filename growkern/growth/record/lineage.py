@@ -145,8 +145,6 @@ def lineage_text(
     """`lineage.json` of a grown checkpoint. It does not depend on where directories are.
 
     Args:
-        plan: the plan that is carried out.
-        settings: further settings of the growth.
         files: of `source_files`, before the growth.
         trained: whether the weights were trained or changed since the growth.
     """
@@ -176,10 +174,6 @@ def keep_lineage(history: History, directory: Path) -> None:
     """Write the record of the growths of a model that may have been trained since, if it is known.
 
     A record that is in the directory stays.
-
-    Args:
-        history: of the model.
-        directory: of its weights.
     """
     last, *earlier = records_in(history) or [None]
     if isinstance(last, dict) and not (directory / LINEAGE_FILE).exists():
@@ -267,11 +261,7 @@ def read_lineage(path: Path) -> Lineage:
 
 
 def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
-    """A lineage from the content of its file.
-
-    Raises:
-        GrowthError: it is damaged.
-    """
+    """A lineage from the content of its file."""
     try:
         if missing := [name for name in NEEDED if name not in data]:
             raise ValueError(f"it has no {missing[0]!r}")
@@ -310,7 +300,6 @@ def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
     """Read the record of a grown checkpoint, which may have been trained since.
 
     Args:
-        grown: directory of the checkpoint.
         lineage: the lineage file, or a directory with it; None: that of `grown`.
 
     Raises:

@@ -38,11 +38,7 @@ def longest(source: Source) -> int:
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
-    """Refuse tokens that are not (batch, length) ids, or that the source does not accept.
-
-    Raises:
-        GrowthError: they are not.
-    """
+    """Refuse tokens that are not (batch, length) ids, or that the source does not accept."""
     vocabulary = source.spec.size("vocab")
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest(source):
         raise GrowthError(
@@ -57,7 +53,6 @@ def load_model(source: Source, given: Any) -> Any:
     """A source as a float32 model; a model that was given is returned as it is.
 
     Args:
-        source: the opened source.
         given: what it was opened from: a model, or a checkpoint directory of any format.
     """
     return as_model(source, torch.float32) if isinstance(given, (str, Path)) else given

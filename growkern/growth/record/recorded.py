@@ -71,9 +71,6 @@ def misfit(plan: GrowthPlan, model: Any) -> str | None:
 def recorded_plan(lineage: Lineage) -> GrowthPlan:
     """The plan of a lineage, made without the source. Its findings cannot be asked for.
 
-    Args:
-        lineage: of the grown checkpoint.
-
     Raises:
         GrowthError: this version of growkern draws other maps than the one that grew the model.
     """

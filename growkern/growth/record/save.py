@@ -41,8 +41,6 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
     other; a record that is in the directory then stays.
 
     Args:
-        model: what the plan made.
-        plan: the plan that was carried out.
         backend: backend of the expansion kernel, or None.
         nonfinite: whether NaN and Inf in the source were grown.
     """

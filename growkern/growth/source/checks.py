@@ -30,11 +30,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:
-    """Refuse NaN and Inf in a tensor, or in this part of it.
-
-    Raises:
-        GrowthError: it has one.
-    """
+    """Refuse NaN and Inf in a tensor, or in this part of it."""
     if _is_finite(tensor):
         return
     bad = int((~torch.isfinite(tensor)).sum())
@@ -49,9 +45,6 @@ def refuse_overflow(name: str, tensor: Tensor) -> None:
 
     They overflow if they are converted to a narrower dtype, or if a copy gets more than the whole
     weight, as with `routing` above 1.
-
-    Raises:
-        GrowthError: there is one.
     """
     if _is_finite(tensor):
         return
@@ -65,12 +58,7 @@ def refuse_overflow(name: str, tensor: Tensor) -> None:
 
 
 def check_number_of_tensors(model: ModelSpec, found: int, where: str) -> None:
-    """Refuse a checkpoint with far more tensors than its model: names are compared one by one.
-
-    Args:
-        found: how many tensors the checkpoint has.
-        where: the source, for error messages.
-    """
+    """Refuse a checkpoint with far more tensors than its model: names are compared one by one."""
     # old files name buffers in every layer, and tensors of other heads
     most = 4 * len(model.shapes) + 1000
     if found > most:
@@ -87,7 +75,6 @@ def check_names_and_shapes(
 
     Args:
         found: name -> shape of the source's tensors; tied ones may be missing.
-        where: the source, for error messages.
     """
     expected = model.shapes
     missing = [name for name in expected if name not in found and name not in model.ties]
@@ -113,10 +100,6 @@ def check_names_and_shapes(
 def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor]) -> ModelSpec:
     """Refuse tensors with different values that the config calls tied.
 
-    Args:
-        found: names of the source's tensors.
-        read: name -> tensor.
-
     Returns:
         The model, with heads of its own where its table lets values decide.
     """
@@ -137,11 +120,7 @@ def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor])
 
 
 def check_values(file: Path, model: ModelSpec) -> None:
-    """Refuse sizes that no model has, and activations that transformers does not know.
-
-    Args:
-        file: where the config was read from, for error messages.
-    """
+    """Refuse sizes that no model has, and activations that transformers does not know."""
     check_sizes(str(file), model)
     activation = model.family.activation
     if activation is not None:
@@ -149,11 +128,7 @@ def check_values(file: Path, model: ModelSpec) -> None:
 
 
 def check_sizes(where: str, model: ModelSpec) -> None:
-    """Refuse sizes that no model has, and models without layers.
-
-    Args:
-        where: the source, for error messages.
-    """
+    """Refuse sizes that no model has, and models without layers."""
     family = model.family
     for key in family.config:
         size, most = model.size(key), family.largest(key)

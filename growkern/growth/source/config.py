@@ -36,7 +36,6 @@ def read_config(directory: Path, *, any_family: bool = False) -> Any:
     A checkpoint of `torch.distributed.checkpoint` may have its config in the directory above.
 
     Args:
-        directory: the checkpoint.
         any_family: True: any model of transformers; False: only those that growth has a table for.
 
     Raises:
@@ -65,11 +64,7 @@ def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:
     """Refuse the raw JSON of a config that makes no model.
 
     Args:
-        file: that holds it, for error messages.
         any_family: as in `read_config`.
-
-    Raises:
-        GrowthError: it does not.
     """
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(kind, str):

@@ -57,9 +57,6 @@ def check_values(
     """Check all values of a config.
 
     Args:
-        file: that holds it, for error messages.
-        data: the JSON object.
-        config_class: of transformers, which will be made from it.
         family: of the model; None where growkern has no table for it.
 
     Raises:
@@ -78,14 +75,7 @@ def check_values(
 
 
 def check_names(file: Path, data: dict[str, Any], config_class: type) -> None:
-    """Refuse fields with the name of a method: transformers would set them in its place.
-
-    Args:
-        config_class: of transformers.
-
-    Raises:
-        GrowthError: there is one.
-    """
+    """Refuse fields with the name of a method: transformers would set them in its place."""
     for name, value in data.items():
         is_method = callable(getattr(config_class, name, None))
         if is_method or name.startswith("__") or name in OF_THE_CLASS:

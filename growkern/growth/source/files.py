@@ -118,7 +118,6 @@ def read_headers(
     A warning says so if the directory has an index that is not read.
 
     Args:
-        directory: the checkpoint.
         read_shard: file -> its headers; default: from the file, which must lie in the directory.
         is_single: whether it has a single file of weights; default: whether it lies there.
 
@@ -200,7 +199,6 @@ def read_header_bytes(file: Path) -> bytes:
 
     Raises:
         ValueError: the header would be longer than the file.
-        GrowthError: it is longer than growkern reads.
     """
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -215,15 +213,7 @@ def read_header_bytes(file: Path) -> bytes:
 
 
 def check_header_size(file: Path, length: int, size: int) -> None:
-    """Refuse a header of more bytes than growkern reads, in a file that can be whole.
-
-    Args:
-        length: of the header, bytes.
-        size: of the file.
-
-    Raises:
-        GrowthError: it has more.
-    """
+    """Refuse a header of more bytes than growkern reads, in a file that can be whole."""
     if MOST_HEADER_BYTES < length < size:
         raise GrowthError(
             f"{file}: its header has {length} bytes, more than the {MOST_HEADER_BYTES} that "
@@ -266,7 +256,6 @@ def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
     Args:
         file: the file, which is not read.
         head: its first bytes: the length of the header, and the header.
-        size: of the file, bytes.
 
     Raises:
         GrowthError: the header is damaged, or names tensors that growth cannot handle.

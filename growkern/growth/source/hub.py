@@ -126,11 +126,7 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
 
 
 def _refuse_other_names(name: str) -> None:
-    """Refuse names that mean a model on the Hub and are not its id.
-
-    Raises:
-        GrowthError: it is one; the message has the id.
-    """
+    """Refuse names that mean a model on the Hub and are not its id."""
     page, at = PAGE.fullmatch(name), ID_AT.fullmatch(name)
     if page:
         raise GrowthError(f"{page[1]} is written as an address: give its name alone, {page[1]}")
@@ -233,9 +229,6 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
 
     Args:
         directory: its snapshot in the cache.
-
-    Raises:
-        GrowthError: as `read_headers`, or the Hub cannot be reached.
     """
     model = snapshot_of(directory)
 

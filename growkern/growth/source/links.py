@@ -31,11 +31,7 @@ def stays_in(file: Path, directory: Path) -> bool:
 
 
 def refuse_links_out(file: Path, directory: Path) -> None:
-    """Refuse a file that a link leads out of the checkpoint.
-
-    Raises:
-        GrowthError: it does.
-    """
+    """Refuse a file that a link leads out of the checkpoint."""
     if not stays_in(file, directory):
         raise GrowthError(
             f"{file} links to {os.path.realpath(file)}, outside of the checkpoint: replace the "

@@ -65,7 +65,6 @@ def unwrapped(model: Any, role: str = "model") -> Any:
     """The transformers model inside the wrappers of `INNER`.
 
     Args:
-        model: any object.
         role: of the model, for the message: "source".
 
     Raises:
@@ -89,11 +88,7 @@ def own_name(name: str) -> str:
 
 
 def refuse_flattened(name: str) -> None:
-    """Refuse a parameter that FSDP, version 1, has flattened.
-
-    Raises:
-        GrowthError: it is one.
-    """
+    """Refuse a parameter that FSDP, version 1, has flattened."""
     if any(part in name for part in FLATTENED):
         raise GrowthError(f"{name} is flattened by FullyShardedDataParallel: {UNFLATTEN}")
 
@@ -108,11 +103,7 @@ def class_name_of(model: Any) -> str:
 
 
 def refuse_computed(model: Any) -> None:
-    """Refuse weights that PyTorch computes from other tensors: quantised, normed or pruned ones.
-
-    Raises:
-        GrowthError: the message names the module and the call that undoes it.
-    """
+    """Refuse weights that PyTorch computes from other tensors: quantised, normed or pruned ones."""
     for name, module in model.named_modules():
         here = f"model.get_submodule({name!r})"
         if type(module).__module__.startswith(QUANTISED):
@@ -138,15 +129,8 @@ def check_live(model: Any, spec: ModelSpec) -> tuple[str, ...]:
     It warns of what the grown model will not have: hooks, and rotary frequencies that
     `model.to(dtype)` has rounded.
 
-    Args:
-        model: the model in memory.
-        spec: of its config.
-
     Returns:
         What it warns of, one line each.
-
-    Raises:
-        GrowthError: the message names the first module that differs.
     """
     with torch.device("meta"):
         fresh = untrained_model(spec)

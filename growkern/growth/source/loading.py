@@ -35,7 +35,6 @@ def load_model(
     """The model of a checkpoint directory, in evaluation mode, on the CPU.
 
     Args:
-        directory: of the checkpoint.
         dtype: of the weights; None takes the one of the checkpoint.
         attention: the attention implementation; None takes the default of transformers.
 

@@ -140,11 +140,7 @@ def refuse_files(place: str, names: Collection[str], directory: Path | None = No
 
     Args:
         place: the directory or the id on the Hub, for the message.
-        names: of the files at its top.
         directory: where its configs can be read; None: they are not here.
-
-    Raises:
-        GrowthError: it is of such a kind.
     """
     is_whole = any(fnmatch(name, pattern) for name in names for pattern in WHOLE)
     for kind in KINDS:
@@ -162,11 +158,7 @@ def refuse_files(place: str, names: Collection[str], directory: Path | None = No
 
 
 def refuse_directory(directory: Path) -> None:
-    """`refuse_files` for a directory on this machine, or for a single file.
-
-    Raises:
-        GrowthError: it is of a kind that cannot be grown.
-    """
+    """`refuse_files` for a directory on this machine, or for a single file."""
     if directory.is_file():
         refuse_files(str(directory), [directory.name])
         raise GrowthError(f"{directory} is a file: give the directory of a checkpoint")
@@ -175,11 +167,7 @@ def refuse_directory(directory: Path) -> None:
 
 
 def refuse_adapter_directory(directory: Path) -> None:
-    """Refuse a directory that holds adapters, whatever else is in it.
-
-    Raises:
-        GrowthError: it does.
-    """
+    """Refuse a directory that holds adapters, whatever else is in it."""
     if (directory / ADAPTER_FILE).is_file():
         refuse_files(str(directory), [ADAPTER_FILE], directory)
 
@@ -221,8 +209,6 @@ def quantised_advice(method: str = "", place: str = "", model_class: str = "") -
     Args:
         method: how it was quantised, by its config: "gptq". Empty: no config says it, and
             transformers cannot undo it.
-        place: the directory, if it is known.
-        model_class: of transformers.
     """
     advice = "grow the full-precision checkpoint that it was made from, and quantise the result"
     how = UNDO.get(method)
@@ -239,15 +225,7 @@ def quantised_advice(method: str = "", place: str = "", model_class: str = "") -
 
 
 def refuse_quantised(config: Any, place: str = "") -> None:
-    """Refuse the config of a quantised model.
-
-    Args:
-        config: of Hugging Face.
-        place: the directory, if it is known.
-
-    Raises:
-        GrowthError: it is one.
-    """
+    """Refuse the config of a quantised model."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return
@@ -267,11 +245,7 @@ def refuse_adapters(model: Any, role: str) -> None:
     """Refuse a model with adapters: the small model computes with the sum of both.
 
     Args:
-        model: anything.
         role: of the model, for the message: "source".
-
-    Raises:
-        GrowthError: it has adapters of PEFT.
     """
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         raise GrowthError(

@@ -92,9 +92,6 @@ class Source:
 
         Args:
             is_same: as in `Stamps.check`.
-
-        Raises:
-            GrowthError: one did.
         """
         if self.stamps is not None:
             self.stamps.check(is_same)
@@ -120,7 +117,6 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
     """Open a `PreTrainedModel` or a checkpoint directory for growth.
 
     Args:
-        source: the model or the directory.
         allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
 
     Raises:
@@ -143,11 +139,7 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
 
 
 def refuse_unreadable(source: Source) -> None:
-    """Refuse a model in memory whose weights have no values here to grow.
-
-    Raises:
-        GrowthError: one is on the meta device, or spread over processes.
-    """
+    """Refuse a model in memory whose weights have no values here to grow."""
     for name in source.dtypes if source.directory is None else ():
         tensor = source.read(name)
         if is_dtensor(tensor):

@@ -60,9 +60,6 @@ class Stamps:
         Args:
             is_same: whether the weights are those that were read. It is asked if the system changed
                 something about their files and their sizes and times are as before.
-
-        Raises:
-            GrowthError: the message names it.
         """
         now = _stamps(self.path)
         new = {name for name in now.keys() - self.found if Path(name).name in MODEL_FILES}

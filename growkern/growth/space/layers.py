@@ -80,11 +80,7 @@ def _repeats(kinds: Sequence[str], pattern: Sequence[str], period: int) -> bool:
 
 
 def refuse_unportable(small: ModelSpec, large: ModelSpec, options: GrowthOptions) -> None:
-    """Refuse sizes that some runtime would take for others, if `portable` asks for that.
-
-    Raises:
-        UnfitError: head_dim is not what runtimes compute, or rope_theta would change.
-    """
+    """Refuse sizes that some runtime would take for others, if `portable` asks for that."""
     if not options.portable:
         return
     if is_undeclared(large):

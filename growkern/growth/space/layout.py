@@ -41,8 +41,6 @@ class Layout:
     several layers (`ModelSpec.arranged_once`). Otherwise all layers share one space per name.
 
     Args:
-        small, large: source and target.
-        options: of the growth.
         dtypes: dtype of the source's weights and of the target's weights.
     """
 

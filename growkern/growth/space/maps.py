@@ -19,7 +19,6 @@ def generator(seed: int, *key: object) -> torch.Generator:
     """A separate random generator for each purpose; the order of calls does not matter.
 
     Args:
-        seed: the growth's seed.
         key: names what is drawn, such as ("noise", tensor name). A changed key changes the grown
             weights, so replaying an older lineage would give other bytes.
     """

@@ -147,7 +147,6 @@ def copies(index: Tensor, source: int, split: Tensor | None = None) -> Space:
 
     Args:
         index: source entry of every target entry, (target,) int64.
-        source: size of the source's space.
         split: relative deviation of every copy's share, from `signed_split`; None: equal shares.
     """
     share = 1 / maps.counts(index, source)
@@ -179,8 +178,6 @@ def extended(source: int, target: int, count: int, *, keeps_mean: bool) -> Space
     """Whole copies, then extra coordinates, scaled to keep the mean square or the variance.
 
     Args:
-        source, target: sizes of the space.
-        count: of the copies.
         keeps_mean: the extra coordinates carry the mean of the others; else they are 0.
     """
     extra = target - count * source
@@ -202,7 +199,6 @@ def normed(stream: Space, split: Tensor | None = None) -> Space:
     """The output of a pre-norm: copies with coefficient 1, and 0 at extra coordinates.
 
     Args:
-        stream: the space that the norm reads.
         split: as in `copies`, over all of the stream's coordinates, (target,) float64.
     """
     copy = ~stream.is_extra

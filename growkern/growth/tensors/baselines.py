@@ -38,7 +38,6 @@ def build_baseline(
     Args:
         read: returns a source tensor by name, on the CPU.
         part: one slice per axis of the target tensor.
-        out: tensor to fill, of the part's shape.
 
     Returns:
         `out`.
@@ -72,13 +71,7 @@ def _key(seed: int, name: str) -> int:
 
 
 def _tiles(where: range, size: int, length: int) -> list[tuple[int, range]]:
-    """The tiles of one axis that a range touches: number of the tile, and the range it covers.
-
-    Args:
-        where: range of the axis.
-        size: length of the axis.
-        length: length of a tile along it.
-    """
+    """The tiles of one axis that a range touches: number of the tile, and the range it covers."""
     numbers = range(where.start // length, -(-where.stop // length)) if where else range(0)
     return [(n, range(n * length, min((n + 1) * length, size))) for n in numbers]
 

@@ -26,7 +26,6 @@ def build_norm(
 
     Args:
         read: returns a source tensor by name, on the CPU.
-        backend: backend of `growkern.expand`.
 
     Returns:
         (n,) in the plan's dtype, n the target's size.

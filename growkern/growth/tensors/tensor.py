@@ -45,7 +45,6 @@ def build_tensor(
     Args:
         read: returns a source tensor by name; default: from the plan's source. Of a memory-mapped
             tensor, only the rows that the part needs are read.
-        backend: backend of `growkern.expand`.
         part: one slice per axis of the target tensor; default: all of it. A part has the same bits
             as that place of the whole tensor.
         out: tensor to fill, of the part's shape and the plan's dtype, on any device. Default: a

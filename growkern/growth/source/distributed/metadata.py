@@ -185,9 +185,6 @@ def _check(metadata: Any, size: int) -> None:
 
     Args:
         size: of the file, bytes.
-
-    Raises:
-        ValueError, AttributeError: it has such fields.
     """
     if type(metadata) is not Metadata:
         raise ValueError(f"it is a {type(metadata).__name__}")
@@ -249,11 +246,7 @@ def _share_bytes(places: Sequence[_StorageInfo]) -> bool:
 
 
 def _check_files(directory: Path, names: Iterable[str]) -> None:
-    """Refuse metadata that names files elsewhere, or something that is no file.
-
-    Raises:
-        GrowthError: it does.
-    """
+    """Refuse metadata that names files elsewhere, or something that is no file."""
     for name in sorted(names):
         if not stays_inside(name):
             raise GrowthError(

@@ -36,9 +36,6 @@ class SafeReader(FileSystemReader):
 
     A piece must hold the tensor that the metadata describes.
 
-    Args:
-        directory: of the checkpoint.
-
     Raises:
         GrowthError: the metadata cannot be read, or is damaged.
     """
@@ -90,11 +87,7 @@ class SafeReader(FileSystemReader):
         return {name: file.stat().st_size for name, file in files.items() if file.is_file()}
 
     def check_filled(self, name: str) -> None:
-        """Refuse a tensor whose pieces do not fill it, overlap, or are not in the files.
-
-        Raises:
-            GrowthError: the message names it.
-        """
+        """Refuse a tensor whose pieces do not fill it, overlap, or are not in the files."""
         stored = self.metadata.state_dict_metadata[name]
         if not isinstance(stored, TensorStorageMetadata):
             raise GrowthError(f"{Path(self.path) / METADATA_FILE}: {name} is no tensor")

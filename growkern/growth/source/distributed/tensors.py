@@ -143,9 +143,6 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Dist
 
     Everything else in the checkpoint, such as an optimizer, is ignored.
 
-    Args:
-        expected: the names of the model's tensors.
-
     Raises:
         GrowthError: metadata that cannot be read or holds unexpected classes; no tensor of the
             model.
