@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from growkern.train.loss.options import LossOptions as LossOptions
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.optimizer.options import OptimizerOptions as OptimizerOptions
+    from growkern.train.run.start import run as run
     from growkern.train.topk_teacher.distillkit import DistillKitTeacher as DistillKitTeacher
     from growkern.train.topk_teacher.served import ServedTeacher as ServedTeacher
     from growkern.train.topk_teacher.store import TeacherCache as TeacherCache
@@ -106,6 +107,7 @@ _MODULE_OF = {
     "ReplacedTokenDetection": "growkern.train.objectives.electra",
     "OptimizerOptions": "growkern.train.optimizer.options",
     "TwoStageTrainer": "growkern.train.loop.trainer",
+    "run": "growkern.train.run.start",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import examples
 import growkern
 from examples.objectives import TEXTS, make_model, make_tokenizer
+from growkern import run as train
 from growkern.cli.commands import app
 from growkern.errors import GrowthWarning
 from growkern.train.evaluation.from_file import read_arguments
-from growkern.train.run.config import load_run
-from growkern.train.run.train import train
+from growkern.train.run.file import load_run
 
 RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))
 # folder -> layers and width

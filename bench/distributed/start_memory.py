@@ -32,7 +32,7 @@ from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.run.build import build_model
-from growkern.train.run.config import (
+from growkern.train.run.file import (
     DataSection,
     ModelSection,
     OutputSection,

@@ -9,7 +9,7 @@ from typing import Any
 from bench.paper.settings import Setting
 from growkern import GrowthStep, InheritanceSchedule, TwoStageConfig
 from growkern.train.optimizer.options import OptimizerOptions
-from growkern.train.run.config import ModelSection, TeacherSection, TrainingSection
+from growkern.train.run.file import ModelSection, TeacherSection, TrainingSection
 
 SOURCE = "source"
 # the seed on which learning rates are chosen; no other run has it

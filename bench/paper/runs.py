@@ -27,12 +27,12 @@ from bench.paper.jobs import SOURCE, Job, all_needs, kept_folder
 from bench.paper.settings import Setting
 from bench.paper.systems import has_changed, run_file, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
+from growkern import run as train
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
 from growkern.errors import GrowthError
 from growkern.plot.curve import read_curve
 from growkern.train.evaluation.finetune import finetune
-from growkern.train.run.train import train
 from growkern.train.topk_teacher.header import read_header
 
 Call = Callable[[], float]

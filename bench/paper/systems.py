@@ -30,7 +30,7 @@ from bench.paper.jobs import (
 )
 from bench.paper.settings import Setting
 from growkern.train.dataset.options import DataSection
-from growkern.train.run.config import ModelSection, OutputSection, Run, load_run
+from growkern.train.run.file import ModelSection, OutputSection, Run, load_run
 from growkern.whole import write_whole
 
 

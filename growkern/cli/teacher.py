@@ -186,7 +186,7 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     from growkern.train.loss.vocabulary import check_tokenizers
     from growkern.train.model.load import load_tokenizer
     from growkern.train.run.build import with_directories
-    from growkern.train.run.config import load_run
+    from growkern.train.run.file import load_run
 
     base = file.parent
     run = with_directories(load_run(file), base)

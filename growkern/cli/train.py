@@ -33,7 +33,7 @@ def train(
     """
     from growkern.train.distributed.shard import leave_processes
     from growkern.train.run.messages import resume_command
-    from growkern.train.run.train import train as start
+    from growkern.train.run.start import run as start
     from growkern.train.safety.signals import INTERRUPTIONS, Terminated, settle
 
     silence_transformers()

@@ -16,7 +16,7 @@ from growkern.publish.calls import move
 from growkern.train.dataset.text import TokenBlocks
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.language_modeling import CausalLMCollator
-from growkern.train.run.train import train_or_resume
+from growkern.train.run.start import train_or_resume
 from growkern.train.safety.checkpoints import (
     checkpoints_in,
     close_staging,

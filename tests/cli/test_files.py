@@ -87,6 +87,6 @@ def test_a_killed_data_worker_is_one_line(run, tmp_path, monkeypatch):
     def killed(*_, **__):
         raise RuntimeError("DataLoader worker (pid(s) 123) exited unexpectedly")
 
-    monkeypatch.setattr("growkern.train.run.train.train", killed)
+    monkeypatch.setattr("growkern.train.run.start.run", killed)
     said = run("train", tmp_path / "run.toml")
     assert_bad_input(said, "a data worker was killed", f"growkern train {tmp_path}")

@@ -12,7 +12,7 @@ import pytest
 
 import growkern
 from growkern.cli.commands import app
-from growkern.train.run.config import load_run
+from growkern.train.run.file import load_run
 from tests.docs.run_blocks import blocks_of
 
 ROOT = Path(growkern.__file__).parents[1]

@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from growkern import run as train
 from growkern.publish.lock import LOCK_FILE
-from growkern.train.run.train import train
 from growkern.train.safety.checkpoints import damage
 from tests.faults.walk import CHANGES, Work, attempt_in_child, library
 from tests.train.run.test_run import save_tokenizer

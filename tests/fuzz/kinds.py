@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 import growkern
 from growkern.train.model.load import load_language_model
 from growkern.train.objectives.language_modeling import CausalLMCollator
-from growkern.train.run.config import load_run
+from growkern.train.run.file import load_run
 from tests.faults.walk import tree
 from tests.faults.work import save_source, tiny
 from tests.fuzz import mutate, readers

@@ -30,7 +30,7 @@ from growkern.growth.record.lineage import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
 from growkern.train.model.load import load_tokenizer
 from growkern.train.objectives.language_modeling import CausalLMCollator
-from growkern.train.run.config import load_run
+from growkern.train.run.file import load_run
 from growkern.train.safety.checkpoints import damage
 from growkern.train.topk_teacher.compression import read_compression
 from growkern.train.topk_teacher.schemas import SCHEMAS

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from growkern import GrowthError
+from growkern import run as train
 from growkern.train.model.head import align_labels
-from growkern.train.run.train import train
 from tests.forked_ranks import on_ranks
 from tests.train import ranks
 from tests.train.distributed import rows

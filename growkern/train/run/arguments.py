@@ -22,7 +22,7 @@ from transformers.integrations.integration_utils import (
 
 from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
-from growkern.train.run.config import OutputSection, Run, has_tensorboard
+from growkern.train.run.file import OutputSection, Run, has_tensorboard
 
 # keys of [trainer] that are keys of growkern
 OWNED = {
@@ -64,7 +64,7 @@ REFUSED = {
     "save_only_model": "a run could not be resumed",
     "remove_unused_columns": "[data] names the columns that are read",
     "local_rank": "torchrun sets it",
-    "disable_tqdm": "the command line and train(progress=...) say whether bars are shown",
+    "disable_tqdm": "the command line and growkern.run(progress=...) say whether bars are shown",
 }
 # the name on PyPI where it is another one
 PACKAGES = {

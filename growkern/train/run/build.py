@@ -25,7 +25,7 @@ from growkern.train.growth.models import Size, grown_model, later_sizes, options
 from growkern.train.growth.step import GrowthStep
 from growkern.train.model.load import load_language_model, stored_dtype
 from growkern.train.objectives.electra import ReplacedTokenDetection
-from growkern.train.run.config import Run
+from growkern.train.run.file import Run
 
 
 def with_directories(run: Run, base: Path) -> Run:

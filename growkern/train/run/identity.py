@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.train.dataset.fingerprint import fingerprint
-from growkern.train.run.config import Run
+from growkern.train.run.file import Run
 
 # settings that may change when a run is started again: they do not change the steps
 FREE = {

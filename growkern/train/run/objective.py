@@ -15,7 +15,7 @@ from growkern.train.model.load import check_fits, has_tokenizer, load_tokenizer
 from growkern.train.objectives.electra import check_pair
 from growkern.train.objectives.names import OF_TWO_STACKS, Objective, choose
 from growkern.train.objectives.span_corruption import span_counts
-from growkern.train.run.config import Run
+from growkern.train.run.file import Run
 
 
 def choose_objective(run: Run, base: Path) -> Objective:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 import transformers
 
 from growkern import GrowthError
+from growkern import run as train
 from growkern.train.dataset import together
-from growkern.train.run.train import train
 from tests.train.distributed import run_ranks
 from tests.train.tiny import VOCAB
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
+from growkern import run as train
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
-from growkern.train.run.train import train
 from tests.train.dataset.data import CLS, SEP, ids_of, in_order, texts, tokenizer, write_jsonl
 from tests.train.run.test_run import save_tokenizer
 from tests.train.test_trainer import arguments

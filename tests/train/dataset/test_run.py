@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from growkern import GrowthError
+from growkern import run as train
 from growkern.errors import GrowthWarning
-from growkern.train.run import train as module
+from growkern.train.run import start as module
 from growkern.train.run.arguments import OWNED, REFUSED, checked_arguments, reports_of
-from growkern.train.run.config import OutputSection, Run, load_run
-from growkern.train.run.train import train
+from growkern.train.run.file import OutputSection, Run, load_run
 from growkern.train.safety.signals import Terminated
 from tests.forked_ranks import on_ranks
 from tests.train.dataset import data

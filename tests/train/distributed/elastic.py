@@ -24,8 +24,8 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import TrainerCallback
 
-from growkern.train.run import train as module
-from growkern.train.run.train import train
+from growkern import run as train
+from growkern.train.run import start as module
 from growkern.train.safety import saving
 from tests import warm
 

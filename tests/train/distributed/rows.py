@@ -16,7 +16,7 @@ from growkern import TwoStageTrainer
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import make_mesh, shard
 from growkern.train.growth.step import GrowthStep
-from growkern.train.run import train as module
+from growkern.train.run import start as module
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 

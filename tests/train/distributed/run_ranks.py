@@ -10,8 +10,8 @@ import warnings
 
 from transformers import TrainerCallback
 
-from growkern.train.run import train as module
-from growkern.train.run.train import train
+from growkern import run as train
+from growkern.train.run import start as module
 from growkern.train.safety.signals import Terminated
 
 

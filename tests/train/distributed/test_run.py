@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import growkern
 from growkern import GrowthError
+from growkern import run as train
 from growkern.cli.commands import app
-from growkern.train.run.config import load_run
-from growkern.train.run.train import train
+from growkern.train.run.file import load_run
 from growkern.train.safety.export import export
 from tests.forked_ranks import on_ranks
 from tests.train.distributed import run_ranks

@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 import growkern
-from growkern.train.run.train import train
+from growkern import run as train
 from tests.growth.source.hub_server import commit_of, serving
 from tests.growth.source.test_hub import use
 from tests.train.run.test_run import RUN, workplace  # noqa: F401

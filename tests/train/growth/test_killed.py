@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from growkern import run as train
 from growkern.train.loop.growing import GrowingTrainer
-from growkern.train.run.train import train
 from tests.forked_ranks import on_ranks
 from tests.train.run.test_run import workplace  # noqa: F401
 

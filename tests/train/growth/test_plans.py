@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 
 import growkern
 from growkern import GrowthError, GrowthStep, InheritanceSchedule
+from growkern import run as train
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.record.recorded import growth_plan_of
-from growkern.train.run.train import train
 from growkern.train.safety.export import export
 from tests.forked_ranks import on_ranks
 from tests.train.growth import ranks
@@ -180,7 +180,7 @@ at_step = 5
     ],
 )
 def test_a_run_file_is_refused_before_its_data_is_read(workplace, last, message, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("growkern.train.run.train.load_data", None)
+    monkeypatch.setattr("growkern.train.run.start.load_data", None)
     text = RUN.replace('[model]\npath = "model"\n', "").replace("= true", "= false")
     (workplace / "run.toml").write_text(text + THRICE + last)
     with pytest.raises(GrowthError, match=message):

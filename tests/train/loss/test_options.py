@@ -10,7 +10,7 @@ from growkern.train.dataset.text import TokenBlocks
 from growkern.train.loss import inheritance
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
 from growkern.train.objectives.language_modeling import MaskedLMCollator
-from growkern.train.run.config import Run
+from growkern.train.run.file import Run
 from tests.forked_ranks import on_ranks
 from tests.train.loss import epochs
 from tests.train.loss.plain import plain_loss

@@ -13,7 +13,7 @@ from growkern import (
     inherited_loss,
     plan,
 )
-from growkern.train.run.train import train
+from growkern import run as train
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import batch, build, randomise

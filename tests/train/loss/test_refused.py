@@ -14,12 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
+from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.loop.checks import check_accelerator
 from growkern.train.model.load import load_tokenizer
 from growkern.train.model.sub_model import layer_stacks
-from growkern.train.run.train import train
 from growkern.train.topk_teacher.rows import ModelTeacher
 from tests.train.run.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import Batches, arguments

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from examples import objectives as example
 from examples.objectives import MODELS, make_model
 from growkern import GrowthError, ReplacedTokenDetection, grow
+from growkern import run as train
 from growkern.errors import GrowthWarning
 from growkern.plot.curve import read_curve
 from growkern.publish.manifest import differences
 from growkern.train.model.load import has_tokenizer
-from growkern.train.run.train import train
 from growkern.train.safety.export import export
 from tests.train.objectives.places import data_of, model_of, place_of, tokenizer
 

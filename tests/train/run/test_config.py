@@ -6,7 +6,7 @@ import os
 import pytest
 
 from growkern import GrowthError, OptimizerOptions, TwoStageConfig
-from growkern.train.run.config import load_run
+from growkern.train.run.file import load_run
 
 COMPLETE = """
 [model]

@@ -10,12 +10,12 @@ import transformers
 from safetensors.torch import load_file
 
 from growkern import GrowthError
+from growkern import run as train
 from growkern.publish.lock import locked
 from growkern.train.loop.progress import last_losses
 from growkern.train.run import directory as run_directory
 from growkern.train.run.arguments import training_arguments
-from growkern.train.run.config import load_runs
-from growkern.train.run.train import train
+from growkern.train.run.file import load_runs
 from tests.train.tiny import VOCAB, build
 
 RUN = """

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from growkern import GrowthError
+from growkern import run as train
 from growkern.train.dataset import fingerprint as fingerprints
 from growkern.train.dataset.fingerprint import MOST_READ, fingerprint
 from growkern.train.run.identity import changes
-from growkern.train.run.train import train
 from tests.train.run.test_run import RUN, save_tokenizer, workplace  # noqa: F401
 from tests.train.tiny import build
 
@@ -24,10 +24,10 @@ def killed(*_):
 def begun(workplace, monkeypatch):  # noqa: F811
     """A run that was killed before its first step."""
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("growkern.train.run.train._train_from", killed)
+        patched.setattr("growkern.train.run.start._train_from", killed)
         train(workplace / "run.toml", progress=False)
     assert (workplace / "out" / "run.json").is_file()
-    monkeypatch.setattr("growkern.train.run.train._train_from", killed)
+    monkeypatch.setattr("growkern.train.run.start._train_from", killed)
     return workplace
 
 
@@ -49,7 +49,7 @@ def test_another_tokenizer_of_the_same_name(workplace, monkeypatch):  # noqa: F8
     text = RUN.replace('path = "model"', 'path = "model"\ntokenizer = "words"')
     (workplace / "run.toml").write_text(text)
     save_tokenizer(workplace / "words")
-    monkeypatch.setattr("growkern.train.run.train._train_from", killed)
+    monkeypatch.setattr("growkern.train.run.start._train_from", killed)
     with pytest.raises(KeyboardInterrupt):
         train(workplace / "run.toml", progress=False)
     file = workplace / "words" / "tokenizer.json"

@@ -8,10 +8,10 @@ import torch
 import transformers
 
 from growkern import GrowthError
+from growkern import run as train
 from growkern.cli.main import main
 from growkern.errors import GrowthWarning
 from growkern.train.run.messages import resume_command
-from growkern.train.run.train import train
 from growkern.train.safety.checkpoints import checkpoints_in
 from growkern.units import human
 from tests.train.run.test_run import RUN, workplace  # noqa: F401

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from growkern import GrowthError
+from growkern import run as train
 from growkern.errors import GrowthWarning
-from growkern.train.run.train import train
 from growkern.train.safety.trainer import SafeTrainer
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import assert_same, small_model, small_trainer, weights_of

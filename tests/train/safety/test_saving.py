@@ -11,7 +11,7 @@ import torch
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
 from growkern.publish.manifest import MANIFEST
-from growkern.train.run.train import train_or_resume
+from growkern.train.run.start import train_or_resume
 from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of

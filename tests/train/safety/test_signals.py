@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerState
 
 from growkern import GrowthError
-from growkern.train.run.train import train, train_or_resume
+from growkern import run as train
+from growkern.train.run.start import train_or_resume
 from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.train.safety.signals import SignalWatch, Terminated, settle
@@ -331,7 +332,7 @@ def test_a_run_that_is_ended_by_a_signal_goes_on_where_it_was(workplace, number,
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, capsys):  # noqa: F811
     from growkern.cli.main import main
-    from growkern.train.run import train as module
+    from growkern.train.run import start as module
 
     def interrupted(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -7,9 +7,9 @@ import torch
 from typer.testing import CliRunner
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
+from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.objectives.language_modeling import MaskedLMCollator
-from growkern.train.run.train import train
 from tests.train.dataset.data import write_jsonl
 from tests.train.run.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import STAGES, arguments, losses_of

@@ -10,7 +10,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-import growkern.train.run.train as run_module
+import growkern.train.run.start as run_module
 from growkern import (
     GrowthError,
     InheritanceSchedule,
@@ -19,9 +19,9 @@ from growkern import (
     TwoStageTrainer,
     topk_kl_mlm_loss,
 )
+from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.loss.rows import count_kl_rows, first_examples, take_rows
-from growkern.train.run.train import train
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from tests.train.run.test_run import workplace  # noqa: F401

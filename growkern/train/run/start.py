@@ -1,4 +1,4 @@
-"""Trains a model as a run file says: `train(path)`.
+"""Trains a model as a run file says: `growkern.run(path)`.
 
 The output directory belongs to one run. It holds `run.json` (which run it is) and the checkpoints
 `checkpoint-<step>`, with float32 weights. At the end it also holds the trained model in the dtype
@@ -42,8 +42,8 @@ from growkern.train.run.arguments import (
     training_arguments,
 )
 from growkern.train.run.build import build_model, build_teacher, check_growths, with_directories
-from growkern.train.run.config import Run, load_runs
 from growkern.train.run.directory import begin, check_output, is_finished, is_ours
+from growkern.train.run.file import Run, load_runs
 from growkern.train.run.identity import identity_of
 from growkern.train.run.messages import (
     PRECISIONS,
@@ -73,9 +73,7 @@ from growkern.train.topk_teacher.store import TeacherCache
 from growkern.units import human
 
 
-def train(
-    path: str | Path, *, overwrite: bool = False, progress: bool = True
-) -> TrainOutput | None:
+def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> TrainOutput | None:
     """Train as a run file says, or resume the same run from its last whole checkpoint.
 
     A file with several generations trains them in turn. Those that are finished are left alone.
@@ -107,8 +105,8 @@ def train(
     with SignalWatch(f"stopped; to resume: {command}"):
         check_switches()
         result, base = None, Path(path).parent
-        for run in load_runs(path):
-            result = _train(run, base, command, overwrite=overwrite, progress=progress)
+        for one in load_runs(path):
+            result = _train(one, base, command, overwrite=overwrite, progress=progress)
         return result
 
 
