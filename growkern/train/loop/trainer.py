@@ -5,8 +5,10 @@ only on the settings and the step number. A resumed run therefore gives the same
 was never interrupted.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +18,11 @@ from transformers import TrainingArguments
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
 from growkern.train.growth.step import check_new_layers
-from growkern.train.loop.callbacks import use_own_callbacks
+from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.checks import (
     check_accelerator,
     check_arguments,
     check_block_size,
-    check_objectives,
     check_step_numbers,
     check_trained_model,
     choose_teachers,
@@ -29,25 +30,27 @@ from growkern.train.loop.checks import (
 )
 from growkern.train.loop.growing import GrowingTrainer
 from growkern.train.loop.meter import Meter
-from growkern.train.loop.passes import Passes, real_sizes
+from growkern.train.loop.objective import Objective, Plan, add_up
+from growkern.train.loop.progress import use_named_progress
+from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.batches import Batches, LabelledSteps, has_index, unchanged_random_state
 from growkern.train.loss.inheritance import InheritanceSchedule
-from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
-from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
-from growkern.train.loss.side import SideLossTrainer, check_side, side_loss_of
+from growkern.train.loss.rows import ROW_COUNTS, check_some_label
+from growkern.train.loss.side import EvaluationSums, check_side, side_loss_of
+from growkern.train.loss.streams import is_without_length, place_in_stream
 from growkern.train.loss.vocabulary import check_vocabularies
-from growkern.train.model.flops import ModelCost, Sizes, cost_of
-from growkern.train.model.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
-from growkern.train.model.load import is_causal
-from growkern.train.model.sub_model import Part, find_stacks, layer_stacks, model_depth, only
+from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
+from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer.choose import make_optimizer, plan_of_optimizer, plan_of_steps
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
-from growkern.train.safety.stream import StreamTrainer
+from growkern.train.safety.stream import reader_of
+from growkern.train.safety.workers import guard_workers
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
-class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
+class TwoStageTrainer(GrowingTrainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder
@@ -89,8 +92,6 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
     optimizer: Any
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
-    # rows with a KL term in the whole accumulated batch of all processes
-    _kl_items: Tensor | None = None
 
     def __init__(
         self,
@@ -112,16 +113,14 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
             # layers outside the sub-model get no gradient; accelerate may wrap one process too
             args.ddp_find_unused_parameters = True
         check_trained_model(model)
-        self._decoder = is_two_stacks(model)
-        self._causal = not self._decoder and is_causal(model)
         self.two_stage, self.inheritance, self.side = two_stage, inheritance, side_loss_of(model)
         self.loss = (loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
-        self._teachers = choose_teachers(inheritance, teacher)
+        teachers, tokenizer = choose_teachers(inheritance, teacher), options.get("processing_class")
         check_side(
             self.side,
             two_stage=two_stage is not None,
             teacher=inheritance is not None,
-            cached=isinstance(self._teachers, TopKTeacher),
+            cached=isinstance(teachers, TopKTeacher),
             grows=bool(options.get("growth")),
         )
         own = optimizer_options or OptimizerOptions()
@@ -129,28 +128,35 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
             plan_of_optimizer, choice=optimizer, own=own, args=args, options=options
         )
         self._make_optimizer = partial(make_optimizer, choice=optimizer, own=own, args=args)
-        self._tokenizer = options.get("processing_class")
+        self.objective = Objective(
+            model, self.loss, inheritance, teachers, tokenizer, in_stages=two_stage is not None
+        )
         self.take_model(model)
-        check_vocabularies(model, self._teachers.models, self._tokenizer, teacher_tokenizer)
-        self._teachers.freeze(model, args.device)
-        self.models_beside = self._teachers.models
+        check_vocabularies(model, teachers.models, tokenizer, teacher_tokenizer)
+        teachers.freeze(model, args.device)
+        self.models_beside = teachers.models
 
         super().__init__(model=model, args=args, **options)
         check_accelerator(self.accelerator)
-        self.two_stage = stages_in_steps(two_stage, self)
-        check_step_numbers(self, self.two_stage, inheritance, own.rewarm_steps)
-        check_new_layers(self.growth, (self.two_stage and self.two_stage.stage1_steps) or 0)
-        self.check_labels()
-        self.data_collator = self._teachers.collator(self.data_collator, self.train_dataset)
         # Trainer counts the labels of an accumulated batch if the first is true, and counts them
         # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
-        self._loss_shifts_labels = self._causal
-        self._teacher_costs = [ModelCost(one, find_stacks(one)) for one in self._teachers.models]
-        self._row_flops: Tensor | float = 0.0
-        self._passes = Passes()
-        self.meter = Meter(self.add_up)
-        use_own_callbacks(self)
+        self._loss_shifts_labels = self.objective.causal
+        if self.loss.row_weights is not None:
+            # the column is not removed from the data then
+            self.label_names = [*self.label_names, self.loss.row_weights]
+        kind = {"causal": self.objective.causal, "decoder": self.objective.decoder}
+        self.batches = Batches(self.accelerator, self.loss.row_weights, **kind)
+        self._stream, self._labelled = None, LabelledSteps()
+        self.two_stage = stages_in_steps(two_stage, self)
+        check_step_numbers(self, self.two_stage, inheritance, own.rewarm_steps)
+        check_new_layers(self.growth, (self.two_stage and self.two_stage.stage1_steps) or 0)
+        self._check_labels()
+        self.data_collator = teachers.collator(self.data_collator, self.train_dataset)
+        self.meter = Meter(partial(add_up, accelerator=self.accelerator))
+        self.add_callback(LoopCallback(self.batches, self.meter, inheritance))
+        use_safe_tensorboard(self)
+        use_named_progress(self)
 
     def take_model(self, model: Any) -> None:
         """Look at the model that will be trained from now on.
@@ -158,22 +164,103 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         Raises:
             GrowthError: it cannot be trained this way.
         """
-        check_model(model, self._causal)
-        check_head(model)
-        self._softcap = softcap_of(model)
-        self._stacks = layer_stacks(model) if self.two_stage else find_stacks(model)
-        self._layers = model_depth(self._stacks) or model.config.num_hidden_layers
-        check_block_size(self.two_stage, self._layers)
+        self.objective.take_model(model)
+        check_block_size(self.two_stage, self.objective.layers)
         self.growth_plan = self._plan_of_optimizer(model)
-        self._vocabulary = self.check_size(model)
-        self._cost = cost_of(model, self._stacks)
 
     def check_size(self, model: Any) -> int | None:
         """The columns that model and teachers share; refuses a model that does not fit them."""
-        check_objectives(self._teachers, model, self._causal)
-        return self._teachers.common_vocabulary(model, self._tokenizer)
+        return self.objective.check_size(model)
 
-    # ------------------------------------------------------------------- loss
+    # ------------------------------------------------------------------- data
+
+    def get_train_dataloader(self) -> Any:
+        """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""
+        with self._collating(self.data_collator, self.train_dataset):
+            stream = reader_of(self.train_dataset, self.args)
+            if stream is None:
+                return super().get_train_dataloader()
+            return guard_workers(stream.loader(self.data_collator, self._train_batch_size))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Trainer's, but a collator that draws masks draws the same at every evaluation."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        # of several sets Trainer gives the name
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        with self._collating(evaluation_collator(self.data_collator, dataset), dataset):
+            return super().get_eval_dataloader(eval_dataset)
+
+    @contextlib.contextmanager
+    def _collating(self, collator: Any, dataset: Any) -> Iterator[None]:
+        """While active, data loaders are made with this collator, and count the rows."""
+        own = self.data_collator
+        self.data_collator = self.batches.collator(collator, dataset)
+        try:
+            yield
+        finally:
+            self.data_collator = own
+
+    def _check_labels(self) -> None:
+        """Check that the data for training and for evaluation has labels, where it has an index.
+
+        Raises:
+            GrowthError: it has none.
+        """
+        data, weights = self.eval_dataset, self.loss.row_weights
+        sets = [(x, "evaluation") for x in (data.values() if isinstance(data, dict) else [data])]
+        for one, name in [(self.train_dataset, "training"), *sets]:
+            if not has_index(one):
+                continue
+            is_own, collator = name == "training", self.data_collator
+            collator = collator if is_own else evaluation_collator(collator, one)
+            size = self._train_batch_size if is_own else self.args.eval_batch_size
+            with unchanged_random_state():
+                check_some_label(
+                    one,
+                    self._get_collator_with_removed_columns(collator),
+                    size,
+                    weights if is_own else None,
+                    causal=self.objective.causal,
+                    name=name,
+                )
+            if is_own:
+                self.batches.unlabelled = None
+
+    # -------------------------------------------------------------- optimizer
+
+    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
+        """Trainer's, but `GrowthAdamW` for a model that was grown, and Muon if it was chosen."""
+        if self.optimizer is None:
+            free_gathered(self.model)
+            self.optimizer = self._make_optimizer(self.model, self.growth_plan)
+        return super().create_optimizer(*args, **options)
+
+    # --------------------------------------------------------------- training
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Trainer's, which resumes data without a length in the first pass only."""
+        trained = super()._init_training_state(
+            max_steps, steps_per_epoch, epochs, checkpoint, trial
+        )
+        self._stream = reader_of(self.train_dataset, self.args)
+        if self._stream is not None:
+            # it is moved to its place, and nothing is skipped
+            self._stream.start(checkpoint)
+            trained = 0, 0
+        elif checkpoint is not None and is_without_length(epochs):
+            trained = place_in_stream(checkpoint, self.args)
+        self.batches.done, self.batches.source = trained[1], self.data_collator
+        return trained
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Trainer's; the loss of steps without a label is added up."""
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._labelled.add(loss, num_items_in_batch)
+        return loss
 
     def compute_loss(
         self,
@@ -186,106 +273,42 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
 
         In evaluation mode it is the loss of the whole model without a teacher.
         """
-        inputs, training = dict(inputs), model.training
-        part, alpha = self._plan() if training else (None, 0.0)
-        targets = self.take_targets(inputs)
-        rows = self._take_rows(inputs, alpha, weighted=training)
-        inputs = inputs_of(self.model, inputs, rows.labels_BS)
-        options = self._loss_options(inputs, rows, alpha, num_items_in_batch)
-        if training:
-            options |= self.loss.arguments()
-        with only(part, self._stacks):
-            loss, parts, outputs = self._run(model, inputs, options)
-        counted = training and num_items_in_batch is not None
-        loss = self.with_side(loss, outputs, targets, counted=counted)
-        if training:
-            self._record(parts, rows, alpha, part)
-            if num_items_in_batch is not None:
-                # DDP averages the gradients, but the loss is divided by the labels of all processes
-                loss = loss * self.accelerator.num_processes
+        objective, items, accelerator = self.objective, num_items_in_batch, self.accelerator
+        if model.training:
+            plan = self._plan()
+            loss, outputs = objective.train(model, inputs, plan, items, accelerator, self.meter)
+        else:
+            loss, outputs = objective.evaluate(model, inputs, items, accelerator)
         return (loss, outputs) if return_outputs else loss
 
-    def _run(
-        self, model: Any, inputs: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[Tensor, Any, Any]:
-        """The fused loss at the model's head, the parts of the loss, and the other outputs."""
-        with self.accelerator.autocast():
-            loss_function = self._teachers.loss_function(inputs, options["alpha"])
-        seen = []
-
-        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            loss, parts = loss_function(hidden, weight, student_bias=bias, **options)
-            seen.append(parts)
-            return loss
-
-        with head_swap(self.accelerator.unwrap_model(model), loss_of):
-            outputs = model(**inputs)
-        return take_logits(outputs), seen[0], outputs
-
-    def _plan(self) -> tuple[Part | None, float]:
-        """The part that trains (None: the whole model) and the KL share of the current step."""
+    def _plan(self) -> Plan:
+        """The part that trains, and the KL share, in the current step."""
         step = self.state.global_step
-        part = self.two_stage.part(step, self._layers) if self.two_stage else None
+        part = self.two_stage.part(step, self.objective.layers) if self.two_stage else None
         part = part or self.new_part(step)
-        return part, self.inheritance.rate_at(step) if self.inheritance else 0.0
+        return Plan(part, self.inheritance.rate_at(step) if self.inheritance else 0.0)
 
-    def _take_rows(self, inputs: dict[str, Any], alpha: float, *, weighted: bool) -> LossRows:
-        """Remove the labels and row weights from a batch, and align them."""
-        kl_rows = self.inheritance.kl_rows if self.inheritance and alpha > 0 else "labels"
-        column = self.loss.row_weights
-        if column is not None and not weighted:
-            inputs.pop(column, None)
-        return take_rows(
-            inputs,
-            causal=self._causal,
-            kl_rows=kl_rows,
-            row_weights=column if weighted else None,
-            decoder=self._decoder,
-        )
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        """Trainer's; the epoch of a stream is the share of the steps that were made."""
+        if self._stream is not None:
+            self.state.epoch = self.state.global_step / self.state.max_steps
+        super()._maybe_log_save_evaluate(*args, **options)
 
-    def _loss_options(
-        self, inputs: dict[str, Any], rows: LossRows, alpha: float, items: Tensor | int | None
-    ) -> dict[str, Any]:
-        """The arguments of the loss. The counts of the rows are removed from `inputs`."""
-        counts: RowCounts | None = inputs.pop(ROW_COUNTS, None)
-        options: dict[str, Any] = rows.options() | {
-            "alpha": alpha,
-            "vocab_size": self._vocabulary,
-            "softcap": self._softcap,
-            "return_parts": True,
-        }
-        masked = isinstance(rows.kl_rows, Tensor)
-        every = self.inheritance is not None and self.inheritance.kl_rows == "all"
-        if counts is not None:
-            # rows without a term then cost nothing on a GPU
-            options["max_rows"] = max(1, counts.live if masked and every else counts.labelled)
-        if items is not None:
-            options["num_items"] = torch.as_tensor(items)
-        if alpha > 0 and self.inheritance is not None:
-            schedule = self.inheritance
-            options["temperature"] = schedule.temperature
-            options["divergence"], options["beta"] = schedule.divergence, schedule.beta
-            if masked and items is not None and self._kl_items is not None:
-                options["num_items"] = (options["num_items"], self._kl_items)
-        return options
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count the labels of a whole accumulated batch, and keep the count of its KL rows."""
-        # this may drop examples
-        items = super()._get_num_items_in_batch(batch_samples, device)
-        schedule, cached = self.inheritance, isinstance(self._teachers, TopKTeacher)
-        if batch_samples and schedule is not None and (schedule.kl_rows == "all" or cached):
-            kind: Any = {"causal": self._causal, "decoder": self._decoder}
-            rows = [count_kl_rows(batch, schedule.kl_rows, **kind) for batch in batch_samples]
-            self._kl_items = self.add_up(sum(rows, torch.zeros((), device=device)))
-        return items
-
-    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
-        """Trainer's, but `GrowthAdamW` for a model that was grown, and Muon if it was chosen."""
-        if self.optimizer is None:
-            free_gathered(self.model)
-            self.optimizer = self._make_optimizer(self.model, self.growth_plan)
-        return super().create_optimizer(*args, **options)
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of a step without repeated examples, and their labels in all processes."""
+        if self._stream is not None:
+            self._stream.skip(epoch_iterator)
+        batches = self.batches.read(epoch_iterator, num_batches, self.state)
+        if not batches:
+            return [], None
+        if self._stream is not None:
+            self._stream.note(batches)
+        self.batches.prepare(batches, self.train_dataset, self._train_batch_size)
+        items = self._get_num_items_in_batch(batches, device)
+        self.batches.look_for_labels(batches, items, self.state)
+        self._labelled.begin(items)
+        self.objective.count(batches, device, self.accelerator)
+        return batches, items
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Trainer's; a model that takes the steps of its source is clipped by its source's norm."""
@@ -295,38 +318,98 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
         self.accelerator.unscale_gradients()
         return growth_clip_norm_(model, self.args.max_grad_norm, plan=plan)
 
+    # ------------------------------------------------------------- evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Trainer's, with a mean over labels; training draws the same random numbers as without."""
+        self._sums = EvaluationSums(self.side)
+        with unchanged_random_state():
+            output = super().evaluation_loop(
+                dataloader, description, True, ignore_keys, metric_key_prefix
+            )
+        output.metrics.update(self._sums.means(metric_key_prefix))
+        sets = self.eval_dataset
+        if isinstance(sets, dict) and metric_key_prefix == f"eval_{next(iter(sets), '')}":
+            # the one that plots and the choice of the best model look at
+            output.metrics["eval_loss"] = output.metrics[f"{metric_key_prefix}_loss"]
+        return output
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a batch without a teacher. There are no logits to return."""
+        self.end_evaluation_after_signal()
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            rows = self.objective.evaluate_rows(model, inputs, self.accelerator)
+            self._sums.add(*rows, self.accelerator)
+        return rows[0].sum() / rows[1].sum().clamp(min=1), None, None
+
+    # ----------------------------------------------------------------- saving
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Trainer's; a generator gets a tokenizer of its own beside it."""
+        super()._save(output_dir, state_dict)
+        is_pair = isinstance(self.model, ReplacedTokenDetection)
+        if is_pair and self.processing_class is not None and self.args.should_save:
+            directory = Path(output_dir or str(self.args.output_dir)) / GENERATOR
+            self.processing_class.save_pretrained(directory)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Trainer's; a generator and a discriminator are in two directories."""
+        loaded = model or self.model
+        if isinstance(loaded, ReplacedTokenDetection):
+            loaded.load_both(Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if isinstance(self.model, ReplacedTokenDetection):
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
     # ---------------------------------------------------------------- records
 
-    def _record(self, parts: Any, rows: LossRows, alpha: float, part: Part | None) -> None:
-        labelled_BS = rows.labels_BS != IGNORE_INDEX
-        kl_BS = rows.kl_rows if isinstance(rows.kl_rows, Tensor) else labelled_BS
-        if rows.weights_BS is not None:
-            # the parts leave these rows out
-            labelled_BS, kl_BS = (mask & (rows.weights_BS != 0) for mask in (labelled_BS, kl_BS))
-        self.meter.add_parts(parts, labelled_BS.sum(), kl_BS.sum())
-        self.meter.add("alpha", alpha)
-        self.meter.add("depth", float(part.depth if part else self._layers))
-        live = ((labelled_BS | kl_BS) if alpha > 0 else labelled_BS).sum()
-        per_row = self._cost.head_row(train=True)
-        if alpha > 0:
-            per_row += sum(cost.head_row(train=False) for cost in self._teacher_costs)
-        self._row_flops += live * per_row
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Trainer's, and save how far this process has read the stream."""
+        super()._save_rng_state(output_dir)
+        if self._stream is not None:
+            self._stream.save(output_dir)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log a line, with the FLOPs so far and the numbers of the meter."""
+        self.store_flos()
+        logs["flops"] = self.state.total_flos
+        if "loss" in logs:
+            logs.update(self.meter.drain())
+            # of steps without a label the meter knows nothing, and Trainer counts them
+            logs["loss"] = self._labelled.corrected(logs["loss"], self.accelerator)
+        super().log(logs, start_time)
+
+    def store_flos(self) -> None:
+        """Add the FLOPs since the last call: of layers and output projection, without padding."""
+        self.current_flos += self.objective.flops.drain()
+        super().store_flos()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """0: `store_flos` counts the FLOPs of this batch with those of the others."""
-        part, alpha = self._plan()
-        batch, length = inputs[self.model.main_input_name].shape
-        counts = inputs.get(ROW_COUNTS)
-        if counts is not None and counts.is_filler:
-            return 0.0
-        self.meter.add_tokens(batch * length)
-        cost, teachers = self._cost, self._teacher_costs if alpha > 0 else []
-
-        def flops(sizes: Sizes) -> float:
-            return cost.train_of(sizes, part) + sum(one.forward_of(sizes) for one in teachers)
-
-        sizes = real_sizes(inputs, self.model.main_input_name, decoder=self._decoder)
-        self._passes.add(flops, sizes, None if counts is None else counts.pairs)
+        counts, tokens = inputs.get(ROW_COUNTS), self.model.main_input_name
+        if counts is None or not counts.is_filler:
+            plan = self._plan()
+            self.meter.add_tokens(inputs[tokens].numel())
+            self.objective.flops.add(inputs, tokens, plan.part, taught=plan.alpha > 0)
         return 0.0
 
     def flops_per_step(
@@ -345,56 +428,5 @@ class TwoStageTrainer(SideLossTrainer, StreamTrainer, GrowingTrainer):
             For "stage 1" (the mean over the depths; with two stages only), for "a full step" and
             for "the teachers" (with teachers that run only).
         """
-        rows = sequences * (decoder_length or length) * labelled
-        sizes: dict[str, Any] = {"decoder_length": decoder_length}
-        head = rows * self._cost.head_row(train=True)
-        flops = {}
-        if self.two_stage is not None and self.two_stage.stage1_steps:
-            block = self.two_stage.layers_per_block
-            depths = [min(n, self._layers) for n in range(block, self._layers + block, block)]
-            parts = [self.two_stage.part_of(depth) for depth in depths]
-            costs = [self._cost.train(sequences, length, part, **sizes) for part in parts]
-            flops["stage 1"] = sum(costs) / len(costs) + head
-        flops["a full step"] = self._cost.train(sequences, length, **sizes) + head
-        if self._teacher_costs:
-            flops["the teachers"] = sum(
-                cost.forward(sequences, length, **sizes) + rows * cost.head_row(train=False)
-                for cost in self._teacher_costs
-            )
-        return flops
-
-    def store_flos(self) -> None:
-        """Add the FLOPs since the last call: of layers and output projection, without padding."""
-        self.current_flos += self._passes.drain() + float(self._row_flops)
-        self._row_flops = 0.0
-        super().store_flos()
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log a line, with the FLOPs so far and the numbers of the meter."""
-        self.store_flos()
-        logs["flops"] = self.state.total_flos
-        if "loss" in logs:
-            logs.update(self.meter.drain())
-        super().log(logs, start_time)
-
-    # ------------------------------------------------------------- evaluation
-
-    def prediction_step(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, None, None]:
-        """The loss of a batch without a teacher. There are no logits to return."""
-        self.end_evaluation_after_signal()
-        inputs = self._prepare_inputs(inputs)
-        targets = self.take_targets(inputs)
-        rows = self._take_rows(inputs, 0.0, weighted=False)
-        inputs = inputs_of(self.model, inputs, rows.labels_BS)
-        options = self._loss_options(inputs, rows, 0.0, None) | {"reduction": "none"}
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss_BS, _, outputs = self._run(model, inputs, options)
-            labelled_B = (rows.labels_BS != IGNORE_INDEX).sum(1)
-            self.add_evaluated(loss_BS, labelled_B, outputs, targets)
-        return loss_BS.sum() / labelled_B.sum().clamp(min=1), None, None
+        count, layers = self.objective.flops.per_step, self.objective.layers
+        return count(self.two_stage, layers, sequences, length, labelled, decoder_length)

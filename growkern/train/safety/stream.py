@@ -1,9 +1,10 @@
-"""A trainer that reads a `TokenStream`, and saves with each checkpoint how far it has read."""
+"""Reads a `TokenStream`, and saves with each checkpoint how far it was read."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,42 +12,48 @@ from typing import Any
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import TrainingArguments
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthWarning
 from growkern.train.dataset.stream import PLACES, Place, PlacingCollator, Progress, TokenStream
-from growkern.train.safety.workers import guard_workers
 
 FILE = "stream_{}.json"
 # two places of some kilobytes for each data worker
 MOST_BYTES = 64_000_000
 
 
-class StreamTrainer(Trainer):
-    """A trainer whose processes read their own parts of a stream, without an end.
+class StreamReader:
+    """Reads this process's own part of a stream, without an end.
 
     Resumed on as many processes with as many data workers it reads the batches that an
     uninterrupted run would read. On others it begins a new pass through the data, with a warning.
-    Other data is read as in Trainer.
+
+    Args:
+        stream: that the run trains on.
+        args: of the trainer.
     """
 
-    data_collator: Any
-    _progress = Progress(1, 1)
-    # batches to drop when a resumed run begins
-    _to_drop = 0
+    def __init__(self, stream: TokenStream, args: TrainingArguments) -> None:
+        self._stream, self._args = stream, args
+        self._lanes = stream.lanes(args.dataloader_num_workers)
+        self._progress = Progress(stream.processes, self._lanes)
+        # batches to drop when a resumed run begins
+        self._to_drop = 0
 
-    def get_train_dataloader(self) -> Any:
-        """Like Trainer's; accelerate would divide a stream once more."""
-        stream = self.train_dataset
-        if not isinstance(stream, TokenStream):
-            return super().get_train_dataloader()
-        args = self.args
-        workers = stream.lanes(args.dataloader_num_workers) if args.dataloader_num_workers else 0
+    def loader(self, collator: Any, batch_size: int) -> Any:
+        """A data loader; accelerate's would divide the stream once more.
+
+        Args:
+            collator: makes the batches.
+            batch_size: examples per batch.
+        """
+        args = self._args
+        workers = self._lanes if args.dataloader_num_workers else 0
         loader: DataLoader[Any] = DataLoader(
-            stream,
-            batch_size=self._train_batch_size,
-            collate_fn=PlacingCollator(self.data_collator),
+            self._stream,
+            batch_size=batch_size,
+            collate_fn=PlacingCollator(collator),
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers and workers > 0,
@@ -54,7 +61,7 @@ class StreamTrainer(Trainer):
             # the loader draws a number from it, which a resumed run would draw once more
             generator=torch.Generator(),
         )
-        prepared = prepare_data_loader(
+        return prepare_data_loader(
             loader,
             device=args.device,
             num_processes=1,
@@ -62,63 +69,50 @@ class StreamTrainer(Trainer):
             put_on_device=True,
             dispatch_batches=False,
         )
-        return guard_workers(prepared)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Like Trainer's, and note how far the stream was read."""
+    def skip(self, batches: Iterator[Any]) -> None:
+        """Drop the batches that were trained on before the run was resumed."""
         while self._to_drop:
-            next(epoch_iterator)
+            next(batches)
             self._to_drop -= 1
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def note(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Note how far the stream was read for these batches."""
         for batch in batches:
             if PLACES in batch:
                 self._progress.add(batch.pop(PLACES))
-        return batches, items
 
-    def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
-    ) -> tuple[int, int]:
-        """Like Trainer's; a stream is moved to its place, and nothing is skipped."""
-        trained = super()._init_training_state(
-            max_steps, steps_per_epoch, epochs, checkpoint, trial
-        )
-        stream = self.train_dataset
-        if not isinstance(stream, TokenStream):
-            return trained
-        workers = stream.lanes(self.args.dataloader_num_workers)
-        self._progress, self._to_drop = Progress(stream.processes, workers), 0
+    def save(self, directory: str) -> None:
+        """Write how far this process has read the stream."""
+        file = Path(directory) / FILE.format(self._stream.rank)
+        file.write_text(json.dumps(self._progress.state()), encoding="utf-8")
+
+    def start(self, checkpoint: str | Path | None) -> None:
+        """Move the stream to the place of a checkpoint, or to its start."""
+        stream = self._stream
         stream.places = {}
         if checkpoint is None:
-            return trained
+            return
         file = Path(checkpoint) / FILE.format(stream.rank)
         file = file if file.is_file() else file.with_name(FILE.format(0))
         state = read_json(file, MOST_BYTES, "place in a stream")
         if self._progress.load(state):
             stream.places, self._to_drop = self._progress.starts()
-        else:
-            if self.is_world_process_zero():
-                warnings.warn(
-                    f"{checkpoint} was saved by {state['processes']} processes with "
-                    f"{state['lanes']} data workers each: with {stream.processes} and {workers} "
-                    "the stream cannot be continued where it was, so a new pass begins",
-                    GrowthWarning,
-                    stacklevel=2,
-                )
-            last = state["last"].values()
-            number = 1 + max((places["after"]["number"] for places in last), default=-1)
-            start = replace(Place(), number=number, window=state["batches"])
-            stream.places = dict.fromkeys(range(workers), start)
-        return 0, 0
+            return
+        if self._args.process_index == 0:
+            warnings.warn(
+                f"{checkpoint} was saved by {state['processes']} processes with "
+                f"{state['lanes']} data workers each: with {stream.processes} and {self._lanes} "
+                "the stream cannot be continued where it was, so a new pass begins",
+                GrowthWarning,
+                stacklevel=2,
+            )
+        last = state["last"].values()
+        number = 1 + max((places["after"]["number"] for places in last), default=-1)
+        start = replace(Place(), number=number, window=state["batches"])
+        stream.places = dict.fromkeys(range(self._lanes), start)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
-        """Like Trainer's; the epoch of a stream is the share of the steps that were made."""
-        if isinstance(self.train_dataset, TokenStream):
-            self.state.epoch = self.state.global_step / self.state.max_steps
-        super()._maybe_log_save_evaluate(*args, **options)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Like Trainer's, and save how far this process has read the stream."""
-        super()._save_rng_state(output_dir)
-        if isinstance(self.train_dataset, TokenStream):
-            file = Path(output_dir) / FILE.format(self.train_dataset.rank)
-            file.write_text(json.dumps(self._progress.state()), encoding="utf-8")
+def reader_of(dataset: Any, args: TrainingArguments) -> StreamReader | None:
+    """A reader for a stream; None for other data."""
+    return StreamReader(dataset, args) if isinstance(dataset, TokenStream) else None

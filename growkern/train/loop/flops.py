@@ -1,0 +1,147 @@
+"""Counts the FLOPs of a run by its real tokens, so that no padding is counted.
+
+The padding of a batch depends on the rows that one process gets. The FLOPs of the real tokens are
+the same on any number of processes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS
+from growkern.train.model.flops import Sizes
+from growkern.train.model.head import IGNORE_INDEX
+from growkern.train.model.sub_model import Part
+
+
+class FlopCounter:
+    """Adds up batches, and counts their FLOPs when these are asked for.
+
+    The sizes stay on the device of the batch until then: the CPU must not wait for them.
+
+    Args:
+        cost: of the model in training. Another one may take its place when the model grows.
+        teachers: the costs of the teachers that run.
+        decoder: whether the labels belong to a decoder beside an encoder.
+    """
+
+    def __init__(self, cost: Any, teachers: Sequence[Any] = (), *, decoder: bool = False) -> None:
+        self.cost, self.teachers, self.decoder = cost, teachers, decoder
+        self._waiting: list[tuple[Callable[[Sizes], float], Tensor, int | None]] = []
+        self._of_rows: Tensor | float = 0.0
+
+    def add(
+        self, inputs: Mapping[str, Any], tokens: str, part: Part | None, *, taught: bool
+    ) -> None:
+        """Add a batch that was trained on.
+
+        Args:
+            inputs: the batch.
+            tokens: the key of its tokens.
+            part: that trained.
+            taught: whether the teachers ran.
+        """
+        cost, teachers = self.cost, self.teachers if taught else ()
+
+        def flops(sizes: Sizes) -> float:
+            return cost.train_of(sizes, part) + sum(one.forward_of(sizes) for one in teachers)
+
+        counts = inputs.get(ROW_COUNTS)
+        sizes = real_sizes(inputs, tokens, decoder=self.decoder)
+        self._waiting.append((flops, sizes, None if counts is None else counts.pairs))
+
+    def add_rows(self, rows: Tensor, *, taught: bool) -> None:
+        """Add rows that reached the output projection.
+
+        Args:
+            rows: their number, 0-d.
+            taught: as in `add`.
+        """
+        teachers = self.teachers if taught else ()
+        per_row = self.cost.head_row(train=True) + sum(
+            cost.head_row(train=False) for cost in teachers
+        )
+        self._of_rows += rows * per_row
+
+    def drain(self) -> float:
+        """The FLOPs since the last call."""
+        total, self._of_rows = float(self._of_rows), 0.0
+        if not self._waiting:
+            return total
+        rows = torch.stack([sizes for _, sizes, _ in self._waiting]).tolist()
+        total += sum(
+            flops(Sizes(*row)._replace(apart=apart))
+            for (flops, _, apart), row in zip(self._waiting, rows, strict=True)
+        )
+        self._waiting.clear()
+        return total
+
+    def per_step(
+        self,
+        two_stage: TwoStageConfig | None,
+        layers: int,
+        sequences: int,
+        length: int,
+        labelled: float,
+        decoder_length: int | None = None,
+    ) -> dict[str, float]:
+        """Estimate the FLOPs of one optimizer step; see `TwoStageTrainer.flops_per_step`.
+
+        Args:
+            two_stage: None when there is no stage 1.
+            layers: of the model.
+            sequences, length, labelled, decoder_length: as there.
+        """
+        rows = sequences * (decoder_length or length) * labelled
+        sizes: dict[str, Any] = {"decoder_length": decoder_length}
+        head = rows * self.cost.head_row(train=True)
+        flops = {}
+        if two_stage is not None and two_stage.stage1_steps:
+            block = two_stage.layers_per_block
+            depths = [min(n, layers) for n in range(block, layers + block, block)]
+            parts = [two_stage.part_of(depth) for depth in depths]
+            costs = [self.cost.train(sequences, length, part, **sizes) for part in parts]
+            flops["stage 1"] = sum(costs) / len(costs) + head
+        flops["a full step"] = self.cost.train(sequences, length, **sizes) + head
+        if self.teachers:
+            flops["the teachers"] = sum(
+                cost.forward(sequences, length, **sizes) + rows * cost.head_row(train=False)
+                for cost in self.teachers
+            )
+        return flops
+
+
+def real_sizes(batch: Mapping[str, Any], name: str, *, decoder: bool) -> Tensor:
+    """The sizes of a batch without its padding: all of `Sizes` but the last, (6,) int64.
+
+    Args:
+        batch: a row without a mask counts whole. A decoder's row without a mask ends with its last
+            label.
+        name: key of the tokens.
+        decoder: whether the labels belong to a decoder beside an encoder.
+    """
+    tokens_BS = batch[name]
+    lengths_B = others_B = _lengths(batch.get("attention_mask"), torch.ones_like(tokens_BS))
+    if decoder:
+        others_B = _lengths(batch.get(DECODER_MASK), batch["labels"] != IGNORE_INDEX)
+    return torch.stack(
+        [
+            torch.tensor(len(tokens_BS), device=tokens_BS.device),
+            lengths_B.sum(),
+            others_B.sum(),
+            lengths_B.square().sum(),
+            others_B.square().sum(),
+            (lengths_B * others_B).sum(),
+        ]
+    )
+
+
+def _lengths(mask_BS: Any, marked_BS: Tensor) -> Tensor:
+    """The real tokens of each row by its mask. Without a mask a row ends with its last mark."""
+    if isinstance(mask_BS, Tensor) and mask_BS.shape == marked_BS.shape:
+        return mask_BS.ne(0).sum(1)
+    ends_S = torch.arange(1, marked_BS.shape[1] + 1, device=marked_BS.device)
+    return (marked_BS.ne(0) * ends_S).amax(1)

@@ -1,0 +1,262 @@
+"""The loss of a batch: of its labels, of teachers, and a side loss; at the depth of its step.
+
+The fused loss takes the place of the model's output projection for the span of one call, so no
+logits are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from growkern.train.loop.checks import check_objectives
+from growkern.train.loop.flops import FlopCounter
+from growkern.train.loop.meter import Meter
+from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
+from growkern.train.loss.options import LossOptions
+from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
+from growkern.train.loss.side import SideTerm, side_loss_of
+from growkern.train.model.flops import ModelCost, cost_of
+from growkern.train.model.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
+from growkern.train.model.load import is_causal
+from growkern.train.model.sub_model import Part, find_stacks, layer_stacks, model_depth, only
+from growkern.train.objectives.side_loss import SideParts
+from growkern.train.topk_teacher.teacher import TopKTeacher
+
+
+class Plan(NamedTuple):
+    """How a step trains."""
+
+    part: Part | None = None  # that trains; None: the whole model
+    alpha: float = 0.0  # share of the KL divergence
+
+
+WHOLE = Plan()
+
+
+class _Run(NamedTuple):
+    """A batch that has passed the model."""
+
+    loss: Tensor
+    rows: LossRows
+    parts: Any
+    outputs: Any
+    side: SideParts | None
+
+
+class Objective:
+    """What a model is trained and evaluated on.
+
+    Args:
+        model: in training.
+        loss: the options of the loss.
+        inheritance: when and how strongly the teachers take part.
+        teachers: that `inheritance` asks for, or none.
+        tokenizer: of the batches.
+        in_stages: whether there is a stage 1.
+
+    Attributes:
+        causal: whether the model predicts the next token.
+        decoder: whether the labels belong to a decoder beside an encoder.
+        side: the loss beside that of the labels, or None.
+        layers: of the model.
+        flops: of the steps.
+    """
+
+    # rows with a KL term in the whole accumulated batch of all processes
+    _kl_items: Tensor | None = None
+
+    def __init__(
+        self,
+        model: Any,
+        loss: LossOptions,
+        inheritance: InheritanceSchedule | None,
+        teachers: Teachers | TopKTeacher,
+        tokenizer: Any = None,
+        *,
+        in_stages: bool = False,
+    ) -> None:
+        self.loss, self.inheritance, self.teachers = loss, inheritance, teachers
+        self._tokenizer, self._in_stages = tokenizer, in_stages
+        self.decoder = is_two_stacks(model)
+        self.causal = not self.decoder and is_causal(model)
+        side = side_loss_of(model)
+        self.side = None if side is None else SideTerm(side)
+        costs = [ModelCost(one, find_stacks(one)) for one in teachers.models]
+        self.flops = FlopCounter(None, costs, decoder=self.decoder)
+
+    def take_model(self, model: Any) -> None:
+        """Look at the model that will be trained from now on.
+
+        Raises:
+            GrowthError: it cannot be trained this way.
+        """
+        check_model(model, self.causal)
+        check_head(model)
+        self._softcap = softcap_of(model)
+        self._stacks = layer_stacks(model) if self._in_stages else find_stacks(model)
+        self.layers = model_depth(self._stacks) or model.config.num_hidden_layers
+        self._vocabulary = self.check_size(model)
+        self.flops.cost = cost_of(model, self._stacks)
+
+    def check_size(self, model: Any) -> int | None:
+        """The columns that model and teachers share; refuses a model that does not fit them."""
+        check_objectives(self.teachers, model, self.causal)
+        return self.teachers.common_vocabulary(model, self._tokenizer)
+
+    # ------------------------------------------------------------------- loss
+
+    def count(self, batches: list[Any], device: Any, accelerator: Any) -> None:
+        """Count the rows of an accumulated batch that the terms beside the labels have.
+
+        Args:
+            batches: at least one, without repeated examples.
+            device: of the sums.
+            accelerator: of the trainer.
+        """
+        schedule, cached = self.inheritance, isinstance(self.teachers, TopKTeacher)
+        if self.side is not None:
+            self.side.items = add_up(self.side.count(batches).to(device), accelerator)
+        if schedule is not None and (schedule.kl_rows == "all" or cached):
+            kind: Any = {"causal": self.causal, "decoder": self.decoder}
+            rows = [count_kl_rows(batch, schedule.kl_rows, **kind) for batch in batches]
+            self._kl_items = add_up(sum(rows, torch.zeros((), device=device)), accelerator)
+
+    def train(
+        self, model: Any, inputs: Any, plan: Plan, items: Any, accelerator: Any, meter: Meter
+    ) -> tuple[Tensor, Any]:
+        """The loss of a batch in training, and the other outputs of the model.
+
+        Args:
+            model: in training, maybe wrapped.
+            inputs: the batch.
+            plan: of the step.
+            items: labels of the whole accumulated batch of all processes; None: of this batch.
+            accelerator: of the trainer.
+            meter: gets the parts of the loss.
+        """
+        run = self._run(model, inputs, plan, accelerator, items, training=True)
+        self._record(run, plan, meter)
+        if items is None:
+            return self._with_side(run), run.outputs
+        loss = run.loss
+        if self.side is not None and run.side is not None:
+            loss = self.side.added(loss, run.side, meter)
+        # DDP averages the gradients, but the loss is divided by the labels of all processes
+        return loss * accelerator.num_processes, run.outputs
+
+    def evaluate(self, model: Any, inputs: Any, items: Any, accelerator: Any) -> tuple[Tensor, Any]:
+        """The loss of a batch without a teacher, and the other outputs; arguments of `train`."""
+        run = self._run(model, inputs, WHOLE, accelerator, items)
+        return self._with_side(run), run.outputs
+
+    def evaluate_rows(
+        self, model: Any, inputs: Any, accelerator: Any
+    ) -> tuple[Tensor, Tensor, SideParts | None]:
+        """The losses (B, S) of a batch, the labels of each example (B,), and the side loss."""
+        run = self._run(model, inputs, WHOLE, accelerator, None, reduction="none")
+        return run.loss, (run.rows.labels_BS != IGNORE_INDEX).sum(1), run.side
+
+    def _with_side(self, run: _Run) -> Tensor:
+        if self.side is None or run.side is None:
+            return run.loss
+        return run.loss + self.side.mean(run.side)
+
+    def _run(
+        self,
+        model: Any,
+        inputs: Any,
+        plan: Plan,
+        accelerator: Any,
+        items: Any,
+        *,
+        training: bool = False,
+        **options: Any,
+    ) -> _Run:
+        inner, inputs = accelerator.unwrap_model(model), dict(inputs)
+        targets = None if self.side is None else self.side.take(inputs)
+        rows = self._take_rows(inputs, plan.alpha, weighted=training)
+        inputs = inputs_of(inner, inputs, rows.labels_BS)
+        options |= self._options(inputs, rows, plan.alpha, items)
+        if training:
+            options |= self.loss.arguments()
+        with accelerator.autocast():
+            loss_function = self.teachers.loss_function(inputs, plan.alpha)
+        seen = []
+
+        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            loss, parts = loss_function(hidden, weight, student_bias=bias, **options)
+            seen.append(parts)
+            return loss
+
+        with only(plan.part, self._stacks), head_swap(inner, loss_of):
+            outputs = model(**inputs)
+        loss = take_logits(outputs)
+        side = None if self.side is None else self.side.parts(outputs, targets, loss.device)
+        return _Run(loss, rows, seen[0], outputs, side)
+
+    def _take_rows(self, inputs: dict[str, Any], alpha: float, *, weighted: bool) -> LossRows:
+        """Remove the labels and row weights from a batch, and align them."""
+        kl_rows = self.inheritance.kl_rows if self.inheritance and alpha > 0 else "labels"
+        column = self.loss.row_weights
+        if column is not None and not weighted:
+            inputs.pop(column, None)
+        return take_rows(
+            inputs,
+            causal=self.causal,
+            kl_rows=kl_rows,
+            row_weights=column if weighted else None,
+            decoder=self.decoder,
+        )
+
+    def _options(
+        self, inputs: dict[str, Any], rows: LossRows, alpha: float, items: Tensor | int | None
+    ) -> dict[str, Any]:
+        """The arguments of the loss. The counts of the rows are removed from `inputs`."""
+        counts: RowCounts | None = inputs.pop(ROW_COUNTS, None)
+        options: dict[str, Any] = rows.options() | {
+            "alpha": alpha,
+            "vocab_size": self._vocabulary,
+            "softcap": self._softcap,
+            "return_parts": True,
+        }
+        masked = isinstance(rows.kl_rows, Tensor)
+        every = self.inheritance is not None and self.inheritance.kl_rows == "all"
+        if counts is not None:
+            # rows without a term then cost nothing on a GPU
+            options["max_rows"] = max(1, counts.live if masked and every else counts.labelled)
+        if items is not None:
+            options["num_items"] = torch.as_tensor(items)
+        if alpha > 0 and self.inheritance is not None:
+            schedule = self.inheritance
+            options["temperature"] = schedule.temperature
+            options["divergence"], options["beta"] = schedule.divergence, schedule.beta
+            if masked and items is not None and self._kl_items is not None:
+                options["num_items"] = (options["num_items"], self._kl_items)
+        return options
+
+    def _record(self, run: _Run, plan: Plan, meter: Meter) -> None:
+        rows, taught = run.rows, plan.alpha > 0
+        labelled_BS = rows.labels_BS != IGNORE_INDEX
+        kl_BS = rows.kl_rows if isinstance(rows.kl_rows, Tensor) else labelled_BS
+        if rows.weights_BS is not None:
+            # the parts leave these rows out
+            labelled_BS, kl_BS = (mask & (rows.weights_BS != 0) for mask in (labelled_BS, kl_BS))
+        labelled = labelled_BS.sum()
+        is_same = not isinstance(rows.kl_rows, Tensor)
+        meter.add_parts(run.parts, labelled, labelled if is_same else kl_BS.sum())
+        meter.add("alpha", plan.alpha)
+        meter.add("depth", float(plan.part.depth if plan.part else self.layers))
+        live = labelled if is_same or not taught else (labelled_BS | kl_BS).sum()
+        self.flops.add_rows(live, taught=taught)
+
+
+def add_up(x: Tensor, accelerator: Any) -> Tensor:
+    """The sum of a tensor over all processes."""
+    if accelerator.num_processes == 1:
+        return x
+    total: Tensor = accelerator.reduce(x.to(accelerator.device), "sum")
+    return total

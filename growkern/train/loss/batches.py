@@ -1,0 +1,229 @@
+"""The batches of a run: checked, counted on the CPU and never repeated."""
+
+import contextlib
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from growkern.errors import GrowthError, GrowthWarning
+from growkern.train.loss.rows import (
+    EXAMPLES_TO_SEARCH,
+    ROW_COUNTS,
+    CountingCollator,
+    check_keys,
+    count_rows,
+    examples_in_last_batch,
+    first_examples,
+)
+from growkern.train.loss.streams import are_sent, check_stream, examples_in_last_sent
+from growkern.train.objectives.language_modeling import IndexedDataset
+
+NO_DATA = "Batch does not contain any data"
+
+
+class Batches:
+    """Prepares the batches of a training loop.
+
+    Without dropout, several processes then compute what one process would, up to rounding. This
+    holds at the end of an epoch too: examples that accelerate repeats there are dropped. A data set
+    without a length is read again from its start when it ends. Its last batches are left out if
+    they do not fill an accumulated batch.
+
+    Args:
+        accelerator: of the trainer.
+        row_weights: key of the row weights; None without them.
+        kind: whether the model is `causal` and a `decoder`, see `growkern.train.loss.rows`.
+
+    Attributes:
+        unlabelled: examples without a single label so far; None once a label was seen.
+        done: batches that were read in this pass through the data, skipped ones included.
+        source: the collator of the run without the count.
+    """
+
+    def __init__(self, accelerator: Any, row_weights: str | None = None, **kind: bool) -> None:
+        self._accelerator, self._row_weights, self._kind = accelerator, row_weights, kind
+        self.unlabelled: int | None = 0
+        self.done = 0
+        self.source: Any = None
+
+    def collator(self, collator: Any, dataset: Any) -> Any:
+        """A collator that counts the rows too, if they are not counted when they arrive.
+
+        Raises:
+            GrowthError: examples of this data set would count more than once.
+        """
+        check_stream(dataset, self._accelerator)
+        # accelerate can send tensors alone
+        sent = are_sent(dataset, self._accelerator)
+        return collator if sent else CountingCollator(collator, **self._kind)
+
+    def read(self, batches: Iterator[Any], number: int, state: Any) -> list[Any]:
+        """The next accumulated batch; empty if the data cannot fill it.
+
+        Trainer would add the gradients of its batches to those of the next step.
+
+        Args:
+            batches: of this pass through the data.
+            number: of batches that are wanted.
+            state: of the trainer.
+
+        Raises:
+            GrowthError: there is not a single accumulated batch.
+        """
+        try:
+            found = list(islice(batches, number))
+        except ValueError as error:
+            # of accelerate, when a pass begins and there is nothing
+            if NO_DATA not in str(error):
+                raise
+            found = []
+        self.done += len(found)
+        if len(found) == number:
+            return found
+        if found:
+            warnings.warn(
+                f"the data ended in the middle of an accumulated batch: its last {len(found)} "
+                f"of {number} batches are left out",
+                GrowthWarning,
+                stacklevel=3,
+            )
+        if self.done > len(found):
+            return []
+        # this pass gave no step: Trainer ends the run
+        if state.global_step == 0:
+            raise GrowthError("the training data has not enough examples for a single step")
+        warnings.warn(
+            "the training data has no more examples: the run ends after step "
+            f"{state.global_step} of {state.max_steps}",
+            GrowthWarning,
+            stacklevel=3,
+        )
+        return []
+
+    def prepare(self, batches: list[Any], dataset: Any, size: int) -> None:
+        """Check batches, drop repeated examples, and count the rows that were not counted.
+
+        Args:
+            batches: changed in place.
+            dataset: that they are from.
+            size: examples per batch of a process.
+
+        Raises:
+            GrowthError: a batch has no labels or no row weights.
+        """
+        for batch in batches:
+            check_keys(batch, "labels", self._row_weights)
+        if self._accelerator.num_processes == 1:
+            return
+        sent = are_sent(dataset, self._accelerator)
+        if batches and self._accelerator.gradient_state.end_of_dataloader:
+            self._drop_repetitions(batches, size, sent=sent)
+        for i, batch in enumerate(batches if sent else ()):
+            if ROW_COUNTS not in batch:
+                # accelerate has waited for the device already, to send this batch
+                counts = count_rows(batch, **self._kind, devices=("cpu", "cuda", "xpu"))
+                batches[i] = {**batch, ROW_COUNTS: counts}
+
+    def _drop_repetitions(self, batches: list[Any], size: int, *, sent: bool) -> None:
+        accelerator = self._accelerator
+        loader, rank = accelerator.gradient_state.active_dataloader, accelerator.process_index
+        if sent:
+            size = len(batches[-1]["labels"])
+            kept: int | None = examples_in_last_sent(loader, rank, size)
+        else:
+            split = accelerator.split_batches
+            kept = examples_in_last_batch(loader, rank, accelerator.num_processes, split=split)
+        if kept is not None:
+            batches[-1] = first_examples(dict(batches[-1]), kept, size)
+
+    def look_for_labels(self, batches: list[Any], items: Any, state: Any) -> None:
+        """Refuse data whose first examples have no label, unless labels were seen.
+
+        All processes know the labels of the step, so all of them refuse.
+
+        Args:
+            batches: of the step.
+            items: its labels in all processes.
+            state: of the trainer.
+
+        Raises:
+            GrowthError: there is no label.
+        """
+        if self.unlabelled is None or items is None:
+            return
+        if int(items) > 0:
+            self.unlabelled = None
+            return
+        self.unlabelled += sum(len(batch["labels"]) for batch in batches)
+        seen = self.unlabelled * self._accelerator.num_processes
+        if seen >= EXAMPLES_TO_SEARCH or state.global_step + 1 >= state.max_steps:
+            raise GrowthError(
+                f"the training data has not a single label: all labels of its first {seen} "
+                "examples are -100. Check the data collator"
+            )
+
+
+class LabelledSteps:
+    """Corrects the mean loss of a log line, which is over the steps with a label alone."""
+
+    def __init__(self) -> None:
+        # since the last log line: all steps, those without a single label, the loss of the latter
+        self._steps = 0
+        self._empty: Tensor | int = 0
+        self._loss: Tensor | float = 0.0
+
+    def begin(self, items: Any) -> None:
+        """Count a step that has so many labels in all processes; None counts nothing."""
+        if items is not None:
+            self._steps += 1
+            self._empty = self._empty + (items == 0)
+
+    def add(self, loss: Tensor, items: Any) -> None:
+        """Add the loss of a batch of a step."""
+        if items is not None:
+            is_empty = torch.as_tensor(items, device=loss.device) == 0
+            self._loss = self._loss + torch.where(is_empty, loss, 0.0)
+
+    def corrected(self, loss: float, accelerator: Any) -> float:
+        """The mean over the steps with a label since the last call; NaN if there is none.
+
+        Args:
+            loss: the mean over all steps. Steps without a label have a loss of 0, or that of the
+                teacher alone.
+            accelerator: of the trainer.
+        """
+        empty, steps, rest = int(self._empty), self._steps, self._loss
+        self._steps, self._empty, self._loss = 0, 0, 0.0
+        if not empty:
+            return loss
+        if steps == empty:
+            return math.nan
+        if accelerator.num_processes > 1:
+            mine = torch.as_tensor(rest, dtype=torch.float32, device=accelerator.device)
+            rest = accelerator.reduce(mine, "mean")
+        return (loss * steps - float(rest)) / (steps - empty)
+
+
+def has_index(dataset: Any) -> bool:
+    """Whether a data set can be read by index."""
+    return isinstance(dataset, IndexedDataset) and not isinstance(dataset, IterableDataset)
+
+
+@contextlib.contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """While active, random numbers may be drawn; afterwards the generators are as before."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
