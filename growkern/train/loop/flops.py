@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from growkern.train.loop.meter import Meter
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS
 from growkern.train.model.flops import Sizes
@@ -25,32 +26,43 @@ class FlopCounter:
     Args:
         cost: of the model in training. Another one may take its place when the model grows.
         teachers: the costs of the teachers that run.
+        tokens: the key of a batch's tokens.
         decoder: whether the labels belong to a decoder beside an encoder.
     """
 
-    def __init__(self, cost: Any, teachers: Sequence[Any] = (), *, decoder: bool = False) -> None:
-        self.cost, self.teachers, self.decoder = cost, teachers, decoder
+    def __init__(
+        self,
+        cost: Any,
+        teachers: Sequence[Any] = (),
+        tokens: str = "input_ids",
+        *,
+        decoder: bool = False,
+    ) -> None:
+        self.cost, self.teachers, self.tokens, self.decoder = cost, teachers, tokens, decoder
         self._waiting: list[tuple[Callable[[Sizes], float], Tensor, int | None]] = []
         self._of_rows: Tensor | float = 0.0
 
     def add(
-        self, inputs: Mapping[str, Any], tokens: str, part: Part | None, *, taught: bool
+        self, inputs: Mapping[str, Any], part: Part | None, meter: Meter, *, taught: bool
     ) -> None:
-        """Add a batch that was trained on.
+        """Add a batch that was trained on, unless it only filled up.
 
         Args:
             inputs: the batch.
-            tokens: the key of its tokens.
             part: that trained.
+            meter: gets the number of tokens.
             taught: whether the teachers ran.
         """
+        counts = inputs.get(ROW_COUNTS)
+        if counts is not None and counts.is_filler:
+            return
         cost, teachers = self.cost, self.teachers if taught else ()
 
         def flops(sizes: Sizes) -> float:
             return cost.train_of(sizes, part) + sum(one.forward_of(sizes) for one in teachers)
 
-        counts = inputs.get(ROW_COUNTS)
-        sizes = real_sizes(inputs, tokens, decoder=self.decoder)
+        meter.add_tokens(inputs[self.tokens].numel())
+        sizes = real_sizes(inputs, self.tokens, decoder=self.decoder)
         self._waiting.append((flops, sizes, None if counts is None else counts.pairs))
 
     def add_rows(self, rows: Tensor, *, taught: bool) -> None:

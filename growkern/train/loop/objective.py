@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from growkern.train.growth.in_run import GrowthInRun
 from growkern.train.loop.checks import check_objectives
 from growkern.train.loop.flops import FlopCounter
 from growkern.train.loop.meter import Meter
+from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import LossOptions
@@ -86,7 +88,7 @@ class Objective:
         side = side_loss_of(model)
         self.side = None if side is None else SideTerm(side)
         costs = [ModelCost(one, find_stacks(one)) for one in teachers.models]
-        self.flops = FlopCounter(None, costs, decoder=self.decoder)
+        self.flops = FlopCounter(None, costs, model.main_input_name, decoder=self.decoder)
 
     def take_model(self, model: Any) -> None:
         """Look at the model that will be trained from now on.
@@ -109,6 +111,18 @@ class Objective:
 
     # ------------------------------------------------------------------- loss
 
+    def plan(self, step: int, two_stage: TwoStageConfig | None, growths: GrowthInRun) -> Plan:
+        """The part that trains, and the KL share, in a step.
+
+        Args:
+            step: counted from 0.
+            two_stage: None when there is no stage 1.
+            growths: of the run, after which new layers may train alone.
+        """
+        part = two_stage.part(step, self.layers) if two_stage else None
+        alpha = self.inheritance.rate_at(step) if self.inheritance else 0.0
+        return Plan(part or growths.part(step), alpha)
+
     def count(self, batches: list[Any], device: Any, accelerator: Any) -> None:
         """Count the rows of an accumulated batch that the terms beside the labels have.
 
@@ -119,11 +133,11 @@ class Objective:
         """
         schedule, cached = self.inheritance, isinstance(self.teachers, TopKTeacher)
         if self.side is not None:
-            self.side.items = add_up(self.side.count(batches).to(device), accelerator)
+            self.side.items = add_up(accelerator, self.side.count(batches).to(device))
         if schedule is not None and (schedule.kl_rows == "all" or cached):
             kind: Any = {"causal": self.causal, "decoder": self.decoder}
             rows = [count_kl_rows(batch, schedule.kl_rows, **kind) for batch in batches]
-            self._kl_items = add_up(sum(rows, torch.zeros((), device=device)), accelerator)
+            self._kl_items = add_up(accelerator, sum(rows, torch.zeros((), device=device)))
 
     def train(
         self, model: Any, inputs: Any, plan: Plan, items: Any, accelerator: Any, meter: Meter
@@ -145,8 +159,10 @@ class Objective:
         loss = run.loss
         if self.side is not None and run.side is not None:
             loss = self.side.added(loss, run.side, meter)
-        # DDP averages the gradients, but the loss is divided by the labels of all processes
-        return loss * accelerator.num_processes, run.outputs
+        if accelerator.num_processes > 1:
+            # DDP averages the gradients, but the loss is divided by the labels of all processes
+            loss = loss * accelerator.num_processes
+        return loss, run.outputs
 
     def evaluate(self, model: Any, inputs: Any, items: Any, accelerator: Any) -> tuple[Tensor, Any]:
         """The loss of a batch without a teacher, and the other outputs; arguments of `train`."""
@@ -254,7 +270,7 @@ class Objective:
         self.flops.add_rows(live, taught=taught)
 
 
-def add_up(x: Tensor, accelerator: Any) -> Tensor:
+def add_up(accelerator: Any, x: Tensor) -> Tensor:
     """The sum of a tensor over all processes."""
     if accelerator.num_processes == 1:
         return x

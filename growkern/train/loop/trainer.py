@@ -3,54 +3,45 @@
 One optimizer, one learning-rate schedule and one step count run through both stages. A step depends
 only on the settings and the step number. A resumed run therefore gives the same bits as a run that
 was never interrupted.
+
+The class below lists the methods of Trainer that differ, in Trainer's order. They call
+collaborators, which know nothing of the trainer; `setup.py` makes them. What Trainer has no method
+for is in `runs.py`.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainingArguments
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
-from growkern.train.growth.step import check_new_layers
-from growkern.train.loop.callbacks import LoopCallback
-from growkern.train.loop.checks import (
-    check_accelerator,
-    check_arguments,
-    check_block_size,
-    check_step_numbers,
-    check_trained_model,
-    choose_teachers,
-    stages_in_steps,
-)
-from growkern.train.loop.growing import GrowingTrainer
-from growkern.train.loop.meter import Meter
-from growkern.train.loop.objective import Objective, Plan, add_up
-from growkern.train.loop.progress import use_named_progress
-from growkern.train.loop.tensorboard import use_safe_tensorboard
+from growkern.train.distributed.shards import without_shared
+from growkern.train.growth.in_run import complete_directory
+from growkern.train.growth.step import GrowthStep
+from growkern.train.loop import runs
+from growkern.train.loop.setup import Settings, complete, prepare
 from growkern.train.loop.two_stage import TwoStageConfig
-from growkern.train.loss.batches import Batches, LabelledSteps, has_index, unchanged_random_state
+from growkern.train.loss.batches import unchanged_random_state
 from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
-from growkern.train.loss.rows import ROW_COUNTS, check_some_label
-from growkern.train.loss.side import EvaluationSums, check_side, side_loss_of
-from growkern.train.loss.streams import is_without_length, place_in_stream
-from growkern.train.loss.vocabulary import check_vocabularies
-from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
+from growkern.train.loss.side import EvaluationSums, side_loss_of
+from growkern.train.loss.streams import stream_loader
 from growkern.train.objectives.language_modeling import evaluation_collator
-from growkern.train.optimizer.choose import make_optimizer, plan_of_optimizer, plan_of_steps
+from growkern.train.optimizer.choose import bare, plan_of_steps
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
-from growkern.train.safety.stream import reader_of
+from growkern.train.safety.saving import RESUME_HINT, keeping_all, plain_hub_errors
+from growkern.train.safety.steps import StepOptions, own_random_numbers
+from growkern.train.safety.stops import EvaluationStopped, misses_evaluation
 from growkern.train.safety.workers import guard_workers
-from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
-class TwoStageTrainer(GrowingTrainer):
+class TwoStageTrainer(Trainer):
     """Trains a language model in two stages, with the original model as a teacher if wanted.
 
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder
@@ -80,18 +71,27 @@ class TwoStageTrainer(GrowingTrainer):
             the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.
             "muon" takes Muon for the matrices of the blocks, and one of the two for all else.
         optimizer_options: section [optimizer] of a run file.
-        options: all other keyword arguments of `GrowingTrainer` (growth), of `SafeTrainer`
-            (precision, on_nonfinite, save_minutes) and of `transformers.Trainer`. Collators may
-            offer `set_epoch` and `frozen`, see `growkern.train.objectives.language_modeling`.
+        growth: inside the run, in the order of their steps.
+        precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16"; None follows
+            `args.bf16`. Weights in half precision become float32, in place.
+        on_nonfinite, save_minutes: see `growkern.train.safety.steps.StepOptions`.
+        options: all other keyword arguments of `transformers.Trainer`. Collators may offer
+            `set_epoch` and `frozen`, see `growkern.train.objectives.language_modeling`.
 
     Raises:
         GrowthError: models, teachers or arguments that cannot be trained this way.
     """
 
-    data_collator: Any
-    optimizer: Any
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
+    resume_hint = RESUME_HINT
+    misses_evaluation = False
+
+    fit_to = runs.fit_to
+    newest_whole_checkpoint = runs.newest_whole_checkpoint
+    take_end = runs.take_end
+    save_final_model = runs.save_final_model
+    flops_per_step = runs.flops_per_step
 
     def __init__(
         self,
@@ -105,161 +105,111 @@ class TwoStageTrainer(GrowingTrainer):
         loss: LossOptions | None = None,
         optimizer: OptimizerChoice = "auto",
         optimizer_options: OptimizerOptions | None = None,
+        growth: Sequence[GrowthStep] = (),
+        precision: str | None = None,
+        on_nonfinite: str = "stop",
+        save_minutes: float = 0.0,
         **options: Any,
     ) -> None:
-        args = args or TrainingArguments()
-        check_arguments(args, options)
-        if two_stage is not None or any(x.new_layers_steps for x in options.get("growth", ())):
-            # layers outside the sub-model get no gradient; accelerate may wrap one process too
-            args.ddp_find_unused_parameters = True
-        check_trained_model(model)
-        self.two_stage, self.inheritance, self.side = two_stage, inheritance, side_loss_of(model)
-        self.loss = (loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
-        teachers, tokenizer = choose_teachers(inheritance, teacher), options.get("processing_class")
-        check_side(
-            self.side,
-            two_stage=two_stage is not None,
-            teacher=inheritance is not None,
-            cached=isinstance(teachers, TopKTeacher),
-            grows=bool(options.get("growth")),
+        args, steps = args or TrainingArguments(), StepOptions(on_nonfinite, save_minutes)
+        settings = Settings(
+            *(two_stage, inheritance, teacher, teacher_tokenizer, loss),
+            *(optimizer, optimizer_options, growth, precision, steps),
         )
-        own = optimizer_options or OptimizerOptions()
-        self._plan_of_optimizer = partial(
-            plan_of_optimizer, choice=optimizer, own=own, args=args, options=options
-        )
-        self._make_optimizer = partial(make_optimizer, choice=optimizer, own=own, args=args)
-        self.objective = Objective(
-            model, self.loss, inheritance, teachers, tokenizer, in_stages=two_stage is not None
-        )
-        self.take_model(model)
-        check_vocabularies(model, teachers.models, tokenizer, teacher_tokenizer)
-        teachers.freeze(model, args.device)
-        self.models_beside = teachers.models
-
+        early = prepare(settings, model, args, options)
+        self.objective, self.optimizers, self.growths, self.shards, self.precision = early
+        self.two_stage, self.inheritance = two_stage, inheritance
+        self.loss, self.side = self.objective.loss, side_loss_of(model)
         super().__init__(model=model, args=args, **options)
-        check_accelerator(self.accelerator)
         # Trainer counts the labels of an accumulated batch if the first is true, and counts them
         # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = self.objective.causal
         if self.loss.row_weights is not None:
-            # the column is not removed from the data then
+            # so that the column is not removed from the data
             self.label_names = [*self.label_names, self.loss.row_weights]
-        kind = {"causal": self.objective.causal, "decoder": self.objective.decoder}
-        self.batches = Batches(self.accelerator, self.loss.row_weights, **kind)
-        self._stream, self._labelled = None, LabelledSteps()
-        self.two_stage = stages_in_steps(two_stage, self)
-        check_step_numbers(self, self.two_stage, inheritance, own.rewarm_steps)
-        check_new_layers(self.growth, (self.two_stage and self.two_stage.stage1_steps) or 0)
-        self._check_labels()
-        self.data_collator = teachers.collator(self.data_collator, self.train_dataset)
-        self.meter = Meter(partial(add_up, accelerator=self.accelerator))
-        self.add_callback(LoopCallback(self.batches, self.meter, inheritance))
-        use_safe_tensorboard(self)
-        use_named_progress(self)
-
-    def take_model(self, model: Any) -> None:
-        """Look at the model that will be trained from now on.
-
-        Raises:
-            GrowthError: it cannot be trained this way.
-        """
-        self.objective.take_model(model)
-        check_block_size(self.two_stage, self.objective.layers)
-        self.growth_plan = self._plan_of_optimizer(model)
-
-    def check_size(self, model: Any) -> int | None:
-        """The columns that model and teachers share; refuses a model that does not fit them."""
-        return self.objective.check_size(model)
-
-    # ------------------------------------------------------------------- data
+        late = complete(self, settings, early)
+        self.batches, self.labelled, self.meter, self.stops, self.saver, self.steps = late
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""
-        with self._collating(self.data_collator, self.train_dataset):
-            stream = reader_of(self.train_dataset, self.args)
-            if stream is None:
-                return super().get_train_dataloader()
-            return guard_workers(stream.loader(self.data_collator, self._train_batch_size))
+        with runs.collating(self, self.data_collator, self.train_dataset):
+            data, size = self.train_dataset, self._train_batch_size
+            loader = stream_loader(data, self.data_collator, size, self.args)
+            return guard_workers(super().get_train_dataloader() if loader is None else loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Trainer's, but a collator that draws masks draws the same at every evaluation."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        # of several sets Trainer gives the name
-        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        with self._collating(evaluation_collator(self.data_collator, dataset), dataset):
-            return super().get_eval_dataloader(eval_dataset)
-
-    @contextlib.contextmanager
-    def _collating(self, collator: Any, dataset: Any) -> Iterator[None]:
-        """While active, data loaders are made with this collator, and count the rows."""
-        own = self.data_collator
-        self.data_collator = self.batches.collator(collator, dataset)
-        try:
-            yield
-        finally:
-            self.data_collator = own
-
-    def _check_labels(self) -> None:
-        """Check that the data for training and for evaluation has labels, where it has an index.
-
-        Raises:
-            GrowthError: it has none.
-        """
-        data, weights = self.eval_dataset, self.loss.row_weights
-        sets = [(x, "evaluation") for x in (data.values() if isinstance(data, dict) else [data])]
-        for one, name in [(self.train_dataset, "training"), *sets]:
-            if not has_index(one):
-                continue
-            is_own, collator = name == "training", self.data_collator
-            collator = collator if is_own else evaluation_collator(collator, one)
-            size = self._train_batch_size if is_own else self.args.eval_batch_size
-            with unchanged_random_state():
-                check_some_label(
-                    one,
-                    self._get_collator_with_removed_columns(collator),
-                    size,
-                    weights if is_own else None,
-                    causal=self.objective.causal,
-                    name=name,
-                )
-            if is_own:
-                self.batches.unlabelled = None
-
-    # -------------------------------------------------------------- optimizer
+        dataset = runs.evaluation_data(self, eval_dataset)
+        with runs.collating(self, evaluation_collator(self.data_collator, dataset), dataset):
+            return guard_workers(super().get_eval_dataloader(eval_dataset))
 
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
         """Trainer's, but `GrowthAdamW` for a model that was grown, and Muon if it was chosen."""
+        # a probe of the model may have gathered some of its shards
+        free_gathered(self.model)
         if self.optimizer is None:
-            free_gathered(self.model)
-            self.optimizer = self._make_optimizer(self.model, self.growth_plan)
+            self.optimizer = self.optimizers.make(self.model)
+        # by now Trainer has let go of what it had prepared before
+        self.shards.prepare(self.model, self.accelerator)
         return super().create_optimizer(*args, **options)
 
-    # --------------------------------------------------------------- training
+    # ---------------------------------------------------------------- training
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
+        """Train, through all growths. SIGINT and SIGTERM save at the end of the current step.
+
+        If `args.save_strategy` is "no", they end the run without a checkpoint. A signal in the last
+        step raises too, after the run has ended.
+
+        Args:
+            resume_from_checkpoint: a checkpoint, or True for the latest whole one in
+                `args.output_dir`.
+            options: of `transformers.Trainer.train`.
+
+        Raises:
+            GrowthError: a checkpoint is damaged, or a step is not finite.
+            KeyboardInterrupt: SIGINT ended the run.
+            Terminated: SIGTERM ended the run.
+        """
+        checkpoint = self.saver.chosen(resume_from_checkpoint)
+        return runs.train_in_parts(self, checkpoint, partial(super().train, **options))
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
-        """Trainer's, which resumes data without a length in the first pass only."""
-        trained = super()._init_training_state(
-            max_steps, steps_per_epoch, epochs, checkpoint, trial
-        )
-        self._stream = reader_of(self.train_dataset, self.args)
-        if self._stream is not None:
-            # it is moved to its place, and nothing is skipped
-            self._stream.start(checkpoint)
-            trained = 0, 0
-        elif checkpoint is not None and is_without_length(epochs):
-            trained = place_in_stream(checkpoint, self.args)
-        self.batches.done, self.batches.source = trained[1], self.data_collator
-        return trained
+        """Trainer's, and the batches take the place of the checkpoint."""
+        place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+        # a checkpoint restores the intervals that it was saved with
+        self.state.compute_steps(self.args, max_steps)
+        misses = misses_evaluation(self.args, self.state, self.eval_dataset)
+        # numbers of a model that has grown since would be another's
+        self.misses_evaluation = misses and self.growths.source is None
+        data, source = self.train_dataset, self.data_collator
+        return self.batches.start(data, source, checkpoint, place, epochs, self.args)
 
-    def training_step(
-        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Trainer's; the loss of steps without a label is added up."""
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        self._labelled.add(loss, num_items_in_batch)
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        """Trainer's, but the last checkpoint stays beside the best one.
+
+        Trainer deletes it if it keeps one checkpoint. A run that is killed before it has saved its
+        model would then train again from the best one, and a growth continues from the last.
+        """
+        runs.make_up_evaluation(self)
+        runs.store_flops(self)
+        with keeping_all(self.args):
+            return super()._finalize_training(*args, **options)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Trainer's, with random numbers of each process's own, and what it gathers freed."""
+        is_last = self.accelerator.sync_gradients
+        # until here nothing would be lost by stopping at once
+        self.stops.signals.defer()
+        self.shards.begin_step(model, is_last=is_last)
+        with own_random_numbers(self.args):
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self.shards.end_step(self.model, is_last=is_last)
+        self.steps.add(loss)
+        self.labelled.add(loss, num_items_in_batch)
         return loss
 
     def compute_loss(
@@ -275,50 +225,63 @@ class TwoStageTrainer(GrowingTrainer):
         """
         objective, items, accelerator = self.objective, num_items_in_batch, self.accelerator
         if model.training:
-            plan = self._plan()
+            plan = objective.plan(self.state.global_step, self.two_stage, self.growths)
             loss, outputs = objective.train(model, inputs, plan, items, accelerator, self.meter)
         else:
             loss, outputs = objective.evaluate(model, inputs, items, accelerator)
         return (loss, outputs) if return_outputs else loss
 
-    def _plan(self) -> Plan:
-        """The part that trains, and the KL share, in the current step."""
-        step = self.state.global_step
-        part = self.two_stage.part(step, self.objective.layers) if self.two_stage else None
-        part = part or self.new_part(step)
-        return Plan(part, self.inheritance.rate_at(step) if self.inheritance else 0.0)
-
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
-        """Trainer's; the epoch of a stream is the share of the steps that were made."""
-        if self._stream is not None:
-            self.state.epoch = self.state.global_step / self.state.max_steps
-        super()._maybe_log_save_evaluate(*args, **options)
+        """Trainer's, after a step and after an epoch; a stop saves and raises."""
+        step, control = self.state.global_step, self.control
+        try:
+            super()._maybe_log_save_evaluate(*args, **options)
+        except EvaluationStopped as stopped:
+            self.stops.number = stopped.number
+            control.should_evaluate, control.should_save = False, True
+            super()._maybe_log_save_evaluate(*args, **options)
+        if step >= self.state.max_steps:
+            # there are no steps left to write behind
+            self.saver.wait(step)
+        if self._globalstep_last_logged == step:
+            # Trainer subtracts the sum from itself, which leaves NaN in all later lines
+            self._tr_loss.zero_()
+        if self.stops.number:
+            self.is_in_train = False
+            self.control = self.callback_handler.on_train_end(self.args, self.state, control)
+            self.stops.end_run(step, Path(str(self.args.output_dir)), self.resume_hint)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of a step without repeated examples, and their labels in all processes."""
-        if self._stream is not None:
-            self._stream.skip(epoch_iterator)
+        runs.make_up_evaluation(self)
         batches = self.batches.read(epoch_iterator, num_batches, self.state)
         if not batches:
             return [], None
-        if self._stream is not None:
-            self._stream.note(batches)
         self.batches.prepare(batches, self.train_dataset, self._train_batch_size)
         items = self._get_num_items_in_batch(batches, device)
         self.batches.look_for_labels(batches, items, self.state)
-        self._labelled.begin(items)
+        self.labelled.begin(items)
         self.objective.count(batches, device, self.accelerator)
         return batches, items
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Trainer's; a model that takes the steps of its source is clipped by its source's norm."""
-        plan = plan_of_steps(self._bare_optimizer())
+        plan = plan_of_steps(bare(self.optimizer))
         if plan is None:
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         return growth_clip_norm_(model, self.args.max_grad_norm, plan=plan)
 
-    # ------------------------------------------------------------- evaluation
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Trainer's, of all processes, right before the optimizer; a bad step is not taken."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not self.steps.is_taken(norm, self.state.global_step + 1):
+            # parameters without a gradient stay as they are, and so does their optimizer state
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    # -------------------------------------------------------------- evaluation
 
     def evaluation_loop(
         self,
@@ -330,103 +293,98 @@ class TwoStageTrainer(GrowingTrainer):
     ) -> Any:
         """Trainer's, with a mean over labels; training draws the same random numbers as without."""
         self._sums = EvaluationSums(self.side)
-        with unchanged_random_state():
-            output = super().evaluation_loop(
-                dataloader, description, True, ignore_keys, metric_key_prefix
-            )
-        output.metrics.update(self._sums.means(metric_key_prefix))
-        sets = self.eval_dataset
-        if isinstance(sets, dict) and metric_key_prefix == f"eval_{next(iter(sets), '')}":
-            # the one that plots and the choice of the best model look at
-            output.metrics["eval_loss"] = output.metrics[f"{metric_key_prefix}_loss"]
+        self.stops.evaluated = 0
+        try:
+            with unchanged_random_state():
+                output = super().evaluation_loop(
+                    dataloader, description, True, ignore_keys, metric_key_prefix
+                )
+        finally:
+            # the parameters are shards again
+            free_gathered(self.model)
+        self._sums.write(output.metrics, metric_key_prefix, self.eval_dataset)
         return output
 
-    def prediction_step(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, None, None]:
+    def prediction_step(self, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
         """The loss of a batch without a teacher. There are no logits to return."""
-        self.end_evaluation_after_signal()
+        if self.is_in_train:
+            self.stops.end_evaluation()
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             rows = self.objective.evaluate_rows(model, inputs, self.accelerator)
             self._sums.add(*rows, self.accelerator)
         return rows[0].sum() / rows[1].sum().clamp(min=1), None, None
 
-    # ----------------------------------------------------------------- saving
+    # ------------------------------------------------------------- checkpoints
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Trainer's; a generator gets a tokenizer of its own beside it."""
-        super()._save(output_dir, state_dict)
-        is_pair = isinstance(self.model, ReplacedTokenDetection)
-        if is_pair and self.processing_class is not None and self.args.should_save:
-            directory = Path(output_dir or str(self.args.output_dir)) / GENERATOR
-            self.processing_class.save_pretrained(directory)
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write what Trainer writes, as one checkpoint that appears when it is complete."""
+        run = Path(self._get_output_dir(trial))
+        saved = self.saver.save(
+            self.model, run, self.state, partial(runs.write_checkpoint, self), self.shards
+        )
+        if saved is not None and self.args.push_to_hub:
+            self._push_from_checkpoint(str(saved))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Trainer's; a generator and a discriminator are in two directories."""
-        loaded = model or self.model
-        if isinstance(loaded, ReplacedTokenDetection):
-            loaded.load_both(Path(resume_from_checkpoint))
-        else:
+        """Trainer's; a sharded model reads its part, and a generator a directory of its own."""
+        directory, model = Path(resume_from_checkpoint), model or self.model
+        # the weights of a model that was grown from the checkpoint are there
+        if directory != self.growths.source and not self.shards.load(model, directory):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if isinstance(self.model, ReplacedTokenDetection):
-            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
-        else:
+        """Trainer's; see `_load_from_checkpoint`."""
+        self.saver.wait(self.state.global_step)
+        if not self.shards.load(self.model, Path(str(self.state.best_model_checkpoint))):
             super()._load_best_model()
 
-    # ---------------------------------------------------------------- records
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Trainer's; the optimizer's state grows with the model."""
+        parts = self.model, bare(self.optimizer), self.lr_scheduler
+        if self.growths.source is not None:
+            self.growths.load_optimizer(*parts)
+        elif not self.shards.sharded:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None:
+            self.shards.load_optimizer(*parts, Path(checkpoint))
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Trainer's, and save how far this process has read the stream."""
-        super()._save_rng_state(output_dir)
-        if self._stream is not None:
-            self._stream.save(output_dir)
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Trainer's, without the weights that share the memory of one that was loaded."""
+        super()._issue_warnings_after_load(without_shared(load_result, self.model))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Trainer's; a sharded model is gathered, except for a checkpoint."""
+        directory, is_first = Path(output_dir or str(self.args.output_dir)), self.args.should_save
+        parts = self.model, self.processing_class, directory
+        if not self.shards.save_part(*parts, is_first=is_first):
+            state = self.shards.state(self.model, is_first=is_first) or state_dict
+            super()._save(str(directory), state)
+        if is_first:
+            complete_directory(*parts)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log a line, with the FLOPs so far and the numbers of the meter."""
-        self.store_flos()
-        logs["flops"] = self.state.total_flos
-        if "loss" in logs:
-            logs.update(self.meter.drain())
-            # of steps without a label the meter knows nothing, and Trainer counts them
-            logs["loss"] = self._labelled.corrected(logs["loss"], self.accelerator)
-        super().log(logs, start_time)
+        """Log a line, with the FLOPs so far and the numbers of the collaborators.
 
-    def store_flos(self) -> None:
-        """Add the FLOPs since the last call: of layers and output projection, without padding."""
-        self.current_flos += self.objective.flops.drain()
-        super().store_flos()
+        The last line has no `train_loss`: Trainer does not know the whole run's. The times of a
+        part of the run are left out.
+        """
+        runs.complete_line(self, logs)
+        if not (self.growths.ends_here and "train_runtime" in logs):
+            super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """0: `store_flos` counts the FLOPs of this batch with those of the others."""
-        counts, tokens = inputs.get(ROW_COUNTS), self.model.main_input_name
-        if counts is None or not counts.is_filler:
-            plan = self._plan()
-            self.meter.add_tokens(inputs[tokens].numel())
-            self.objective.flops.add(inputs, tokens, plan.part, taught=plan.alpha > 0)
+        """0: the FLOPs of this batch are counted later, with those of the others."""
+        plan = self.objective.plan(self.state.global_step, self.two_stage, self.growths)
+        self.objective.flops.add(inputs, plan.part, self.meter, taught=plan.alpha > 0)
         return 0.0
 
-    def flops_per_step(
-        self, sequences: int, length: int, labelled: float, decoder_length: int | None = None
-    ) -> dict[str, float]:
-        """Estimate the FLOPs of one optimizer step.
+    def init_hf_repo(self, *args: Any, **options: Any) -> None:
+        """Trainer's; a Hub that cannot be reached is an error of one line."""
+        with plain_hub_errors():
+            super().init_hf_repo(*args, **options)
 
-        Args:
-            sequences: in a step, of all processes together.
-            length: tokens per sequence.
-            labelled: share of the tokens with a label; with an encoder and a decoder those of the
-                decoder.
-            decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
-
-        Returns:
-            For "stage 1" (the mean over the depths; with two stages only), for "a full step" and
-            for "the teachers" (with teachers that run only).
-        """
-        count, layers = self.objective.flops.per_step, self.objective.layers
-        return count(self.two_stage, layers, sequences, length, labelled, decoder_length)
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Trainer's; a sharded model is where its mesh and its offloading put it."""
+        if not self.shards.sharded:
+            super()._move_model_to_device(model, device)

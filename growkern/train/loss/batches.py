@@ -12,18 +12,28 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
 
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.train.dataset.stream import TokenStream
 from growkern.train.loss.rows import (
     EXAMPLES_TO_SEARCH,
     ROW_COUNTS,
     CountingCollator,
     check_keys,
+    check_some_label,
     count_rows,
     examples_in_last_batch,
     first_examples,
 )
-from growkern.train.loss.streams import are_sent, check_stream, examples_in_last_sent
+from growkern.train.loss.streams import (
+    StreamReader,
+    are_sent,
+    check_stream,
+    examples_in_last_sent,
+    is_without_length,
+    place_in_stream,
+)
 from growkern.train.objectives.language_modeling import IndexedDataset
 
 NO_DATA = "Batch does not contain any data"
@@ -46,6 +56,7 @@ class Batches:
         unlabelled: examples without a single label so far; None once a label was seen.
         done: batches that were read in this pass through the data, skipped ones included.
         source: the collator of the run without the count.
+        stream: reads the training data if that is a `TokenStream`.
     """
 
     def __init__(self, accelerator: Any, row_weights: str | None = None, **kind: bool) -> None:
@@ -53,6 +64,7 @@ class Batches:
         self.unlabelled: int | None = 0
         self.done = 0
         self.source: Any = None
+        self.stream: StreamReader | None = None
 
     def collator(self, collator: Any, dataset: Any) -> Any:
         """A collator that counts the rows too, if they are not counted when they arrive.
@@ -64,6 +76,61 @@ class Batches:
         # accelerate can send tensors alone
         sent = are_sent(dataset, self._accelerator)
         return collator if sent else CountingCollator(collator, **self._kind)
+
+    def check_labels(self, dataset: Any, collator: Any, size: int, name: str) -> None:
+        """Check that a data set has labels, if it can be read by index.
+
+        Args:
+            dataset: of the trainer.
+            collator: makes its batches.
+            size: examples per batch.
+            name: "training" or "evaluation".
+
+        Raises:
+            GrowthError: it has none.
+        """
+        if not isinstance(dataset, IndexedDataset) or isinstance(dataset, IterableDataset):
+            return
+        weights, causal = self._row_weights, self._kind["causal"]
+        training = name == "training"
+        with unchanged_random_state():
+            weights = weights if training else None
+            check_some_label(dataset, collator, size, weights, causal=causal, name=name)
+        if training:
+            self.unlabelled = None
+
+    def start(
+        self,
+        dataset: Any,
+        source: Any,
+        checkpoint: Any,
+        place: tuple[int, int],
+        epochs: int,
+        args: TrainingArguments,
+    ) -> tuple[int, int]:
+        """Begin a run.
+
+        Args:
+            dataset: that it trains on.
+            source: the collator.
+            checkpoint: that it resumes from, or None.
+            place: where Trainer would resume.
+            epochs: that Trainer plans.
+            args: of the trainer.
+
+        Returns:
+            The complete passes through the data, and the batches of the next one to be skipped.
+            Trainer resumes data without a length in the first pass only.
+        """
+        self.stream = None
+        if isinstance(dataset, TokenStream):
+            # it is moved to its place, and nothing is skipped
+            self.stream, place = StreamReader(dataset, args), (0, 0)
+            self.stream.start(checkpoint)
+        elif checkpoint is not None and is_without_length(epochs):
+            place = place_in_stream(checkpoint, args)
+        self.done, self.source = place[1], source
+        return place
 
     def read(self, batches: Iterator[Any], number: int, state: Any) -> list[Any]:
         """The next accumulated batch; empty if the data cannot fill it.
@@ -78,6 +145,8 @@ class Batches:
         Raises:
             GrowthError: there is not a single accumulated batch.
         """
+        if self.stream is not None:
+            self.stream.skip(batches)
         try:
             found = list(islice(batches, number))
         except ValueError as error:
@@ -86,6 +155,8 @@ class Batches:
                 raise
             found = []
         self.done += len(found)
+        if self.stream is not None:
+            self.stream.note(found)
         if len(found) == number:
             return found
         if found:
@@ -210,11 +281,6 @@ class LabelledSteps:
             mine = torch.as_tensor(rest, dtype=torch.float32, device=accelerator.device)
             rest = accelerator.reduce(mine, "mean")
         return (loss * steps - float(rest)) / (steps - empty)
-
-
-def has_index(dataset: Any) -> bool:
-    """Whether a data set can be read by index."""
-    return isinstance(dataset, IndexedDataset) and not isinstance(dataset, IterableDataset)
 
 
 @contextlib.contextmanager

@@ -159,15 +159,24 @@ class EvaluationSums:
         rows_BC = accelerator.gather_for_metrics(torch.stack(columns, 1))
         self._sums = rows_BC.sum(0) + self._sums
 
-    def means(self, prefix: str) -> dict[str, float]:
-        """The numbers of the evaluation, with the names of log lines."""
+    def write(self, metrics: dict[str, float], prefix: str, sets: Any) -> None:
+        """Write the numbers of the evaluation into the metrics of Trainer.
+
+        Args:
+            metrics: changed in place.
+            prefix: of their names.
+            sets: the data for evaluation; the loss of the first of several is `eval_loss` too.
+        """
         sums = self._sums.tolist() if isinstance(self._sums, Tensor) else [0.0, 0.0]
-        means, loss = {}, sums[0] / sums[1] if sums[1] else math.nan
+        loss = sums[0] / sums[1] if sums[1] else math.nan
         if self._side is not None and len(sums) > 2 and sums[4]:
             mean, name = sums[2] / sums[4], f"{prefix}_{self._side.name}"
-            means = {name: mean, f"{name}_accuracy": sums[3] / sums[4]}
+            metrics |= {name: mean, f"{name}_accuracy": sums[3] / sums[4]}
             loss += self._side.weight * mean
-        return means | {f"{prefix}_loss": loss}
+        metrics[f"{prefix}_loss"] = loss
+        if isinstance(sets, dict) and prefix == f"eval_{next(iter(sets), '')}":
+            # the one that plots and the choice of the best model look at
+            metrics["eval_loss"] = loss
 
 
 def _is_filler(batch: dict[str, Any]) -> bool:

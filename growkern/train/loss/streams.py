@@ -5,17 +5,28 @@ each process read all examples and keep its own. The first is accelerate's defau
 A `TokenStream` does neither: its processes read their own parts of it.
 """
 
+import json
 import math
 import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.errors import GrowthError
-from growkern.train.dataset.stream import TokenStream
+from growkern.bounded import read_json
+from growkern.errors import GrowthError, GrowthWarning
+from growkern.train.dataset.stream import PLACES, Place, PlacingCollator, Progress, TokenStream
+
+FILE = "stream_{}.json"
+# two places of some kilobytes for each data worker
+MOST_BYTES = 64_000_000
 
 
 def are_sent(dataset: Any, accelerator: Any) -> bool:
@@ -83,3 +94,99 @@ def place_in_stream(checkpoint: str | Path, args: TrainingArguments) -> tuple[in
     part, passes = math.modf(state.epoch or 0.0)
     batches = round(part * state.max_steps * args.gradient_accumulation_steps)
     return int(passes), 0 if args.ignore_data_skip else batches
+
+
+def stream_loader(
+    dataset: Any, collator: Any, batch_size: int, args: TrainingArguments
+) -> Any | None:
+    """A data loader for a `TokenStream`, which accelerate would divide once more; or None.
+
+    Args:
+        dataset: of the trainer.
+        collator: makes the batches.
+        batch_size: examples per batch.
+        args: of the trainer.
+    """
+    if not isinstance(dataset, TokenStream):
+        return None
+    workers = dataset.lanes(args.dataloader_num_workers) if args.dataloader_num_workers else 0
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=batch_size,
+        collate_fn=PlacingCollator(collator),
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers and workers > 0,
+        prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+        # the loader draws a number from it, which a resumed run would draw once more
+        generator=torch.Generator(),
+    )
+    return prepare_data_loader(
+        loader,
+        device=args.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        dispatch_batches=False,
+    )
+
+
+class StreamReader:
+    """Reads this process's own part of a stream, without an end.
+
+    Resumed on as many processes with as many data workers it reads the batches that an
+    uninterrupted run would read. On others it begins a new pass through the data, with a warning.
+
+    Args:
+        stream: that the run trains on.
+        args: of the trainer.
+    """
+
+    def __init__(self, stream: TokenStream, args: TrainingArguments) -> None:
+        self._stream, self._args = stream, args
+        self._lanes = stream.lanes(args.dataloader_num_workers)
+        self._progress = Progress(stream.processes, self._lanes)
+        # batches to drop when a resumed run begins
+        self._to_drop = 0
+
+    def skip(self, batches: Iterator[Any]) -> None:
+        """Drop the batches that were trained on before the run was resumed."""
+        while self._to_drop:
+            next(batches)
+            self._to_drop -= 1
+
+    def note(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Note how far the stream was read for these batches."""
+        for batch in batches:
+            if PLACES in batch:
+                self._progress.add(batch.pop(PLACES))
+
+    def save(self, directory: Path) -> None:
+        """Write how far this process has read the stream."""
+        file = directory / FILE.format(self._stream.rank)
+        file.write_text(json.dumps(self._progress.state()), encoding="utf-8")
+
+    def start(self, checkpoint: str | Path | None) -> None:
+        """Move the stream to the place of a checkpoint, or to its start."""
+        stream = self._stream
+        stream.places = {}
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / FILE.format(stream.rank)
+        file = file if file.is_file() else file.with_name(FILE.format(0))
+        state = read_json(file, MOST_BYTES, "place in a stream")
+        if self._progress.load(state):
+            stream.places, self._to_drop = self._progress.starts()
+            return
+        if self._args.process_index == 0:
+            warnings.warn(
+                f"{checkpoint} was saved by {state['processes']} processes with "
+                f"{state['lanes']} data workers each: with {stream.processes} and {self._lanes} "
+                "the stream cannot be continued where it was, so a new pass begins",
+                GrowthWarning,
+                stacklevel=2,
+            )
+        last = state["last"].values()
+        number = 1 + max((places["after"]["number"] for places in last), default=-1)
+        start = replace(Place(), number=number, window=state["batches"])
+        stream.places = dict.fromkeys(range(self._lanes), start)

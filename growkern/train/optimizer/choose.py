@@ -79,49 +79,90 @@ def _changed(args: TrainingArguments, names: Sequence[str]) -> str:
     return f" with {', '.join(given)}" if given else ""
 
 
-def plan_of_optimizer(
-    model: Any,
-    choice: str,
-    own: OptimizerOptions,
-    args: TrainingArguments,
-    options: Mapping[str, Any],
-) -> GrowthPlan | None:
-    """The growth whose factors the optimizer will use; None trains without factors.
+class OptimizerMaker:
+    """Chooses and makes the optimizer of a run.
 
     Args:
-        model: in training.
         choice: "auto" takes `GrowthAdamW` for a model that was grown, unless `args.optim` or
             `options` ask for another optimizer than AdamW.
         own: the options of the optimizer.
         args: of the trainer.
         options: the other keyword arguments of the trainer.
+        grows: whether the model grows in the run.
 
-    Raises:
-        GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown, or not to
-            its present shapes, or a choice beside another optimizer; or see `check_optimizer`.
+    Attributes:
+        plan: the growth whose factors the optimizer uses; None trains without factors.
     """
-    allowed = get_args(OptimizerChoice)
-    if choice not in allowed:
-        raise GrowthError(f"optimizer is {choice!r}{nearest(choice, allowed)}")
-    own.check_fits(choice)
-    given = _given(options)
-    if not given:
-        check_optimizer(args, choice, sharded=is_sharded(model))
-    other = _other_optimizer(args, given)
-    if other and choice in ("growth-adamw", "muon"):
-        raise GrowthError(f"optimizer is {choice!r}, but {other}: give one of them")
-    if choice == "muon" and not find_stacks(model):
-        raise GrowthError(
-            f"optimizer is 'muon', but {type(model).__name__} has no list of transformer blocks, "
-            "whose matrices Muon would train: use 'auto'"
+
+    plan: GrowthPlan | None = None
+
+    def __init__(
+        self,
+        choice: str,
+        own: OptimizerOptions,
+        args: TrainingArguments,
+        options: Mapping[str, Any],
+        *,
+        grows: bool,
+    ) -> None:
+        self.own, self._choice, self._args = own, choice, args
+        self._given, self._grows = _given(options), grows
+
+    def take_model(self, model: Any) -> None:
+        """Choose the optimizer of a model.
+
+        Raises:
+            GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown, or not
+                to its present shapes, or a choice beside another optimizer; or see
+                `check_optimizer`.
+        """
+        choice, own, args, given = self._choice, self.own, self._args, self._given
+        allowed = get_args(OptimizerChoice)
+        if choice not in allowed:
+            raise GrowthError(f"optimizer is {choice!r}{nearest(choice, allowed)}")
+        own.check_fits(choice)
+        if not given:
+            check_optimizer(args, choice, sharded=is_sharded(model))
+        other = _other_optimizer(args, given)
+        if other and choice in ("growth-adamw", "muon"):
+            raise GrowthError(f"optimizer is {choice!r}, but {other}: give one of them")
+        if choice == "muon" and not find_stacks(model):
+            raise GrowthError(
+                f"optimizer is 'muon', but {type(model).__name__} has no list of transformer "
+                "blocks, whose matrices Muon would train: use 'auto'"
+            )
+        plan = None if choice == "adamw" or other else _plan_of(model, choice)
+        if own.rewarm_steps and plan is None and (other or not self._grows):
+            raise GrowthError(
+                "optimizer.rewarm_steps is for a model that was grown, and trains with "
+                "GrowthAdamW: leave it out"
+            )
+        self.plan = plan
+
+    def make(self, model: Any) -> Optimizer | None:
+        """The optimizer of a model; None if it is the one that Trainer makes from the arguments."""
+        plan, own, args = self.plan, self.own, self._args
+        groups = decay_groups(model, args.weight_decay)
+        if self._choice != "muon":
+            return None if plan is None else _adamw(groups, plan, own, args)
+        matrices = _block_matrices(model)
+        held = [x for group in groups for x in group["params"] if x[0] in matrices]
+        for group in groups:
+            group["params"] = [x for x in group["params"] if x[0] not in matrices]
+        adamw = _adamw([group for group in groups if group["params"]], plan, own, args)
+        settings: dict[str, Any] = {
+            "lr": args.learning_rate if own.muon_lr is None else own.muon_lr,
+            "weight_decay": args.weight_decay,
+            **{name: getattr(own, name) for name in ("momentum", "nesterov", "ns_steps")},
+            "adjust_lr_fn": own.adjust_lr_fn,
+        }
+        muon = (
+            torch.optim.Muon(held, **settings)
+            if plan is None
+            else GrowthMuon(held, plan, **settings)
         )
-    plan = None if choice == "adamw" or other else _plan_of(model, choice)
-    if own.rewarm_steps and plan is None and (other or not options.get("growth")):
-        raise GrowthError(
-            "optimizer.rewarm_steps is for a model that was grown, and trains with GrowthAdamW: "
-            "leave it out"
-        )
-    return plan
+        # the first group's rate is the one in the log
+        return CombinedOptimizer(adamw, muon)
 
 
 def _plan_of(model: Any, choice: str) -> GrowthPlan | None:
@@ -170,43 +211,6 @@ def _given(options: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------ made
 
 
-def make_optimizer(
-    model: Any,
-    plan: GrowthPlan | None,
-    choice: str,
-    own: OptimizerOptions,
-    args: TrainingArguments,
-) -> Optimizer | None:
-    """The optimizer of a run; None if it is the one that Trainer makes from `args`.
-
-    Args:
-        model: in training.
-        plan: from `plan_of_optimizer`.
-        choice: an `OptimizerChoice`.
-        own: the options of the optimizer.
-        args: of the trainer.
-    """
-    groups = decay_groups(model, args.weight_decay)
-    if choice != "muon":
-        return None if plan is None else _adamw(groups, plan, own, args)
-    matrices = _block_matrices(model)
-    held = [x for group in groups for x in group["params"] if x[0] in matrices]
-    for group in groups:
-        group["params"] = [x for x in group["params"] if x[0] not in matrices]
-    adamw = _adamw([group for group in groups if group["params"]], plan, own, args)
-    settings: dict[str, Any] = {
-        "lr": args.learning_rate if own.muon_lr is None else own.muon_lr,
-        "weight_decay": args.weight_decay,
-        **{name: getattr(own, name) for name in ("momentum", "nesterov", "ns_steps")},
-        "adjust_lr_fn": own.adjust_lr_fn,
-    }
-    muon = (
-        torch.optim.Muon(held, **settings) if plan is None else GrowthMuon(held, plan, **settings)
-    )
-    # the first group's rate is the one in the log
-    return CombinedOptimizer(adamw, muon)
-
-
 def _adamw(
     groups: list[dict[str, Any]],
     plan: GrowthPlan | None,
@@ -247,3 +251,9 @@ def plan_of_steps(optimizer: Optimizer) -> GrowthPlan | None:
     parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
     matched = (one.plan for one in parts if isinstance(one, GrowthAdamW) and one.matched)
     return next(matched, None)
+
+
+def bare(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrapper of accelerate."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner

@@ -211,7 +211,7 @@ def _header(
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
         "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
         "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
-        "optimizer": describe_optimizer(training.optimizer, trainer.growth_plan),
+        "optimizer": describe_optimizer(training.optimizer, trainer.optimizers.plan),
         "device": describe_device(trainer.args.device, trainer.args.world_size),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
@@ -240,8 +240,8 @@ def _end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
         "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
         "next": f"growkern plot {shlex.quote(str(output))}",
     }
-    if trainer._skipped:
-        lines["skipped"] = f"{trainer._skipped} steps that were not finite"
+    if trainer.steps.skipped:
+        lines["skipped"] = f"{trainer.steps.skipped} steps that were not finite"
     return lines
 
 

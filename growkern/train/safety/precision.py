@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,31 @@ from transformers import TrainingArguments
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.train.distributed.shard import is_sharded
+from growkern.train.safety.checkpoints import behind_link
 
 PRECISIONS = ("fp32", "bf16", "pure-bf16")
 # set by `accelerate launch`; accelerate follows it where the arguments say nothing
 SWITCH = "ACCELERATE_MIXED_PRECISION"
 HALF = (torch.bfloat16, torch.float16)
+
+
+def set_arguments(args: TrainingArguments, *, in_parts: bool) -> None:
+    """Set the arguments that a run needs, whatever they were.
+
+    Args:
+        args: of the trainer; changed.
+        in_parts: whether there are steps in which a part of the model trains.
+    """
+    if in_parts:
+        # layers outside the sub-model get no gradient; accelerate may wrap one process too
+        args.ddp_find_unused_parameters = True
+    args.output_dir = str(behind_link(Path(str(args.output_dir))))
+    # the filter replaces NaN by an average, in the log alone
+    args.logging_nan_inf_filter = False
+    if args.data_seed is None:
+        # accelerate would take the seed that PyTorch has when training begins, and each process
+        # and each resumed run may have another one
+        args.data_seed = args.seed
 
 
 def set_precision(model: Any, args: TrainingArguments, precision: str | None) -> str:

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` whose checkpoints and models appear on disk only when complete.
+"""Writes the checkpoints and the model of a run, which appear on disk only when complete.
 
 The checkpoint of a sharded model is written in the background, unless `async_checkpoints` is off:
 all processes copy their parts to CPU memory, training continues, and a thread of each process
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from signal import Signals
@@ -20,92 +20,110 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.train.distributed.checkpoint import Parts, write_parts
 from growkern.train.distributed.shard import all_finite, largest_entry
+from growkern.train.distributed.shards import Shards
 from growkern.train.safety.background import BackgroundSave
 from growkern.train.safety.checkpoints import (
+    MANIFEST,
+    close_staging,
+    damage,
     last_checkpoint,
+    newest_whole,
     publish,
     publish_into,
     rotate,
     step_of,
 )
-from growkern.train.safety.evaluation import StoppableTrainer
 from growkern.train.safety.staging import Processes, begin_together, finish_together
+from growkern.train.safety.stops import Stops
 
 FINAL = "model"
+RESUME_HINT = "trainer.train(resume_from_checkpoint=True)"
 # the others wait while the first process reads a large checkpoint for its checksums
 MOST_TIME = timedelta(hours=6)
+Write = Callable[[Path], None]
 
 
-class SavingTrainer(StoppableTrainer):
-    """A trainer that saves whole checkpoints and whole models.
+class Saver:
+    """Saves whole checkpoints and whole models.
+
+    Args:
+        args, accelerator: of the trainer.
+        stops: knows of signals, which wait for the checkpoint of their step.
 
     Attributes:
-        resume_hint: how to start the run again, for messages.
+        hint: how to start the run again, for messages.
+        saved_at: when the last save began.
     """
 
-    resume_hint = "trainer.train(resume_from_checkpoint=True)"
-    _staging: Path | None = None
-    _pending: BackgroundSave | None = None
-    _group: dist.ProcessGroup | None = None
-    # when the last save began
-    _saved_at: float = 0.0
+    def __init__(self, args: TrainingArguments, accelerator: Any, stops: Stops) -> None:
+        self._args, self._accelerator, self._stops = args, accelerator, stops
+        self._processes = Processes.of_accelerator(accelerator)
+        self.hint = RESUME_HINT
+        self.saved_at = time.monotonic()
+        self._pending: BackgroundSave | None = None
+        self._group: dist.ProcessGroup | None = None
 
-    def init_hf_repo(self, *args: Any, **options: Any) -> None:
-        """Trainer's; a Hub that cannot be reached is an error of one line."""
-        try:
-            super().init_hf_repo(*args, **options)
-        except Exception as error:
-            # which classes the Hub's client raises depends on its version
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise GrowthError(f"push_to_hub: the repository cannot be made: {why}") from error
+    @property
+    def is_written(self) -> bool:
+        """Whether a checkpoint in the background is written, and nobody has waited for it."""
+        return self._pending is not None and self._pending.is_done
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """Trainer's, or the staging folder while a checkpoint is written."""
-        return str(self._staging or super()._get_output_dir(trial))
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Trainer's, in a staging folder that becomes the checkpoint when it is complete.
+    def save(self, model: Any, run: Path, state: Any, write: Write, shards: Shards) -> Path | None:
+        """Save a checkpoint in a staging folder that becomes the checkpoint when it is complete.
 
         If the disk is full, training continues with the earlier checkpoints and a warning.
+
+        Args:
+            model: in training.
+            run: directory.
+            state: of the trainer; it is written too.
+            write: writes all else into a folder.
+            shards: have parts that may be written in the background.
+
+        Returns:
+            The checkpoint, if it is there now.
+
+        Raises:
+            GrowthError: the weights are not finite, or the checkpoint of a signal was not saved.
         """
-        self.wait_for_checkpoint()
-        if not all_finite(self.model):
+        step = state.global_step
+        self.wait(step)
+        if not all_finite(model):
             raise GrowthError(
-                f"step {self.state.global_step}: the weights are not finite and were not saved; "
-                f"{self._last_save()}"
+                f"step {step}: the weights are not finite and were not saved; {self.last(step)}"
             )
-        run = Path(self._get_output_dir(trial))
-        target = run / f"checkpoint-{self.state.global_step}"
-        best = self._best_checkpoint(run)
+        target, best = run / f"checkpoint-{step}", best_checkpoint(run, state)
+        shards.copied = {}
 
-        def write(staging: Path) -> None:
-            with self._writing_to(staging):
-                super(SavingTrainer, self)._save_checkpoint(model, trial)
+        def write_all(staging: Path) -> None:
+            write(staging / target.name)
             # all processes: Trainer loads the best model at the end where it is named
-            self.state.best_model_checkpoint = best and str(best)
-            if self.args.should_save:
-                self.state.save_to_json(str(staging / target.name / TRAINER_STATE_NAME))
+            state.best_model_checkpoint = best and str(best)
+            if self._args.should_save:
+                state.save_to_json(str(staging / target.name / TRAINER_STATE_NAME))
 
-        processes = Processes.of_accelerator(self.accelerator)
-        staging, failure = begin_together(processes, run, write)
-        self._saved_at = time.monotonic()
+        staging, failure = begin_together(self._processes, run, write_all)
+        self.saved_at = time.monotonic()
 
         def appear() -> None:
             publish(staging / target.name, target)
-            rotate(target, self.args.save_total_limit, best)
+            rotate(target, self._args.save_total_limit, best)
 
-        copied = self.take_copied()
+        copied, shards.copied = shards.copied, {}
         if failure is None and copied:
             self._write_behind(target, staging / target.name, copied, appear)
-            return
+            # it would be pushed before it is complete
+            return self.wait(step) if self._stops.number or self._args.push_to_hub else None
         if failure is None:
-            failure = finish_together(processes, run, lambda: None, appear)
-        self._after_save(target, failure)
+            failure = finish_together(self._processes, run, lambda: None, appear)
+        return self._checked(target, failure, step)
 
     def _write_behind(self, target: Path, staged: Path, copied: Parts, appear: Any) -> None:
         """Write the copied parts of a checkpoint while training continues."""
@@ -118,109 +136,156 @@ class SavingTrainer(StoppableTrainer):
                 processes, target.parent, lambda: write_parts(copied, staged, group), appear
             ),
         )
-        if self._stop or self.args.push_to_hub:
-            self.wait_for_checkpoint()
 
-    def wait_for_checkpoint(self) -> None:
+    def wait(self, step: int) -> Path | None:
         """Wait for the checkpoint that is written in the background, if there is one.
+
+        Args:
+            step: that was made last.
+
+        Returns:
+            The checkpoint, if it was saved.
 
         Raises:
             GrowthError: it could not be written, and not because the disk is full.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._after_save(pending.target, pending.wait())
+        return None if pending is None else self._checked(pending.target, pending.wait(), step)
 
-    def _after_save(self, target: Path, failure: str | None) -> None:
-        """Say that a checkpoint was not saved, or push it to the hub."""
+    def _checked(self, target: Path, failure: str | None, step: int) -> Path | None:
+        """A checkpoint that was saved; or say that it was not."""
         if failure is None:
-            if self.args.push_to_hub:
-                self._push_from_checkpoint(str(target))
-            return
-        message = f"{target} was not saved ({failure}); {self._last_save()}"
+            return target
+        message = f"{target} was not saved ({failure}); {self.last(step)}"
         # a signal waits for the checkpoint of its step, not for an earlier one
-        if self._stop and step_of(target) == self.state.global_step:
-            name = Signals(self._stop).name
-            raise GrowthError(f"{name}: {message}; to resume: {self.resume_hint}")
-        if self.is_world_process_zero():
-            warnings.warn(f"{message}; training continues", GrowthWarning, stacklevel=2)
+        if self._stops.number and step_of(target) == step:
+            name = Signals(self._stops.number).name
+            raise GrowthError(f"{name}: {message}; to resume: {self.hint}")
+        if self._processes.first:
+            warnings.warn(f"{message}; training continues", GrowthWarning, stacklevel=3)
+        return None
 
-    def _last_save(self) -> str:
-        self.wait_for_checkpoint()
-        last = last_checkpoint(Path(self.args.output_dir))
+    def last(self, step: int) -> str:
+        """Says which checkpoint is the last one, for messages; see `wait`."""
+        self.wait(step)
+        last = last_checkpoint(Path(self._args.output_dir))
         return "there is no checkpoint" if last is None else f"the last good checkpoint is {last}"
 
-    def _load_best_model(self) -> None:
-        self.wait_for_checkpoint()
-        super()._load_best_model()
-
-    def _finalize_training(self, *args: Any, **options: Any) -> Any:
-        """Trainer's, but the last checkpoint stays beside the best one.
-
-        Trainer deletes it if it keeps one checkpoint. A run that is killed before it has saved its
-        model would then train again from the best one, and a growth continues from the last.
-        """
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            return super()._finalize_training(*args, **options)
-        finally:
-            self.args.save_total_limit = limit
-
-    def _best_checkpoint(self, run: Path) -> Path | None:
-        """The checkpoint with the best metric so far; this one if the metric is this step's."""
-        step = self.state.best_global_step
-        if not step:
-            return None
-        best = run / f"checkpoint-{step}"
-        return best if step == self.state.global_step or best.exists() else None
-
-    @contextlib.contextmanager
-    def _writing_to(self, staging: Path) -> Iterator[None]:
-        """While active, Trainer writes its checkpoint to a folder and leaves all others alone."""
-        best_step, push = self.state.best_global_step, self.args.push_to_hub
-        # With a best step, Trainer waits for all processes; one whose disk failed would block them.
-        # With push_to_hub it would upload before the checkpoint is complete
-        self._staging, self.state.best_global_step, self.args.push_to_hub = staging, None, False
-        try:
-            yield
-        finally:
-            self._staging, self.state.best_global_step = None, best_step
-            self.args.push_to_hub = push
-
-    def save_final_model(self, dtype: torch.dtype) -> None:
-        """Save the model, its tokenizer and the log history to the output directory.
+    def save_final(self, state: Any, write: Write) -> None:
+        """Save the model of a run, and the state of the trainer beside it.
 
         Args:
-            dtype: of the weights in the file. The model in memory gets this dtype too. Weights
-                that are too large for float16 stay as they are, with a warning.
+            state: of the trainer.
+            write: writes the model into a folder.
 
         Raises:
             GrowthError: the disk takes no more. The checkpoints are as they were.
         """
-        self.wait_for_checkpoint()
-        run = Path(self.args.output_dir)
-        if largest_entry(self.model) <= torch.finfo(dtype).max:
-            self.model.to(dtype)
-        else:
-            warnings.warn(
-                f"a weight does not fit into {dtype}: the model is saved in {self.model.dtype}",
-                GrowthWarning,
-                stacklevel=2,
-            )
+        run = Path(self._args.output_dir)
 
-        def write(staging: Path) -> None:
-            self.save_model(str(staging / FINAL), _internal_call=True)
-            if self.args.should_save:
-                self.state.save_to_json(str(staging / FINAL / TRAINER_STATE_NAME))
+        def write_all(staging: Path) -> None:
+            write(staging / FINAL)
+            if self._args.should_save:
+                state.save_to_json(str(staging / FINAL / TRAINER_STATE_NAME))
 
-        processes = Processes.of_accelerator(self.accelerator)
-        staging, failure = begin_together(processes, run, write)
+        staging, failure = begin_together(self._processes, run, write_all)
         if failure is None:
             failure = finish_together(
-                processes, run, lambda: None, lambda: publish_into(staging / FINAL, run)
+                self._processes, run, lambda: None, lambda: publish_into(staging / FINAL, run)
             )
         if failure is not None:
             raise GrowthError(
-                f"the model was not saved ({failure}); {self._last_save()}; to resume: "
-                f"{self.resume_hint}"
+                f"the model was not saved ({failure}); {self.last(state.global_step)}; to resume: "
+                f"{self.hint}"
             )
+
+    # ------------------------------------------------------------------ reading
+
+    def newest_whole(self) -> Path | None:
+        """The latest whole checkpoint of the run, the same for all processes.
+
+        Raises:
+            GrowthError: there are checkpoints, but all of them are damaged.
+        """
+        answer: list[Any] = [None, None]
+        if self._processes.first:
+            directory = Path(self._args.output_dir)
+            close_staging(directory)
+            try:
+                answer[0] = newest_whole(directory)
+            except GrowthError as error:
+                answer[1] = str(error)
+        if self._accelerator.num_processes > 1:
+            broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise GrowthError(answer[1])
+        return answer[0]
+
+    def chosen(self, checkpoint: str | Path | bool | None) -> Path | None:
+        """The checkpoint to resume from; None begins a run.
+
+        Args:
+            checkpoint: a directory, or True for the latest whole one of the run.
+
+        Raises:
+            GrowthError: it is damaged, or there is none.
+        """
+        if checkpoint is True:
+            newest = self.newest_whole()
+            if newest is None:
+                raise GrowthError(f"{self._args.output_dir} has no checkpoint to resume from")
+            return newest
+        if not checkpoint:
+            return None
+        given = Path(checkpoint)
+        wrong = damage(given) if (given / MANIFEST).is_file() else None
+        if wrong is not None:
+            raise GrowthError(f"{given} is damaged: {wrong}")
+        return given
+
+
+def best_checkpoint(run: Path, state: Any) -> Path | None:
+    """The checkpoint with the best metric so far; this one if the metric is this step's.
+
+    Args:
+        run: directory.
+        state: of the trainer.
+    """
+    step = state.best_global_step
+    if not step:
+        return None
+    best = run / f"checkpoint-{step}"
+    return best if step == state.global_step or best.exists() else None
+
+
+def set_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Give the weights of a model a dtype, unless one is too large for it; then warn."""
+    if largest_entry(model) <= torch.finfo(dtype).max:
+        model.to(dtype)
+    else:
+        warnings.warn(
+            f"a weight does not fit into {dtype}: the model is saved in {model.dtype}",
+            GrowthWarning,
+            stacklevel=3,
+        )
+
+
+@contextlib.contextmanager
+def keeping_all(args: TrainingArguments) -> Iterator[None]:
+    """While active, Trainer deletes no checkpoints."""
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
+
+
+@contextlib.contextmanager
+def plain_hub_errors() -> Iterator[None]:
+    """While active, an error of the Hub is one line."""
+    try:
+        yield
+    except Exception as error:
+        # which classes the Hub's client raises depends on its version
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise GrowthError(f"push_to_hub: the repository cannot be made: {why}") from error

@@ -60,12 +60,13 @@ class SignalWatch:
     Attributes:
         pending: number of the first signal, or 0. Watches around this one note it too.
         raised: that number once it has raised an exception here, or 0.
+        deferred: whether signals are noted instead of raising.
     """
 
     def __init__(self, message: str = "", *, enabled: bool = True) -> None:
         self.pending = self.raised = 0
         self._message, self._enabled = message, enabled
-        self._deferred, self._since = False, 0.0
+        self.deferred, self._since = False, 0.0
         self._before: dict[int, Any] = {}
         self._report: Callable[[Any], Any] = sys.unraisablehook
 
@@ -86,7 +87,7 @@ class SignalWatch:
         if self not in _active:
             return
         # an exception in here would leave a handler behind
-        self._deferred = True
+        self.deferred = True
         if signal.SIGALRM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
@@ -101,7 +102,7 @@ class SignalWatch:
 
     def defer(self) -> None:
         """From now on note signals instead of raising."""
-        self._deferred = True
+        self.deferred = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -110,12 +111,12 @@ class SignalWatch:
             if not watch.pending:
                 watch.pending, watch._since = number, now
         if repeated:
-            self._deferred = False
+            self.deferred = False
         self._raise_if_free(frame, at_once=bool(repeated))
 
     def _raise_if_free(self, frame: FrameType | None, *, at_once: bool = False) -> None:
         """Raise, unless the exception would be lost or is on its way; and look again later."""
-        if self._deferred or not self.pending:
+        if self.deferred or not self.pending:
             return
         self._raise_later()
         waits = time.monotonic() - self._since < IMPORT_SECONDS and _is_importing(frame)

@@ -97,7 +97,7 @@ def test_a_run_resumes_bit_for_bit(mesh, tmp_path):
     ends = []
     for name, behind in (("behind", True), ("waited", False)):
         trainer = sharded_trainer(tmp_path / name, mesh, async_checkpoints=behind)
-        assert trainer.async_checkpoints == behind
+        assert trainer.shards.async_checkpoints == behind
         trainer.train()
         ends.append(weights_of(trainer.model))
         shutil.rmtree(tmp_path / name / "checkpoint-8")
@@ -130,7 +130,7 @@ def failing(monkeypatch, step, error):
 
 def ends_before_step_5(trainer):
     """Let the write of step 4 end while step 5 begins."""
-    trainer.add_callback(At(4, lambda model: trainer._pending._thread.join()))
+    trainer.add_callback(At(4, lambda model: trainer.saver._pending._thread.join()))
 
 
 def test_a_full_disk_costs_one_checkpoint(mesh, monkeypatch, tmp_path):

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from growkern import TwoStageTrainer
 from growkern import run as train
-from growkern.train.loop.growing import GrowingTrainer
+from growkern.train.loop import runs
 from tests.forked_ranks import on_ranks
 from tests.train.run.test_run import workplace  # noqa: F401
 
@@ -49,7 +50,8 @@ PLACES = [(1, "step"), (2, "growth"), (3, "step"), (4, "growth"), (5, "step")]
 
 def kill_in(name, step, note):
     """Wrap a method of the trainer so that the last process is killed after it."""
-    method = getattr(GrowingTrainer, name)
+    owner = TwoStageTrainer if hasattr(TwoStageTrainer, name) else runs
+    method = getattr(owner, name)
 
     def wrapped(self, *args, **options):
         result = method(self, *args, **options)
@@ -58,7 +60,7 @@ def kill_in(name, step, note):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(GrowingTrainer, name, wrapped)
+    setattr(owner, name, wrapped)
 
 
 def main(folder):
@@ -66,7 +68,7 @@ def main(folder):
     place = json.loads((folder / "kill.json").read_text())
     if place is not None:
         step, where = place
-        name = {"step": "training_step", "growth": "_forget_model"}[where]
+        name = {"step": "training_step", "growth": "forget_model"}[where]
         kill_in(name, step, folder / "killed")
     train(folder / "run.toml", progress=False)
 

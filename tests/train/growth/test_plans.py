@@ -79,14 +79,14 @@ def test_a_model_that_was_grown_before_the_run(tmp_path):
     loaded = type(large).from_pretrained(tmp_path / "large")
     for number, model in enumerate((large, loaded)):
         trainer = trainer_for(tmp_path / str(number), growth=GROWTH[1:], model=model)
-        assert trainer.growth_plan is not None
+        assert trainer.optimizers.plan is not None
         trainer.train()
         found = growth_lr_multipliers(trainer.model.growth_plan)
         for name, factors in expected.items():
             assert all(map(torch.equal, found[name].lr, factors.lr)), name
         # back to the size of the start
         trainer.fit_to(None)
-        assert trainer.growth_plan is not None and trainer.model.config.n_embd == 32
+        assert trainer.optimizers.plan is not None and trainer.model.config.n_embd == 32
 
 
 def test_checkpoints_and_exports_keep_the_record_of_all_growths(straight, tmp_path):

@@ -75,7 +75,7 @@ class Sender(Everywhere):
         self.seen += 1
         if self.seen != self.place:
             return
-        if not self.trainer._signals._deferred:
+        if not self.trainer.stops.signals.deferred:
             # the processes do not talk now: a launcher ends all of them
             os.kill(os.getpid(), self.number)
         elif dist.get_rank() == self.rank:

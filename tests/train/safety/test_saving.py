@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from growkern import GrowthError
+from growkern import GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.publish.manifest import MANIFEST
 from growkern.train.run.start import train_or_resume
-from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
 from tests.train.tiny import TinyTokenizer
@@ -31,7 +30,7 @@ def small_files(most):
 
 def full_while_saving(monkeypatch, steps, most):
     """Make the disk full while the checkpoints of these steps are written."""
-    save = safety.SafeTrainer._save_checkpoint
+    save = TwoStageTrainer._save_checkpoint
 
     def save_on_a_full_disk(trainer, *args):
         with contextlib.ExitStack() as stack:
@@ -39,7 +38,7 @@ def full_while_saving(monkeypatch, steps, most):
                 stack.enter_context(small_files(most))
             save(trainer, *args)
 
-    monkeypatch.setattr(safety.SafeTrainer, "_save_checkpoint", save_on_a_full_disk)
+    monkeypatch.setattr(TwoStageTrainer, "_save_checkpoint", save_on_a_full_disk)
 
 
 def names(directory):
@@ -123,7 +122,7 @@ def test_other_errors_while_saving_are_not_swallowed(tmp_path, monkeypatch):
     def fail(*args):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(safety.SafeTrainer, "_save_rng_state", fail)
+    monkeypatch.setattr(TwoStageTrainer, "_save_rng_state", fail)
     with pytest.raises(RuntimeError, match="device-side assert"):
         small_trainer(tmp_path).train()
 

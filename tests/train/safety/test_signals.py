@@ -16,8 +16,8 @@ from transformers import TrainerCallback, TrainerState
 from growkern import GrowthError
 from growkern import run as train
 from growkern.train.run.start import train_or_resume
-from growkern.train.safety import trainer as safety
 from growkern.train.safety.checkpoints import checkpoints_in, damage
+from growkern.train.safety.saving import RESUME_HINT
 from growkern.train.safety.signals import SignalWatch, Terminated, settle
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import SENDERS, At, assert_same, small_trainer, weights_of
@@ -152,10 +152,10 @@ def test_an_evaluation_of_ones_own_is_not_stopped(tmp_path):
     trainer = small_trainer(tmp_path)
     trainer.train()
     trainer.add_callback(InEvaluation(8))
-    with SignalWatch() as trainer._signals:
-        trainer._signals.defer()
+    with SignalWatch() as trainer.stops.signals:
+        trainer.stops.signals.defer()
         assert trainer.evaluate()["eval_loss"] > 0
-        assert trainer._signals.pending == signal.SIGTERM
+        assert trainer.stops.signals.pending == signal.SIGTERM
         settle()
 
 
@@ -346,4 +346,4 @@ def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, caps
     errors = capsys.readouterr().err
     assert errors.startswith("growkern: stopped; to resume: growkern train")
     assert errors.count("\n") == 1
-    assert safety.SafeTrainer.resume_hint == "trainer.train(resume_from_checkpoint=True)"
+    assert RESUME_HINT == "trainer.train(resume_from_checkpoint=True)"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from growkern import GrowthError
-from growkern.train.safety import trainer as safety
+from growkern.train.safety import steps as safety
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
 
 BIAS = "cls.predictions.bias"

@@ -1,0 +1,161 @@
+"""Trains and saves models that Trainer does not: those that FSDP2 has sharded, and pairs of models.
+
+Trainer and accelerate neither wrap nor move a sharded model. Its gradients and its checkpoints are
+handled here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.trainer import SCHEDULER_NAME
+
+from growkern.growth.sharded.placement import free_gathered
+from growkern.train.distributed.checkpoint import (
+    Parts,
+    copy_to_host,
+    load_optimizer,
+    load_weights,
+    optimizer_parts,
+    save_groups,
+    weight_parts,
+    write_parts,
+)
+from growkern.train.distributed.options import DistributedOptions
+from growkern.train.distributed.shard import is_sharded, prime, whole_state
+from growkern.train.objectives.electra import ReplacedTokenDetection
+
+
+class Shards:
+    """What a sharded model needs in a run. For other models `sharded` is False.
+
+    Args:
+        model: in training.
+        beside: frozen models that run in a step. What they gathered is freed after the backward
+            pass.
+
+    Attributes:
+        sharded: whether the model is sharded.
+        async_checkpoints: whether a checkpoint of a sharded model is copied, and written while
+            training continues. As in the options of `growkern.shard`; by default it is.
+        in_checkpoint: whether the weights are saved for a checkpoint.
+        copied: the parts of the last checkpoint that are to be written in the background.
+    """
+
+    def __init__(self, model: Any, beside: Sequence[Any] = ()) -> None:
+        self.sharded = is_sharded(model)
+        chosen: DistributedOptions = getattr(model, "distributed_options", DistributedOptions())
+        self.async_checkpoints = self.sharded and chosen.async_checkpoints
+        self.copied: Parts = {}
+        self.in_checkpoint = False
+        self._beside = [one for one in beside if is_sharded(one)]
+        if self.sharded:
+            prime(model)
+
+    def prepare(self, model: Any, accelerator: Any) -> None:
+        """Let accelerate add autocast to the model, and nothing else."""
+        if self.sharded and not getattr(model, "_is_accelerate_prepared", False):
+            accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+            # accelerate leaves alone what it has prepared
+            model._is_accelerate_prepared = True
+
+    def begin_step(self, model: Any, *, is_last: bool) -> None:
+        """Let the gradients be added up at the last batch of a step."""
+        if self.sharded:
+            model.set_requires_gradient_sync(is_last)
+
+    def end_step(self, model: Any, *, is_last: bool) -> None:
+        """Free what a batch has gathered."""
+        if self.sharded and is_last:
+            # with set_reshard_after_backward(False) they are gathered still, and clipping would
+            # find no gradients
+            free_gathered(model)
+        for one in self._beside:
+            free_gathered(one)
+
+    # --------------------------------------------------------------- checkpoints
+
+    def load(self, model: Any, directory: Path) -> bool:
+        """Load the weights of a checkpoint; False if Trainer has to."""
+        if isinstance(model, ReplacedTokenDetection):
+            model.load_both(directory)
+        elif self.sharded:
+            load_weights(model, directory)
+        return self.sharded or isinstance(model, ReplacedTokenDetection)
+
+    def state(self, model: Any, *, is_first: bool) -> Any:
+        """The weights that one process will save; None if Trainer gets them. All call this."""
+        return whole_state(model, keep=is_first) if self.sharded else None
+
+    def save_part(self, model: Any, tokenizer: Any, directory: Path, *, is_first: bool) -> bool:
+        """Write this process's part of the weights for a checkpoint, or copy it.
+
+        Args:
+            model: in training.
+            tokenizer: None without one.
+            directory: of the checkpoint.
+            is_first: whether this process writes the files that make a model directory.
+
+        Returns:
+            False if nothing was written: the model is not sharded, or this is no checkpoint.
+        """
+        if not (self.sharded and self.in_checkpoint):
+            return False
+        directory.mkdir(parents=True, exist_ok=True)
+        self._write(weight_parts(model), directory)
+        if is_first:
+            config = model.config
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            config.save_pretrained(directory)
+            if model.can_generate():
+                model.generation_config.save_pretrained(directory)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+        return True
+
+    def save_optimizer(
+        self, model: Any, optimizer: Any, scheduler: Any, directory: Path, *, is_first: bool
+    ) -> None:
+        """Write this process's part of the optimizer's state, or copy it.
+
+        Args:
+            model: in training.
+            optimizer: not wrapped.
+            scheduler: of the learning rate.
+            directory: of the checkpoint.
+            is_first: whether this process writes what all have.
+        """
+        self._write(optimizer_parts(model, optimizer), directory)
+        if is_first:
+            save_groups(optimizer, directory)
+            torch.save(scheduler.state_dict(), directory / SCHEDULER_NAME)
+
+    def _write(self, parts: Parts, directory: Path) -> None:
+        if self.async_checkpoints:
+            self.copied |= copy_to_host(parts)
+        else:
+            write_parts(parts, directory)
+
+    @staticmethod
+    def load_optimizer(model: Any, optimizer: Any, scheduler: Any, directory: Path) -> None:
+        """Read what `save_optimizer` wrote; a checkpoint of the model alone has nothing."""
+        if (directory / SCHEDULER_NAME).is_file():
+            load_optimizer(model, optimizer, directory)
+            scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
+
+
+def without_shared(result: Any, model: Any) -> Any:
+    """What a load has missed, without the weights that share the memory of one that was loaded.
+
+    Args:
+        result: of `load_state_dict`.
+        model: that was loaded into.
+    """
+    missing, state = set(result.missing_keys), model.state_dict(keep_vars=True)
+    loaded = {id(value) for name, value in state.items() if name not in missing}
+    absent = [name for name in result.missing_keys if id(state.get(name)) not in loaded]
+    return SimpleNamespace(missing_keys=absent, unexpected_keys=result.unexpected_keys)

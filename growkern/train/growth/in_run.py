@@ -1,0 +1,294 @@
+"""The growths inside a run.
+
+Before each growth the trainer saves a checkpoint of the smaller model. The larger model, its
+optimizer and everything else continue from that checkpoint. A run that is killed after it and
+resumed takes the same way, and so gets the same bits as a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import align_special_tokens
+from transformers.training_args import OptimizerNames
+
+from growkern.errors import GrowthError
+from growkern.growth.disk.config_file import complete_config
+from growkern.growth.history import history_of
+from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.record.lineage import keep_lineage
+from growkern.growth.record.recorded import misfit
+from growkern.growth.sharded.placement import free_gathered
+from growkern.train.distributed.checkpoint import sources_of
+from growkern.train.distributed.options import DistributedOptions
+from growkern.train.distributed.shard import is_sharded
+from growkern.train.growth.models import (
+    Size,
+    grown_model,
+    layers_of,
+    new_part,
+    plan_before,
+    sizes_of_run,
+    unfilled_model,
+)
+from growkern.train.growth.step import GrowthStep, check_order, rewarmed
+from growkern.train.model.sub_model import Part
+from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
+from growkern.train.optimizer.choose import ADAMW
+from growkern.train.safety.checkpoints import MANIFEST, step_of
+from growkern.train.safety.saving import Saver
+
+
+class Former(NamedTuple):
+    """The facts about a model that the one in its place shares."""
+
+    dtype: torch.dtype
+    distribution: DistributedOptions
+    mesh: DeviceMesh | None
+    generation: Any
+
+    @classmethod
+    def of(cls, model: Any) -> Former:
+        """Look at a model for the last time, and free what it does not need any more."""
+        # whoever made this model may still hold it
+        model.zero_grad()
+        free_gathered(model)
+        parameter = next(model.parameters())
+        return cls(
+            parameter.dtype,
+            getattr(model, "distributed_options", None) or DistributedOptions(),
+            parameter.device_mesh if isinstance(parameter, DTensor) else None,
+            model.generation_config if model.can_generate() else None,
+        )
+
+
+class GrowthInRun:
+    """The growths of a run, and how far the model in memory has grown.
+
+    Args:
+        steps: the growths, in their order.
+        model: that the run begins with.
+        args: of the trainer.
+        options: the other keyword arguments of the trainer.
+
+    Attributes:
+        steps: the growths.
+        grown: how many of them the model in memory has behind it.
+        source: the checkpoint of the smaller model from which the model in memory was just grown.
+        ends_here: whether this part of the run ends because the model will grow.
+
+    Raises:
+        GrowthError: an argument cannot be used together with growth.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[GrowthStep],
+        model: Any,
+        args: TrainingArguments,
+        options: dict[str, Any],
+    ) -> None:
+        self.steps, self.grown = tuple(steps), 0
+        self.source: Path | None = None
+        self.ends_here = False
+        self._sizes: list[Size] = []
+        self._class_name = type(model).__name__.removeprefix("FSDP")
+        if self.steps:
+            _check(self.steps, model, args, options)
+
+    def plan(self, model: Any, tokenizer: Any, check: Callable[[Any], Any]) -> None:
+        """Plan every growth against the model that the run has until then.
+
+        Args:
+            model: in training, with the dtype of its weights in training.
+            tokenizer: of the trainer.
+            check: as in `sizes_of_run`.
+
+        Raises:
+            GrowthError: one of them cannot be done.
+        """
+        if not self.steps:
+            return
+        if isinstance(tokenizer, (PreTrainedTokenizerBase, ProcessorMixin)):
+            # Trainer does this when it begins to train
+            align_special_tokens(model, tokenizer)
+        self._sizes = sizes_of_run(model, self.steps, check)
+        for step, size in zip(self.steps, self._sizes[1:], strict=True):
+            old, new = zip(*layers_of(size), strict=True)
+            if step.new_layers_steps and (new == old or step.depth != "stack"):
+                before, after = (" and ".join(map(str, layers)) for layers in (old, new))
+                raise GrowthError(
+                    f"the growth at step {step.at_step}: new_layers_steps needs new layers above "
+                    f"the old ones, but {before} layers become {after} with depth={step.depth!r}"
+                )
+
+    def grown_at(self, checkpoint: Path | None) -> int:
+        """How many growths the model of a checkpoint has behind it; None is the start."""
+        step = 0 if checkpoint is None else step_of(checkpoint)
+        return sum(one.at_step < step for one in self.steps)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the model grows after so many steps."""
+        return self.grown < len(self.steps) and step == self.steps[self.grown].at_step
+
+    def end_part(self, control: Any, step: int) -> None:
+        """Let Trainer save and end this part of the run, if the model grows after this step."""
+        # Trainer asks again when an epoch ends with the step
+        if self.is_due(step) and not self.ends_here:
+            self.ends_here = True
+            control.should_log = control.should_save = control.should_training_stop = True
+
+    def unfilled(self, grown: int, old: Former) -> Any:
+        """A model of the size after so many growths, whose weights are 0."""
+        size = self._sizes[grown]
+        model = unfilled_model(self._class_name, size, old.distribution, old.dtype, old.mesh)
+        self.grown = grown
+        return _like(old, model)
+
+    def grow(self, checkpoint: Path, old: Former) -> Any:
+        """The next larger model, grown from a checkpoint of the smaller one."""
+        step, (source, _) = self.steps[self.grown], sources_of(checkpoint)
+        planned = self._sizes[self.grown + 1].plan
+        model = grown_model(source, step, old.distribution, old.dtype, old.mesh, planned)
+        self.grown, self.source = self.grown + 1, checkpoint
+        return _like(old, model)
+
+    def checkpoint(self, run: Path, step: int, saver: Saver) -> Path:
+        """The checkpoint of the smaller model that the last part of the run has saved.
+
+        Raises:
+            GrowthError: it could not be saved.
+        """
+        checkpoint = run / f"checkpoint-{step}"
+        if not (checkpoint / MANIFEST).is_file():
+            raise GrowthError(
+                f"the growth at step {step} continues from {checkpoint}, which could not be "
+                f"saved; {saver.last(step)}; make room, then resume: {saver.hint}"
+            )
+        return checkpoint
+
+    def load_optimizer(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        """Grow the optimizer's state with the model, and continue the schedule.
+
+        Args:
+            model: that was just grown.
+            optimizer: of the model, not wrapped.
+            scheduler: of the learning rate.
+        """
+        assert self.source is not None
+        step = self.steps[self.grown - 1]
+        if step.grows_moments:
+            _, state = sources_of(self.source)
+            grow_optimizer_into(model, optimizer, state, moments=str(step.moments))
+        scheduler.load_state_dict(torch.load(self.source / SCHEDULER_NAME, weights_only=True))
+        # the state of an optimizer would bring its rates along
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def part(self, step: int) -> Part | None:
+        """The part that trains while only new layers do; None: the whole model."""
+        if not self.grown:
+            return None
+        return new_part(step, self.steps[self.grown - 1], self._sizes[self.grown])
+
+    def rewarm(self, scheduler: Any, name: Any) -> None:
+        """Let the learning rate rise again after each growth that asks for it.
+
+        Args:
+            scheduler: new, from `Trainer.create_scheduler`.
+            name: of the schedule.
+
+        Raises:
+            GrowthError: the schedule does not depend on the step alone.
+        """
+        if not any(one.rewarm_steps for one in self.steps):
+            return
+        if not isinstance(scheduler, LambdaLR):
+            raise GrowthError(
+                "rewarm_steps needs a schedule that depends on the step alone, and "
+                f"{name} does not: use linear, cosine or constant"
+            )
+        scheduler.lr_lambdas = [
+            partial(rewarmed, rate=one, growth=self.steps) for one in scheduler.lr_lambdas
+        ]
+
+
+def complete_directory(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write what belongs beside the weights of a model, beyond what transformers writes.
+
+    That is a complete config, the record of growths, and for a generator a tokenizer of its own.
+
+    Args:
+        model: in training.
+        tokenizer: None without one.
+        directory: of the model.
+    """
+    known = getattr(model, "growth_plan", None)
+    complete_config(directory, known and known.source, getattr(model, "config", None))
+    if isinstance(model, ReplacedTokenDetection) and tokenizer is not None:
+        tokenizer.save_pretrained(directory / GENERATOR)
+    plan = plan_before(model)
+    if plan is not None and misfit(plan, model) is None:
+        keep_lineage(history_of(model), directory)
+
+
+def _like(old: Former, model: Any) -> Any:
+    if old.generation is not None:
+        model.generation_config = old.generation
+    return model
+
+
+def _check(
+    growth: Sequence[GrowthStep], model: Any, args: TrainingArguments, options: dict[str, Any]
+) -> None:
+    """Refuse growths, and arguments under which the model cannot be replaced.
+
+    Raises:
+        GrowthError: for the first one that cannot be used, with a way out.
+    """
+    steps = args.max_steps
+    if steps <= 0:
+        raise GrowthError("growth inside a run needs the number of steps: give max_steps")
+    check_order(growth, steps)
+    if not growth[0].at_step:
+        raise GrowthError(
+            "a growth at step 0 is not one inside a run: grow the model with growkern.grow first, "
+            "or use a run file"
+        )
+    optimizers = options.get("optimizers")
+    frozen = next((name for name, p in model.named_parameters() if not p.requires_grad), None)
+    refusals = {
+        f"{frozen} is frozen, and all parameters of the larger model train: leave it trainable, or "
+        "grow the model between two trainings": frozen is not None,
+        "model_init makes models of one size: pass the model": options.get("model_init"),
+        "the optimizer that was passed holds the small model's parameters: set args.optim": (
+            optimizers is not None and any(one is not None for one in optimizers)
+        ),
+        "load_best_model_at_end may find a checkpoint of another size: leave it out": (
+            args.load_best_model_at_end
+        ),
+        'growth continues from a checkpoint: set save_strategy to "steps"': (
+            args.save_strategy == "no"
+        ),
+        "growth continues from the optimizer's state: leave out save_only_model": (
+            args.save_only_model
+        ),
+        "the model was sharded by fully_shard, and the larger model must be sharded alike: use "
+        "growkern.shard": is_sharded(model) and not hasattr(model, "distributed_options"),
+        f"the state of {OptimizerNames(args.optim).value} cannot be grown: set moments to "
+        '"reset" in all growths': (
+            args.optim not in ADAMW and any(one.grows_moments for one in growth)
+        ),
+    }
+    for refusal, applies in refusals.items():
+        if applies:
+            raise GrowthError(refusal)

@@ -1,0 +1,263 @@
+"""What `TwoStageTrainer` does that Trainer has no method for: a run in parts, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from growkern.errors import GrowthError
+from growkern.train.distributed.shard import prime
+from growkern.train.growth.in_run import Former
+from growkern.train.loop.callbacks import keep_states
+from growkern.train.loop.setup import take_model
+from growkern.train.optimizer.choose import bare
+from growkern.train.safety.checkpoints import step_of
+from growkern.train.safety.saving import best_checkpoint, set_dtype
+from growkern.train.safety.signals import SignalWatch
+from growkern.train.safety.stops import misses_evaluation
+
+
+def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any], Any]) -> Any:
+    """Train through all growths to the end of the run.
+
+    Args:
+        trainer: of the run.
+        checkpoint: to begin with; None is the start.
+        train: trains from a checkpoint until the model grows or the run ends.
+    """
+    trainer.saver.hint = trainer.resume_hint
+    trainer.fit_to(checkpoint)
+    message, growths = f"stopped; to resume: {trainer.resume_hint}", trainer.growths
+    # a signal during a growth would be lost in a finaliser
+    with SignalWatch(message, enabled=bool(growths.steps)):
+        while True:
+            if checkpoint is not None and growths.is_due(step_of(checkpoint)):
+                replace_model(trainer, partial(growths.grow, checkpoint))
+            growths.ends_here = False
+            try:
+                watch = SignalWatch(message, enabled=trainer.args.save_strategy != "no")
+                with watch as trainer.stops.signals:
+                    result = _train_part(trainer, checkpoint, train)
+            finally:
+                growths.source = None
+            if not growths.ends_here:
+                return result
+            run = Path(trainer.args.output_dir)
+            checkpoint = growths.checkpoint(run, trainer.state.global_step, trainer.saver)
+
+
+def _train_part(trainer: Any, checkpoint: Path | None, train: Callable[[Any], Any]) -> Any:
+    stops, saver = trainer.stops, trainer.saver
+    stops.number, saver.saved_at = 0, time.monotonic()
+    trainer.steps.start()
+    try:
+        result = train(None if checkpoint is None else str(checkpoint))
+    except BaseException:
+        # the error that ends the run counts; the checkpoint is complete or gone
+        with contextlib.suppress(GrowthError):
+            saver.wait(trainer.state.global_step)
+        raise
+    step = trainer.state.global_step
+    saver.wait(step)
+    stops.number = stops.of_any()
+    if stops.number:
+        stops.end_run(step, Path(trainer.args.output_dir), trainer.resume_hint)
+    return result
+
+
+def fit_to(self: Any, checkpoint: Path | None) -> None:
+    """Give the model in memory the size of a checkpoint, unless it has it. Its weights are 0.
+
+    Args:
+        checkpoint: that will be loaded; None is the start of the run.
+    """
+    grown = self.growths.grown_at(checkpoint)
+    if grown != self.growths.grown:
+        replace_model(self, partial(self.growths.unfilled, grown))
+
+
+def replace_model(trainer: Any, make: Callable[[Former], Any]) -> None:
+    """Train a model of another size from now on.
+
+    Args:
+        trainer: of the run.
+        make: makes the model, when the one before is gone from memory.
+    """
+    model = make(forget_model(trainer))
+    model.config.use_cache = trainer.args.use_cache
+    if trainer.shards.sharded:
+        prime(model)
+    elif trainer.place_model_on_device:
+        trainer._move_model_to_device(model, trainer.args.device)
+    trainer.model = trainer.model_wrapped = model
+    take_model(trainer.objective, trainer.optimizers, trainer.two_stage, model)
+
+
+def forget_model(trainer: Any) -> Former:
+    """Free the model in memory and its optimizer, before there is another one."""
+    model = trainer.model
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.accelerator.free_memory()
+    for name in ("model", "optimizer", "lr_scheduler"):
+        setattr(trainer.callback_handler, name, None)
+    trainer.model = trainer.model_wrapped = None
+    return Former.of(model)
+
+
+@contextlib.contextmanager
+def collating(trainer: Any, collator: Any, dataset: Any) -> Iterator[None]:
+    """While active, data loaders of a trainer count the rows of the batches of a collator.
+
+    Args:
+        trainer: of the run.
+        collator: makes the batches.
+        dataset: that is loaded.
+    """
+    own = trainer.data_collator
+    trainer.data_collator = trainer.batches.collator(collator, dataset)
+    try:
+        yield
+    finally:
+        trainer.data_collator = own
+
+
+def evaluation_data(trainer: Any, dataset: Any) -> Any:
+    """A data set that Trainer evaluates: the one that is given, the trainer's, or a named one."""
+    dataset = trainer.eval_dataset if dataset is None else dataset
+    return trainer.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+
+
+def write_checkpoint(trainer: Any, directory: Path) -> None:
+    """Write everything but the state of the trainer, which is completed here.
+
+    Args:
+        trainer: of the run.
+        directory: of the checkpoint.
+    """
+    shards, name, is_first = trainer.shards, str(directory), trainer.args.should_save
+    store_flops(trainer)
+    shards.in_checkpoint = True
+    try:
+        trainer.save_model(name, _internal_call=True)
+    finally:
+        shards.in_checkpoint = False
+    if not trainer.args.save_only_model:
+        if shards.sharded:
+            parts = bare(trainer.optimizer), trainer.lr_scheduler
+            shards.save_optimizer(trainer.model, *parts, directory, is_first=is_first)
+        else:
+            trainer._save_optimizer_and_scheduler(name)
+        trainer._save_scaler(name)
+        trainer._save_rng_state(name)
+        if trainer.batches.stream is not None:
+            trainer.batches.stream.save(directory)
+    keep_states(trainer.state, [*trainer.callback_handler.callbacks, trainer.control])
+
+
+def store_flops(trainer: Any) -> None:
+    """Put the FLOPs since the last call into the state of a trainer, without those of padding."""
+    trainer.current_flos += trainer.objective.flops.drain()
+    trainer.store_flos()
+
+
+def complete_line(trainer: Any, logs: dict[str, float]) -> None:
+    """Put the FLOPs so far and the numbers of the collaborators into a log line.
+
+    Args:
+        trainer: of the run.
+        logs: the line, changed in place.
+    """
+    store_flops(trainer)
+    logs["flops"] = trainer.state.total_flos
+    if "loss" in logs:
+        logs.update(trainer.meter.drain())
+        # of steps without a label the meter knows nothing, and Trainer counts them
+        logs["loss"] = trainer.labelled.corrected(logs["loss"], trainer.accelerator)
+        if trainer.growths.steps:
+            logs["parameters"] = sum(p.numel() for p in trainer.model.parameters())
+        if trainer.steps.skipped:
+            logs["skipped_steps"] = trainer.steps.skipped
+    # a mean since the last start alone, and NaN after a step that was skipped
+    logs.pop("train_loss", None)
+
+
+def make_up_evaluation(trainer: Any) -> None:
+    """Evaluate the checkpoint that was loaded, if a signal has prevented that."""
+    misses, trainer.misses_evaluation = trainer.misses_evaluation, False
+    if misses and (metrics := trainer._evaluate(None, None)):
+        trainer._determine_best_metric(metrics, None)
+
+
+def take_end(self: Any, checkpoint: Path) -> None:
+    """Take over the last checkpoint of a run that was killed after it, as if it ended now.
+
+    Args:
+        checkpoint: at `args.max_steps`. The model has its size.
+    """
+    self._load_from_checkpoint(str(checkpoint))
+    self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    self.misses_evaluation = misses_evaluation(self.args, self.state, self.eval_dataset)
+    make_up_evaluation(self)
+    best = best_checkpoint(checkpoint.parent, self.state)
+    self.state.best_model_checkpoint = best and str(best)
+    if self.args.load_best_model_at_end and best is not None:
+        self._load_best_model()
+
+
+def newest_whole_checkpoint(self: Any) -> Path | None:
+    """The latest whole checkpoint in the output directory, the same for all processes.
+
+    Raises:
+        GrowthError: there are checkpoints, but all of them are damaged.
+    """
+    newest: Path | None = self.saver.newest_whole()
+    return newest
+
+
+def save_final_model(self: Any, dtype: torch.dtype) -> None:
+    """Save the model, its tokenizer and the log history to the output directory.
+
+    Args:
+        dtype: of the weights in the file. The model in memory gets this dtype too. Weights that are
+            too large for float16 stay as they are, with a warning.
+
+    Raises:
+        GrowthError: the disk takes no more. The checkpoints are as they were.
+    """
+    self.saver.hint = self.resume_hint
+    self.saver.wait(self.state.global_step)
+    set_dtype(self.model, dtype)
+    self.saver.save_final(
+        self.state, lambda directory: self.save_model(str(directory), _internal_call=True)
+    )
+
+
+def flops_per_step(
+    self: Any, sequences: int, length: int, labelled: float, decoder_length: int | None = None
+) -> dict[str, float]:
+    """Estimate the FLOPs of one optimizer step.
+
+    Args:
+        sequences: in a step, of all processes together.
+        length: tokens per sequence.
+        labelled: share of the tokens with a label; with an encoder and a decoder those of the
+            decoder.
+        decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
+
+    Returns:
+        For "stage 1" (the mean over the depths; with two stages only), for "a full step" and for
+        "the teachers" (with teachers that run only).
+    """
+    objective = self.objective
+    flops: dict[str, float] = objective.flops.per_step(
+        self.two_stage, objective.layers, sequences, length, labelled, decoder_length
+    )
+    return flops

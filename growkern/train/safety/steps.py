@@ -1,0 +1,182 @@
+"""Looks at every step before the optimizer takes it: a step that is not finite is never taken."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainingArguments
+
+from growkern.errors import GrowthError, nearest
+from growkern.seeds import MOST_SEED, seed_of_process
+from growkern.train.safety.saving import Saver
+from growkern.train.safety.stops import Stops
+
+ON_NONFINITE = ("stop", "skip")
+# with broken weights every step would be skipped, without end
+MOST_SKIPPED_IN_A_ROW = 100
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The facts about a step that all processes share before the optimizer takes it.
+
+    Attributes:
+        ranks: the processes whose loss is not finite.
+        norm: whether the gradient norm is finite.
+        stop: number of the signal that some process received, or 0.
+        save: whether a checkpoint is due by the clock.
+        written: whether all processes have written the checkpoint in the background.
+    """
+
+    ranks: tuple[int, ...]
+    norm: bool
+    stop: int
+    save: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """When a step is not taken, and when the clock saves.
+
+    Attributes:
+        on_nonfinite: when a loss or a gradient norm is NaN or infinite, "stop" raises an error, and
+            "skip" leaves out the optimizer step and counts it as `skipped_steps` in the log.
+        save_minutes: a checkpoint is also saved when this time has passed since the last; 0 saves
+            by the arguments alone.
+
+    Raises:
+        GrowthError: a value is not one of those above.
+    """
+
+    on_nonfinite: str = "stop"
+    save_minutes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.on_nonfinite not in ON_NONFINITE:
+            known = nearest(self.on_nonfinite, ON_NONFINITE)
+            raise GrowthError(f"on_nonfinite is {self.on_nonfinite!r}{known}")
+        if not self.save_minutes >= 0:
+            raise GrowthError(f"save_minutes is {self.save_minutes}: it must be 0 or more")
+
+
+class StepWatch:
+    """Looks at the steps of a run.
+
+    Args:
+        options: of the trainer.
+        accelerator: of the trainer.
+        stops: knows of signals.
+        saver: knows of checkpoints.
+
+    Attributes:
+        report: of the last step, until it was acted on.
+        skipped: steps that were left out.
+    """
+
+    def __init__(self, options: StepOptions, accelerator: Any, stops: Stops, saver: Saver) -> None:
+        self._options, self._accelerator = options, accelerator
+        self._stops, self._saver = stops, saver
+        self.skipped = 0
+        self.start()
+
+    def start(self) -> None:
+        """Begin a run."""
+        self.report: StepReport | None = None
+        self._loss: Tensor | float = 0.0
+        self._in_a_row, self._is_due = 0, False
+
+    def add(self, loss: Tensor) -> None:
+        """Add the loss of a batch of the step."""
+        self._loss = self._loss + loss
+
+    def is_taken(self, norm: Any, step: int) -> bool:
+        """Whether the optimizer takes a step; all processes must ask, once per step.
+
+        Args:
+            norm: of the gradients.
+            step: counted from 1.
+
+        Raises:
+            GrowthError: the step is not finite, and no such steps are skipped.
+        """
+        self.report = report = self._agree(norm)
+        self._loss = 0.0
+        if report.norm and not report.ranks:
+            self._in_a_row = 0
+            return True
+        self._in_a_row += 1
+        too_many = self._in_a_row > MOST_SKIPPED_IN_A_ROW
+        if self._options.on_nonfinite == "stop" or too_many:
+            fault = f"the gradient norm is {float(norm)}"
+            if report.ranks:
+                fault = f"the loss is NaN or infinite on rank {', '.join(map(str, report.ranks))}"
+            if too_many:
+                fault += f" and {MOST_SKIPPED_IN_A_ROW} steps before it were skipped"
+            raise GrowthError(f"step {step}: {fault}; {self._saver.last(step - 1)}")
+        self.skipped += 1
+        return False
+
+    def take_report(self) -> bool:
+        """Act on the report of the step, if there is one: whether a checkpoint was written."""
+        report, self.report = self.report, None
+        self._is_due = report is not None and report.save
+        if report is not None:
+            self._stops.number = report.stop
+        return report is not None and report.written
+
+    def choose_work(self, control: Any, state: Any, args: TrainingArguments) -> None:
+        """Let Trainer save before a stop, when the clock says so, and log the end of a run."""
+        if self._stops.number:
+            control.should_log = control.should_save = True
+            # an evaluation may take longer than the system waits before it kills
+            control.should_evaluate = False
+        elif self._is_due:
+            control.should_save = True
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            # the loss of the last steps would be in no line
+            control.should_log = True
+
+    def _agree(self, norm: Any) -> StepReport:
+        """Exchange the state of the step between the processes, and read it back once."""
+        accelerator, minutes = self._accelerator, self._options.save_minutes
+        # a gradient scaler skips the steps that overflow in float16 by itself
+        checked = norm if accelerator.scaler is None else 0.0
+        both = [torch.as_tensor(x, device=accelerator.device) for x in (self._loss, checked)]
+        due = minutes > 0 and time.monotonic() - self._saver.saved_at > 60 * minutes
+        mine = [self._stops.signals.pending, due, self._saver.is_written]
+        values = torch.stack(both)
+        if accelerator.num_processes == 1:
+            rows = [values.tolist() + mine]
+        else:
+            rows = accelerator.gather(torch.cat([values, values.new_tensor(mine)])[None]).tolist()
+        return StepReport(
+            ranks=tuple(rank for rank, row in enumerate(rows) if not math.isfinite(row[0])),
+            norm=all(math.isfinite(row[1]) for row in rows),
+            stop=int(max(row[2] for row in rows)),
+            save=any(row[3] for row in rows),
+            written=all(row[4] for row in rows),
+        )
+
+
+@contextlib.contextmanager
+def own_random_numbers(args: TrainingArguments) -> Iterator[None]:
+    """While active, each of several processes draws other dropout masks.
+
+    Afterwards the generator of the CPU is the same in all processes again: data sets and samplers
+    may draw the order of the rows from it.
+    """
+    if args.world_size == 1:
+        yield
+        return
+    shared = int(torch.randint(MOST_SEED, ()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of_process(shared, args.process_index))
+        yield
