@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from glob import glob
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,10 @@ Facts = dict[str, Text]
 # whether for validation, and the text
 Piece = tuple[bool, str]
 SIZES, HASH = ("train_bytes", "validation_bytes"), "train_sha256"
-# with fewer files, one in 20 may be none at all, or half of the text
-LEAST_FILES = 100
 # characters of a token, on average and by far at most
 MOST_CHARACTERS = 20
-# characters of a block where a text is split by blocks; a short text has shorter ones
-BLOCK, LEAST_BLOCKS = 4096, 5 * VALIDATION_PARTS
+# characters of a block; a short text has shorter ones, so that some of them are for validation
+BLOCK, LEAST_BLOCKS = 4096, 20 * VALIDATION_PARTS
 # characters that are read at a time, and those that a tokenizer learns from
 CHUNK, MOST_LEARNED = 1 << 20, 10**9
 
@@ -71,58 +69,26 @@ def files_of(patterns: Sequence[str]) -> list[Path]:
 def split(files: Sequence[Path]) -> Iterator[Piece]:
     """The pieces of files that the user names, and whether each is for validation.
 
-    Many files are split by files, so that copies of one are never in both. A few are split by
-    blocks of text, of which every 20th is for validation. No more than a piece, or one of many
-    files, is in memory.
+    Blocks of lines are held out by a hash of their text, so that copies of one are never in both.
+    No more than a few blocks are in memory.
 
     Raises:
         GrowthError: the files hold too little text.
     """
-    if len(files) >= LEAST_FILES:
-        kinds = (held_out for held_out, _ in _by_files(files))
-        first = next(kinds)
-        # by chance all may be for training
-        if any(kind != first for kind in kinds):
-            return _by_files(files)
-    size = BLOCK
-    # a character has at most 4 bytes
-    if sum(path.stat().st_size for path in files) < 4 * LEAST_BLOCKS * BLOCK:
-        text = "".join(_chunks(files))
-        found = len(text.strip())
-        if found < LEAST_BLOCKS:
-            raise GrowthError(
-                f"{', '.join(map(str, files[:3]))}: {found} characters in all {len(files)} text "
-                "files: too few for training and validation. Give more text"
-            )
-        size = min(BLOCK, len(text) // LEAST_BLOCKS)
-    return _by_blocks(_blocks(_chunks(files), size))
+    total = sum(path.stat().st_size for path in files)
+    if total < LEAST_BLOCKS:
+        raise GrowthError(
+            f"{', '.join(map(str, files[:3]))}: {total} bytes in all {len(files)} text files: too "
+            "few for training and validation. Give more text"
+        )
+    return _by_blocks(files, min(BLOCK, total // LEAST_BLOCKS))
 
 
-def _by_files(files: Sequence[Path]) -> Iterator[Piece]:
+def _by_blocks(files: Iterable[Path], size: int) -> Iterator[Piece]:
     for path in files:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        yield is_held_out(hash_of(text)), text
-
-
-def _by_blocks(blocks: Iterable[str]) -> Iterator[Piece]:
-    part = list[str]()
-    for block in blocks:
-        part.append(block)
-        if len(part) == VALIDATION_PARTS:
-            # the last block of 20, so that the one at the start of the text is for training
-            held_out = part.pop()
-            yield from ((False, "".join(part)), (True, held_out))
-            part.clear()
-    if part:
-        yield False, "".join(part)
-
-
-def _chunks(files: Sequence[Path]) -> Iterator[str]:
-    """The text of files, in the order of the files, with an empty line between two."""
-    for number, path in enumerate(files):
-        if number:
-            yield "\n\n"
-        yield from _read(path, errors="replace")
+        blocks = _blocks(_read(path, errors="replace"), size)
+        for held_out, kind in groupby(blocks, lambda block: is_held_out(hash_of(block))):
+            yield held_out, "".join(kind)
 
 
 def _read(path: Path, errors: str = "strict") -> Iterator[str]:
@@ -252,6 +218,9 @@ def _write_parts(pieces: Iterable[Piece], train: Path, validation: Path) -> str:
 
     Returns:
         The hash of the text for training.
+
+    Raises:
+        GrowthError: there is no piece of one kind.
     """
     hashed = hashlib.sha256()
 
@@ -261,6 +230,11 @@ def _write_parts(pieces: Iterable[Piece], train: Path, validation: Path) -> str:
                 (other if held_out else own).write(data)
                 if not held_out:
                     hashed.update(data)
+            if not (own.tell() and other.tell()):
+                raise GrowthError(
+                    "the text is too short for training and validation, or repeats itself. Give "
+                    "more text"
+                )
 
     write_whole(train, lambda one: write_whole(validation, lambda other: fill(one, other)))
     return _short(hashed)

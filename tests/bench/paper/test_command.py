@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from bench.paper import __main__ as command
 from bench.paper import corpus, page
 from bench.paper.committed import of_text, save
-from bench.paper.corpus import HASH, LEAST_FILES, TEXTS, files_of, prepare, split
+from bench.paper.corpus import HASH, TEXTS, files_of, prepare, split
 from bench.paper.jobs import all_needs
 from bench.paper.plans import TABLES, lines_of
 from bench.paper.runs import ROWS, rows_of, take_over
@@ -161,7 +161,7 @@ def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
     """Its validation text would be a part of gigabytes."""
     monkeypatch.setattr(corpus, "MOST_CHARACTERS", 8)
     file = tmp_path / "one.txt"
-    file.write_text("some text that repeats\n" * 20_000)
+    file.write_text("".join(f"some text that differs in {i}\n" for i in range(20_000)))
     setting = replace(MICRO_GPT, validation_tokens=100)
     counted = []
 
@@ -189,30 +189,27 @@ def parts(files):
     return [[text for held_out, text in pieces if held_out is kind] for kind in (False, True)]
 
 
-def test_a_single_file_is_split_by_blocks(lines, tmp_path):
+def test_blocks_are_held_out_by_their_text(lines, tmp_path):
     train, validation = parts([lines])
     whole = lines.read_text()
     assert "".join(text for _, text in split([lines])) == whole
-    assert 0.04 < sum(map(len, validation)) / len(whole) < 0.06
-    assert whole.startswith(train[0] + validation[0])
+    assert 0.02 < sum(map(len, validation)) / len(whole) < 0.08
     assert all(part.endswith("\n") for part in (*train, *validation))
+    copies = [tmp_path / f"copy{i}.txt" for i in range(2)]
+    for copy in copies:
+        copy.write_text(whole * 100)
+    train, validation = parts(copies)
+    assert train[: len(train) // 2] * 2 == train and validation
     # one line without an end
     lines.write_text("word " * 2000)
     assert "".join(text for _, text in split([lines])) == "word " * 2000
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(GrowthError, match=r"short.txt: 9 characters"):
+    with pytest.raises(GrowthError, match=r"short.txt: 9 bytes"):
         split([tmp_path / "short.txt"])
-
-
-def test_many_files_are_split_by_files(tmp_path):
-    files = [tmp_path / f"{i}.txt" for i in range(2 * LEAST_FILES)]
-    for i, file in enumerate(files):
-        file.write_text(f"file {i}")
-    train, validation = parts(files)
-    assert {*train, *validation} == {file.read_text() for file in files}
-    # a block may come from several files, a file is in one set
-    few, _ = parts(files[: LEAST_FILES - 1])
-    assert "\n\n".join(file.read_text() for file in files).startswith(few[0])
+    lines.write_text("the same\n" * 2000)
+    with pytest.raises(GrowthError, match="or repeats itself"):
+        prepare(tmp_path / "runs", MICRO_GPT, {"corpus": [lines]})
+    assert not (tmp_path / "runs" / "corpus" / "train.txt").exists()
 
 
 @pytest.mark.parametrize("chunk", [7, 1000, 1 << 20])
@@ -221,7 +218,7 @@ def test_chunks_change_no_piece(chunk, tmp_path, monkeypatch):
     files = [tmp_path / f"{i}.txt" for i in range(3)]
     for i, file in enumerate(files):
         file.write_text("".join(f"{j * j * i}" + "\n" * (j % 5) for j in range(300)))
-    whole = "\n\n".join(file.read_text() for file in files)
+    whole = "".join(file.read_text() for file in files)
     expected = list(split(files))
     monkeypatch.setattr(corpus, "CHUNK", chunk)
     assert list(split(files)) == expected and len(expected) > 8
@@ -245,7 +242,7 @@ def test_a_large_text_is_not_in_memory(tmp_path):
     train = (folder / "train.txt").read_bytes()
     assert made == hashlib.sha256(train).hexdigest()[:16]
     sizes = [(folder / name).stat().st_size for name in ("train.txt", "validation.txt")]
-    assert sizes[1] == pytest.approx(sizes[0] / 19, rel=0.02)
+    assert sizes[1] == pytest.approx(sizes[0] / 19, rel=0.2)
     assert sum(sizes) >= file.stat().st_size
 
 

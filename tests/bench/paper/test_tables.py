@@ -24,20 +24,7 @@ from growkern.errors import GrowthError
 from growkern.train.topk_teacher.header import read_header
 
 DOMAIN = lines_of("domain", "micro")[0].setting
-WORDS = [
-    "the",
-    "model",
-    "grows",
-    "and",
-    "the",
-    "loss",
-    "falls",
-    "while",
-    "the",
-    "text",
-    "goes",
-    "on",
-]
+WORDS = "the model grows and the loss falls while the text goes on"
 
 
 @pytest.fixture
