@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import reprlib
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -79,6 +80,22 @@ def read_json(file: Path, most_bytes: int, what: str, most_values: int = MOST_VA
         raise
     except ValueError as error:
         raise GrowthError(f"{file}: not valid JSON: {error}") from error
+
+
+def check_format(file: Path, record: Any, known: int) -> None:
+    """Refuse a record in another format than the one that this version of growkern writes.
+
+    Args:
+        record: content of the file. One that is damaged is left to other checks.
+        known: number of the format.
+    """
+    found = record.get("format", known) if isinstance(record, dict) else known
+    if found != known:
+        writer = reprlib.repr(record.get("growkern", "that wrote it")).strip("'")
+        raise GrowthError(
+            f"{file}: its format is {reprlib.repr(found)}, and this version of growkern reads "
+            f"{known}: use growkern {writer}"
+        )
 
 
 def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:

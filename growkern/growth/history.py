@@ -86,12 +86,10 @@ def history_from(lineage: Any) -> History:
     if not isinstance(lineage, dict):
         return History(records=(f"its {LINEAGE_FILE} is damaged",))
     earlier = lineage.get(EARLIER)
-    if not isinstance(earlier, list):
-        earlier = [f"its {LINEAGE_FILE} is of an older version, which kept no earlier growths"]
-    else:
-        # sentences in a file are not printed
-        lost = f"its {LINEAGE_FILE} lacks the record of an earlier growth"
-        earlier = [one if isinstance(one, dict) else lost for one in earlier]
+    # sentences in a file are not printed
+    lost = f"its {LINEAGE_FILE} lacks the record of an earlier growth"
+    records = earlier if isinstance(earlier, list) else [None]
+    earlier = [record if isinstance(record, dict) else lost for record in records]
     own = {key: value for key, value in lineage.items() if key != EARLIER}
     return History(records=(own, *earlier))
 

@@ -10,7 +10,8 @@ from growkern.growth.grow import carry_out
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport
 from growkern.growth.plan.pieces import MEMORY_LIMIT
 from growkern.growth.record.compare import contradictions, version_notes
-from growkern.growth.record.lineage import RECORD, plan_from_lineage, read_lineage
+from growkern.growth.record.lineage import RECORD
+from growkern.growth.record.recorded import plan_from_lineage, read_lineage
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import open_source
 

@@ -13,10 +13,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from growkern.bounded import read_json, stays_inside
+from growkern.bounded import check_format, read_json, stays_inside
 from growkern.errors import GrowthError
 
 MANIFEST = "manifest.json"
+# of the manifest
+FORMAT = 1
 # an entry has 100 bytes; a teacher cache of 1 TB has 4,000 files
 MOST_BYTES = 16_000_000
 ALGORITHM = "xxh3_128"
@@ -46,7 +48,8 @@ def write_manifest(
         files[name] = {"bytes": path.stat().st_size, "checksum": total}
     for path in beside:
         files[path.name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-    text = json.dumps({"algorithm": ALGORITHM, "files": files}, indent=1) + "\n"
+    record = {"format": FORMAT, "algorithm": ALGORITHM, "files": files}
+    text = json.dumps(record, indent=1) + "\n"
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
@@ -59,6 +62,10 @@ def read_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST
     try:
         record = read_json(file, MOST_BYTES, "manifest")
+    except GrowthError as error:
+        raise GrowthError(f"{file}: not a manifest") from error
+    check_format(file, record, FORMAT)
+    try:
         found = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
         is_known = record["algorithm"] == ALGORITHM and all(map(stays_inside, found))
     except (OverflowError, ValueError, KeyError, TypeError, AttributeError) as error:

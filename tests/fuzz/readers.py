@@ -26,7 +26,7 @@ from growkern.errors import GrowthError
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.journal import Journal
 from growkern.growth.optimizer.file import read_optimizer
-from growkern.growth.record.lineage import plan_from_lineage, read_lineage
+from growkern.growth.record.recorded import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
 from growkern.train.model.load import load_tokenizer
 from growkern.train.objectives.language_modeling import CausalLMCollator

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.bounded import read_json, stays_inside
+from growkern.bounded import check_format, read_json, stays_inside
 from growkern.errors import GrowthError
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source.files import PIECE_BYTES, row_blocks
@@ -30,6 +30,8 @@ from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import StoredTensor
 from growkern.publish.manifest import ALGORITHM, checksum
 
+# of the record
+FORMAT = 1
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
 # an entry has 100 bytes; there is one for each tensor and file
 MOST_BYTES = 64_000_000
@@ -83,6 +85,7 @@ def write_checksums(
         known: checksums of files that were computed when they were copied.
     """
     record = {
+        "format": FORMAT,
         "algorithm": ALGORITHM,
         "piece_bytes": PIECE_BYTES,
         "files": {
@@ -230,6 +233,7 @@ def _read_record(file: Path) -> dict[str, Any]:
         raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
     try:
         record = read_json(file, MOST_BYTES, "record of checksums")
+        check_format(file, record, FORMAT)
         kinds = {name: type(record[name]) for name in RECORDED}
     except (KeyError, TypeError) as error:
         raise GrowthError(f"{file}: not a record of checksums: {error!r}") from error

@@ -6,14 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.lineage import (
-    TRAINED,
-    Lineage,
-    record_of,
-    source_files,
-    versions,
-    without_times,
-)
+from growkern.growth.record.lineage import TRAINED, record_of, source_files, versions, without_times
+from growkern.growth.record.recorded import Lineage
 from growkern.package import version
 
 # config fields that tell how a model was saved or loaded, and do not change the model
@@ -26,7 +20,7 @@ def version_notes(lineage: Lineage) -> list[str]:
     """One line per package that had another version when the checkpoint was grown."""
     then = lineage.data.get("versions", {})
     return [
-        f"{lineage.file}: grown with {name} {then.get(name, '(not recorded)')}, this is {version}"
+        f"{lineage.file}: grown with {name} {then.get(name)}, this is {version}"
         for name, version in versions().items()
         if then.get(name) != version
     ]

@@ -23,7 +23,8 @@ from growkern.growth.disk.target_file import TargetFile
 from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
 from growkern.growth.record.fold import axis_folds, fold_rows
-from growkern.growth.record.lineage import Lineage, keep_lineage, read_lineage_of
+from growkern.growth.record.lineage import keep_lineage
+from growkern.growth.record.recorded import Lineage, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source, open_source

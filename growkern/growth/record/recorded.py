@@ -1,23 +1,229 @@
-"""The plan of a grown model that was loaded from disk, from its lineage alone.
+"""Reads `lineage.json`, and makes plans of it: with the source, or of the record alone.
 
 The optimizer of a grown model needs the maps of the growth, but neither the source nor its weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
+from growkern.arguments import path_of
+from growkern.bounded import check_format, read_json
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
-from growkern.growth.history import LINEAGE_FILE, History, directory_of
+from growkern.growth.history import (
+    LINEAGE_FILE,
+    MOST_LINEAGE_BYTES,
+    History,
+    directory_of,
+    history_from,
+)
+from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.record.lineage import Lineage, has_record, lineage_of, read_lineage
-from growkern.growth.record.origins import spaces_of
+from growkern.growth.record.lineage import DTYPES, FORMAT, RECORD, Settings
+from growkern.growth.record.origins import Origin, space_from_dict, space_key, spaces_of
+from growkern.growth.source.config import check_config, config_from
+from growkern.growth.source.config_values import LAYERS
 from growkern.growth.source.source import Source
+from growkern.growth.space.layout import Layer
+from growkern.growth.space.spaces import Space
+
+T = TypeVar("T")
+TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
+NEEDED = ("options", "settings", "tensors", "dtype", "source_dtype")
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """A lineage file.
+
+    Attributes:
+        file: path of the file.
+        data: its whole content.
+        origins: where each target tensor comes from, by name.
+        options, settings: of the growth.
+        sizes: config field -> (source, target).
+        dtype, source_dtype: dtype of the target's weights and of the source's.
+        source_config, target_config: Hugging Face configs.
+        earlier: the growths that made the source.
+    """
+
+    file: Path
+    data: Mapping[str, Any]
+    origins: Mapping[str, Origin]
+    options: GrowthOptions
+    settings: Settings
+    sizes: Mapping[str, tuple[int, int]]
+    dtype: torch.dtype
+    source_dtype: torch.dtype
+    source_config: Any
+    target_config: Any
+    earlier: History
+
+    @cached_property
+    def _spaces(self) -> Any:
+        return lru_cache(maxsize=64)(lambda key: space_from_dict(self.data["maps"][key]))
+
+    def space(self, name: str, layer: Layer) -> Space:
+        """The space that was used for tensors of this source layer.
+
+        Raises:
+            GrowthError: the record has no such map, or a damaged one.
+        """
+        own = space_key(name, layer)
+        try:
+            return self._spaces(own if own in self.data["maps"] else name)
+        except MALFORMED as error:
+            raise GrowthError(f"{self.file}: no map of {own}: {error!r}") from error
+
+
+def read_lineage(path: Path) -> Lineage:
+    """Read a lineage file.
+
+    Args:
+        path: the file, or the directory of a grown checkpoint.
+
+    Raises:
+        GrowthError: the file is missing or damaged.
+    """
+    file = path / LINEAGE_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise GrowthError(f"{path}: no {LINEAGE_FILE}: give {RECORD}")
+    try:
+        data = read_json(file, MOST_LINEAGE_BYTES, "lineage")
+    except GrowthError as error:
+        raise _no_record(file, str(error).removeprefix(f"{file}: ")) from error
+    return lineage_of(file, data)
+
+
+def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
+    """A lineage from the content of its file."""
+    check_format(file, data, FORMAT)
+    try:
+        if missing := [name for name in NEEDED if name not in data]:
+            raise ValueError(f"it has no {missing[0]!r}")
+        for name in TABLES:
+            if not isinstance(data.get(name, {}), dict):
+                raise ValueError(f"{name} is a {type(data[name]).__name__}")
+        for name in ("source_config", "target_config"):
+            _check_layers(data[name], len(data["tensors"]))
+        return Lineage(
+            file,
+            data,
+            {name: Origin.from_dict(entry) for name, entry in data["tensors"].items()},
+            _typed(GrowthOptions, data["options"]),
+            _typed(Settings, data["settings"]),
+            {name: (old, new) for name, (old, new) in data["sizes"].items()},
+            DTYPES[data["dtype"]],
+            DTYPES[data["source_dtype"]],
+            _read_config(file, data["source_config"]),
+            _read_config(file, data["target_config"]),
+            History(records=history_from(data).records[1:]),
+        )
+    except GrowthError as error:
+        why = str(error).removeprefix(f"{file}: ")
+        raise _no_record(file, why) from error
+    except MALFORMED as error:
+        raise _no_record(file, _brief(error)) from error
+
+
+def has_record(directory: Path | None) -> bool:
+    """True if a directory has a lineage file."""
+    return directory is not None and (directory / LINEAGE_FILE).is_file()
+
+
+def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
+    """Read the record of a grown checkpoint, which may have been trained since.
+
+    Args:
+        lineage: the lineage file, or a directory with it; None: that of `grown`.
+
+    Raises:
+        GrowthError: the file is missing or damaged.
+    """
+    if lineage is not None:
+        return read_lineage(path_of("lineage", lineage, RECORD))
+    if not has_record(grown):
+        raise GrowthError(
+            f"{grown}: no {LINEAGE_FILE}: give a grown checkpoint; if this one was trained since, "
+            f"add --lineage with the {LINEAGE_FILE} of the growth (in Python lineage=...)"
+        )
+    return read_lineage(grown)
+
+
+def _no_record(file: Path, why: str) -> GrowthError:
+    return GrowthError(f"{file}: not a growth record: {why}: give {RECORD}")
+
+
+def _typed(cls: type[T], table: Mapping[str, Any]) -> T:
+    """A dataclass of plain values, each of the type of its field.
+
+    Raises:
+        ValueError: a value has another type, or is an integer of more than 64 bits.
+        KeyError: no such field.
+    """
+    kinds = get_type_hints(cls)
+    for name, value in table.items():
+        # of a Literal its choices, whose type counts here
+        allowed = [
+            kind if isinstance(kind, type) else type(kind)
+            for kind in get_args(kinds[name]) or (kinds[name],)
+        ]
+        is_number = float in allowed and type(value) is int
+        is_large = type(value) is int and value.bit_length() > 63
+        if is_large or not (type(value) in allowed or is_number):
+            raise ValueError(f"{name} is {reprlib.repr(value)}")
+    return cls(**table)
+
+
+def _brief(error: Exception) -> str:
+    """The type and the text of an error that a damaged file caused; its values may be huge."""
+    text = str(error)
+    return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + '...'}"
+
+
+def _check_layers(config: Any, tensors: int) -> None:
+    """Refuse more layers than tensors were grown: building such a model could take minutes.
+
+    Raises:
+        ValueError: a config has them.
+    """
+    for field in LAYERS:
+        layers = config.get(field)
+        if isinstance(layers, int) and layers > tensors:
+            raise ValueError(f"its config says {field}={layers}, but it has {tensors} tensors")
+
+
+def _read_config(file: Path, data: Any) -> Any:
+    check_config(file, data)
+    return config_from(data)
+
+
+def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
+    """Make the plan of a lineage again, for this source.
+
+    Raises:
+        GrowthError: the lineage does not fit the source.
+    """
+    for name, (size, _) in lineage.sizes.items():
+        other = getattr(source.config, name, None)
+        if other not in (size, None):
+            raise GrowthError(
+                f"{lineage.file}: made from a model with {name}={size}, this source has {other}"
+            )
+    return plan_growth(source, lineage.options, {}, lineage.target_config, lineage.dtype)
+
+
+# --------------------------------------------------------- without the source
 
 
 def growth_plan_of(model: Any) -> GrowthPlan | None:

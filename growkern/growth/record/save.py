@@ -18,12 +18,7 @@ from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.card import add_tags, card_text, note_training, write_card
-from growkern.growth.record.lineage import (
-    Settings,
-    lineage_text,
-    source_files,
-    write_lineage,
-)
+from growkern.growth.record.lineage import Settings, lineage_text, source_files, write_lineage
 from growkern.growth.record.recorded import misfit
 from growkern.growth.sharded.placement import local_tensor
 

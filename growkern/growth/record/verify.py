@@ -36,7 +36,6 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.table import as_text
 from growkern.growth.record.compare import contradictions, training_notes, version_notes
 from growkern.growth.record.fold import fold_tensor
-from growkern.growth.record.lineage import Lineage, has_record, plan_from_lineage, read_lineage_of
 from growkern.growth.record.origins import origin_of
 from growkern.growth.record.outputs import (
     arithmetic_error,
@@ -45,6 +44,7 @@ from growkern.growth.record.outputs import (
     load_model,
     rounding_error,
 )
+from growkern.growth.record.recorded import Lineage, has_record, plan_from_lineage, read_lineage_of
 from growkern.growth.record.verdict import (
     ARITHMETIC_ERROR,
     ROUNDING_ERROR,

@@ -243,7 +243,7 @@ def edit(**changes):
         (edit(model_class="BertForMaskedLM"), "Bert"),
         (edit(maps={}), "draws other maps"),
         (edit(options={"seed": "3"}), "not a growth record"),
-        (edit(earlier_growths=None), "of an older version, which kept no earlier growths"),
+        (edit(earlier_growths=None), "lacks the record of an earlier growth"),
         (edit(earlier_growths=["\x1b[2J"]), "lacks the record of an earlier growth"),
         (edit(earlier_growths=[{}]), "not a growth record"),
     ],

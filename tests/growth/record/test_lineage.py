@@ -10,9 +10,12 @@ import transformers
 
 import growkern
 from growkern.families.model import ModelSpec
+from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.shards import lay_out
-from growkern.growth.record.lineage import config_dict, read_lineage, record_of
+from growkern.growth.record.lineage import config_dict, record_of
 from growkern.growth.record.map_text import index_text, read_index, read_values, value_text
+from growkern.growth.record.recorded import read_lineage
+from growkern.publish.manifest import read_manifest
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_families import BART
 from tests.growth.plan.test_matrix import FAMILIES, deeper, width
@@ -273,3 +276,20 @@ def test_values_as_text_to_the_bit():
     assert torch.equal(read_values(value_text(values)), values)
     assert value_text(torch.tensor([0.5, 0.5, -1e-7], dtype=torch.float64)) == "0.5x2 -1e-07"
     assert len(read_values("")) == 0
+
+
+def test_a_record_of_another_format_names_who_reads_it(tmp_path):
+    grow(tmp_path)
+    growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
+    readers = {
+        tmp_path / "large" / "lineage.json": lambda: read_lineage(tmp_path / "large"),
+        tmp_path / "large" / "checksums.json": lambda: verify_checksums(tmp_path / "large"),
+        tmp_path / "back" / "manifest.json": lambda: read_manifest(tmp_path / "back"),
+    }
+    for file, read in readers.items():
+        record = json.loads(file.read_text())
+        assert record["format"] == 1
+        read()
+        file.write_text(json.dumps({**record, "format": 2, "growkern": "9.1.0"}))
+        with pytest.raises(growkern.GrowthError, match=r"format is 2, .* use growkern 9\.1\.0$"):
+            read()
