@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
@@ -47,8 +46,11 @@ def why_kept(directory: Path) -> str | None:
         return "it is no directory"
     if not any(directory.iterdir()):
         return None
-    config = _table(directory / CONFIG_FILE)
-    if not isinstance(config.get("model_type"), str):
+    try:
+        config = read_json(directory / CONFIG_FILE, MOST_BYTES, "config")
+    except GrowthError:
+        config = None
+    if not (isinstance(config, dict) and isinstance(config.get("model_type"), str)):
         return f"it has no {CONFIG_FILE} of a model"
     modules = module_folders(directory)
 
@@ -58,16 +60,3 @@ def why_kept(directory: Path) -> str | None:
         return is_named and (len(file.parts) == 1 or is_module)
 
     return replaceable.why_kept(directory, "a checkpoint", is_known, CHECKSUMS_FILE, MANIFEST)
-
-
-def _table(file: Path) -> dict[str, Any]:
-    """A JSON object; empty if the file is missing or holds something else."""
-    found = _read(file)
-    return found if isinstance(found, dict) else {}
-
-
-def _read(file: Path) -> Any:
-    try:
-        return read_json(file, MOST_BYTES, "record")
-    except GrowthError:
-        return None

@@ -57,18 +57,33 @@ def made_to_fit(
     first: UnfitError | None = None
     for sizes in _completions(small, asked):
         try:
-            large = sized_target(small, asked, sizes)
-            _check(small, large)
-            return make(large)
+            return make(_checked(small, asked, sizes))
         except UnfitError as error:
             first = first or error
     raise GrowthError(f"{first}{_nearest(small, asked, make)}") from first
 
 
-def _check(small: ModelSpec, large: ModelSpec) -> None:
-    """Let the config class check sizes, without maps and layers: many are tried."""
+def _checked(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int]) -> ModelSpec:
+    """The target of these sizes, checked by its config class without maps and layers."""
+    large = sized_target(small, asked, sizes)
     layers = large.size(next(iter(large.family.stacks.values())))
     finish_target(small, large, (0,) * layers, torch.float32)
+    return large
+
+
+def _fitting(
+    small: ModelSpec,
+    asked: dict[str, int],
+    sizes: dict[str, int],
+    make: Callable[[ModelSpec], object],
+) -> ModelSpec | None:
+    """The target of these sizes; None if it does not fit together."""
+    try:
+        large = _checked(small, asked, sizes)
+        make(large)
+    except GrowthError:
+        return None
+    return large
 
 
 def _completions(small: ModelSpec, asked: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -145,11 +160,8 @@ def _relaxed(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec]
         for sizes in islice(_completions(small, near), FEW):
             if next(tries, None) is None:
                 return ""
-            try:
-                large = sized_target(small, near, sizes)
-                _check(small, large)
-                make(large)
-            except GrowthError:
+            large = _fitting(small, near, sizes, make)
+            if large is None:
                 continue
             named = [key for key in connected if key in sizes or key in near]
             fit = ", ".join(f"{family.config_field(key)}={large.size(key)}" for key in named)
@@ -226,13 +238,8 @@ def _first(
         for sizes in _completions(small, changed):
             if next(tries, None) is None:
                 return None
-            try:
-                large = sized_target(small, changed, sizes)
-                _check(small, large)
-                make(large)
-            except GrowthError:
-                continue
-            return value
+            if _fitting(small, changed, sizes, make) is not None:
+                return value
     return None
 
 

@@ -10,11 +10,9 @@ wants a large one, to run the source, that file is downloaded.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,32 +167,14 @@ def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Pat
 
 
 @dataclass(frozen=True)
-class RemoteTensor:
-    """A tensor of a safetensors file on the Hub, a `StoredTensor`.
+class RemoteTensor(Header):
+    """A tensor of a safetensors file on the Hub. `file` is its place in the cache.
 
     Attributes:
         model: that it belongs to.
-        header: as it would be in the cache.
     """
 
     model: HubModel
-    header: Header
-
-    @property
-    def file(self) -> str:
-        return self.header.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.header.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.header.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.header.nbytes
 
     @property
     def is_mapped(self) -> bool:
@@ -204,17 +184,14 @@ class RemoteTensor:
         """The whole tensor. A large one is read from its file, which is downloaded."""
         name = Path(self.file).name
         if self.nbytes > MOST_READ:
-            return dataclasses.replace(self.header, file=_whole_file(self.model, name)).read()
-        data, _ = _bytes_of(self.model, name, self.header.start, self.nbytes)
+            file = _whole_file(self.model, name)
+            return Header(file, self.raw_name, self.shape, self.dtype, self.start).read()
+        data, _ = _bytes_of(self.model, name, self.start, self.nbytes)
         return torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.shape)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of the first axis."""
         return self.read()[start:stop] if self.shape else self.read()
-
-    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
-        """The whole tensor."""
-        return self.read()
 
 
 def lacks_weights(directory: Path) -> bool:
@@ -244,7 +221,7 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     # without an index there is no other file
     is_single = not (directory / INDEX_FILE).is_file() or _has_file(model, WEIGHTS_FILE)
     found = read_headers(directory, read_shard, is_single)
-    return {name: RemoteTensor(model, header) for name, header in found.items()}
+    return {name: RemoteTensor(**vars(header), model=model) for name, header in found.items()}
 
 
 def _whole_file(model: HubModel, name: str) -> str:
