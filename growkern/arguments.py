@@ -20,9 +20,6 @@ def whole_number(name: str, value: Any, wanted: str = "a whole number") -> int:
         name: of the argument, for the message.
         value: as it was given.
         wanted: what to give instead, for the message.
-
-    Raises:
-        GrowthError: it is no integer, or True or False.
     """
     try:
         if isinstance(value, bool):
@@ -38,9 +35,6 @@ def real_number(name: str, value: Any) -> float:
     Args:
         name: of the argument, for the message.
         value: as it was given.
-
-    Raises:
-        GrowthError: it is no number, or True or False.
     """
     try:
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -57,9 +51,6 @@ def path_of(name: str, value: Any, wanted: str = "the path of a directory") -> P
         name: of the argument, for the message.
         value: as it was given.
         wanted: what to give instead, for the message.
-
-    Raises:
-        GrowthError: it is no path.
     """
     check_kind(name, value, (str, os.PathLike), wanted)
     return Path(value)
@@ -73,9 +64,6 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str
         value: as it was given.
         kind: its class, or several of which it may be one.
         wanted: what to give instead, for the message.
-
-    Raises:
-        GrowthError: it is not of this class.
     """
     if not isinstance(value, kind):
         raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")
@@ -88,9 +76,6 @@ def check_steps(steps: int, given: Mapping[str, float | None], unit: str = "step
         steps: optimizer steps of the run.
         given: step numbers and counts of steps by their names, for the message.
         unit: name of `steps`, for the message.
-
-    Raises:
-        GrowthError: for the first that is larger.
     """
     for name, value in given.items():
         if value is not None and value > steps:

@@ -33,9 +33,6 @@ def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
         file: a regular file.
         most_bytes: of the file; a larger one is refused unread.
         what: the file's kind, for messages: "config".
-
-    Raises:
-        GrowthError: the file is missing, no regular file, or too large.
     """
     size, data = regular_size(file), b""
     try:
@@ -53,11 +50,7 @@ def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
 
 
 def regular_size(file: Path) -> int:
-    """The size of a file in bytes; a pipe or a device could make the process wait for ever.
-
-    Raises:
-        GrowthError: the file is missing, or no regular file.
-    """
+    """The size of a file in bytes; a pipe or a device could make the process wait for ever."""
     try:
         found = file.stat()
     except (OSError, ValueError) as error:
@@ -69,11 +62,7 @@ def regular_size(file: Path) -> int:
 
 
 def read_json(file: Path, most_bytes: int, what: str, most_values: int = MOST_VALUES) -> Any:
-    """The content of a JSON file; the arguments are those of `read_bounded` and `parse_json`.
-
-    Raises:
-        GrowthError: as `read_bounded`, or it is no JSON that `parse_json` reads.
-    """
+    """The content of a JSON file; the arguments are those of `read_bounded` and `parse_json`."""
     try:
         return parse_json(read_bounded(file, most_bytes, what), most_values)
     except GrowthError:

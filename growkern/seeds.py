@@ -21,9 +21,6 @@ def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
 
     Returns:
         The seed as an int.
-
-    Raises:
-        GrowthError: it is no whole number, or lies outside 0 .. most.
     """
     seed = whole_number(name, seed)
     if not 0 <= seed <= most:

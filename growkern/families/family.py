@@ -105,11 +105,7 @@ class Family:
                     yield part, row, stack
 
     def of_class(self, class_name: str) -> Family:
-        """This family without the stacks, spaces and sizes that no tensor of the class has.
-
-        Raises:
-            GrowthError: the table has no such class.
-        """
+        """This family without the stacks, spaces and sizes that no tensor of the class has."""
         if class_name not in self.classes:
             raise GrowthError(
                 f"{class_name}: no table for this {self.model_type} class; supported: "

@@ -192,11 +192,7 @@ def _table(model_type: str) -> dict[str, Any]:
 
 @cache
 def load_family(model_type: str) -> Family:
-    """The family of a Hugging Face `model_type`.
-
-    Raises:
-        GrowthError: there is no table for this model type; the message lists those that exist.
-    """
+    """The family of a Hugging Face `model_type`."""
     known = supported_families()
     if model_type not in known:
         raise GrowthError(

@@ -191,11 +191,7 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
 
 
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
-    """The shape of every target tensor, in the order of the model's `state_dict`.
-
-    Raises:
-        GrowthError: the class in transformers has other tensors than the plan.
-    """
+    """The shape of every target tensor, in the order of the model's `state_dict`."""
     found = class_shapes(grown.large, grown.dtype)
     check_names_and_shapes(grown.large, found, grown.large.class_name)
     own = {task.name for task in grown.tasks}

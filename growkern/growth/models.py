@@ -38,9 +38,6 @@ def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
     """A new model whose weights are not initialised, on the current default device.
 
     Weights that the model ties are still separate tensors: call `tie` if needed.
-
-    Raises:
-        GrowthError: transformers cannot build the class with this config.
     """
     # copy the config, as some classes change it: BART for question answering sets num_labels
     config, how = copy.deepcopy(spec.config), {} if dtype is None else {"dtype": dtype}
@@ -168,9 +165,6 @@ def class_shapes(spec: ModelSpec, dtype: torch.dtype) -> dict[str, tuple[int, ..
     """Name -> shape of every tensor of a model, as its class in transformers makes them.
 
     Tied tensors are included. The order is that of the model's `state_dict`.
-
-    Raises:
-        GrowthError: transformers cannot build the class with this config.
     """
     with torch.device("meta"):
         state = untrained_model(spec, dtype).state_dict()

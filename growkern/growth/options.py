@@ -160,11 +160,7 @@ UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_size(name: str, value: int | str) -> int:
-    """Bytes, from a number or from a text such as "512MB" (10^6) or "1GiB" (2^30).
-
-    Raises:
-        GrowthError: `value` is neither a number nor such a text, or is not positive.
-    """
+    """Bytes, from a number or from a text such as "512MB" (10^6) or "1GiB" (2^30)."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     if isinstance(value, bool) or not found or found[2].upper() not in UNITS:
         raise GrowthError(f"{name}={value!r}: give bytes or a text like '512MB' or '1GiB'")

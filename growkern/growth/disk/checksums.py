@@ -168,9 +168,6 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     Args:
         source: the directory it was grown from, its tensors to be compared too; None: it is not
             there.
-
-    Raises:
-        GrowthError: no record, or one that cannot be read; a source that is not a checkpoint.
     """
     record = _read_record(directory / CHECKSUMS_FILE)
     wrong = [*_wrong_files(directory, record["files"])]

@@ -31,9 +31,6 @@ def companions(directory: Path) -> Iterator[Path]:
 
     A link is followed if it ends inside the directory, or inside the cached repository that the
     directory is a snapshot of. Other links could end at anybody's file: a warning names them.
-
-    Raises:
-        GrowthError: there are too many files.
     """
     for file in beside_weights(directory):
         if not stays_in(file, directory):

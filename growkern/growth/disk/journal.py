@@ -59,9 +59,6 @@ class Journal:
             file: in a directory that only this user can write to.
             identity: plain values that describe the work. A journal of other work is refused.
             start_over: the option that drops unfinished work, for the message.
-
-        Raises:
-            GrowthError: the journal belongs to other work.
         """
         self.marks: dict[Mark, str] = {}
         self.source_checksums: dict[str, str] = {}

@@ -76,11 +76,7 @@ def becomes_sentence_model(plan: Blueprint) -> bool:
 
 
 def read_modules(directory: Path) -> list[Module]:
-    """The modules of a directory; none if it is not that of sentence-transformers.
-
-    Raises:
-        GrowthError: the list is damaged, or its modules are not those that can be carried over.
-    """
+    """The modules of a directory; none if it is not that of sentence-transformers."""
     file = directory / MODULES_FILE
     if not is_sentence_model(directory):
         return []

@@ -57,11 +57,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def refusing(target: Path) -> Iterator[None]:
-    """Turn the system's errors about a target into `GrowthError`, before any work is done.
-
-    Raises:
-        GrowthError: the system refused access to the target, or its disk failed.
-    """
+    """Turn the system's errors about a target into `GrowthError`, before any work is done."""
     try:
         yield
     except OSError as error:

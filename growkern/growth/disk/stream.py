@@ -52,11 +52,7 @@ class SourceReader:
         return self._headers[name].read()
 
     def check(self, name: str) -> None:
-        """Compute its checksum and look for NaN and Inf, once.
-
-        Raises:
-            GrowthError: NaN or Inf; other bytes than an interrupted run read.
-        """
+        """Compute its checksum and look for NaN and Inf, once."""
         with self._locks[name]:
             if name not in self.checksums:
                 self.checksums[name] = self._scan(name)

@@ -204,11 +204,7 @@ def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> No
 
 
 def count_of(name: str, value: Any) -> Tensor:
-    """A step count as a tensor of one number.
-
-    Raises:
-        GrowthError: `value` is not a single number of 0 or more.
-    """
+    """A step count as a tensor of one number."""
     if not isinstance(value, (Tensor, int, float)):
         raise GrowthError(f"{name}: its step count is a {type(value).__name__}, expected a number")
     if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):

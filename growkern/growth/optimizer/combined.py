@@ -60,11 +60,7 @@ class CombinedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give every optimizer its groups and their states.
-
-        Raises:
-            GrowthError: the state is of other optimizers.
-        """
+        """Give every optimizer its groups and their states."""
         check_state_dict(state_dict)
         groups, state = list(state_dict["param_groups"]), state_dict["state"]
         if len(groups) != len(self.param_groups):

@@ -25,9 +25,6 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
         name: the parameter's name; wrappers of `torch.compile` and DistributedDataParallel may add
             to it.
         p: the parameter, maybe a DTensor.
-
-    Raises:
-        GrowthError: there are no factors for this name, or they are of another shape.
     """
     name = name.replace("_orig_mod.", "").removeprefix("module.")
     if name not in factors:

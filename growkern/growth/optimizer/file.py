@@ -30,9 +30,6 @@ def read_optimizer(path: Path) -> dict[str, Any]:
 
     Args:
         path: the file, or a directory with an optimizer.pt.
-
-    Raises:
-        GrowthError: the file is missing, damaged, or holds more than tensors and plain values.
     """
     file = optimizer_file(path)
     if file.exists():
@@ -76,11 +73,7 @@ def optimizer_file(path: Path) -> Path:
 
 
 def check_archive(file: Path) -> None:
-    """Compare every record with its CRC-32. The file is read in small blocks.
-
-    Raises:
-        GrowthError: a record is damaged, the file is not an archive, or its byte order differs.
-    """
+    """Compare every record with its CRC-32. The file is read in small blocks."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()

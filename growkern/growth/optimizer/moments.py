@@ -272,9 +272,6 @@ def grow_moment(
             whole moment.
         out: tensor to fill, of the part's shape and any dtype. Default: a new tensor in the
             dtype of the source's moment.
-
-    Raises:
-        GrowthError: the result holds NaN, Inf or a negative mean of squares.
     """
     power = MOMENTS[key]
     part = part or (slice(None),) * len(task.shape)

@@ -73,11 +73,7 @@ class OptimizerStream:
         self.nbytes = archive_size(self._state)
 
     def write(self, file: Path) -> None:
-        """Build the grown state into a new file.
-
-        Raises:
-            GrowthError: the source's file changed since it was checked.
-        """
+        """Build the grown state into a new file."""
         write_archive(self._state, file, self._pieces)
         self._stamps.check()
 

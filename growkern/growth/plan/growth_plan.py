@@ -218,9 +218,6 @@ def plan_growth(
     Args:
         dims: target sizes by the config's own names; empty if `target_config` is given.
         judged: whether to make the findings now. False: no weights are read.
-
-    Raises:
-        GrowthError: a dtype that growth does not write, or sizes that do not fit.
     """
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
@@ -255,12 +252,7 @@ def with_stream(options: GrowthOptions, small: ModelSpec, large: ModelSpec) -> G
 def _plan_for(
     opened: Source, options: GrowthOptions, large: ModelSpec, dtype: torch.dtype
 ) -> GrowthPlan:
-    """The plan for a target whose sizes are decided.
-
-    Raises:
-        UnfitError: the sizes do not fit together.
-        GrowthError: the source cannot grow to this target for other reasons.
-    """
+    """The plan for a target whose sizes are decided."""
     small, family = opened.spec, opened.spec.family
     options = with_stream(options, small, large)
     refuse_unportable(small, large, options)

@@ -46,11 +46,7 @@ class Initial:
 
 
 def initial_tensors(spec: ModelSpec) -> dict[str, Initial]:
-    """The initialisation of every parameter and persistent buffer of a model, by name.
-
-    Raises:
-        GrowthError: the class initialises one of them in a way that is not supported here.
-    """
+    """The initialisation of every parameter and persistent buffer of a model, by name."""
     with torch.device("meta"):
         model = untrained_model(spec)
     tensors = dict(chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False)))

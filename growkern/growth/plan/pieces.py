@@ -68,9 +68,6 @@ def workers_within(plan: Blueprint, memory_limit: int) -> int:
 
     Args:
         memory_limit: bytes.
-
-    Raises:
-        GrowthError: the limit is too small for a single worker.
     """
     each = _most_in_work(plan)
     least = FIXED_BYTES + each
@@ -167,9 +164,6 @@ def estimate(
         flops, source_flops: of training target and source on their tokens; None without tokens.
         expand_seconds: time to expand the weights on this machine's CPU, from a short probe.
             Growth onto disk takes longer by the time to read and write the bytes above.
-
-    Raises:
-        GrowthError: a number of tokens is below 1, or more than any model could see.
     """
     for name, count in (("tokens", tokens), ("source_tokens", source_tokens)):
         if count is not None and not 1 <= count <= MOST_TOKENS:

@@ -219,9 +219,6 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
 
     Args:
         dims: as in `resolve_target`.
-
-    Raises:
-        GrowthError: a size that this model does not have, or one that is no positive number.
     """
     allowed = growable_fields(small.family)
     asked = {}

@@ -63,9 +63,6 @@ def fold_tensor(origin: Origin, space_of: SpaceOf, grown: Tensor) -> Tensor:
 
     Args:
         space_of: returns the space of a name, for the tensor's layer.
-
-    Raises:
-        GrowthError: some source entry has no copy in the target (AKI).
     """
     return fold_rows(origin, axis_folds(origin, space_of), grown, 0, origin.source_shape[0])
 

@@ -138,9 +138,6 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
 
     Returns:
         Source tensor name -> target tensor name.
-
-    Raises:
-        GrowthError: the lineage is of another model, or no target tensor holds a source tensor.
     """
     file = lineage.file
     if lineage.data.get("model_class") != grown.class_name:

@@ -74,9 +74,6 @@ def compare_outputs(
         head also have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown
         loss". With a larger vocabulary "new tokens (nats)" is the largest rise of the loss by
         them. Models that generate have "generation error", see `generation_error`.
-
-    Raises:
-        GrowthError: the source cannot be run on these tokens.
     """
     try:
         old = _outputs(source, tokens)

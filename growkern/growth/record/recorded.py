@@ -74,11 +74,7 @@ class Lineage:
         return lru_cache(maxsize=64)(lambda key: space_from_dict(self.data["maps"][key]))
 
     def space(self, name: str, layer: Layer) -> Space:
-        """The space that was used for tensors of this source layer.
-
-        Raises:
-            GrowthError: the record has no such map, or a damaged one.
-        """
+        """The space that was used for tensors of this source layer."""
         own = space_key(name, layer)
         try:
             return self._spaces(own if own in self.data["maps"] else name)
@@ -91,9 +87,6 @@ def read_lineage(path: Path) -> Lineage:
 
     Args:
         path: the file, or the directory of a grown checkpoint.
-
-    Raises:
-        GrowthError: the file is missing or damaged.
     """
     file = path / LINEAGE_FILE if path.is_dir() else path
     if not file.is_file():
@@ -146,9 +139,6 @@ def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
 
     Args:
         lineage: the lineage file, or a directory with it; None: that of `grown`.
-
-    Raises:
-        GrowthError: the file is missing or damaged.
     """
     if lineage is not None:
         return read_lineage(path_of("lineage", lineage, RECORD))
@@ -209,11 +199,7 @@ def _read_config(file: Path, data: Any) -> Any:
 
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
-    """Make the plan of a lineage again, for this source.
-
-    Raises:
-        GrowthError: the lineage does not fit the source.
-    """
+    """Make the plan of a lineage again, for this source."""
     for name, (size, _) in lineage.sizes.items():
         other = getattr(source.config, name, None)
         if other not in (size, None):
@@ -232,9 +218,6 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     Args:
         model: from `growkern.grow` or `growkern.grow_into`, or loaded by `from_pretrained` from a
             directory that growkern wrote.
-
-    Raises:
-        GrowthError: the directory's lineage is damaged, or this version draws other maps.
     """
     plan = getattr(model, "growth_plan", None)
     if plan is not None:
@@ -246,11 +229,7 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
 
 
 def plan_of_source(plan: GrowthPlan) -> GrowthPlan | None:
-    """The plan by which the source of a growth was grown itself; None if it was not.
-
-    Raises:
-        GrowthError: it was, or may have been, and how is not known. The message says why.
-    """
+    """The plan by which the source of a growth was grown itself; None if it was not."""
     history = plan.source.history
     earlier = history.plan
     if history.records:
@@ -275,11 +254,7 @@ def misfit(plan: GrowthPlan, model: Any) -> str | None:
 
 
 def recorded_plan(lineage: Lineage) -> GrowthPlan:
-    """The plan of a lineage, made without the source. Its findings cannot be asked for.
-
-    Raises:
-        GrowthError: this version of growkern draws other maps than the one that grew the model.
-    """
+    """The plan of a lineage, made without the source. Its findings cannot be asked for."""
     name = lineage.data.get("model_class")
     small = ModelSpec.of(lineage.source_config, str(name)).with_own_heads(lineage.origins)
     dtypes = {name: lineage.source_dtype for name in small.shapes if name not in small.ties}

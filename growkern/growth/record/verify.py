@@ -173,11 +173,7 @@ def verify(
 
 
 def _record_of(source: Source, grown: Source, given: str | Path | None) -> Lineage:
-    """The record of the growth.
-
-    Raises:
-        GrowthError: there is none; the message says so if source and grown model are swapped.
-    """
+    """The record of the growth."""
     if given is None and not has_record(grown.directory) and has_record(source.directory):
         raise GrowthError(
             f"{grown.directory} is no grown checkpoint, but {source.directory} is: give the source "

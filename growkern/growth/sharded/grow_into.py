@@ -135,11 +135,7 @@ def grow_into(
 
 
 def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
-    """The plan of `grow_into`, which reads no weights. Arguments as there.
-
-    Raises:
-        GrowthError: the model cannot be filled from this source.
-    """
+    """The plan of `grow_into`, which reads no weights. Arguments as there."""
     parameters = named_tensors(model)
     grown = _plan_for(model, opened, options, parameters)
     refuse_idle_options(grown)
@@ -213,9 +209,6 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, without the names of wrappers.
 
     A tied tensor appears under each of its names.
-
-    Raises:
-        GrowthError: FullyShardedDataParallel (version 1) has flattened a tensor.
     """
     free_gathered(model)
     named = {}

@@ -17,9 +17,6 @@ def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
     axis that is tensor-parallel already, it divides the tensor-parallel part (`_StridedShard`), so
     such placements are applied last. Every part is then a contiguous range, also if sizes do not
     divide evenly.
-
-    Raises:
-        GrowthError: the placement is a partial sum, or is not known.
     """
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, n) for n in parameter.shape)

@@ -84,11 +84,7 @@ def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:
 
 
 def config_from(data: dict[str, Any]) -> Any:
-    """The Hugging Face config of JSON data that `check_config` accepted.
-
-    Raises:
-        GrowthError: transformers refuses it.
-    """
+    """The Hugging Face config of JSON data that `check_config` accepted."""
     try:
         return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
     except Exception as error:
@@ -102,11 +98,7 @@ def _last_line(error: Exception) -> str:
 
 
 def config_directory(directory: Path) -> Path:
-    """The directory that holds the config and the companions of a checkpoint.
-
-    Raises:
-        GrowthError: there is no such directory or no config.
-    """
+    """The directory that holds the config and the companions of a checkpoint."""
     file = directory / "config.json"
     if not directory.is_dir():
         refuse_directory(directory)

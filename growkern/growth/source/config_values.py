@@ -58,9 +58,6 @@ def check_values(
 
     Args:
         family: of the model; None where growkern has no table for it.
-
-    Raises:
-        GrowthError: a value makes no model, or would make transformers run or read something.
     """
     check_names(file, data, config_class)
     _check_code(file, data)

@@ -158,9 +158,6 @@ def shard_names(directory: Path) -> list[str]:
 
     Where there is a single file of weights, transformers does not look at the index. Nor does
     growth.
-
-    Raises:
-        GrowthError: the index is damaged, or points outside the directory.
     """
     index = directory / INDEX_FILE
     if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
@@ -256,9 +253,6 @@ def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
     Args:
         file: the file, which is not read.
         head: its first bytes: the length of the header, and the header.
-
-    Raises:
-        GrowthError: the header is damaged, or names tensors that growth cannot handle.
     """
     with _naming(file):
         if head[LENGTH.size : LENGTH.size + 1] != b"{":

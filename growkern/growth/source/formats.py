@@ -157,9 +157,6 @@ def beside_weights(directory: Path) -> Iterator[Path]:
     """Everything beside the weights of a checkpoint but its directories; links are not followed.
 
     A link that leads out of the checkpoint in place of the chat templates is among it.
-
-    Raises:
-        GrowthError: there are too many files.
     """
     left_out = (*weight_files(), *LEFT_OUT)
     templates = directory / CHAT_TEMPLATE_DIR

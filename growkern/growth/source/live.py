@@ -66,9 +66,6 @@ def unwrapped(model: Any, role: str = "model") -> Any:
 
     Args:
         role: of the model, for the message: "source".
-
-    Raises:
-        GrowthError: there is no `PreTrainedModel` inside, or another wrapper is around it.
     """
     while not isinstance(model, transformers.PreTrainedModel):
         kind = type(model).__name__

@@ -62,11 +62,7 @@ def load_model(
 
 
 def class_of(directory: Path, config: Any) -> Any:
-    """The class of transformers that a config names.
-
-    Raises:
-        GrowthError: it names none, or something that is no model.
-    """
+    """The class of transformers that a config names."""
     names = config.architectures or ["(none)"]
     cls = getattr(transformers, names[0], None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):

@@ -89,9 +89,6 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
     Args:
         tokens: ids, (batch, length) int64. No row is padded.
-
-    Raises:
-        GrowthError: there are none.
     """
     was_training = model.training
     model.eval()

@@ -299,9 +299,6 @@ def _canonical_names(
     - a head class was saved without the prefix of its body, or a body was saved with it;
     - norms have `gamma` and `beta`;
     - the file has buffers that models no longer store.
-
-    Raises:
-        GrowthError: two stored tensors are the same tensor of the model.
     """
     renamed = {file: name for name, file in model.stored_names.items()}
     classes = model.family.classes

@@ -21,9 +21,6 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
 
     Args:
         key: the size that counts its layers.
-
-    Raises:
-        UnfitError: with `portable`, if the new layers are no whole periods.
     """
     pick = maps.stack if options.depth == "stack" else maps.interleave
     old, new = small.size(key), large.size(key)

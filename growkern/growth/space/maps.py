@@ -60,9 +60,6 @@ def grouped_heads(
 
     Returns:
         The maps of query heads (q_target,) and of key-value heads (kv_target,), int64.
-
-    Raises:
-        UnfitError: some source query head would have no copy; its output would be lost.
     """
     group_source, group_target = q_source // kv_source, q_target // kv_target
     kv_map = cyclic(kv_source, kv_target)

@@ -77,11 +77,7 @@ def brief(error: Exception) -> str:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The metadata of a checkpoint. Every number and every name in it is checked.
-
-    Raises:
-        GrowthError: it cannot be read, holds other things than metadata, or names files elsewhere.
-    """
+    """The metadata of a checkpoint. Every number and every name in it is checked."""
     file = directory / METADATA_FILE
     refuse_links_out(file, directory)
     content = read_bounded(file, MOST_BYTES, "metadata")

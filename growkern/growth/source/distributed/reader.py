@@ -35,9 +35,6 @@ class SafeReader(FileSystemReader):
     """PyTorch's reader. The metadata is read once, and without running code from it.
 
     A piece must hold the tensor that the metadata describes.
-
-    Raises:
-        GrowthError: the metadata cannot be read, or is damaged.
     """
 
     def __init__(self, directory: Path) -> None:

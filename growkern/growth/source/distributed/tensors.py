@@ -40,9 +40,6 @@ class DistributedTensor:
     Attributes:
         raw_name: its name in the checkpoint.
         stored: its entry in the metadata.
-
-    Raises:
-        GrowthError: its pieces do not fill it.
     """
 
     reader: SafeReader
@@ -96,9 +93,6 @@ class DistributedTensor:
 
         Args:
             runs: per axis, runs [start, stop) of entries.
-
-        Raises:
-            GrowthError: a piece that cannot be read.
         """
         result = torch.empty(self.shape, dtype=self.dtype)
         items = [item for box in product(*runs) for item in self._items(box)]
@@ -168,9 +162,6 @@ def read_distributed_optimizer(
 
     Args:
         parameters: name of a parameter in the model -> its name in the result.
-
-    Raises:
-        GrowthError: as `read_distributed`; no state of this model, or that of several optimizers.
     """
     reader = SafeReader(directory)
     stored = reader.metadata.state_dict_metadata
