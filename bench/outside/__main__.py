@@ -86,7 +86,7 @@ def make(place: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     import growkern
-    from growkern.growth.disk.config_file import complete_config
+    from growkern.growth.disk.companions import complete_config
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

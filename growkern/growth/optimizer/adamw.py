@@ -20,13 +20,13 @@ from growkern.growth.optimizer.checks import (
     check_loaded_group,
     check_state_dict,
 )
-from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.optimizer.steps import (
     Uniform,
     can_be_fused,
     factors_for_step,
+    factors_of,
     is_old_of,
     loss_of,
     rule_of,

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
+from growkern.growth.optimizer.steps import factors_of
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.sharded.placement import local_tensor
 from growkern.growth.source.live import unwrapped

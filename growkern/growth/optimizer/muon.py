@@ -17,9 +17,8 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import check_state_dict
-from growkern.growth.optimizer.factors import factors_of
 from growkern.growth.optimizer.moments import growth_lr_multipliers
-from growkern.growth.optimizer.steps import loss_of
+from growkern.growth.optimizer.steps import factors_of, loss_of
 from growkern.growth.plan.growth_plan import PlanOfModel
 
 # PyTorch's own step without its wrappers: GrowthMuon.step has them already, and hooks run once

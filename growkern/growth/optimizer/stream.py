@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.archive import archive_size, write_archive
 from growkern.growth.optimizer.checks import check_moments
 from growkern.growth.optimizer.file import (
+    archive_size,
     check_archive,
     optimizer_file,
     read_optimizer,
     release_pages,
+    write_archive,
 )
 from growkern.growth.optimizer.moments import check_values, grow_moment
 from growkern.growth.optimizer.state import (

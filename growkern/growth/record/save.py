@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.growth.disk.config_file import complete_config
+from growkern.growth.disk.companions import complete_config
 from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.options import parse_size

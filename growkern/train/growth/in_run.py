@@ -22,7 +22,7 @@ from transformers.trainer_utils import align_special_tokens
 from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError
-from growkern.growth.disk.config_file import complete_config
+from growkern.growth.disk.companions import complete_config
 from growkern.growth.history import history_of
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.record.lineage import keep_lineage

@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.disk.companions import copy_companions
-from growkern.growth.disk.config_file import complete_config
+from growkern.growth.disk.companions import complete_config, copy_companions
 from growkern.growth.disk.staging import check_target, may_replace
 from growkern.growth.history import history_in
 from growkern.growth.models import materialise, restore_buffers

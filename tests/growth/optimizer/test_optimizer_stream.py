@@ -18,8 +18,7 @@ from growkern.growth import grow as grow_module
 from growkern.growth.disk import checksums
 from growkern.growth.optimizer import archive as archive_module
 from growkern.growth.optimizer import into, stream
-from growkern.growth.optimizer.archive import archive_size, write_archive
-from growkern.growth.optimizer.file import check_archive
+from growkern.growth.optimizer.file import archive_size, check_archive, write_archive
 from growkern.publish import workplace
 from tests.growth.disk.peak import measured
 from tests.growth.models import BERT, GPT2, LLAMA, random_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
-from growkern.growth.disk.config_file import complete_config
+from growkern.growth.disk.companions import complete_config
 from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
 from tests.growth.plan.test_matrix import FAMILIES, WIDTHS, deeper, width
 
