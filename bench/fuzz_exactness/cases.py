@@ -9,6 +9,7 @@ import torch
 from growkern.families.family import Family
 from growkern.families.load import load_family, supported_families
 from tests.growth.plan.test_matrix import FAMILIES
+from tests.growth.relatives import RELATIVES
 
 # config options away from their defaults; a model gets those that its config has
 ODD = {
@@ -93,7 +94,7 @@ def draw(seed: int, number: int) -> Case:
     model_type = rng.choice(supported_families())
     family = load_family(model_type)
     class_name = rng.choice(sorted(family.classes))
-    sizes = {**FAMILIES[model_type][1], **_source_sizes(rng, family)}
+    sizes = {**(FAMILIES | RELATIVES)[model_type][1], **_source_sizes(rng, family)}
     for field, key in family.classes[class_name].repeats.items():
         sizes[field] = sizes[family.config_field(key)]
     how = _growth(rng, family.of_class(class_name), sizes)

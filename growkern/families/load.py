@@ -30,7 +30,7 @@ _KEYS = {
     "class": "prefix body heads output stacks repeats cache",
     "depth": "zero inner_norms outer_norm refuse",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored",
-    "refuse": "value why",
+    "refuse": "value differs why",
     "older": "of form when",
 }
 
@@ -112,7 +112,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         per_layer=tuple(table.get("per_layer", ())),
         norm=norm,
         attention=Attention(**_checked("attention", f"{where}.attention", table["attention"])),
-        config={k: _size(f"{where}.config.{k}", v) for k, v in table["config"].items()},
+        config={k: _size(f"{where}.config.{k}", v) for k, v in table["config"].items() if v != []},
         stacks=table.get("stacks", {"": "layers"}),
         refuse=_refusals(f"{where}.refuse", table.get("refuse", {})),
         spaces={

@@ -6,7 +6,8 @@ Its sections:
     extends     name of another family's table. This table adds to it and overrides its entries
     [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
                 `{ field, default, plus, reserved }`: `default` is a formula for a field that is
-                null, `plus` is added to the field, `reserved` counts rows without a position
+                null, `plus` is added to the field, `reserved` counts rows without a position. `[]`:
+                a size of the extended table that this family does not have
     [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
                 `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
     [norm]      kind (of `growkern.families.norm`), placement (pre, post, sandwich: before and
@@ -51,7 +52,8 @@ Its sections:
                 `stored`    its full name in files if transformers renames it
                 Several rows may have one name: the first whose condition holds counts. No rows,
                 `[]`: a tensor of the extended table that this family never has
-    [refuse]    config fields with a value that the table does not cover, and why
+    [refuse]    config fields with a `value` that the table does not cover, or with one that
+                `differs` from another field, and why
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
     ties_by_value  true: whatever the file says, the config says tie_word_embeddings=True. A head
@@ -121,16 +123,22 @@ class SpaceSpec:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A config value that the table does not cover."""
+    """A config value that the table does not cover: this one, or any that differs from a field."""
 
     field: str
-    value: Any
     why: str
+    value: Any = None
+    differs: str | None = None
 
     def check(self, config: Any) -> None:
-        """Refuse a config that has this value."""
-        if getattr(config, self.field, None) == self.value:
-            raise GrowthError(f"config.{self.field}={self.value}: {self.why}")
+        """Refuse a config that has such a value."""
+        value = getattr(config, self.field, None)
+        if self.differs is not None:
+            refused = value not in (None, getattr(config, self.differs))
+        else:
+            refused = value == self.value
+        if refused:
+            raise GrowthError(f"config.{self.field}={value}: {self.why}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from growkern.errors import GrowthError
 from growkern.families.load import load_family, parse_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.package import parse_toml
+from tests.growth.relatives import RELATIVES
 
 # every size differs, so that two axes cannot be confused
 BERT = {
@@ -59,6 +60,7 @@ BART = {
 }
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+LABELS = {"num_labels": 7}
 CASES = [
     ("bert", BERT, {}),
     ("bert", BERT, UNTIED),
@@ -96,6 +98,8 @@ CASES = [
     ("olmo2", LLAMA, {**BIASES, **TIED}),
     ("phi3", {**GROUPED, "pad_token_id": 0}, {}),
     ("phi3", {**LLAMA, "pad_token_id": 0}, {**BIASES, **TIED}),
+    *((m, {**LABELS, **sizes}, TIED) for m, (_, sizes, _) in RELATIVES.items()),
+    *((m, {**LABELS, **sizes, **more}, UNTIED) for m, (_, sizes, more) in RELATIVES.items()),
 ]
 
 

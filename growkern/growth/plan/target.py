@@ -289,6 +289,7 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     may_differ = {*growable_fields(load_family(family.model_type)), *followed_fields(family)}
     may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
     may_differ |= {key.field for key in family.older}
+    may_differ |= family.classes[small.class_name].repeats.keys()
     old, new = source.to_dict(), target.to_dict()
     changed = [
         name

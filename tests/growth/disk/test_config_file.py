@@ -9,6 +9,7 @@ import transformers
 import growkern
 from growkern.families.load import load_family, supported_families
 from tests.growth.models import random_model
+from tests.growth.relatives import RELATIVES
 
 SIZES = {
     "vocab_size": 60,
@@ -134,7 +135,7 @@ def logits(model):
 
 def test_every_family_with_rotary_positions_has_a_case():
     rotary = {n for n in supported_families() if load_family(n).attention.positions == "rotary"}
-    assert rotary == set(CASES)
+    assert rotary == {*CASES, *(n for n in RELATIVES if n in rotary)}
     assert all(load_family(name).older for name in rotary)
 
 

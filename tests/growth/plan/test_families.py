@@ -8,6 +8,7 @@ import growkern
 from growkern.families.load import supported_families
 from growkern.growth.tensors.tensor import build_tensor
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from tests.growth.relatives import RELATIVES
 
 EXACT = 1e-12
 
@@ -123,7 +124,7 @@ CASES = [
 
 def test_every_family_is_covered():
     covered = {getattr(transformers, case[0]).config_class.model_type for case in CASES}
-    assert {*covered, "bert", "llama"} == set(supported_families())
+    assert {*covered, "bert", "llama", *RELATIVES} == set(supported_families())
 
 
 @pytest.mark.parametrize("class_name, sizes, config, growth", CASES)

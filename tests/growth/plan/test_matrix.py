@@ -16,6 +16,7 @@ from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
 from tests.growth.plan.test_families import BART, MODERN, NEOX, ROTARY, SQUARE, T5, WINDOW
+from tests.growth.relatives import RELATIVES
 
 EXACT = 1e-12
 
@@ -89,7 +90,7 @@ def grown_on_disk(directory, source, how, loader=None):
 
 
 def test_every_family_has_its_row():
-    assert FAMILIES.keys() == set(supported_families())
+    assert FAMILIES.keys() | RELATIVES.keys() == set(supported_families())
 
 
 # Both heads and every way to break symmetry for every family, the default at each kind of width.

@@ -1,0 +1,156 @@
+"""Every family in every size that its table offers, alone and all at once.
+
+Truth: the source in transformers, in float64, with every parameter random. CI grows families with a
+table close to another's all at once, and in the width of their heads; `--walks 2` takes every size
+of every family.
+"""
+
+import json
+
+import pytest
+import transformers
+
+import growkern
+from growkern.families.load import load_family
+from growkern.families.model import ModelSpec
+from tests import walks
+from tests.growth.models import outputs, random_model, relative_error
+from tests.growth.plan.test_matrix import EXACT, FAMILIES, grown_on_disk
+from tests.growth.relatives import RELATIVES
+
+ALL = FAMILIES | {name: case[:2] for name, case in RELATIVES.items()}
+SOME = ALL if walks.times > 1 else RELATIVES
+HEADS = "entries of a head"
+
+
+def described(model_type, class_name=None, **options):
+    """A family's model without weights."""
+    name, sizes = ALL[model_type]
+    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
+    return ModelSpec.of(config, class_name or name)
+
+
+def old_sizes(model):
+    return {key: model.size(key) for key in model.family.config}
+
+
+def head_counts(model):
+    counts = (*model.family.query_heads, "kv_heads")
+    return {key: size for key, size in old_sizes(model).items() if key in counts}
+
+
+def alone(model):
+    """What grows -> the table's sizes that change it, and as little else as fits."""
+    family, old, heads = model.family, old_sizes(model), head_counts(model)
+    wider = {"stream": 2 * old["stream"]}
+    found = {key: {key: old[key] + 13} for key in family.unit_sizes}
+    found |= {key: {key: old[key] + 1} for key in family.stacks.values()}
+    found |= {"vocab": {"vocab": 64}, "stream": wider}
+    if not family.forces_head_dim:
+        found |= {key: {key: 2 * n} for key, n in heads.items()}
+        return found | {HEADS: {"head_dim": 2 * model.head_dim()}}
+    found |= {key: {**wider, **heads, key: 2 * n} for key, n in heads.items()}
+    if "kv_heads" in heads:
+        found["kv_heads"] = {**wider, **{key: 2 * n for key, n in heads.items()}}
+    return found | {HEADS: {**wider, **heads}}
+
+
+def at_once(model):
+    """Every size larger, and none a multiple where the family allows that."""
+    family, old, heads = model.family, old_sizes(model), head_counts(model)
+    sizes = {key: old[key] + 13 for key in family.unit_sizes}
+    sizes |= {key: old[key] + 1 for key in family.stacks.values()} | {"vocab": 64}
+    if not family.pads_exactly:
+        return sizes | heads | {"stream": 2 * old["stream"]}
+    sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}
+    if family.forces_head_dim:
+        return sizes | {"stream": 2 * model.head_dim() * sizes[family.query_heads[0]]}
+    return sizes | {"stream": old["stream"] + 8, "head_dim": 3 * model.head_dim()}
+
+
+def grown_by(model, sizes):
+    """The sizes by the config's names, and how layers are added exactly."""
+    how = {model.family.config_field(key): size for key, size in sizes.items()}
+    if any(sizes.get(key, 0) > model.size(key) for key in model.family.stacks.values()):
+        how["depth"] = "identity"
+        if model.family.norm.placement == "post":
+            # with the default of 1, inserted blocks are exact up to the norms' eps
+            how["identity_gain"] = 1e-8
+    return how
+
+
+def assert_exact(source, grown, plan):
+    """The plan says exact, but for what new tokens cost, and old ones keep their logits."""
+    vocab = plan.small.family.config_field("vocab")
+    found = [f for f in plan.findings if not f.what.startswith(vocab)]
+    assert {f.level for f in found} <= {"exact"}, found
+    old, new = plan.layout.sizes("vocab")
+    if old == new or "logits" not in (z := outputs(source)) or z["logits"].shape[-1] != old:
+        assert relative_error(source, grown) <= EXACT
+        return
+    z, grown_z = z["logits"], outputs(grown)["logits"][..., :old]
+    assert ((grown_z - z).abs().max() / z.abs().max()).item() <= EXACT
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_every_size_that_a_table_offers_has_a_case(model_type):
+    """Heads most of all: rotary pairs may be wrong where all names and shapes are right."""
+    model = described(model_type)
+    offered = set(model.family.growable)
+    cases = alone(model)
+    assert cases.keys() == {*offered, HEADS} - {"head_dim"}
+    assert all(what == HEADS or sizes[what] > model.size(what) for what, sizes in cases.items())
+    larger = {key for key, size in at_once(model).items() if size > model.size(key)}
+    assert larger == offered - (set() if model.family.pads_exactly else head_counts(model).keys())
+
+
+@pytest.mark.parametrize("tied", [True, False] if walks.times > 1 else [True])
+@pytest.mark.parametrize("model_type", SOME)
+def test_all_sizes_at_once_are_exact_from_files_to_shards(model_type, tied, tmp_path):
+    class_name, sizes, *options = SOME[model_type]
+    sizes = {**sizes, **(options[0] if options else {}), "tie_word_embeddings": tied}
+    source = random_model(class_name, sizes)
+    model = ModelSpec.of(source.config, class_name)
+    how = grown_by(model, at_once(model))
+    grown = grown_on_disk(tmp_path, source, {**how, "max_shard_size": 4096})
+    assert len(list((tmp_path / "large").glob("*.safetensors"))) > 1
+    assert_exact(source, grown, grown.growth_plan)
+    report = growkern.verify(tmp_path / "small", tmp_path / "large")
+    assert report.ok, report.failure
+    config = json.loads((tmp_path / "large/config.json").read_text())
+    if rope := config.get("rope_parameters"):
+        # older software reads this key
+        assert config["rope_theta"] == rope.get("full_attention", rope)["rope_theta"]
+
+
+ALONE = [(m, HEADS) for m in RELATIVES]
+if walks.times > 1:
+    ALONE = [(m, what) for m in ALL for what in alone(described(m))]
+
+
+@pytest.mark.parametrize("model_type, what", ALONE)
+def test_a_size_alone_is_exact(model_type, what):
+    source = random_model(*ALL[model_type], tie_word_embeddings=False)
+    model = ModelSpec.of(source.config, type(source).__name__)
+    grown = growkern.grow(source, **grown_by(model, alone(model)[what]))
+    plan = grown.growth_plan
+    heads = model.family.query_heads[0]
+    assert what != HEADS or plan.small.head_dim(heads) < plan.large.head_dim(heads)
+    assert_exact(source, grown, plan)
+
+
+CLASSES = [(m, name) for m in RELATIVES for name in load_family(m).classes if name != ALL[m][0]]
+
+
+@pytest.mark.parametrize("model_type, class_name", CLASSES)
+def test_every_class_is_exact(model_type, class_name):
+    """In one layer, as the others are the same in all classes."""
+    sizes, family = ALL[model_type][1], load_family(model_type)
+    layers = {family.config_field(key): 1 for key in family.stacks.values()}
+    lists = {key: values[:1] for key, values in sizes.items() if isinstance(values, list)}
+    source = random_model(class_name, {**sizes, **layers, **lists})
+    model = ModelSpec.of(source.config, class_name)
+    same = {"vocab", *family.stacks.values()}
+    larger = {key: size for key, size in at_once(model).items() if key not in same}
+    grown = growkern.grow(source, **grown_by(model, larger))
+    assert_exact(source, grown, grown.growth_plan)

@@ -1,0 +1,72 @@
+"""The families whose tables are close to another's: one line each, with a config of small sizes.
+
+`tests.growth.plan.test_relatives` grows them in every size. The whole matrix is theirs with
+`--walks`, and every night in `bench.fuzz_exactness`.
+"""
+
+from typing import Any
+
+from tests.growth.models import BERT, LLAMA
+
+ENCODER = {**BERT, "layer_norm_eps": 1e-12, "pad_token_id": 1}
+ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"pad_token_id": 0}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+FULL = {"layer_types": ["full_attention", "full_attention"], "sliding_window": None}
+DISTIL = {
+    "vocab_size": 50,
+    "dim": 12,
+    "n_heads": 3,
+    "hidden_dim": 20,
+    "n_layers": 2,
+    "max_position_embeddings": 18,
+    # its head for spans takes no other number
+    "num_labels": 2,
+}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+# queries grow from the fourth position on
+LATER = {
+    "rope_parameters": {
+        **ROPE,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 4,
+    }
+}
+OPT = {
+    "vocab_size": 50,
+    "hidden_size": 12,
+    "word_embed_proj_dim": 12,
+    "num_attention_heads": 3,
+    "ffn_dim": 20,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 18,
+}
+# its head_dim follows from the others
+STABLE = {k: v for k, v in ROTARY.items() if k != "head_dim"} | {
+    "num_attention_heads": 6,
+    "hidden_size": 24,
+    "layer_norm_eps": 1e-3,
+    **HALF,
+}
+T5 = {
+    "vocab_size": 50,
+    "d_model": 12,
+    "d_kv": 4,
+    "d_ff": 20,
+    "num_heads": 3,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "layer_norm_epsilon": 1e-3,
+    "decoder_start_token_id": 0,
+    "eos_token_id": 1,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+# model type -> class with a vocabulary head, sizes, options of a second source
+RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
