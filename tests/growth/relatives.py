@@ -69,4 +69,6 @@ T5 = {
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 # model type -> class with a vocabulary head, sizes, options of a second source
-RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
+RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
+}
