@@ -53,3 +53,8 @@ class GrowthKeywords(TypedDict, total=False):
     decoder_ffn_dim: int
     encoder_attention_heads: int
     decoder_attention_heads: int
+    # DistilBERT
+    dim: int
+    hidden_dim: int
+    n_heads: int
+    n_layers: int
