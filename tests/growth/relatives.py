@@ -72,6 +72,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
+    "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
 }
