@@ -74,5 +74,6 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
+    "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
 }
