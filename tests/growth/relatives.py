@@ -75,5 +75,6 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
+    "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
 }
