@@ -77,6 +77,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
+    "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, "no_rope_layers": [1, 0]}, BIASES),
     "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
