@@ -73,6 +73,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
+    "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
