@@ -80,6 +80,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, "no_rope_layers": [1, 0]}, BIASES),
+    "starcoder2": ("Starcoder2ForCausalLM", {**ROTARY, "norm_epsilon": 1e-3}, {"use_bias": False}),
     "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
 }
