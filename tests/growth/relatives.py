@@ -73,6 +73,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
+    "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
