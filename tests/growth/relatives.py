@@ -70,6 +70,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 
 # model type -> class with a vocabulary head, sizes, options of a second source
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "arcee": ("ArceeForCausalLM", ROTARY, BIASES),
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
