@@ -85,6 +85,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "phi": ("PhiForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3, **HALF}, {}),
     "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, "no_rope_layers": [1, 0]}, BIASES),
+    "stablelm": (
+        "StableLmForCausalLM",
+        STABLE,
+        {"use_qkv_bias": True, "use_parallel_residual": True},
+    ),
     "starcoder2": ("Starcoder2ForCausalLM", {**ROTARY, "norm_epsilon": 1e-3}, {"use_bias": False}),
     "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
