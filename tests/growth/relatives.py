@@ -75,6 +75,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
+    "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
