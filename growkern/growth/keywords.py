@@ -58,3 +58,5 @@ class GrowthKeywords(TypedDict, total=False):
     hidden_dim: int
     n_heads: int
     n_layers: int
+    # OPT
+    ffn_dim: int

@@ -83,6 +83,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-3, **HALF}, BIASES),
     "olmo3": ("Olmo3ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
+    "opt": ("OPTForCausalLM", OPT, {"enable_bias": False}),
     "phi": ("PhiForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3, **HALF}, {}),
     "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, "no_rope_layers": [1, 0]}, BIASES),
