@@ -104,13 +104,6 @@ def test_an_accuracy_is_that_of_the_row_s_own_model(tmp_path):
         save(tmp_path, [row("tiny-gpt/a")])
 
 
-@pytest.mark.parametrize("table", ["table5", "maps", "report"])
-def test_rows_for_tests_are_not_saved(table, results, tmp_path, monkeypatch, capsys):
-    call = (table, "--size", "micro", "--save", "--dir", tmp_path / "runs")
-    assert "are never saved" in refused(monkeypatch, capsys, *call)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_rows_of_another_text_are_neither_taken_over_nor_saved(tmp_path):
     """Old rows are compared by the bytes of their text, new ones by its hash."""
     old, hashed = row("tiny-gpt/a", text=OLD), row("tiny-gpt/b", text={**OLD, HASH: "abc"})
@@ -273,16 +266,6 @@ def test_a_pattern_that_matches_nothing_is_named(lines, tmp_path, monkeypatch, c
         files_of([str(tmp_path)])
 
 
-@pytest.mark.parametrize(
-    "table, options, option",
-    [("table2", (), "--text"), ("domain", ("--text", "one.txt"), "--domain")],
-)
-def test_the_base_size_needs_a_text(table, options, option, tmp_path, monkeypatch, capsys):
-    call = (table, "--size", "base", "--dir", tmp_path / "runs", *options)
-    assert f"--size base needs {option}:" in refused(monkeypatch, capsys, *call)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_system_that_the_table_lacks_is_refused(tmp_path, monkeypatch, capsys):
     for name in ("taught", "nothing"):
         call = ("table5", "--dir", tmp_path / "runs", "--systems", "fpi", name)
@@ -301,9 +284,15 @@ def test_a_system_that_the_table_lacks_is_refused(tmp_path, monkeypatch, capsys)
         (("report", "--systems", "fpi"), "report shows the runs that are there"),
         (("maps", "--seeds", "1"), "maps shows the runs that are there"),
         (("maps",), "has no trained models of size 'tiny' to draw"),
+        *(
+            ((one, "--size", "micro", "--save"), "are never saved")
+            for one in ("table5", "maps", "report")
+        ),
+        (("table2", "--size", "base"), "--size base needs --text:"),
+        (("domain", "--size", "base", "--text", "one.txt"), "--size base needs --domain:"),
     ],
 )
-def test_options_without_a_use_are_refused(options, said, tmp_path, monkeypatch, capsys):
+def test_calls_without_a_use_are_refused(options, said, results, tmp_path, monkeypatch, capsys):
     assert said in refused(monkeypatch, capsys, *options, "--dir", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
