@@ -310,7 +310,7 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     Raises:
         GrowthError: the text is too short.
     """
-    from growkern.growth.record.outputs import longest
+    from growkern.growth.source.runs import longest_of
     from growkern.growth.source.source import open_source
     from growkern.train.dataset.text import pack_text, read_text
     from growkern.train.model.head import align_labels
@@ -319,7 +319,7 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
 
     opened = open_source(source, allow_nonfinite=True)
     tokenizer = load_tokenizer(source)
-    length = min(length, longest(opened))
+    length = min(length, longest_of(opened.spec))
     # 16 characters per token are more than enough for any tokenizer
     blocks = pack_text([read_text(text, 16 * most)], tokenizer, length)
     rows = [blocks[i] for i in range(min(len(blocks), most // length))]

@@ -24,7 +24,6 @@ class ModelSpec:
 
     Attributes:
         family: the table, without the parts that this class does not use (`Family.of_class`).
-        config: the Hugging Face config.
         class_name: the model class in transformers, such as "BertForMaskedLM".
         untied: tensors with values of their own that the config calls tied (`ties_by_value`).
     """

@@ -20,7 +20,6 @@ class NormKind:
     Attributes:
         centres: True if m is the mean of x and v its variance. False if m is 0 and v the mean
             square of x.
-        may_have_bias: True if beta can exist.
     """
 
     centres: bool

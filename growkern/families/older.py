@@ -45,7 +45,6 @@ class OlderKey:
     """One entry of [older].
 
     Attributes:
-        field: the older key.
         of: where the new form holds the same: names separated by dots.
         form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
             attention: every n-th, beginning with the first (`full_first`) or ending with the last

@@ -293,7 +293,6 @@ def carry_out(
 
     Args:
         make_plan: makes the plan; called after the target directory was checked.
-        source_dir, ..., moments: as in `grow_checkpoint`.
     """
     start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)
@@ -316,7 +315,9 @@ def carry_out(
         check_target(source_dir, target, overwrite)
         directory = place.open_new()
         made_of = identity(grown, layout, settings)
-        record, card = _texts(grown, settings, made_of["source"])
+        # made first: a long growth must not fail in the end
+        card = card_text(grown, settings, is_sentence=becomes_sentence_model(grown))
+        record = lineage_text(grown, settings, made_of["source"])
         with Journal(place.journal, made_of) as journal:
             stream = Stream(
                 grown,
@@ -342,12 +343,6 @@ def carry_out(
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
-
-
-def _texts(grown: GrowthPlan, settings: Settings, files: dict[str, Any]) -> tuple[str, str]:
-    """The lineage and the card. They are made first: a long growth must not fail in the end."""
-    card = card_text(grown, settings, is_sentence=becomes_sentence_model(grown))
-    return lineage_text(grown, settings, files), card
 
 
 def _refuse_changed(grown: GrowthPlan, files: dict[str, Any], journal: Journal) -> None:

@@ -104,7 +104,6 @@ class Differences:
     """Result of `differences`.
 
     Attributes:
-        checked: number of files that were compared.
         wrong: "file: reason" for every difference.
         uncovered: files that no manifest names, such as event logs; they were not compared.
     """

@@ -77,7 +77,6 @@ class Workplace:
     same way. Work that was found there at the start, or that is finished, is always kept.
 
     Attributes:
-        target: the directory to be made.
         new: where its contents are made, see `open_new`.
         journal: a file for the caller.
     """

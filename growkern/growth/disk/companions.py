@@ -57,7 +57,6 @@ def copy_companions(
     """Copy companion files with plain modes.
 
     Args:
-        source: the directory of the config.
         only: paths in it that may be copied; None: all of them.
 
     Returns:

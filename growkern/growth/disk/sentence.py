@@ -51,13 +51,7 @@ MODES, MODE_PREFIX = "pooling_mode", "pooling_mode_"
 
 
 class Module(NamedTuple):
-    """An entry of `modules.json`.
-
-    Attributes:
-        entry: as it stands there.
-        kind: the last part of the class's name.
-        path: its folder.
-    """
+    """An entry of `modules.json`."""
 
     entry: Mapping[str, Any]
     kind: str

@@ -52,7 +52,6 @@ def lay_out(
     """Split tensors over files of at most `max_shard_size` bytes and place them in those.
 
     Args:
-        shapes: of every tensor, in the model's order.
         max_shard_size: bytes of tensors in one file; a larger tensor gets a file of its own.
         stored: name -> name in files, where they differ.
     """

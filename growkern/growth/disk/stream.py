@@ -77,6 +77,13 @@ class SourceReader:
 # ------------------------------------------------------------------ writing
 
 
+class _OwnBuffer(threading.local):
+    """The buffer of each worker."""
+
+    def __init__(self) -> None:
+        self.buffer = Buffer()
+
+
 class Stream:
     """One growth onto disk.
 
@@ -104,7 +111,7 @@ class Stream:
         self.bytes_kept = 0
         self._has_lost = False
         self._files: dict[str, TargetFile] = {}
-        self._own = threading.local()
+        self._own = _OwnBuffer()
 
     def run(self, workers: int, *, progress: bool) -> None:
         """Write all pieces that the journal does not list as finished. An error loses no piece."""
@@ -114,7 +121,10 @@ class Stream:
         what = "resuming" if self.journal.marks else "growing"
         threads = torch.get_num_threads()
         with ExitStack() as stack:
-            self._open_files(stack)
+            for name, size in self.layout.sizes.items():
+                file = TargetFile(self.directory / name, size, self.layout.heads[name])
+                stack.callback(file.close)
+                self._files[name] = file
             bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not progress)
             stack.enter_context(bar)
             # each worker's kernels take its share of the cores; PyTorch keeps that per thread,
@@ -210,7 +220,7 @@ class Stream:
         start, stop = piece.rows
         size = self._bytes(piece)
         at = header.start + start * (size // (stop - start))
-        data = self._buffer().room(size, at)
+        data = self._own.buffer.room(size, at)
         rows = (stop - start,) if piece.task.shape else ()
         built = build_tensor(
             self.plan,
@@ -225,15 +235,3 @@ class Stream:
         total = checksum_rows(data)
         self._files[header.file].write(data, at)
         return piece, total, True
-
-    def _buffer(self) -> Buffer:
-        """The buffer of this worker."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = Buffer()
-        return self._own.buffer
-
-    def _open_files(self, stack: ExitStack) -> None:
-        for name, size in self.layout.sizes.items():
-            file = TargetFile(self.directory / name, size, self.layout.heads[name])
-            stack.callback(file.close)
-            self._files[name] = file

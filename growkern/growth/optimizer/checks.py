@@ -66,11 +66,7 @@ def _check_group(what: str, group: Any) -> None:
 
 
 def check_keys(state_dict: Mapping[str, Any]) -> None:
-    """Raise GrowthError unless every state belongs to one parameter of one group.
-
-    Args:
-        state_dict: of a form that `check_state_dict` accepts.
-    """
+    """Raise GrowthError unless every state belongs to one parameter of one group."""
     counts = Counter(key for group in state_dict["param_groups"] for key in group["params"])
     for key, count in counts.items():
         if count > 1:

@@ -23,9 +23,6 @@ class CombinedOptimizer(Optimizer):
 
     Args:
         optimizers: with named parameters.
-
-    Attributes:
-        optimizers: the same.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:

@@ -106,10 +106,8 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
     represent a third.
 
     Args:
-        factors: of all parameters of the grown model, by name.
         name: the parameter's name; wrappers of `torch.compile` and DistributedDataParallel may add
             to it.
-        p: the parameter, maybe a DTensor.
     """
     name = name.replace("_orig_mod.", "").removeprefix("module.")
     if name not in factors:

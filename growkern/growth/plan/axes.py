@@ -127,7 +127,6 @@ def axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
 
     Args:
         axis: as in the family's table: "write:SPACE", "read:SPACE" or the name of a size.
-        size: length of the target's axis.
     """
     return plan.cache.get(("map", task.name, axis), lambda: _make_axis_map(plan, task, axis, size))
 

@@ -36,7 +36,6 @@ class Task:
 
     Attributes:
         tensor: the tensor: its name, axes and layer in the target.
-        shape: its shape.
         source: name of the source tensor it comes from. If the source has no such tensor:
             "identity" or "zero", which computes the same as the source without it.
         upper: name of the same tensor in the next source layer, if AKI mixes it in.

@@ -43,7 +43,6 @@ def made_to_fit(
     """Make something from the first target whose sizes fit together.
 
     Args:
-        dims, target_config: as in `resolve_target`.
         make: makes the result from a target that `finish_target` has not seen yet; may raise
             UnfitError.
 

@@ -64,11 +64,7 @@ def pieces_of(plan: Blueprint) -> list[Piece]:
 
 
 def workers_within(plan: Blueprint, memory_limit: int) -> int:
-    """How many workers fit into a memory limit.
-
-    Args:
-        memory_limit: bytes.
-    """
+    """How many workers fit into a memory limit."""
     each = _most_in_work(plan)
     least = FIXED_BYTES + each
     if memory_limit < least:

@@ -103,9 +103,6 @@ def largest_output(plan: Blueprint, source: Any) -> float:
     """The largest main output of the source on the texts of (0), which (0) is relative to.
 
     A model with few outputs, such as one label, may have a small one on a single text.
-
-    Args:
-        source: the source as a model.
     """
     return next(iter(all_outputs(source, _texts(plan)).values())).abs().max().item()
 

@@ -117,9 +117,6 @@ def _rounds(factors: list[torch.Tensor], dtype: torch.dtype) -> bool:
 
     Powers of two round nothing. But the half of a number below 1.2e-4 has more digits than float16
     holds. In other dtypes such numbers are too small to matter, and numbers too large are refused.
-
-    Args:
-        factors: float64; 0 entries are ignored.
     """
     powers = [factor[factor != 0].abs().log2() for factor in factors]
     # sums of shares are off by float64 rounding, far below the rounding of the weights

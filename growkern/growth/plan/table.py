@@ -38,7 +38,6 @@ def plan_table(
     """Sizes, findings, cost, measurements and notes of a plan.
 
     Args:
-        findings: of `growkern.growth.plan.exactness.findings`.
         numbers: of `growkern.growth.plan.pieces.estimate`, for `ranks` processes.
         measured: of `growkern.growth.plan.advice.measured.measurements`, if they are asked for.
     """

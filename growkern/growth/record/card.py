@@ -153,7 +153,6 @@ def note_training(directory: Path, *, trained: bool = True) -> None:
     """Let the card of a growth, if there is one, say whether the weights are others now.
 
     Args:
-        directory: whose weights are replaced. All else in its card stays.
         trained: False: they are those of the growth again.
     """
     file = directory / CARD_FILE

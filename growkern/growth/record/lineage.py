@@ -51,7 +51,6 @@ class Settings:
 
     Attributes:
         backend: backend of the expansion kernel; None: chosen automatically.
-        max_shard_size: bytes.
         allow_nonfinite: NaN and Inf in the source are grown, not refused.
     """
 

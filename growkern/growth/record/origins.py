@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from growkern.growth.plan.axes import from_next_layer, noise_seed
+from growkern.growth.plan.axes import from_next_layer
 from growkern.growth.plan.blueprint import Task, affine_gain
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.map_text import index_text, read_index, read_values, value_text
@@ -31,14 +31,11 @@ class Origin:
             (`growkern.families.spec`).
         holds: how the target holds the source: "copies"; "block", in the leading entries of every
             space; or "" if it does not (random, 0, or a norm that only normalises).
-        layer: the source layer, also that of the maps.
         upper: the same tensor of the next source layer, if AKI mixes it in.
         next_layer: per axis, the target entries that come from there, as `map_text.index_text`.
         norm: the spaces that a norm reads and writes.
-        factor: a factor of all values besides the maps.
         offset: number that the model adds to the stored value. Growth scales the sum.
         is_gain: True for the weight of a norm, False for its bias.
-        noise_seed: seed for `growkern.expand`, if weights have noise or routing.
     """
 
     source: str
@@ -53,7 +50,6 @@ class Origin:
     factor: float = 1.0
     offset: float = 0.0
     is_gain: bool = False
-    noise_seed: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
@@ -90,7 +86,6 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
     sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
     copied = not options.is_baseline
     is_zero = copied and not is_norm and task.identity == "zero"
-    has_noise = copied and not is_norm and not is_zero and options.symmetry in ("noise", "routing")
     factor = affine_gain(plan, task) if is_norm else layout.scale(task.tensor.row)
     return Origin(
         "zero" if is_zero else task.source,
@@ -105,7 +100,6 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
         factor=factor if copied else 1.0,
         offset=plan.layout.family.norm.offset(task.tensor.is_bias) if is_norm and copied else 0.0,
         is_gain=is_norm and not task.tensor.is_bias,
-        noise_seed=noise_seed(plan, task) if has_noise else None,
     )
 
 

@@ -32,18 +32,12 @@ STEPS = 6
 ROUNDINGS = 2
 
 
-def longest(source: Source) -> int:
-    """The longest input of the source, in tokens; 2^30 if there is no limit."""
-    return longest_of(source.spec)
-
-
 def check_tokens(source: Source, tokens: Tensor) -> None:
     """Refuse tokens that are not (batch, length) ids, or that the source does not accept."""
-    vocabulary = source.spec.size("vocab")
-    if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest(source):
+    vocabulary, longest = source.spec.size("vocab"), longest_of(source.spec)
+    if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest:
         raise GrowthError(
-            f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to "
-            f"{longest(source)}"
+            f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to {longest}"
         )
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
@@ -111,7 +105,6 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
 
     Args:
         source: the source, float64, or float32 if it is large. It is left as it is.
-        tokens: as in `compare_outputs`.
 
     Returns:
         The largest of `ROUNDINGS` relative errors.
@@ -137,7 +130,6 @@ def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -
 
     Args:
         narrow, wide: the source in 16 bits and in float32.
-        tokens: as in `compare_outputs`.
 
     Returns:
         The largest change of an output on these tokens and on random texts, relative to the largest

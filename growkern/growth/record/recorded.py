@@ -31,7 +31,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.lineage import DTYPES, FORMAT, RECORD, Settings
 from growkern.growth.record.origins import Origin, space_from_dict, space_key, spaces_of
 from growkern.growth.source.config import check_config, config_from
-from growkern.growth.source.config_values import LAYERS
+from growkern.growth.source.config_values import check_layers
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
@@ -47,13 +47,9 @@ class Lineage:
     """A lineage file.
 
     Attributes:
-        file: path of the file.
-        data: its whole content.
         origins: where each target tensor comes from, by name.
-        options, settings: of the growth.
         sizes: config field -> (source, target).
         dtype, source_dtype: dtype of the target's weights and of the source's.
-        source_config, target_config: Hugging Face configs.
         earlier: the growths that made the source.
     """
 
@@ -108,7 +104,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             if not isinstance(data.get(name, {}), dict):
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
         for name in ("source_config", "target_config"):
-            _check_layers(data[name], len(data["tensors"]))
+            check_layers(file, data[name], len(data["tensors"]))
         return Lineage(
             file,
             data,
@@ -179,18 +175,6 @@ def _brief(error: Exception) -> str:
     """The type and the text of an error that a damaged file caused; its values may be huge."""
     text = str(error)
     return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + '...'}"
-
-
-def _check_layers(config: Any, tensors: int) -> None:
-    """Refuse more layers than tensors were grown: building such a model could take minutes.
-
-    Raises:
-        ValueError: a config has them.
-    """
-    for field in LAYERS:
-        layers = config.get(field)
-        if isinstance(layers, int) and layers > tensors:
-            raise ValueError(f"its config says {field}={layers}, but it has {tensors} tensors")
 
 
 def _read_config(file: Path, data: Any) -> Any:

@@ -51,7 +51,6 @@ class _Record:
     """How a model was grown; its methods replace those of the model, and are pickled with it.
 
     Attributes:
-        files: of the source, as they were when the model was grown.
         state: of the model's weights at that time; None for a copy of the model.
     """
 
@@ -121,9 +120,6 @@ def _upload(
     """`push_to_hub` of transformers, which would replace the model card by an empty one.
 
     A card on the Hub that somebody wrote or edited stays, with the tags added.
-
-    Args:
-        commit_message, ..., tags: as there.
     """
     from huggingface_hub import HfApi
 

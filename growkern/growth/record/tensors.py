@@ -23,11 +23,9 @@ class TensorGroup:
 
     Attributes:
         kind: the row, a name with the layer left open.
-        count: number of tensors.
         replay_error: largest difference to the rebuilt tensors, relative to their largest element.
         fold_error: largest relative difference of a folded weight to the source's (`WEIGHT_ERROR`
             of `plan.finding`); None if folding does not apply (norms, AKI, random weights).
-        worst: the tensor with the largest error.
         ok: True if rounding explains all errors.
     """
 

@@ -93,11 +93,7 @@ def unasked_change(plan: GrowthPlan) -> Finding | None:
 
 
 def stated_bound(plan: GrowthPlan, outputs: Mapping[str, float], dtype: torch.dtype) -> float:
-    """The relative error of outputs that the plan states, or else with the room for rounding.
-
-    Args:
-        outputs, dtype: as in `measured_level`.
-    """
+    """The relative error of outputs that the plan states, or else with the room for rounding."""
     stated = sum(_bounds(plan, OUTPUT_ERROR))
     if outputs.get(OUTPUT_ERROR, 0.0) <= stated:
         return stated

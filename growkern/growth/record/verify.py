@@ -138,7 +138,13 @@ def verify(
         wrong = contradictions(record, plan)
         notes = [*training_notes(record), *version_notes(record)]
     else:
-        plan = dataclasses.replace(_own_plan(grown), source=opened)
+        own = getattr(grown, "growth_plan", None)
+        if own is None:
+            raise GrowthError(
+                "the grown model has no growth_plan: pass the model that grow() returned or a "
+                "directory made by grow_checkpoint()"
+            )
+        plan = dataclasses.replace(own, source=opened)
     for whose, model in (("source", opened), ("grown model", opened_grown)):
         notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)
@@ -230,16 +236,6 @@ def _roundings(
         narrow = old if old.dtype == coarsest else as_model(source, coarsest)
         found[ARITHMETIC_ERROR] = arithmetic_error(plan, narrow, wide, tokens)
     return found
-
-
-def _own_plan(grown: Any) -> GrowthPlan:
-    plan = getattr(grown, "growth_plan", None)
-    if plan is None:
-        raise GrowthError(
-            "the grown model has no growth_plan: pass the model that grow() returned or a "
-            "directory made by grow_checkpoint()"
-        )
-    return plan
 
 
 def _check_belongs(plan: GrowthPlan, grown: Source) -> None:

@@ -35,9 +35,6 @@ def read_config(directory: Path, *, any_family: bool = False) -> Any:
 
     A checkpoint of `torch.distributed.checkpoint` may have its config in the directory above.
 
-    Args:
-        any_family: True: any model of transformers; False: only those that growth has a table for.
-
     Raises:
         GrowthError: no such directory, no config.json, or one that is damaged, too large, links to
             somewhere else, names code of a hub, or has values that make no model.
@@ -61,11 +58,7 @@ def read_config_file(directory: Path, *, any_family: bool = False) -> tuple[Any,
 
 
 def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:
-    """Refuse the raw JSON of a config that makes no model.
-
-    Args:
-        any_family: as in `read_config`.
-    """
+    """Refuse the raw JSON of a config that makes no model."""
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(kind, str):
         raise GrowthError(

@@ -8,7 +8,7 @@ a method replaces the method.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ def check_values(
         _check_dtype(file, name, value)
         _check_number(file, name, value)
     _check_tokens(file, data)
+
+
+def check_layers(place: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse more layers than a model has tensors: building them could take minutes."""
+    for name in LAYERS:
+        layers = config.get(name)
+        if isinstance(layers, int) and layers > tensors:
+            raise GrowthError(
+                f"{place}: its config says {name}={layers}, but the files have {tensors} tensors"
+            )
 
 
 def check_names(file: Path, data: dict[str, Any], config_class: type) -> None:

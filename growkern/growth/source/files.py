@@ -38,7 +38,6 @@ class Header:
 
     Attributes:
         file: path of the file.
-        raw_name: the tensor's name in the file.
         start: the byte of the file where its values start.
     """
 
@@ -139,7 +138,12 @@ def read_headers(
         )
     if is_single or not index.is_file():
         single = directory / WEIGHTS_FILE
-        return read_shard(single) if read_shard else _read_weights(directory)
+        if not read_shard and not single.is_file():
+            raise GrowthError(
+                f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}: download the model again, or "
+                "save it with save_pretrained; a plan also takes a model made on the meta device"
+            )
+        return (read_shard or _read_shard)(single)
     names, headers = shard_names(directory), dict[str, Header]()
     for shard in names:
         found = (read_shard or _read_shard)(directory / shard)
@@ -179,16 +183,6 @@ def _read_index(index: Path) -> dict[str, str]:
         if not isinstance(shard, str):
             raise GrowthError(f"{index}: shard {shard!r} of {name} is not a plain file name")
     return weight_map
-
-
-def _read_weights(directory: Path) -> dict[str, Header]:
-    """The headers of the only file."""
-    if not (directory / WEIGHTS_FILE).is_file():
-        raise GrowthError(
-            f"{directory}: no {WEIGHTS_FILE} and no {INDEX_FILE}: download the model again, or "
-            "save it with save_pretrained; a plan also takes a model made on the meta device"
-        )
-    return _read_shard(directory / WEIGHTS_FILE)
 
 
 def read_header_bytes(file: Path) -> bytes:
@@ -262,18 +256,14 @@ def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
             raise ValueError(f"{len(entries)} tensors, more than any model has")
         metadata = entries.pop("__metadata__", None)
         # null is read like no table, as by the safetensors library
-        if metadata is not None:
-            _check_metadata(metadata)
+        metadata = {} if metadata is None else metadata
+        if not isinstance(metadata, dict):
+            raise ValueError("its __metadata__ is no table")
+        if not all(isinstance(text, str) for text in (*metadata, *metadata.values())):
+            raise ValueError("its __metadata__ holds more than texts")
         headers = [_header(file, len(head), *entry) for entry in entries.items()]
         _check_places(headers, len(head), size)
         return {header.raw_name: header for header in headers}
-
-
-def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict):
-        raise ValueError("its __metadata__ is no table")
-    if not all(isinstance(text, str) for text in (*metadata, *metadata.values())):
-        raise ValueError("its __metadata__ holds more than texts")
 
 
 def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) -> Header:
@@ -326,9 +316,6 @@ def row_blocks(
     shape: tuple[int, ...], itemsize: int, piece_bytes: int = PIECE_BYTES
 ) -> list[tuple[int, int]]:
     """Cut a tensor along its first axis into pieces of about `piece_bytes`.
-
-    Args:
-        itemsize: bytes of one number.
 
     Returns:
         The rows [start, stop) of every piece, at least one row each.

@@ -168,11 +168,7 @@ def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Pat
 
 @dataclass(frozen=True)
 class RemoteTensor(Header):
-    """A tensor of a safetensors file on the Hub. `file` is its place in the cache.
-
-    Attributes:
-        model: that it belongs to.
-    """
+    """A tensor of a safetensors file on the Hub. `file` is its place in the cache."""
 
     model: HubModel
 
@@ -202,11 +198,7 @@ def lacks_weights(directory: Path) -> bool:
 
 
 def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
-    """All tensors of a model on the Hub, by their names in its files. No weights are downloaded.
-
-    Args:
-        directory: its snapshot in the cache.
-    """
+    """All tensors of a model on the Hub, by their names in its files. No weights are downloaded."""
     model = snapshot_of(directory)
 
     def read_shard(file: Path) -> dict[str, Header]:

@@ -20,7 +20,7 @@ from growkern.growth.source.config import (
     read_config,
     read_generation,
 )
-from growkern.growth.source.config_values import LAYERS
+from growkern.growth.source.config_values import check_layers
 from growkern.growth.source.files import Header, read_headers
 from growkern.growth.source.refused import refuse_quantised
 from growkern.growth.source.stamps import Stamps
@@ -47,7 +47,7 @@ def load_model(
     refuse_quantised(config, str(directory))
     cls = class_of(directory, config)
     headers = read_headers(directory)
-    _check_layers(directory, config, len(headers))
+    check_layers(directory, vars(config), len(headers))
     if attention is not None:
         config._attn_implementation = attention
     model = _built(directory, cls, config, dtype or _dtype_of(config, headers), headers)
@@ -68,17 +68,6 @@ def class_of(directory: Path, config: Any) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise GrowthError(f"{directory}: config.json names an unknown class: {names[0]}")
     return cls
-
-
-def _check_layers(directory: Path, config: Any, tensors: int) -> None:
-    """Refuse more layers than the files have tensors: building them could take minutes."""
-    for name in LAYERS:
-        layers = getattr(config, name, None)
-        if isinstance(layers, int) and layers > tensors:
-            raise GrowthError(
-                f"{directory}: config.json says {name}={layers}, but the files have {tensors} "
-                "tensors"
-            )
 
 
 def _dtype_of(config: Any, headers: Mapping[str, Header]) -> torch.dtype:

@@ -53,7 +53,6 @@ class Kind(NamedTuple):
         code: Python that makes a directory to grow. It may use {place}, {new}, {model_class},
             {peft_class} and {file}. Empty: there is none.
         here: the same where it can be done inside a directory on this machine.
-        model_class: of transformers, where no config.json names one.
     """
 
     what: str

@@ -62,8 +62,6 @@ class Source:
     Attributes:
         spec: its sizes, tensors and shapes.
         dtypes: name -> dtype of every tensor, without tied duplicates.
-        read: name -> tensor.
-        directory: the checkpoint directory; None for a model in memory.
         format: of `directory`; None for a model in memory.
         headers: name -> tensor in the files of `directory`; empty for a model in memory.
         device: of the tensors of a model in memory.

@@ -54,10 +54,6 @@ def grouped_heads(
     q_map[h] // group_source == kv_map[h // group_target]. Key heads repeat cyclically. The query
     heads of a target group cycle through the source group of its key head.
 
-    Args:
-        q_source, q_target: number of query heads.
-        kv_source, kv_target: number of key-value heads.
-
     Returns:
         The maps of query heads (q_target,) and of key-value heads (kv_target,), int64.
     """

@@ -65,7 +65,6 @@ class Space:
         read_index: source entry of every target entry where the space is read, (target,) int64.
         read: its share, the nonzero entry of that column of P, (target,) float64.
         signs: the distinct e of the extra coordinates, see (2) of `growth.tensors.extras`.
-        carry_units: True if the last entries are the FFN units that carry the mean.
         free_extra: True if extra coordinates hold 0, so that any weight may read them.
     """
 
@@ -75,7 +74,6 @@ class Space:
     read_index: Tensor
     read: Tensor
     signs: tuple[float, ...] = ()
-    carry_units: bool = False
     free_extra: bool = False
 
     @property
@@ -277,7 +275,6 @@ def within_head(
     queries are scaled up to compensate.
 
     Args:
-        source, target: head_dim of source and target.
         part: "value" (copies), "query", "key", or "before_norm" (queries and keys below a norm).
         rotary: R of source and target, the number of entries that rotary positions rotate. Entries
             i and i + R / 2 rotate by theta ** (-2 i / R). Each pair is placed where the target
@@ -304,7 +301,6 @@ def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) ->
 
     Args:
         index: source unit of every target unit, (target,) int64; the last four are ignored.
-        source: number of source units.
         split: as in `copies`, over the units before the last four.
     """
     index = index[:-CARRY_UNITS]
@@ -317,7 +313,6 @@ def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) ->
         write=torch.cat([body.write, coefficient]),
         read_index=torch.cat([index, carry]),
         read=torch.cat([body.read, coefficient]),
-        carry_units=True,
     )
 
 

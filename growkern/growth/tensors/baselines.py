@@ -45,7 +45,8 @@ def build_baseline(
     ranges = _ranges(task, part)
     initial = plan.initial_tensors[task.name]
     if initial.deviation:
-        key = _key(plan.options.seed, task.name)
+        digest = hashlib.sha256(repr((plan.options.seed, "init", task.name)).encode()).digest()
+        key = int.from_bytes(digest[:16], "little")
         for tile in product(*map(_tiles, ranges, task.shape, TILE[-len(ranges) :])):
             _fill_from_tile(initial, key, ranges, tile, out)
     else:
@@ -63,11 +64,6 @@ def _ranges(task: Task, part: Sequence[slice]) -> list[range]:
 
 
 # ------------------------------------------------------------------- random
-
-
-def _key(seed: int, name: str) -> int:
-    digest = hashlib.sha256(repr((seed, "init", name)).encode()).digest()
-    return int.from_bytes(digest[:16], "little")
 
 
 def _tiles(where: range, size: int, length: int) -> list[tuple[int, range]]:

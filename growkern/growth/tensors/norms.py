@@ -34,7 +34,8 @@ def build_norm(
     if task.identity == "zero":
         return torch.full(task.shape, -offset, dtype=plan.dtype)
     if task.identity == "unit":
-        return _unit_norm(plan, task)
+        value = 0.0 if task.tensor.is_bias else unit_gain(plan, task)
+        return torch.full(task.shape, value, dtype=plan.dtype)
     value = read(task.source)
     # some models multiply by 1 + weight: scale the sum in float64, as rounding it loses digits
     value = value.to(sum_dtype(plan, value)) if offset == 0 else value.double() + offset
@@ -140,8 +141,3 @@ def from_next_layer(plan: Blueprint, task: Task) -> Tensor:
     if task.upper is None or plan.options.aki != "unit":
         return torch.zeros(task.shape, dtype=torch.bool)
     return plan.layout.next_layer_units(task.tensor.norm[1])
-
-
-def _unit_norm(plan: Blueprint, task: Task) -> Tensor:
-    value = 0.0 if task.tensor.is_bias else unit_gain(plan, task)
-    return torch.full(task.shape, value, dtype=plan.dtype)

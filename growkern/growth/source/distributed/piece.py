@@ -32,8 +32,6 @@ def read_piece(
 
     Args:
         place: the offset and the length of the archive, bytes.
-        dtype: that the tensor must have.
-        shape: that it must have.
 
     Raises:
         ValueError: the archive is damaged, or holds something else.

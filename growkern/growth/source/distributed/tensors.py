@@ -35,12 +35,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class DistributedTensor:
-    """One tensor of a distributed checkpoint, a `growkern.growth.source.stored.StoredTensor`.
-
-    Attributes:
-        raw_name: its name in the checkpoint.
-        stored: its entry in the metadata.
-    """
+    """One tensor of a distributed checkpoint, a `growkern.growth.source.stored.StoredTensor`."""
 
     reader: SafeReader
     raw_name: str
