@@ -23,7 +23,7 @@ import growkern.growth.record.fold_checkpoint
 import growkern.growth.record.verify
 import growkern.growth.replay
 import growkern.plot.curve
-import growkern.train.growth.in_run
+import growkern.train.loop.growing
 import growkern.train.run.start
 import growkern.train.topk_teacher.write
 from growkern.cli.main import main
@@ -71,7 +71,7 @@ def signal_at(number, moment, directory, how="plain"):
 def everywhere(number, moment, directory, how):
     """As `signal_at`; moments are the events of a training loop and the ends of a growth too."""
     pass_by = signal_at(number, moment, directory, how)
-    build, grow = growkern.train.run.start.build_trainer, growkern.train.growth.in_run.grown_model
+    build, grow = growkern.train.run.start.build_trainer, growkern.train.loop.growing.grown_model
 
     def built(*args, **options):
         trainer = build(*args, **options)
@@ -84,7 +84,7 @@ def everywhere(number, moment, directory, how):
         pass_by()
         return model
 
-    growkern.train.run.start.build_trainer, growkern.train.growth.in_run.grown_model = built, grown
+    growkern.train.run.start.build_trainer, growkern.train.loop.growing.grown_model = built, grown
 
 
 def command(directory, arguments, number=0, moment=0, send=signal_at, **options):

@@ -27,7 +27,6 @@ from growkern.train.distributed.checkpoint import (
 )
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import is_sharded, prime, whole_state
-from growkern.train.objectives.electra import ReplacedTokenDetection
 
 
 class Shards:
@@ -81,11 +80,13 @@ class Shards:
 
     def load(self, model: Any, directory: Path) -> bool:
         """Load the weights of a checkpoint; False if Trainer has to."""
-        if isinstance(model, ReplacedTokenDetection):
+        if hasattr(model, "load_both"):
+            # a generator and a discriminator
             model.load_both(directory)
-        elif self.sharded:
+            return True
+        if self.sharded:
             load_weights(model, directory)
-        return self.sharded or isinstance(model, ReplacedTokenDetection)
+        return self.sharded
 
     def state(self, model: Any, *, is_first: bool) -> Any:
         """The weights that one process will save; None if Trainer gets them. All call this."""

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from growkern.train.distributed.optimizer_state import create_optimizer_state
-from growkern.train.growth.in_run import GrowthInRun
+from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loss.batches import Batches
 from growkern.train.loss.inheritance import InheritanceSchedule

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from growkern.train.growth.in_run import GrowthInRun
 from growkern.train.loop.checks import check_objectives
 from growkern.train.loop.flops import FlopCounter
+from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers

@@ -15,8 +15,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError
 from growkern.train.distributed.shard import prime
-from growkern.train.growth.in_run import Former
 from growkern.train.loop.callbacks import keep_states
+from growkern.train.loop.growing import Former
 from growkern.train.loop.setup import take_model
 from growkern.train.optimizer.choose import bare
 from growkern.train.safety.checkpoints import step_of

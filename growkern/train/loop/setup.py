@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from transformers import TrainingArguments
 
 from growkern.train.distributed.shards import Shards
-from growkern.train.growth.in_run import GrowthInRun
 from growkern.train.growth.step import GrowthStep, check_new_layers
 from growkern.train.loop.callbacks import LoopCallback, WorkCallback
 from growkern.train.loop.checks import (
@@ -25,6 +24,7 @@ from growkern.train.loop.checks import (
     choose_teachers,
     stages_in_steps,
 )
+from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import Objective, add_up
 from growkern.train.loop.progress import use_named_progress

@@ -22,9 +22,9 @@ from transformers import Trainer, TrainingArguments
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
 from growkern.train.distributed.shards import without_shared
-from growkern.train.growth.in_run import complete_directory
 from growkern.train.growth.step import GrowthStep
 from growkern.train.loop import runs
+from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import Settings, complete, prepare
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import unchanged_random_state
@@ -82,6 +82,9 @@ class TwoStageTrainer(Trainer):
         GrowthError: models, teachers or arguments that cannot be trained this way.
     """
 
+    label_names: list[str]
+    optimizer: Any
+    control: Any
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
     resume_hint = RESUME_HINT
@@ -153,8 +156,6 @@ class TwoStageTrainer(Trainer):
         # by now Trainer has let go of what it had prepared before
         self.shards.prepare(self.model, self.accelerator)
         return super().create_optimizer(*args, **options)
-
-    # ---------------------------------------------------------------- training
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
         """Train, through all growths. SIGINT and SIGTERM save at the end of the current step.
@@ -281,8 +282,6 @@ class TwoStageTrainer(Trainer):
             self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    # -------------------------------------------------------------- evaluation
-
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -314,8 +313,6 @@ class TwoStageTrainer(Trainer):
             rows = self.objective.evaluate_rows(model, inputs, self.accelerator)
             self._sums.add(*rows, self.accelerator)
         return rows[0].sum() / rows[1].sum().clamp(min=1), None, None
-
-    # ------------------------------------------------------------- checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write what Trainer writes, as one checkpoint that appears when it is complete."""
