@@ -26,7 +26,7 @@ from growkern.train.distributed.checkpoint import (
     write_parts,
 )
 from growkern.train.distributed.options import DistributedOptions
-from growkern.train.distributed.shard import is_sharded, prime, whole_state
+from growkern.train.distributed.shard import is_sharded, prime
 
 
 class Shards:
@@ -88,10 +88,6 @@ class Shards:
             load_weights(model, directory)
         return self.sharded
 
-    def state(self, model: Any, *, is_first: bool) -> Any:
-        """The weights that one process will save; None if Trainer gets them. All call this."""
-        return whole_state(model, keep=is_first) if self.sharded else None
-
     def save_part(self, model: Any, tokenizer: Any, directory: Path, *, is_first: bool) -> bool:
         """Write this process's part of the weights for a checkpoint, or copy it.
 
@@ -102,9 +98,9 @@ class Shards:
             is_first: whether this process writes the files that make a model directory.
 
         Returns:
-            False if nothing was written: the model is not sharded, or this is no checkpoint.
+            False if nothing was written, because this is no checkpoint.
         """
-        if not (self.sharded and self.in_checkpoint):
+        if not self.in_checkpoint:
             return False
         directory.mkdir(parents=True, exist_ok=True)
         self._write(weight_parts(model), directory)

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded.placement import free_gathered
+from growkern.train.distributed.shard import whole_state
 from growkern.train.distributed.shards import without_shared
 from growkern.train.growth.step import GrowthStep
 from growkern.train.loop import runs
@@ -220,10 +221,7 @@ class TwoStageTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of the sub-model of this step, with the KL share of this step.
-
-        In evaluation mode it is the loss of the whole model without a teacher.
-        """
+        """The loss of this step's depth and KL share; in evaluation that of the whole model."""
         objective, items, accelerator = self.objective, num_items_in_batch, self.accelerator
         if model.training:
             plan = objective.plan(self.state.global_step, self.two_stage, self.growths)
@@ -350,22 +348,23 @@ class TwoStageTrainer(Trainer):
         """Trainer's, without the weights that share the memory of one that was loaded."""
         super()._issue_warnings_after_load(without_shared(load_result, self.model))
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Trainer's; a sharded model is gathered, except for a checkpoint."""
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's; all processes write a sharded model for a checkpoint, else it is gathered."""
         directory, is_first = Path(output_dir or str(self.args.output_dir)), self.args.should_save
         parts = self.model, self.processing_class, directory
-        if not self.shards.save_part(*parts, is_first=is_first):
-            state = self.shards.state(self.model, is_first=is_first) or state_dict
-            super()._save(str(directory), state)
+        if not self.shards.sharded:
+            super().save_model(str(directory), _internal_call=True)
+        elif not self.shards.save_part(*parts, is_first=is_first):
+            state = whole_state(self.model, keep=is_first)
+            if is_first:
+                self._save(str(directory), state_dict=state)
         if is_first:
             complete_directory(*parts)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log a line, with the FLOPs so far and the numbers of the collaborators.
-
-        The last line has no `train_loss`: Trainer does not know the whole run's. The times of a
-        part of the run are left out.
-        """
+        """Log a line, with the numbers of the collaborators; not the times of a part of the run."""
         runs.complete_line(self, logs)
         if not (self.growths.ends_here and "train_runtime" in logs):
             super().log(logs, start_time)
