@@ -74,6 +74,7 @@ PARTS = {
     ),
     "growkern.train": (
         "toml",
+        "rules",
         "model",
         "distributed",
         "optimizer",

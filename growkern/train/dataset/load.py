@@ -34,7 +34,7 @@ from growkern.train.objectives.language_modeling import (
     EpochCollator,
     evaluation_collator,
 )
-from growkern.train.objectives.names import OF_BARE_ROWS
+from growkern.train.rules import check
 from growkern.units import human
 
 
@@ -86,11 +86,7 @@ class TrainingData:
             length=options.row_length,
             seed=seed,
         )
-        if self.row_weights is not None and objective in (*OF_BARE_ROWS, "rtd"):
-            raise GrowthError(
-                f"loss.row_weights has one weight per label, which data.objective = {objective!r} "
-                "makes itself: leave it out"
-            )
+        check("weights", row_weights=self.row_weights, objective=objective)
         if not has_labels and self.row_weights is None:
             return inner
         return ColumnCollator(inner, labels=has_labels, weights=self.row_weights)

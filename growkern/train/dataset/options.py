@@ -6,23 +6,12 @@ import re
 from dataclasses import dataclass
 
 from growkern.errors import GrowthError
-from growkern.train.objectives.names import (
-    OF_BARE_ROWS,
-    Objective,
-    default_share,
-    row_length,
-)
+from growkern.train.objectives.names import Objective, default_share, row_length
 from growkern.train.objectives.span_corruption import check_spans
+from growkern.train.rules import OF_BARE_ROWS, check
 
 # more tokens than any row has
 MOST = 1 << 40
-# they describe a data set, and mean nothing for files; with what they are if they are not given
-OF_DATASET = {"dataset_config": None, "revision": None, "split": "train", "validation_split": None}
-
-SHUFFLE_WINDOW = 1000
-MEAN_SPAN = 3.0
-# "auto" may stand for one of the others
-WITH_SPANS = ("auto", "span_corruption", "denoising")
 
 
 @dataclass(frozen=True)
@@ -87,12 +76,12 @@ class DataSection:
     attention_mask_column: str | None = None
     packing: bool | None = None
     streaming: bool = False
-    shuffle_window: int = SHUFFLE_WINDOW
+    shuffle_window: int = 1000
     cache: str | None = None
     sequence_length: int = 128
     objective: Objective = "auto"
     masking_probability: float | None = None
-    mean_span_length: float = MEAN_SPAN
+    mean_span_length: float = 3.0
 
     def __post_init__(self) -> None:
         for name in self.validation_names:
@@ -100,28 +89,9 @@ class DataSection:
                 raise GrowthError(
                     f"data.validation has the name {name!r}: use small letters, digits and _"
                 )
-        if self.dataset is not None and (self.train or self.validation):
-            raise GrowthError(
-                "data.dataset is given beside files (data.train, data.validation): give one of them"
-            )
-        if self.dataset is None:
-            for name, default in OF_DATASET.items():
-                if getattr(self, name) != default:
-                    raise GrowthError(f"data.{name} describes a data set: give data.dataset too")
-            if not self.train:
-                raise GrowthError("give data.train (files) or data.dataset (a data set)")
-        for name in ("labels_column", "attention_mask_column"):
-            if getattr(self, name) is not None and self.input_ids_column is None:
-                raise GrowthError(
-                    f"data.{name} belongs to token ids: give data.input_ids_column too"
-                )
-        if self.target_column is not None and (self.input_ids_column or self.packing):
-            raise GrowthError(
-                "data.target_column is the other text of each record: it goes neither with token "
-                "ids (data.input_ids_column) nor with data.packing = true"
-            )
-        if not self.pack and self.input_ids_column is None and self.target_column is None:
-            raise GrowthError("data.packing = false needs token ids: give data.input_ids_column")
+        check("data", self)
+        if self.dataset is None and not self.train:
+            raise GrowthError("give data.train (files) or data.dataset (a data set)")
         if not 2 <= self.sequence_length <= MOST:
             raise GrowthError(
                 f"data.sequence_length is {self.sequence_length}: it must be in 2 .. {MOST}, "
@@ -129,36 +99,15 @@ class DataSection:
             )
         if not 0 <= self.shuffle_window <= MOST:
             raise GrowthError(f"data.shuffle_window is {self.shuffle_window}: it must be 0 or more")
-        if self.shuffle_window != SHUFFLE_WINDOW and not self.streaming:
-            raise GrowthError(
-                "data.shuffle_window describes a stream: give data.streaming = true too"
-            )
         if not 0 < self.share <= 1:
             raise GrowthError(
                 f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
             )
         check_spans(self.mean_span_length)
-        self._check_objective()
-
-    def _check_objective(self) -> None:
-        """Refuse options that an objective does not fit."""
-        name = f"data.objective = {self.objective!r}"
-        for column in ("labels_column", "target_column"):
-            given = getattr(self, column) is not None
-            if given and self.objective in (*OF_BARE_ROWS, "rtd"):
-                raise GrowthError(f"{name} makes the labels itself: leave out data.{column}")
-        if self.objective in OF_BARE_ROWS and not self.pack:
-            raise GrowthError(f"{name} needs full rows: leave out data.packing = false")
-        if self.mean_span_length != MEAN_SPAN and self.objective not in WITH_SPANS:
-            raise GrowthError(f"{name} masks no spans: leave out data.mean_span_length")
-        if self.objective == "mlm+nsp" and self.streaming:
-            raise GrowthError(
-                f"{name} takes random passages from all rows: set data.streaming to false"
-            )
         if self.row_length < 2:
             raise GrowthError(
-                f"data.sequence_length is {self.sequence_length}, too short for {name}: give 8 or "
-                "more"
+                f"data.sequence_length is {self.sequence_length}, too short for data.objective = "
+                f"{self.objective!r}: give 8 or more"
             )
 
     @property

@@ -14,6 +14,7 @@ from growkern.train.dataset.source import CONTINUED, TEXT, Source
 from growkern.train.dataset.text import tokenise
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.load import head_of, separator_of
+from growkern.train.rules import check
 
 # Columns of a record or a row, of one length: input_ids int32, and labels int32 and weights
 # float32 if the data has them. The ids of a pair are those that are read and then those that are
@@ -107,7 +108,7 @@ class Settings:
                 f"{source.name} is plain text, which has no column {column!r}: give files of "
                 "records or data.dataset"
             )
-        _check_sides(data, pairs=pairs)
+        check("sides", data=data, pairs=pairs)
         of_text = data.input_ids_column is None
         column = TEXT if source.is_text else data.text_column
         found = cls(
@@ -127,24 +128,6 @@ class Settings:
         if len(found.head) >= found.length:
             raise GrowthError(f"sequence_length is {found.length}: it must be at least 2")
         return found
-
-
-def _check_sides(data: DataSection, *, pairs: bool) -> None:
-    """Refuse data of one side for an encoder and a decoder, and of two for other models."""
-    if not pairs:
-        if data.target_column is not None:
-            raise GrowthError(
-                "data.target_column is for models of an encoder and a decoder: leave it out"
-            )
-        return
-    if data.target_column is None and data.labels_column is None:
-        raise GrowthError(
-            "a model of an encoder and a decoder needs what it reads and what it writes: give "
-            "data.text_column and data.target_column, or data.input_ids_column and "
-            "data.labels_column"
-        )
-    if data.pack:
-        raise GrowthError("data.packing = true would join the pairs of an encoder and a decoder")
 
 
 class Reader:
@@ -201,10 +184,6 @@ class Reader:
             read, written = (self.tokenizer(side, verbose=False)["input_ids"] for side in texts)
             sides = [*zip(map(np.asarray, read), map(np.asarray, written), strict=True)]
         return [self._pair(*both, one) for both, one in zip(sides, records, strict=True)]
-
-    def _ids_of(self, texts: list[str]) -> list[np.ndarray]:
-        """The tokens of whole texts, with the special ones."""
-        return [np.asarray(ids) for ids in self.tokenizer(texts, verbose=False)["input_ids"]]
 
     def _pair(self, read: np.ndarray, written: np.ndarray, record: Mapping[str, Any]) -> Tokens:
         for side, ids in (("read", read), ("written", written)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from growkern.errors import GrowthError
+from growkern.train.rules import check
 
 
 @dataclass(frozen=True)
@@ -67,17 +68,9 @@ class DistributedOptions:
             )
         if self.replicas < 1:
             raise GrowthError(f"distributed.replicas is {self.replicas}: it must be positive")
-        if self.sharding == "ddp":
-            default = DistributedOptions(sharding="fsdp")
-            for name in FSDP_ONLY:
-                if getattr(self, name) != getattr(default, name):
-                    raise GrowthError(f'distributed.{name} needs sharding = "fsdp"')
+        check("distributed", self)
 
 
-FSDP_ONLY = (
-    *("replicas", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"),
-    "async_checkpoints",
-)
 NO_TENSOR_PARALLELISM = (
     "tensor parallelism is not supported by the trainer. transformers.Trainer hands it to "
     "accelerate, which refuses it on machines without a GPU, so counts, gradient norms and "

@@ -15,6 +15,7 @@ from growkern.errors import GrowthError
 from growkern.growth.keywords import GrowthKeywords
 from growkern.growth.optimizer.checks import Moments
 from growkern.growth.options import GrowthOptions
+from growkern.train.rules import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,33 +70,7 @@ class GrowthStep(GrowthOptions):
             raise GrowthError("a growth needs sizes, such as num_hidden_layers = 12")
         if self.moments is None:
             object.__setattr__(self, "moments", "grow" if self.at_step else "reset")
-        if self.at_step:
-            self._check_inside()
-        else:
-            self._check_start()
-
-    def _check_start(self) -> None:
-        if self.source is None:
-            raise GrowthError(
-                "a growth at the start of a run needs its source, the directory of a checkpoint; "
-                "a growth inside a run needs at_step"
-            )
-        if (self.optimizer is None) != (self.moments == "reset"):
-            raise GrowthError(
-                "moments and optimizer belong together: give the optimizer state of the source "
-                'and moments = "grow" or "old_slices", or neither'
-            )
-        for name in ("rewarm_steps", "new_layers_steps"):
-            if getattr(self, name):
-                raise GrowthError(f"{name} is for growth inside a run: give at_step too")
-
-    def _check_inside(self) -> None:
-        for name in ("source", "revision", "optimizer"):
-            if getattr(self, name) is not None:
-                raise GrowthError(
-                    f"{name} is for a growth at the start of a run; at step {self.at_step} the "
-                    "model in training grows: leave it out"
-                )
+        check("growth", self)
 
     @property
     def grows_moments(self) -> bool:
@@ -148,12 +123,7 @@ def check_new_layers(growth: Sequence[GrowthStep], stage1_steps: int) -> None:
         GrowthError: they do at some step.
     """
     for one in growth:
-        if one.new_layers_steps and one.at_step < stage1_steps:
-            raise GrowthError(
-                f"the growth at step {one.at_step} lets only its new layers train, for "
-                f"new_layers_steps={one.new_layers_steps}, while stage 1 draws what trains up to "
-                f"step {stage1_steps}: grow after stage 1, or leave one of the two out"
-            )
+        check("growth in stage 1", growth=one, stage1_steps=stage1_steps)
 
 
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:

@@ -23,6 +23,7 @@ from growkern.train.distributed.shard import (
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.models import is_two_stacks
+from growkern.train.rules import check
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
@@ -86,11 +87,7 @@ def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoSt
     """
     if two_stage is None or two_stage.stage1_epochs is None:
         return two_stage
-    if not has_length(trainer.train_dataset):
-        raise GrowthError(
-            "stage1_epochs needs training data with a length, and a stream has none: give "
-            "stage1_steps"
-        )
+    check("stages", two_stage=two_stage, has_length=has_length(trainer.train_dataset))
     per_epoch, steps = _length_of_run(trainer)
     found = two_stage.in_steps(per_epoch)
     if found.stage1_steps is not None and found.stage1_steps > steps:
@@ -185,11 +182,7 @@ def check_objectives(teachers: Teachers | TopKTeacher, model: Any, causal: bool)
         GrowthError: a teacher has another objective, or begins a decoder's text with another token.
     """
     decoder = is_two_stacks(model)
-    if decoder and isinstance(teachers, TopKTeacher):
-        raise GrowthError(
-            "a teacher known by its likeliest tokens has one stack of layers, but "
-            f"{type(model).__name__} has an encoder and a decoder: give the teacher itself"
-        )
+    check("training", side=None, two_stacks=decoder, cached=isinstance(teachers, TopKTeacher))
     for one in teachers.models:
         name = f"the teacher ({type(one).__name__})"
         if is_two_stacks(one) != decoder:

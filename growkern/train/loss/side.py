@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError
 from growkern.train.loss.rows import ROW_COUNTS, check_keys
 from growkern.train.objectives.electra import ReplacedTokenDetection
 from growkern.train.objectives.replaced_tokens import DetectionLoss
 from growkern.train.objectives.sentence_pairs import NextSentenceLoss
 from growkern.train.objectives.side_loss import SideLoss, SideParts
+from growkern.train.rules import check
 
 SIDE_LOSSES: dict[str, SideLoss] = {"mlm+nsp": NextSentenceLoss(), "rtd": DetectionLoss()}
 
@@ -47,22 +47,8 @@ def check_side(
     Raises:
         GrowthError: there is such a setting.
     """
-    if isinstance(side, DetectionLoss):
-        for found, name, sections in (
-            (two_stage, "two stages", "[two_stage]"),
-            (teacher, "a teacher", "[inheritance] and [teacher]"),
-            (grows, "growth in a run", "[growth], and grow both with growkern grow"),
-        ):
-            if found:
-                raise GrowthError(
-                    f"replaced-token detection trains two models, which does not fit {name}: "
-                    f"leave out {sections}"
-                )
-    if side is not None and cached:
-        raise GrowthError(
-            "a teacher cache holds predictions for masked rows, not for pairs of passages: give "
-            "the paths of teachers"
-        )
+    facts = {"two_stage": two_stage, "teacher": teacher, "cached": cached, "grows": grows}
+    check("training", side=side and side.name, two_stacks=False, **facts)
 
 
 class SideTerm:

@@ -23,6 +23,7 @@ from growkern.growth.source.formats import beside_weights
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.refused import refuse_adapter_directory
+from growkern.train.rules import check
 
 # classes that predict masked tokens, and something else
 PRETRAINING = ("BertForPreTraining", "ReplacedTokenDetection")
@@ -52,8 +53,7 @@ class ModelSection:
     shared_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        if self.shared_embeddings and self.generator is None:
-            raise GrowthError("shared_embeddings is given without generator: give both")
+        check("model", self)
 
 
 def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:
@@ -180,16 +180,8 @@ def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
     """
     config = read_config(directory, any_family=True)
     positions = _positions_of(config)
-    if positions is not None and length > positions:
-        raise GrowthError(
-            f"the sequence length (data.sequence_length, --sequence-length) is {length}, but "
-            f"{directory} has {positions} positions: give {positions} or less"
-        )
-    if len(tokenizer) > config.vocab_size:
-        raise GrowthError(
-            f"the tokenizer has {len(tokenizer)} ids, but {directory} has a vocabulary of "
-            f"{config.vocab_size}"
-        )
+    sizes = {"ids": len(tokenizer), "vocabulary": config.vocab_size}
+    check("checkpoint", directory=directory, length=length, positions=positions, **sizes)
 
 
 def _positions_of(config: Any) -> int | None:

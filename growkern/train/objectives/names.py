@@ -18,8 +18,6 @@ from growkern.errors import GrowthError, nearest
 from growkern.train.objectives.span_corruption import raw_length
 
 Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "pairs", "rtd"]
-# they put special tokens around and between the tokens of a row by themselves
-OF_BARE_ROWS = ("mlm+nsp", "span_corruption", "denoising")
 OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")
 # special tokens that the collator adds to a row
 ADDED = {"mlm+nsp": 3, "denoising": 2}

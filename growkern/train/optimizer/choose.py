@@ -26,6 +26,7 @@ from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.model.sub_model import find_stacks
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
+from growkern.train.rules import check
 
 # the AdamW of PyTorch, in the names of transformers
 ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
@@ -45,11 +46,7 @@ def check_optimizer(args: TrainingArguments, choice: str, *, sharded: bool) -> N
         GrowthError: its package is missing, its settings are wrong, or it needs whole parameters.
     """
     name = OptimizerNames(args.optim).value
-    if sharded and choice == "muon":
-        raise GrowthError(
-            "optimizer is 'muon', whose steps need whole matrices, and FSDP2 gives every process a "
-            "part of them: use sharding = 'ddp'"
-        )
+    check("sharded", choice=choice, sharded=sharded)
     if sharded and args.optim not in ON_SHARDS:
         raise GrowthError(
             f"optim is {name!r}, which needs whole parameters or was not tested with parts of "

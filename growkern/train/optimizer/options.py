@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from growkern.errors import GrowthError, nearest
+from growkern.train.rules import check
 
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw", "muon"]
 # Muon's own names for its rules, with which it fits its learning rate to the shape of a matrix
 RULES = ("original", "match_rms_adamw")
-OF_GROWTH_ADAMW = ("rewarm_steps", "rewarm_peak")
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,4 @@ class OptimizerOptions:
         Raises:
             GrowthError: there is such an option, or one that has no effect.
         """
-        for field in fields(self):
-            if getattr(self, field.name) == field.default:
-                continue
-            is_growth, is_muon = field.name in OF_GROWTH_ADAMW, choice == "muon"
-            if is_growth and choice not in ("auto", "growth-adamw"):
-                raise GrowthError(
-                    f"optimizer.{field.name} is an option of GrowthAdamW, but training.optimizer "
-                    f"is {choice!r}: leave it out"
-                )
-            if not is_growth and not is_muon:
-                raise GrowthError(
-                    f"optimizer.{field.name} is an option of Muon, but training.optimizer is "
-                    f"{choice!r}: set it to 'muon', or leave the option out"
-                )
-        if self.rewarm_peak != OptimizerOptions.rewarm_peak and not self.rewarm_steps:
-            raise GrowthError(
-                "optimizer.rewarm_peak has no effect without optimizer.rewarm_steps: give both or "
-                "neither"
-            )
+        check("optimizer", own=self, choice=choice)

@@ -38,6 +38,7 @@ from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.options import LossOptions
 from growkern.train.model.load import ModelSection
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
+from growkern.train.rules import check
 from growkern.train.toml import read_toml, to_dataclass, to_toml
 from growkern.train.topk_teacher.options import TeacherSection
 
@@ -153,11 +154,7 @@ class OutputSection:
                 f"report_to is {reprlib.repr(given)}: it must be the name of an integration, such "
                 'as "wandb", or a list of names'
             )
-        names = self.reports
-        if self.tensorboard is False and {"tensorboard", "all"} & set(names):
-            raise GrowthError("report_to names TensorBoard, but tensorboard is false: give one")
-        if len(names) > 1 and {"none", "all"} & set(names):
-            raise GrowthError('report_to is a list of names, or "none" or "all" alone')
+        check("output", self)
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -193,22 +190,7 @@ class Run:
         check_order(self.growths, self.training.steps)
         if self.optimizer is not None:
             self.optimizer.check_fits(self.training.optimizer)
-        if self.training.eval_every and not (self.data.validation or self.data.validation_split):
-            raise GrowthError(
-                "training.eval_every needs data to evaluate: give data.validation (files) or "
-                "data.validation_split (of a data set)"
-            )
-        if (self.model.path is None) != (self.first_growth is not None):
-            raise GrowthError(
-                "give either model.path (a checkpoint to train) or [growth] (one to grow first)"
-            )
-        if self.data.streaming and self.teacher is not None and self.teacher.cache:
-            raise GrowthError(
-                "a teacher cache needs rows that repeat, which those of a stream do not: set "
-                "data.streaming to false, or give the paths of teachers"
-            )
-        if (self.inheritance is None) != (self.teacher is None):
-            raise GrowthError("[inheritance] and [teacher] belong together: give both or neither")
+        check("run", self)
         numbers = {
             "two_stage.stage1_steps": self.two_stage.stage1_steps if self.two_stage else None,
             "inheritance.end_step": self.inheritance.end_step if self.inheritance else None,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from growkern.errors import GrowthError
+from growkern.train.rules import check
 from growkern.train.topk_teacher.http import check_url
 
 
@@ -29,13 +29,7 @@ class TeacherSection:
     k: int | None = None
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.paths, self.cache, self.url))) != 1:
-            raise GrowthError(
-                "give one of paths (teachers that run during training), cache (of one that ran "
-                "before) and url (of a server that runs one)"
-            )
-        if (self.k is None) != (self.url is None):
-            raise GrowthError("a teacher's url and k (tokens per row) belong together: give both")
+        check("teacher", self)
         if self.url is not None:
             check_url(self.url)
 
