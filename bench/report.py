@@ -32,6 +32,7 @@ from growkern.families.load import load_family, supported_families
 from growkern.growth.plan.advice import measured as measurements
 from growkern.growth.plan.target import growable_fields
 from growkern.package import parse_toml
+from growkern.train import rules
 
 NOTHING = "not measured yet"
 # the README and the pages of the documentation
@@ -321,6 +322,7 @@ BLOCKS = {
     "papers": papers,
     "demo": demo_table,
     "families": families,
+    "rules": lambda results: rules.table(),
     "expand": tables.expand,
     "grow-checkpoint": tables.grow_checkpoint,
     "grow-process": tables.grow_process,
