@@ -15,10 +15,9 @@ The bytes of the log-probs of one row are, one part after the other:
 
 Values 2 and 3 are added. With delta_encoding every value is the step from the one before it.
 
-Files with the columns token_ids and top_values hold both as they are. The older format, with
-packed_indices and coeffs, is refused.
+Files with the columns token_ids and top_values hold both as they are.
 
-Shape letters used in this file: B examples, S positions, R rows, k tokens per row.
+Shape letters used in this file: S tokens of a text, R rows, k tokens per row.
 """
 
 from __future__ import annotations
@@ -30,28 +29,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.compression import read_compression
-from growkern.train.topk_teacher.facts import (
-    RowFacts,
-    Rows,
-    TopKRows,
-    causal_rows,
-    fault_of,
-)
+from growkern.train.topk_teacher.facts import CausalRows, Rows, causal_facts, fault_of
 
 CONFIG_FILE = "compression_config.yaml"
-PLAIN, PACKED, OLD = (
-    ("token_ids", "top_values"),
-    ("bytepacked_indices", "compressed_logprobs"),
-    ("packed_indices", "exact_values", "coeffs"),
-)
+PLAIN, PACKED = ("token_ids", "top_values"), ("bytepacked_indices", "compressed_logprobs")
 
 
-class DistillKitTeacher(TopKRows):
+class DistillKitTeacher(CausalRows):
     """A teacher whose log-probs DistillKit's sampler stored, read as they are.
 
     `TwoStageTrainer` takes it as a teacher, `growkern.cache_teacher` turns it into a cache, and
@@ -100,10 +87,6 @@ class DistillKitTeacher(TopKRows):
             why = " ".join(str(error).split())[:300]
             raise GrowthError(f"{directory}: not readable as Parquet: {why}") from error
         columns = set(table.column_names)
-        if set(OLD) <= columns:
-            raise GrowthError(
-                f"{directory} has DistillKit's older format ({', '.join(OLD)}): sample it again"
-            )
         self._pair = PACKED if set(PACKED) <= columns else PLAIN
         if not {"input_ids", *self._pair} <= columns:
             raise GrowthError(
@@ -119,36 +102,15 @@ class DistillKitTeacher(TopKRows):
         except ValueError as error:
             raise GrowthError(f"{directory}, input_ids: {error}") from error
         self._place = {_key(row): i for i, row in enumerate(texts)}
-        self.facts = RowFacts(
-            temperature=temperature,
-            rows="all",
-            causal=True,
-            vocab_size=vocab_size,
-            tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            epochs=1,
-        )
+        self.facts = causal_facts(temperature, vocab_size, tokenizer)
 
     def __len__(self) -> int:
         """The number of texts."""
         return len(self.dataset)
 
-    def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Read the rows of a collated batch.
-
-        Args:
-            batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
-
-        Returns:
-            Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-            document have no row: the ids -1, and the log-probs NaN.
-
-        Raises:
-            GrowthError: an example is not in the files, or its row is damaged.
-        """
-        return causal_rows(batch, lambda texts: self._checked([self._rows_of(x) for x in texts]))
-
-    def _checked(self, found: list[Rows]) -> list[Rows]:
-        """The rows of several texts, which must hold the same number of tokens."""
+    def of_texts(self, texts: list[list[int]]) -> list[Rows]:
+        """The rows of several texts, which must hold the same number of tokens each."""
+        found = [self._rows_of(text) for text in texts]
         counts = {ids_Rk.shape[-1] for ids_Rk, _ in found}
         if len(counts) > 1:
             raise GrowthError(

@@ -6,7 +6,6 @@ that runs in this process.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from growkern.train.loss.rows import document_starts, teacher_rows
+from growkern.train.loss.vocabulary import tokenizer_fingerprint
 
 # stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss
 # refuses both
@@ -22,6 +22,9 @@ NO_ID, NO_LOGPROB = -1, float("nan")
 MOST_IDS = 1 << 31
 # what bfloat16 rounds away of a number, and so of each log-prob of a teacher that computes in it
 ROUNDING = 2.0**-7
+
+
+Rows: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class TopKRows(ABC):
     facts: RowFacts
 
     @abstractmethod
-    def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def batch(self, batch: dict[str, Any]) -> Rows:
         """The rows of a collated batch.
 
         Args:
@@ -74,36 +77,56 @@ class TopKRows(ABC):
         """
 
 
-Rows: TypeAlias = tuple[Tensor, Tensor]
+class CausalRows(TopKRows):
+    """The rows of a causal teacher that is asked for whole texts."""
+
+    @abstractmethod
+    def of_texts(self, texts: list[list[int]]) -> list[Rows]:
+        """Ids (n - 1, k) and log-probs (n - 1, k) of each text, where n is its number of tokens.
+
+        Args:
+            texts: of two tokens or more, without padding, one for each document.
+        """
+
+    def batch(self, batch: dict[str, Any]) -> Rows:
+        """The rows of a collated batch.
+
+        Args:
+            batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
+
+        Returns:
+            Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
+            document have no row: the ids -1, and the log-probs NaN.
+
+        Raises:
+            GrowthError: the rows of an example cannot be had, or are no log-probs.
+        """
+        ids_BS, mask_BS = batch["input_ids"].cpu(), batch.get("attention_mask")
+        mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS.cpu()
+        has_row_BS, starts_BS = teacher_rows(batch, causal=True).cpu(), document_starts(batch)
+        starts_BS = (
+            torch.zeros_like(ids_BS) if starts_BS is None else starts_BS.cpu().expand_as(ids_BS)
+        )
+        places = []
+        for b, (mask_S, starts_S) in enumerate(zip(mask_BS, starts_BS, strict=True)):
+            # a packed row has no padding, so its starts count its tokens
+            texts = mask_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
+            places += [(b, at) for at in texts if len(at) > 1]
+        rows = self.of_texts([ids_BS[b, at].tolist() for b, at in places])
+        k = rows[0][0].shape[-1] if rows else 1
+        ids_BSk, logprobs_BSk = no_rows((*ids_BS.shape, k), torch.float32)
+        for (b, at), (ids_Rk, logprobs_Rk) in zip(places, rows, strict=True):
+            ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
+        none_BS1 = ~has_row_BS[..., None]
+        return ids_BSk.masked_fill_(none_BS1, NO_ID), logprobs_BSk.masked_fill_(
+            none_BS1, NO_LOGPROB
+        )
 
 
-def causal_rows(batch: dict[str, Any], read: Callable[[list[list[int]]], Sequence[Rows]]) -> Rows:
-    """The rows of a causal teacher at their places in a batch.
-
-    Args:
-        batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
-        read: takes texts of two tokens or more, without padding, one for each document. It gives
-            ids (n - 1, k) and log-probs (n - 1, k) of each, where n is its number of tokens.
-
-    Returns:
-        Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-        document have no row: the ids -1, and the log-probs NaN.
-    """
-    ids_BS, mask_BS = batch["input_ids"].cpu(), batch.get("attention_mask")
-    mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS.cpu()
-    has_row_BS, starts_BS = teacher_rows(batch, causal=True).cpu(), document_starts(batch)
-    starts_BS = torch.zeros_like(ids_BS) if starts_BS is None else starts_BS.cpu().expand_as(ids_BS)
-    places = []
-    for b, (mask_S, starts_S) in enumerate(zip(mask_BS, starts_BS, strict=True)):
-        # a packed row has no padding, so its starts count its tokens
-        texts = mask_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
-        places += [(b, at) for at in texts if len(at) > 1]
-    found = read([ids_BS[b, at].tolist() for b, at in places])
-    k = found[0][0].shape[-1] if found else 1
-    ids_BSk, logprobs_BSk = no_rows((*ids_BS.shape, k), torch.float32)
-    for (b, at), (ids_Rk, logprobs_Rk) in zip(places, found, strict=True):
-        ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
-    return blank(ids_BSk, logprobs_BSk, ~has_row_BS)
+def causal_facts(temperature: float, vocab_size: int | None, tokenizer: Any | None) -> RowFacts:
+    """The facts of a causal teacher, which has a row for every real token."""
+    known = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+    return RowFacts(temperature, "all", True, vocab_size, known, epochs=1)
 
 
 def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | None:
@@ -144,9 +167,3 @@ def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | 
 def no_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
     """Ids and log-probs of positions without a row, in the shape (B, S, k)."""
     return torch.full(shape, NO_ID, dtype=torch.int32), torch.full(shape, NO_LOGPROB, dtype=dtype)
-
-
-def blank(ids_BSk: Tensor, logprobs_BSk: Tensor, where_BS: Tensor) -> Rows:
-    """Take the rows at some positions away, in place."""
-    where_BS1 = where_BS[..., None]
-    return ids_BSk.masked_fill_(where_BS1, NO_ID), logprobs_BSk.masked_fill_(where_BS1, NO_LOGPROB)

@@ -7,7 +7,7 @@ vocabulary, H width.
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -119,34 +119,12 @@ def weights_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-class RowTeacher(Protocol):
-    """A teacher whose rows are stored.
+class ModelTeacher:
+    """A model that runs in this process, in evaluation mode.
 
     Attributes:
         causal: whether it predicts the next token.
         columns: of its head.
-    """
-
-    causal: bool
-    columns: int
-
-    def fingerprint(self) -> str:
-        """A SHA-256 by which the teacher is known."""
-        ...
-
-    def running(self) -> AbstractContextManager[None]:
-        """The time in which `top_k` is called."""
-        ...
-
-    def top_k(
-        self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
-    ) -> tuple[Tensor, Tensor]:
-        """Ids (R, k) and log-probs (R, k) of the rows at `kept_BS`, likeliest first."""
-        ...
-
-
-class ModelTeacher:
-    """A model that runs in this process, in evaluation mode.
 
     Raises:
         GrowthError: the model has no head that the loss can read, or predicts tokens that it sees.
@@ -171,7 +149,7 @@ class ModelTeacher:
     def top_k(
         self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
     ) -> tuple[Tensor, Tensor]:
-        """Run the model on a batch."""
+        """Run the model on a batch: ids (R, k) and log-probs (R, k) of the rows at `kept_BS`."""
         model = self.model
         inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
         hidden, weight, bias = head_inputs(model, inputs)
@@ -183,6 +161,8 @@ class ModelTeacher:
 
 class ReadTeacher:
     """A teacher whose rows come from a server or from a file of another library.
+
+    It has the attributes and methods of `ModelTeacher`.
 
     Args:
         rows: of the teacher.
@@ -228,6 +208,9 @@ class ReadTeacher:
                 f"(rows={header.rows!r})"
             )
         return ids_Rk, logprobs_BSk[kept_BS]
+
+
+RowTeacher: TypeAlias = ModelTeacher | ReadTeacher
 
 
 def kept_rows(

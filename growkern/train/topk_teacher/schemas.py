@@ -18,45 +18,13 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from growkern.errors import GrowthError
 from growkern.train.topk_teacher.facts import MOST_IDS, ROUNDING
 
 # (log-prob, token id) of the likeliest tokens of each position but the last
 Rows = list[list[tuple[float, int]]]
-
-
-class Schema(Protocol):
-    """How a server is asked.
-
-    Attributes:
-        name: of the server.
-        path: of the requests.
-        more: says how to let the server give {k} tokens.
-    """
-
-    name: str
-    path: str
-    more: str
-
-    def most_tokens(self, refusal: str) -> int | None:
-        """The most tokens per row, if the server refused the request for asking for more."""
-        ...
-
-    def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """The request for one prompt."""
-        ...
-
-    def rows(self, answer: Any, tokens: Sequence[int]) -> Rows:
-        """The rows of an answer to the request for these tokens.
-
-        Raises:
-            KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError: it has
-                another schema, or belongs to another prompt.
-            GrowthError: a log-prob is null or not finite.
-        """
-        ...
 
 
 def _row(entry: Iterable[tuple[Any, Any]]) -> list[tuple[float, int]]:
@@ -108,13 +76,19 @@ def _check_own(row: list[tuple[float, int]], own: Any, place: int) -> None:
 
 
 class Vllm:
-    """vLLM's extension of the completions of OpenAI."""
+    """vLLM's extension of the completions of OpenAI.
+
+    Attributes:
+        name: of the server.
+        path: of the requests.
+        more: says how to let the server give {k} tokens.
+    """
 
     name, path = "vLLM", "/v1/completions"
     more = "start vLLM with --max-logprobs {k}"
 
     def most_tokens(self, refusal: str) -> int | None:
-        """The limit that the message of a refusal names."""
+        """The most tokens per row, if the server refused the request for asking for more."""
         found = re.search(r"greater than max allowed: (\d+)", refusal)
         return int(found[1]) if found else None
 
@@ -129,7 +103,13 @@ class Vllm:
         }
 
     def rows(self, answer: Any, tokens: Sequence[int]) -> Rows:
-        """The rows of an answer to the request for these tokens."""
+        """The rows of an answer to the request for these tokens.
+
+        Raises:
+            KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError: it has
+                another schema, or belongs to another prompt.
+            GrowthError: a log-prob is null or not finite.
+        """
         entries = answer["choices"][0]["prompt_logprobs"]
         # the prompt's own token is always among the entries
         own = [x if str(x) in entry else None for x, entry in zip(tokens[1:], entries[1:])]  # noqa: B905
@@ -141,7 +121,7 @@ class Vllm:
 
 
 class Sglang:
-    """SGLang's own requests."""
+    """SGLang's own requests, with the attributes and methods of `Vllm`."""
 
     name, path = "SGLang", "/generate"
     more = "ask for fewer"
@@ -180,4 +160,5 @@ def _id_of(text: str) -> int:
     return token
 
 
+Schema: TypeAlias = Vllm | Sglang
 SCHEMAS: dict[str, Schema] = {"vllm": Vllm(), "sglang": Sglang()}

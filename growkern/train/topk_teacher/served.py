@@ -1,6 +1,6 @@
 """`ServedTeacher`: the k likeliest tokens of a teacher that runs on a server.
 
-Shape letters used in this file: B examples, S positions, k tokens per row.
+Shape letters used in this file: k tokens per row.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from growkern.arguments import real_number, whole_number
 from growkern.errors import GrowthError, nearest
-from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.topk_teacher.apart import run_apart
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows, causal_rows, fault_of
+from growkern.train.topk_teacher.facts import CausalRows, Rows, causal_facts, fault_of
 from growkern.train.topk_teacher.http import KEY_VARIABLE, MOST_TEXT, Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 
@@ -26,7 +24,7 @@ from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 KEY = re.compile(r"[!-~]+")
 
 
-class ServedTeacher(TopKRows):
+class ServedTeacher(CausalRows):
     """A causal teacher on a server of vLLM or SGLang, asked for the log-probs of its prompt.
 
     `TwoStageTrainer` takes it as a teacher, `growkern.cache_teacher` keeps its rows, and `batch`
@@ -100,14 +98,7 @@ class ServedTeacher(TopKRows):
                 f"{self.name}/v1/models: max_model_len is {self._longest!r}, which is no number"
             )
         self._schema = _schema_of(self.name, server or card.get("owned_by"))
-        self.facts = RowFacts(
-            temperature=1.0,
-            rows="all",
-            causal=True,
-            vocab_size=vocab_size,
-            tokenizer=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            epochs=1,
-        )
+        self.facts = causal_facts(1.0, vocab_size, tokenizer)
 
     def _find_model(self, name: str | None) -> dict[str, Any]:
         """The server's own record of the teacher."""
@@ -127,22 +118,11 @@ class ServedTeacher(TopKRows):
             raise GrowthError(f"{self.name} {what}: give model, one of {sorted(cards)}")
         return cards[name]
 
-    def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Ask the server for the rows of a collated batch.
+    def of_texts(self, texts: list[list[int]]) -> list[Rows]:
+        """Ask the server for the rows of several texts."""
+        return run_apart(self._rows_of, texts, self.concurrency)
 
-        Args:
-            batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
-
-        Returns:
-            Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-            document have no row: the ids -1, and the log-probs NaN.
-
-        Raises:
-            GrowthError: the server fails, refuses the request, or answers in another schema.
-        """
-        return causal_rows(batch, lambda texts: run_apart(self._rows_of, texts, self.concurrency))
-
-    async def _rows_of(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    async def _rows_of(self, tokens: Sequence[int]) -> Rows:
         """The rows (len(tokens) - 1, k) of one prompt."""
         if self._longest is not None and len(tokens) >= self._longest:
             raise GrowthError(
@@ -181,7 +161,7 @@ class ServedTeacher(TopKRows):
             ) from error
         return self._checked(found)
 
-    def _checked(self, found: list[list[tuple[float, int]]]) -> tuple[Tensor, Tensor]:
+    def _checked(self, found: list[list[tuple[float, int]]]) -> Rows:
         """The k likeliest tokens of each row, likeliest first."""
         fewest = min(map(len, found))
         if fewest < self.k:

@@ -25,7 +25,6 @@ import functools
 import hashlib
 import math
 import reprlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -38,12 +37,12 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from growkern.bounded import parse_json
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError
 from growkern.growth.source.files import LENGTH, read_header_bytes
-from growkern.publish.manifest import MANIFEST, damage_of, read_manifest
+from growkern.publish.manifest import damage_of, read_manifest
 from growkern.train.loss.rows import teacher_rows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows, blank, fault_of, no_rows
+from growkern.train.topk_teacher.facts import RowFacts, TopKRows, fault_of, no_rows
 from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
 from growkern.whole import write_whole
 
@@ -98,18 +97,13 @@ def rows_of(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
     Returns:
         (B, S) bool. A causal teacher has no row where it saw no token, even if a label is there.
     """
-    wanted_BS = _wanted_rows(batch, rows, causal)
-    return wanted_BS & teacher_rows(batch, causal=True) if causal else wanted_BS
-
-
-def _wanted_rows(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
-    """The positions that have a label or predict a real token: rows in earlier versions' caches."""
-    labels_BS = align_labels(batch["labels"], causal=causal)
+    labels_BS, mask_BS = align_labels(batch["labels"], causal=causal), batch.get("attention_mask")
     if rows == "labels":
-        return labels_BS != IGNORE_INDEX
-    mask_BS = batch.get("attention_mask")
-    mask_BS = torch.ones_like(labels_BS) if mask_BS is None else mask_BS
-    return align_rows(mask_BS, causal=causal)
+        wanted_BS = labels_BS != IGNORE_INDEX
+    else:
+        mask_BS = torch.ones_like(labels_BS) if mask_BS is None else mask_BS
+        wanted_BS = align_rows(mask_BS, causal=causal)
+    return wanted_BS & teacher_rows(batch, causal=True) if causal else wanted_BS
 
 
 def keys_of(batch: dict[str, Any]) -> np.ndarray:
@@ -232,7 +226,6 @@ class TeacherCache(TopKRows):
     """A teacher cache written by `growkern.cache_teacher`, open for reading.
 
     Rows are read from disk when they are needed. A copy in another process maps the files again.
-    A cache without checksums, from an earlier version, is read with a warning.
 
     Args:
         directory: of the cache.
@@ -245,13 +238,6 @@ class TeacherCache(TopKRows):
 
     def __init__(self, directory: str | Path) -> None:
         self._open(Path(directory))
-        if self._manifest is None:
-            warnings.warn(
-                f"{directory} has no {MANIFEST}, so changed values in it would go unseen: make the "
-                "cache again to get checksums",
-                GrowthWarning,
-                stacklevel=2,
-            )
         for name in (HEADER_FILE, INDEX_FILE):
             self._check_file(name)
 
@@ -265,8 +251,7 @@ class TeacherCache(TopKRows):
             mapped(shard_file(directory, i), _arrays_of_shard(self.header, rows))
             for i, rows in enumerate(sizes)
         ]
-        has_manifest = (directory / MANIFEST).exists()
-        self._manifest = read_manifest(directory) if has_manifest else None
+        self._manifest = read_manifest(directory)
         # shared memory: a shard that one worker of a data loader checked is not read by the others
         self._is_checked = torch.zeros(len(sizes), dtype=torch.bool).share_memory_()
 
@@ -274,7 +259,7 @@ class TeacherCache(TopKRows):
         return _open_again, (self.directory, self._is_checked)
 
     def _check_file(self, name: str) -> None:
-        wrong = self._manifest and damage_of(self.directory, name, self._manifest)
+        wrong = damage_of(self.directory, name, self._manifest)
         if wrong:
             raise GrowthError(f"{self.directory} is damaged: {wrong}: make the cache again")
 
@@ -357,21 +342,18 @@ class TeacherCache(TopKRows):
                 f"{self.directory}. It was made from other text, or with masks of another seed, "
                 "probability or epoch: make it again with the data and the collator of the run"
             )
-        asked = (batch, self.header.rows, self.header.causal)
-        kept_BS = stored_BS = rows_of(*asked)
+        kept_BS = rows_of(batch, self.header.rows, self.header.causal)
         first_row = self._index["first_row"]
         counts = first_row[examples + 1] - first_row[examples]
-        if not np.array_equal(stored_BS.sum(1).numpy(), counts):
-            stored_BS = _wanted_rows(*asked)
-        if not np.array_equal(stored_BS.sum(1).numpy(), counts):
+        if not np.array_equal(kept_BS.sum(1).numpy(), counts):
             raise GrowthError(
                 f"{self.directory / INDEX_FILE} is damaged (an example has another number of "
                 "rows): make the cache again"
             )
         ids_Rk, logprobs_Rk = self.rows(examples)
         ids_BSk, logprobs_BSk = no_rows((*kept_BS.shape, self.header.k), logprobs_Rk.dtype)
-        ids_BSk[stored_BS], logprobs_BSk[stored_BS] = ids_Rk, logprobs_Rk
-        return blank(ids_BSk, logprobs_BSk, ~kept_BS)
+        ids_BSk[kept_BS], logprobs_BSk[kept_BS] = ids_Rk, logprobs_Rk
+        return ids_BSk, logprobs_BSk
 
 
 def _open_again(directory: Path, is_checked: Tensor) -> TeacherCache:
