@@ -14,6 +14,8 @@ PACKAGES := $(VENV)/.packages
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(shell find csrc -type f 2>/dev/null)
 
+BENCHMARKS := $(patsubst bench/bench_%.py,%,$(wildcard bench/bench_*.py))
+
 .DEFAULT_GOAL := help
 .PHONY: help setup test lint demo demo-quick bench docs clean
 
@@ -23,7 +25,7 @@ help:
 	@echo 'make lint        set-up, then ruff and mypy'
 	@echo 'make demo        set-up, then grow and train small models here (ARGS="--seed 1")'
 	@echo 'make demo-quick  the same path in a few minutes'
-	@echo 'make bench       set-up, then the microbenchmarks (ARGS="expand")'
+	@echo 'make bench       set-up, then the microbenchmarks (NAME=expand ARGS="--repeats 3")'
 	@echo 'make docs        set-up, then the documentation as a site in build/site'
 	@echo 'make clean       remove build outputs and caches, keep $(VENV) and runs'
 
@@ -56,13 +58,13 @@ lint: setup
 	$(BIN)/mypy
 
 demo: setup
-	$(BIN)/growkern demo --dir $(DEMO_DIR) $(ARGS)
+	$(BIN)/python -m examples.demo.demo --dir $(DEMO_DIR) $(ARGS)
 
 demo-quick: setup
-	$(BIN)/growkern demo --dir $(DEMO_DIR)-quick --quick $(ARGS)
+	$(BIN)/python -m examples.demo.demo --dir $(DEMO_DIR)-quick --quick $(ARGS)
 
 bench: setup
-	$(BIN)/growkern bench $(ARGS)
+	set -e; for name in $(or $(NAME),$(BENCHMARKS)); do $(BIN)/python -m bench.bench_$$name $(ARGS); done
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.paper.settings import FAMILIES, SEPARATOR, Setting
-from growkern.demo.corpus import (
+from examples.demo.corpus import (
     VALIDATION_PARTS,
     hash_of,
     is_held_out,

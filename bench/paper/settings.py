@@ -15,7 +15,7 @@ from typing import Any, Literal
 import transformers
 
 VOCAB = 1024
-# ids of `growkern.demo.corpus.train_tokenizer`
+# ids of `examples.demo.corpus.train_tokenizer`
 PADDING, SEPARATOR = 0, 3
 
 

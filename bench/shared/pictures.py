@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from bench.shared.results import quotable, read, table
-from growkern.demo.report import HEADS, table_cells
+from growkern.plot.curve import Curve
+from growkern.plot.groups import HEADS, groups_of, savings_cells
+from growkern.plot.losses import draw as draw_losses
 
 Row = dict[str, Any]
 
@@ -32,22 +35,32 @@ def draw(folder: Path) -> list[Path]:
     return made
 
 
+def _demo_curves(found: Row) -> tuple[list[Curve], list[Curve]]:
+    """The curves of the large models and of the small ones."""
+    names = [field.name for field in fields(Curve)]
+    large, small = (
+        [Curve(**{name: curve[name] for name in names}) for curve in found[key]]
+        for key in ("curves", "sources")
+    )
+    return large, small
+
+
 def demo_table(results: Path) -> str:
     """The table of the demo."""
-    found = read(results / "demo.json")
+    if not (found := read(results / "demo.json")):
+        return "not measured yet"
     heads = [head.replace("\n", " ") for head in HEADS]
-    return table(heads, table_cells(found["rows"])) if found else "not measured yet"
+    return table(heads, savings_cells(groups_of(*_demo_curves(found), paired=True)))
 
 
 def draw_demo(results: Path) -> list[Path]:
     """Draw the picture of the demo beside its JSON. Without a result there is none."""
-    from growkern.demo.report import draw_results
-
-    found, picture = read(results / "demo.json"), results / "demo.png"
-    if not found:
+    if not (found := read(results / "demo.json")):
         return []
-    draw_results(found, picture)
-    return [picture]
+    curves, sources = _demo_curves(found)
+    title = f"GPT-2, 4 layers of width 128, {found['machine']['devices'][0]}"
+    draw_losses(curves, results / "demo.png", title=title, sources=sources, paired=True)
+    return [results / "demo.png"]
 
 
 def _curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:

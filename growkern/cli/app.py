@@ -1,4 +1,4 @@
-"""The typer application, and the options and printing that several commands share."""
+"""The typer application, what several commands share, and the command `growkern info`."""
 
 import json
 import os
@@ -101,3 +101,11 @@ def print_json(data: dict[str, Any]) -> None:
 def print_table(table: Any) -> None:
     """Print a rich table."""
     printing.show(table)
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Show versions, devices, and which backends run on this machine and why."""
+    from growkern.info import collect
+
+    show(collect(), as_json)

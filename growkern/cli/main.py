@@ -26,7 +26,7 @@ from growkern.train.safety.signals import SignalWatch
 
 python_format = warnings.formatwarning
 # commands that a repeat resumes; any other starts again
-RESUMING = ("grow", "replay", "cache-teacher", "train", "demo")
+RESUMING = ("grow", "replay", "cache-teacher", "train")
 
 
 def one_line(error: BaseException) -> str:

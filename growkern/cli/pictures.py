@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from growkern.cli.app import app, lineage_there, silence_transformers
+from growkern.cli.app import app, lineage_there, print_table, silence_transformers
 from growkern.errors import GrowthError
 from growkern.printing import say
 
@@ -34,10 +34,12 @@ def plot(
     weights: Annotated[
         bool, typer.Option("--weights", help="Draw where each unit of the large model comes from.")
     ] = False,
-    source: Annotated[
-        Path | None,
+    sources: Annotated[
+        list[Path] | None,
         typer.Option(
-            metavar="RUN", help="Training directory of the small model, to count its FLOPs too."
+            "--source",
+            metavar="RUN",
+            help="Training directory of the small model, to count its FLOPs too; again per seed.",
         ),
     ] = None,
     lineage: Annotated[
@@ -47,14 +49,13 @@ def plot(
 ) -> None:
     """Draw loss against FLOPs, attention maps, or where the units of a grown model come from."""
     from growkern.plot.attention import plot_attention
-    from growkern.plot.losses import plot_runs
     from growkern.plot.weights import plot_weights
     from growkern.train.dataset.text import read_text
 
     is_growth = weights or attention is not None
     if weights and attention is not None:
         raise GrowthError("give --attention or --weights, not both: a picture shows one of them")
-    if is_growth and source is not None:
+    if is_growth and sources:
         raise GrowthError("--source is for loss curves: leave it out with --attention or --weights")
     if lineage_there(lineage) is not None and not is_growth:
         raise GrowthError("--lineage goes with --attention or --weights")
@@ -69,7 +70,16 @@ def plot(
         plot_attention(directories, read_text(attention, 4096), out, lineage=lineage)
     else:
         out = out or Path("loss_vs_flops.png")
-        lacks = plot_runs(directories, out, source=source)
-        if lacks:
-            say(f"growkern: {lacks}", sys.stderr)
+        _plot_losses(directories, out, sources or [])
     say(out)
+
+
+def _plot_losses(runs: list[Path], out: Path, sources: list[Path]) -> None:
+    from growkern.plot.groups import savings_table
+    from growkern.plot.losses import lacks, plot_runs
+
+    groups = plot_runs(runs, out, sources=sources)
+    if lacking := lacks([curve for group in groups for curve in group.curves]):
+        say(f"growkern: {lacking}", sys.stderr)
+    if len(groups) > 1:
+        print_table(savings_table(groups))

@@ -1,13 +1,8 @@
 """The curve of a training run: its losses, and the FLOPs at which they were measured.
 
 The curve of a run comes from the log history in its training directory. It shows the validation
-loss if that was measured, else the training loss. A run is compared with a reference run by the
-FLOPs that it saved to reach the same loss. With F(r, l) the FLOPs at which run r first reaches
-loss l,
-
-    saving = 1 - F(run, l) / F(reference, l),   l = the reference's final loss            (1)
-
-F is interpolated linearly between the two nearest points. It is None if a run never reaches l.
+loss if that was measured, else the training loss. The FLOPs at which a loss is first reached are
+interpolated linearly between the two nearest points.
 """
 
 import math
@@ -29,14 +24,13 @@ MOST = 1e40
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of a run, with the steps, FLOPs and seconds at which they were measured.
+    """The losses of a run, with the steps and FLOPs at which they were measured.
 
     Attributes:
         name: in the picture.
         steps: optimizer steps, ascending.
         flops: FLOPs so far, one per step.
         losses: one per step.
-        seconds: of training without evaluation, one per step; empty if not recorded.
         validation: whether the losses are validation losses.
     """
 
@@ -44,16 +38,11 @@ class Curve:
     steps: tuple[int, ...]
     flops: tuple[float, ...]
     losses: tuple[float, ...]
-    seconds: tuple[float, ...] = ()
     validation: bool = True
 
     def flops_at(self, loss: float) -> float | None:
         """The FLOPs at which the run first reaches a loss, None if it never does."""
         return first_crossing(self.flops, self.losses, loss)
-
-    def seconds_at(self, loss: float) -> float | None:
-        """The seconds of training until the run first reaches a loss, None if it never does."""
-        return first_crossing(self.seconds, self.losses, loss) if self.seconds else None
 
 
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
@@ -74,22 +63,6 @@ def first_crossing(costs: Sequence[float], losses: Sequence[float], target: floa
             share = (losses[i - 1] - target) / (losses[i - 1] - loss)
             return costs[i - 1] + share * (costs[i] - costs[i - 1])
     return None
-
-
-def saving(curve: Curve, reference: Curve, *, extra_flops: float = 0.0) -> float | None:
-    """The share of the reference's FLOPs that a run saved to reach the same final loss. (1)
-
-    Args:
-        curve: of the run.
-        reference: of the run to compare with; its last loss is the one to reach.
-        extra_flops: added to those of the run, such as the training of the model it grew from.
-
-    Returns:
-        Negative if the run cost more, None if it never reached that loss.
-    """
-    target = reference.losses[-1]
-    spent, full = curve.flops_at(target), reference.flops_at(target)
-    return None if spent is None or not full else 1 - (spent + extra_flops) / full
 
 
 def read_curve(directory: str | Path, name: str | None = None) -> Curve:
@@ -127,7 +100,7 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
                     f"{file}: the loss at step {step} is {loss}: the run diverged, and a curve "
                     "needs numbers"
                 )
-        for number in (*curve.steps, *curve.flops, *curve.losses, *curve.seconds):
+        for number in (*curve.steps, *curve.flops, *curve.losses):
             # integers of a file may be too large for a float
             if isinstance(number, str) or not abs(float(number)) <= MOST:
                 raise ValueError(f"{str(number)[:20]} is no number of a log")
@@ -160,12 +133,10 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     steps = tuple(sorted(lines))
     losses = tuple(lines[step][0] for step in steps)
     points = [lines[step][1] for step in steps]
-    timed = all("seconds" in line for line in points)
     return Curve(
         name,
         steps,
         flops=tuple(line["flops"] for line in points),
         losses=losses,
-        seconds=tuple(line["seconds"] for line in points) if timed else (),
         validation=validation,
     )

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from growkern.errors import GrowthError
-from growkern.plot.curve import Curve, first_crossing, read_curve
+from growkern.plot.curve import Curve, read_curve
 from growkern.plot.figure import GREY, SMALL, TEXT, check_format, new_figure, plain, save, style_of
+from growkern.plot.groups import Group, groups_of
 from growkern.plot.labels import curves_in, draw_mark, label_ends, overview
 
 NO_VALIDATION = (
@@ -37,98 +37,19 @@ FAR_START = 4.0
 LEAST_ZOOM = 0.35
 
 
-@dataclass(frozen=True)
-class Group:
-    """The runs of one name.
-
-    Attributes:
-        name: of all of them.
-        curves: one per seed.
-        marks: the loss that each curve is to reach.
-        before: FLOPs that were spent before they started, on the small model.
-    """
-
-    name: str
-    curves: tuple[Curve, ...]
-    marks: tuple[float, ...]
-    before: float = 0.0
-
-    @property
-    def label(self) -> str:
-        return plain(self.name) + (f" ({len(self.curves)} runs)" if len(self.curves) > 1 else "")
-
-    def mean(self) -> tuple[np.ndarray, np.ndarray]:
-        """FLOPs and all losses, (points,) and (runs, points), where all of the runs have some."""
-        if len(self.curves) == 1:
-            return np.array(self.curves[0].flops) + self.before, np.array([self.curves[0].losses])
-        first = max(curve.flops[0] for curve in self.curves)
-        last = min(curve.flops[-1] for curve in self.curves)
-        points = np.unique([x for c in self.curves for x in c.flops if first <= x <= last])
-        losses = [np.interp(points, curve.flops, curve.losses) for curve in self.curves]
-        return points + self.before, np.array(losses)
-
-    def reached(self) -> list[tuple[float, float]]:
-        """FLOPs, without `before`, and the mark, of each run that reaches its mark."""
-        found = [(c.flops_at(mark), mark) for c, mark in zip(self.curves, self.marks, strict=True)]
-        return [(cost, mark) for cost, mark in found if cost is not None]
-
-    def cost(self) -> float | None:
-        """FLOPs, without `before`, to reach the marks: the mean over the runs if all of them do.
-
-        Else it is that of their mean, and None if that does not reach the mean mark either.
-        """
-        found = self.reached()
-        if len(found) == len(self.curves):
-            return float(np.mean([cost for cost, _ in found]))
-        flops, losses = self.mean()
-        mark = float(np.mean(self.marks))
-        cost = first_crossing((flops - self.before).tolist(), losses.mean(0).tolist(), mark)
-        return None if cost is None else float(cost)
-
-
-def groups_of(
-    curves: Sequence[Curve], sources: Sequence[Curve], paired: bool = False
-) -> list[Group]:
-    """The runs by name, in the order in which the names come first. The first is the reference.
-
-    Args:
-        curves: of all runs.
-        sources: of the small model.
-        paired: see `draw`.
-    """
-    by_name: dict[str, list[Curve]] = {}
-    for curve in curves:
-        by_name.setdefault(curve.name, []).append(curve)
-    reference, *_ = by_name.values()
-    before = float(np.mean([source.flops[-1] for source in sources])) if sources else 0.0
-    # Seeds of a masked model differ by a few FLOPs. The mean ends where the shortest of the runs
-    # does: beyond that point a lower mark would not be reached
-    end = float(Group("", tuple(reference), ()).mean()[1].mean(0)[-1])
-    ends = [curve.losses[-1] for curve in reference]
-    return [
-        Group(
-            name,
-            tuple(runs),
-            tuple(ends) if paired else (end,) * len(runs),
-            0.0 if runs is reference else before,
-        )
-        for name, runs in by_name.items()
-    ]
-
-
 def plot_runs(
-    runs: Sequence[str | Path], out: str | Path, *, source: str | Path | None = None
-) -> str:
+    runs: Sequence[str | Path], out: str | Path, *, sources: Sequence[str | Path] = ()
+) -> list[Group]:
     """Draw training directories together. The first is the reference for the others.
 
     Args:
         runs: training directories. Those whose directories have one name are seeds of one setup.
             Seeds are compared with each other if they are in the same folder.
         out: file to write; its name ends with a format of matplotlib, such as .png or .svg.
-        source: training directory of the small model.
+        sources: training directories of the small model, one per seed.
 
     Returns:
-        A sentence about what the logs lack, "" if they lack nothing.
+        The runs by name, the reference first.
 
     Raises:
         GrowthError: see `read_curve` and `draw`.
@@ -139,10 +60,8 @@ def plot_runs(
     for curve, run in zip(curves, runs, strict=True):
         folders.setdefault(curve.name, []).append(Path(run).resolve().parent)
     reference, *others = folders.values()
-    sources = [] if source is None else [read_curve(source)]
-    paired = all(one == reference for one in others)
-    draw(curves, out, sources=sources, paired=paired and len(reference) > 1)
-    return _lacks(curves)
+    paired = len(reference) > 1 and all(other == reference for other in others)
+    return draw(curves, out, sources=list(map(read_curve, sources)), paired=paired)
 
 
 def draw(
@@ -152,7 +71,7 @@ def draw(
     title: str = "",
     sources: Sequence[Curve] = (),
     paired: bool = False,
-) -> None:
+) -> list[Group]:
     """Draw loss against FLOPs. The first curve is the reference.
 
     Args:
@@ -162,6 +81,9 @@ def draw(
         sources: of the small model, one per seed, that all but the reference started from.
         paired: whether the curves of each name have the same seeds in the same order. The mark of
             each is then the final loss of the reference of its seed.
+
+    Returns:
+        The runs by name, the reference first.
 
     Raises:
         GrowthError: there are no curves, only some have validation losses, matplotlib is missing,
@@ -193,7 +115,7 @@ def draw(
         fontsize=TEXT,
     )
     is_beyond = any(source.losses[-1] <= mark for source in sources)
-    notes = [title, _lacks(curves), BEYOND if is_beyond else ""]
+    notes = [title, lacks(curves), BEYOND if is_beyond else ""]
     axes.set_title("\n".join(filter(None, notes)), fontsize=TEXT, loc="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()
@@ -208,9 +130,11 @@ def draw(
     # if the names do not fit, they stand beside the bars
     label_ends(axes, curves_drawn[-len(groups) :])
     save(figure, Path(out))
+    return groups
 
 
-def _lacks(curves: Sequence[Curve]) -> str:
+def lacks(curves: Sequence[Curve]) -> str:
+    """What the logs of runs lack, as a sentence; "" if they lack nothing."""
     if not curves[0].validation:
         return NO_VALIDATION
     return ONE_LOSS if all(len(curve.steps) == 1 for curve in curves) else ""
@@ -350,7 +274,7 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
 
 
 def _saved(group: Group, cost: float | None, reference: float) -> str:
-    """The share of the reference's FLOPs that a group saved, in words. (1) of `curve`"""
+    """The share of the reference's FLOPs that a group saved, in words. (1) of `groups`"""
     if cost is None:
         return "not reached"
     # a curve may begin below the mark, and after some training

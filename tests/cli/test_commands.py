@@ -1,13 +1,10 @@
 """The command line: exit codes, one-line errors, and the main job from end to end."""
 
 import json
-import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -86,8 +83,6 @@ def test_help_is_quick_and_names_every_command():
         "eval",
         "finetune",
         "plot",
-        "demo",
-        "bench",
         "info",
     ):
         assert f" {command} " in done.stdout
@@ -665,41 +660,6 @@ def test_info_knows_a_source_tree_that_is_not_installed(monkeypatch):
     said = collect().versions["growkern"]
     folder = Path(growkern.__file__).parent
     assert said == f"{package.version()}, not installed: runs from {folder}"
-
-
-# ------------------------------------------------------------------ bench
-
-
-def test_a_stopped_benchmark_leaves_no_process(tmp_path):
-    started, root = tmp_path / "started", tmp_path / "root"
-    root.mkdir()
-    inner = f"import time; open({str(started)!r}, 'w').close(); time.sleep(600)"
-    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom growkern.cli import tools\n"
-        "from growkern.train.safety.signals import SignalWatch\n"
-        f"command, root = [sys.executable, '-c', {outer!r}], Path({str(root)!r})\n"
-        "with SignalWatch(): tools.exit_code(command, root)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    while not started.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 143
-    # a killed process takes a moment to end; one that was not killed sleeps for 600 s
-    for _ in range(400):
-        if not any(_target(link) == str(root) for link in Path("/proc").glob("[0-9]*/cwd")):
-            return
-        time.sleep(0.05)
-    pytest.fail("a process of the benchmark is left")
-
-
-def _target(link):
-    try:
-        return os.readlink(link)
-    except OSError:
-        return None
 
 
 def test_the_help_of_plan_says_that_it_may_run_the_source(run):

@@ -197,9 +197,6 @@ MEASURING = [
     Use("plot {bert} {large} --weights --lineage none.json", ("none.json: no such file",)),
     Use("eval {bert} --text {text} --sequence-length 8 --seed -1", ("seed is -1", "0 .. ")),
     Use("plot {bert} {large} --attention {empty}", ("empty",)),
-    Use("bench expnd", ("expnd", "expand")),
-    Use("demo --seed -1", ("--seed", "0")),
-    Use("demo --dir {text}", ("text is a file", "another directory")),
 ]
 
 USES = [*COMMANDS, *SOURCES, *SIZES, *OPTIONS, *WRITING, *TRAINING, *MEASURING]

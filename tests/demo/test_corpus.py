@@ -2,7 +2,7 @@
 
 import pytest
 
-from growkern.demo.corpus import library_files, read_corpus, train_tokenizer
+from examples.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.errors import GrowthError
 
 

@@ -31,19 +31,19 @@ def texts(figure: Any, gid: str | None = None) -> list[str]:
     return [text.get_text() for text in found if gid is None or text.get_gid() == gid]
 
 
-def curve(name, losses, flops=None, seconds=()):
+def curve(name, losses, flops=None):
     steps = tuple(range(len(losses)))
-    return Curve(name, steps, tuple(flops or [10.0 * s for s in steps]), tuple(losses), seconds)
+    return Curve(name, steps, tuple(flops or [10.0 * s for s in steps]), tuple(losses))
 
 
 SCRATCH = curve("scratch", [8.0, 6.0, 5.0, 4.0])  # reaches 4 at 30
 
 
 HISTORY = [
-    {"step": 0, "eval_loss": 8.0, "flops": 0.0, "seconds": 0.0},
-    {"step": 5, "loss": 7.0, "mlm": 6.5, "flops": 50.0, "seconds": 1.0},
-    {"step": 10, "eval_loss": 6.0, "flops": 100.0, "seconds": 2.0},
-    {"step": 10, "eval_loss": 6.0, "flops": 100.0, "seconds": 2.0},
+    {"step": 0, "eval_loss": 8.0, "flops": 0.0},
+    {"step": 5, "loss": 7.0, "mlm": 6.5, "flops": 50.0},
+    {"step": 10, "eval_loss": 6.0, "flops": 100.0},
+    {"step": 10, "eval_loss": 6.0, "flops": 100.0},
     {"step": 10, "train_runtime": 3.0},
 ]
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import growkern
-from growkern.demo.corpus import train_tokenizer
+from examples.demo.corpus import train_tokenizer
 from growkern.errors import GrowthError
 from growkern.plot.attention import attention_maps, paired_rows, plot_attention, shown_layers
 from tests.growth.models import BERT, LLAMA, random_model

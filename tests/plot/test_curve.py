@@ -5,8 +5,8 @@ import math
 import pytest
 
 from growkern.errors import GrowthError
-from growkern.plot.curve import Curve, curve_of, first_crossing, read_curve, saving
-from tests.plot.runs import HISTORY, SCRATCH, curve, write_run
+from growkern.plot.curve import Curve, curve_of, first_crossing, read_curve
+from tests.plot.runs import HISTORY, write_run
 
 
 def test_crossing_is_linear_between_points():
@@ -27,32 +27,14 @@ def test_crossing_of_an_exponential_decay():
     assert found == pytest.approx(100 * math.log(2), rel=1e-3)
 
 
-def test_saving():
-    grown = curve("grown", [6.0, 4.5, 3.5])  # reaches 4 at 15
-    assert saving(grown, SCRATCH) == pytest.approx(0.5)
-    assert saving(grown, SCRATCH, extra_flops=6.0) == pytest.approx(0.3)
-    assert saving(grown, SCRATCH, extra_flops=30.0) == pytest.approx(-0.5)
-    assert saving(SCRATCH, SCRATCH) == 0
-
-
-def test_saving_of_a_run_that_never_gets_there():
-    assert saving(curve("slow", [8.0, 7.0, 4.1]), SCRATCH, extra_flops=5.0) is None
-
-
-def test_seconds():
-    timed = curve("timed", [6.0, 5.0, 4.0], seconds=(0.0, 3.0, 5.0))
-    assert timed.seconds_at(4.5) == pytest.approx(4.0)
-    assert SCRATCH.seconds_at(5.0) is None
-
-
 def test_curve_of_a_log():
     found = curve_of(HISTORY, "run")
-    assert found == Curve("run", (0, 10), (0.0, 100.0), (8.0, 6.0), (0.0, 2.0))
+    assert found == Curve("run", (0, 10), (0.0, 100.0), (8.0, 6.0))
 
 
 def test_without_validation_the_plain_loss_is_the_curve():
     found = curve_of([line for line in HISTORY if "eval_loss" not in line], "run")
-    assert found == Curve("run", (5,), (50.0,), (6.5,), (1.0,), validation=False)
+    assert found == Curve("run", (5,), (50.0,), (6.5,), validation=False)
 
 
 def test_reads_a_run_that_is_not_finished(tmp_path):

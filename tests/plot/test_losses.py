@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from growkern.errors import GrowthError
+from growkern.plot.curve import read_curve
 from growkern.plot.figure import style_of
-from growkern.plot.losses import NO_VALIDATION, ONE_LOSS, draw, plot_runs
+from growkern.plot.groups import NOT_REACHED, groups_of, savings_cells
+from growkern.plot.losses import NO_VALIDATION, ONE_LOSS, draw, lacks, plot_runs
 from tests.plot.runs import HISTORY, SCRATCH, curve, drawn, texts, write_run
 
 GROWN = curve("grown", [6.0, 4.5, 3.5])  # reaches 4 at 15
@@ -187,6 +189,25 @@ def test_a_reference_whose_seeds_differ_by_some_flops_reaches_its_mark(tmp_path,
     assert said[1] == f"grown: {1 - spent / 20:.0%} saved"
 
 
+def test_the_table_says_what_the_picture_says():
+    # 15 of 30, and with 6 of the small model before it
+    alone = savings_cells(groups_of([SCRATCH], []))
+    assert alone == [["scratch", "8.00", "30", "-", "-"]]
+    rows = savings_cells(groups_of([SCRATCH, GROWN, SLOW], [SMALL]))
+    assert rows[1:] == [
+        ["grown", "6.00", "15", "50%", "30%"],
+        ["slow", "8.00", NOT_REACHED, "-", "-"],
+    ]
+    # the second seed reaches 3.5, its own mark, at 30 of 30
+    scratch = [SCRATCH, curve("scratch", [9.0, 6.0, 5.0, 3.5])]
+    grown = [GROWN, curve("grown", [6.5, 5.0, 4.5, 3.5])]
+    rows = savings_cells(groups_of([*scratch, *grown], [], paired=True))
+    assert rows[1] == ["grown", "6.00 to 6.50", "15 to 30", "0% to 50%", "-"]
+    # they have one mark, 3.75, if they are no pairs: all of them reach it but the first
+    rows = savings_cells(groups_of([*scratch, *grown], []))
+    assert rows[0][2] == NOT_REACHED and rows[1][3] == "8% to 42%"
+
+
 def history(losses):
     lines = enumerate(losses)
     return [{"step": i, "flops": 10.0 * i, "eval_loss": loss, "epoch": i} for i, loss in lines]
@@ -250,11 +271,11 @@ def test_curves_can_be_told_apart_without_colour():
 def test_a_run_without_validation_gets_a_sentence(tmp_path, monkeypatch):
     training = [line for line in HISTORY if "eval_loss" not in line]
     run = write_run(tmp_path / "run", training)
-    said = []
-    figure = drawn(monkeypatch, lambda: said.append(plot_runs([run], tmp_path / "a.png")))
-    assert said == [NO_VALIDATION] and NO_VALIDATION in figure.axes[0].get_title("left")
+    figure = drawn(monkeypatch, lambda: plot_runs([run], tmp_path / "a.png"))
+    assert lacks([read_curve(run)]) == NO_VALIDATION
+    assert NO_VALIDATION in figure.axes[0].get_title("left")
     one = write_run(tmp_path / "one", HISTORY[:1])
     assert json.loads((one / "trainer_state.json").read_text())
-    said = []
-    figure = drawn(monkeypatch, lambda: said.append(plot_runs([one], tmp_path / "a.png")))
-    assert said == [ONE_LOSS] and ONE_LOSS in figure.axes[0].get_title("left")
+    figure = drawn(monkeypatch, lambda: plot_runs([one], tmp_path / "a.png"))
+    assert lacks([read_curve(one)]) == ONE_LOSS
+    assert ONE_LOSS in figure.axes[0].get_title("left")

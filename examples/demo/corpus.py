@@ -5,6 +5,7 @@ are therefore never in both sets, and the split is the same on every machine.
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,12 +47,12 @@ def library_files(root: Path | None = None) -> list[Path]:
         The files, sorted by their path below the folder.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    found = {
-        path.relative_to(root).as_posix(): path
-        for path in root.rglob("*")
-        if path.suffix in SUFFIXES and not SKIPPED.intersection(path.relative_to(root).parts)
-    }
-    return [found[name] for name in sorted(found) if found[name].is_file()]
+    files = []
+    for folder, folders, names in os.walk(root):
+        # it does not go into those that are taken out
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        files += [Path(folder, name) for name in names if name.endswith(SUFFIXES)]
+    return sorted(filter(Path.is_file, files), key=lambda path: path.relative_to(root).as_posix())
 
 
 def read_corpus(files: Iterable[Path], max_files: int | None = None) -> Corpus:
@@ -77,6 +78,18 @@ def read_corpus(files: Iterable[Path], max_files: int | None = None) -> Corpus:
             "training and validation. Install the complete standard library"
         )
     return corpus
+
+
+def make_text(
+    folder: Path, vocab_size: int, max_files: int | None, validation_characters: int
+) -> PreTrainedTokenizerFast:
+    """Write train.txt and validation.txt to a folder, and learn their tokenizer."""
+    corpus = read_corpus(library_files(), max_files)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.txt").write_text("\n".join(corpus.train), encoding="utf-8")
+    held_out = "\n".join(corpus.validation)[:validation_characters]
+    (folder / "validation.txt").write_text(held_out, encoding="utf-8")
+    return train_tokenizer(corpus.train, vocab_size)
 
 
 def hash_of(text: str) -> int:
