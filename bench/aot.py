@@ -6,7 +6,7 @@ The result is bench/results/aot.json: registers, spills, shared memory, widths o
 and the speed these allow, for every architecture. Only kernels that have changed are compiled
 again. The exit code is 1 if a kernel spills, or if its loads or stores are narrow without a reason.
 
-A module of Triton kernels takes part by having ``aot_cases()``. The CUDA kernels are listed in
+The launches of Triton kernels are listed in bench/launches/aot_cases.py, those of CUDA kernels in
 bench/shared/cuda_cases.py. NVRTC compiles them to machine code, so that no other tool has to read
 its PTX. Without NVRTC their rows stay as they are.
 """
@@ -33,6 +33,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from rich.console import Console
 
+from bench.launches.aot_cases import AotCase
 from bench.launches.sources import RAGGED_NAME, TARGETS, all_cases, options_of, source_of
 from bench.shared import harness, results, roofline
 from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS
@@ -40,7 +41,6 @@ from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
 from bench.shared.recorder import Recorder
 from bench.shared.roofline import HotCode, estimate, read_gcn, read_sass
 from growkern.ops.backend import nvrtc
-from growkern.ops.backend.aot import AotCase
 
 BACKENDS = Path(triton.__file__).parent / "backends"
 # some builds of Triton lack the AMD backend

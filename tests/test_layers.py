@@ -105,7 +105,6 @@ USE_TESTS = {"exactness", "fuzz_exactness", "distributed"}
 # modules of bench that import others by name, which the other tests here do not see. `pieces` is
 # the one exception to the order: a runner has to name what it runs
 IMPORT_BY_NAME = {
-    "bench.launches.sources": "all of growkern.ops",
     "bench.on_gpu.pieces": "the commands that it runs",
     "bench.shared.peers": "packages to compare with",
     "bench.shared.results": "packages whose version it writes down",

@@ -1,14 +1,11 @@
-"""The launches that the library's Triton kernels list for themselves, as sources to compile."""
+"""The launches of `aot_cases`, as sources to compile."""
 
-import importlib
-import pkgutil
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import growkern.ops
-from growkern.ops.backend.aot import AotCase
+from bench.launches.aot_cases import AotCase, listed
 
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -31,11 +28,7 @@ def ragged(case: AotCase) -> AotCase:
 
 def all_cases() -> list[AotCase]:
     """The launches of all Triton kernels of the library."""
-    modules = (m.name for m in pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops."))
-    cases = []
-    for name in modules:
-        found = getattr(importlib.import_module(name), "aot_cases", list)
-        cases += found()
+    cases = listed()
     return cases + [ragged(case) for case in cases if "V" in case.signature]
 
 

@@ -3,8 +3,7 @@
 Equations are numbered in `op.py`. Shape letters used in this file: M, N rows and columns.
 """
 
-from growkern.ops.adamw.factors import VECTORS, Factors, Part, Rule
-from growkern.ops.backend.aot import AotCase
+from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.backend.launch import jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 
@@ -18,7 +17,7 @@ ROW_VECTORS = 3
 
 
 @jit
-def _adamw_kernel(
+def adamw_kernel(
     tensors,  # (M, N) each; without amsgrad the last one is None
     rows,  # (M,) each
     cols,  # (N,) each
@@ -82,7 +81,7 @@ def adamw_step_on_triton(part: Part, factors: Factors, ratio: float, rule: Rule)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
     programs = -(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"])
     launch(
-        _adamw_kernel,
+        adamw_kernel,
         programs,
         part.value,
         tuple(part),
@@ -95,19 +94,3 @@ def adamw_step_on_triton(part: Part, factors: Factors, ratio: float, rule: Rule)
         MAXIMIZE=rule.maximize,
         **choice,
     )
-
-
-def aot_cases() -> list[AotCase]:
-    """With and without amsgrad."""
-    cases = []
-    for name, amsgrad in (("adamw", False), ("adamw amsgrad", True)):
-        signature = {
-            "tensors": ("*fp32",) * 4 + (("*fp32",) if amsgrad else (None,)),
-            "rows": ("*fp32",) * ROW_VECTORS,
-            "cols": ("*fp32",) * (len(VECTORS) - ROW_VECTORS),
-            "numbers": ("fp32",) * 8,
-            **{"M": "i32", "N": "i32"},
-        }
-        constants = {"AMSGRAD": amsgrad, "MAXIMIZE": False, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
-        cases.append(AotCase(name, _adamw_kernel, signature, constants))
-    return cases

@@ -6,7 +6,6 @@ them: the kernel reads the factor and ends. The host does not wait for it.
 
 from torch import Tensor
 
-from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import HAS_TRITON, jit, launch, tl
 
 # elements of a block: 16 bytes of bfloat16 for each of 128 threads; as many programs as fit a GPU
@@ -14,7 +13,7 @@ BLOCK, MOST_PROGRAMS = 1024, 2048
 
 
 @jit
-def _scale_kernel(
+def scale_kernel(
     x_ptr,  # (n,)  in and out
     factor_ptr,  # ()
     n,
@@ -42,13 +41,7 @@ def scale_in_place(x: Tensor, factor: Tensor, *, by_triton: bool) -> None:
     """
     if by_triton and HAS_TRITON and x.numel():
         programs = min(-(-x.numel() // BLOCK), MOST_PROGRAMS)
-        launch(_scale_kernel, programs, x, x, factor, x.numel(), BLOCK_N=BLOCK, num_warps=4)
+        launch(scale_kernel, programs, x, x, factor, x.numel(), BLOCK_N=BLOCK, num_warps=4)
     elif not x.is_cpu or factor != 1:
         # only a CPU is asked
         x.mul_(factor)
-
-
-def aot_cases() -> list[AotCase]:
-    """dW of a bfloat16 head."""
-    signature = {"x_ptr": "*bf16", "factor_ptr": "*fp32", "n": "i32"}
-    return [AotCase("scale bf16", _scale_kernel, signature, {"BLOCK_N": BLOCK})]

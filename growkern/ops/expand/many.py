@@ -12,22 +12,20 @@ weight; M, N those of its result; J calls of a launch.
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE, ExpandCall
+from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.checks import check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
     BLOCK_M,
     EXACT,
-    GATHER,
     ROUTED_COLS,
     ROUTED_ROWS,
     columns_of_block,
@@ -88,7 +86,7 @@ def _int32(table_ptr, k, MULTIPLE: tl.constexpr = 1):
 
 
 @jit
-def _expand_many_kernel(
+def expand_many_kernel(
     table_ptr,  # (J, N_FIELDS) int64
     call_ptr,  # (blocks,) int32, the call of each block
     like,  # pointers with the types of out, weight, index, factor and key; nothing is read there
@@ -289,7 +287,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     call_of_block = call_of_block.repeat_interleave(repeats, output_size=n_blocks).to(device)
     like = (first.out, first.weight, vectors[0], vectors[1], call_of_block)
     launch(
-        _expand_many_kernel,
+        expand_many_kernel,
         n_blocks,
         first.out,
         table.to(device),
@@ -329,30 +327,3 @@ def _row(
     places += [factors.add(call.row_scale), factors.add(call.col_scale), *noise]
     strides = (call.weight.stride(0), upper.stride(0), call.weight.stride(1), *call.out.stride())
     return CallFields._make([*places, *strides, R, C, M, N, first_block])
-
-
-def aot_cases() -> list[AotCase]:
-    """The launches of growing a model in bfloat16."""
-    like = ("*bf16", "*bf16", "*i64", "*fp32", "*i32")
-    signature: dict[str, Any] = {"table_ptr": "*i64", "call_ptr": "*i32", "like": like}
-    constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS}
-    constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": columns_of_block(2), "LARGER": 1.0}
-    return [
-        AotCase(
-            f"expand many {name} bf16",
-            _expand_many_kernel,
-            signature,
-            constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
-            options=EXACT,
-            narrow=GATHER,
-            traffic=2.5,
-        )
-        for name, upper, noise, scaled in (
-            ("FPI", False, NO_NOISE, True),
-            ("FPI, noise", False, COL_NOISE, True),
-            ("FPI, routing", False, COL_ROUTING, False),
-            ("FPI, routing, scaled", False, COL_ROUTING, True),
-            ("AKI, noise", True, COL_NOISE, True),
-            ("AKI, routing", True, COL_ROUTING, False),
-        )
-    ]

@@ -6,13 +6,11 @@ weight; M, N those of the result.
 
 import torch
 
-from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import (
     COL_NOISE,
     COL_ROUTING,
-    NO_NOISE,
     ROW_NOISE,
     ROW_ROUTING,
     ExpandCall,
@@ -144,7 +142,7 @@ def expand_block(
 ):  # fmt: skip
     """Compute block number `block` of the result. Blocks are numbered along its rows.
 
-    The other arguments are those of `_expand_kernel`.
+    The other arguments are those of `expand_kernel`.
     """
     R, C, M, N = shape
     n_blocks_n = tl.cdiv(N, BLOCK_N)
@@ -204,7 +202,7 @@ def expand_block(
 
 
 @jit
-def _expand_kernel(
+def expand_kernel(
     sources,  # weight, upper: (R, C); upper may be None
     maps,  # rows (M,), cols (N,); None: identity
     scales,  # row_scale (M,), col_scale (N,); None: 1
@@ -243,7 +241,7 @@ def expand_on_triton(call: ExpandCall) -> None:
     choice = launch_choice("expand", call.out, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
     launch(
-        _expand_kernel,
+        expand_kernel,
         -(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"]),
         call.out,
         (call.weight, call.upper),
@@ -268,44 +266,3 @@ def expand_on_triton(call: ExpandCall) -> None:
         **choice,
         **EXACT,
     )
-
-
-def aot_cases() -> list[AotCase]:
-    """The launches of growing a large model: FPI and AKI, with noise or routing; rows alone."""
-    cases = []
-    for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
-        x, index, factor = f"*{dtype}", "*i64", f"*{acc}"
-        fpi = {
-            "sources": (x, None),
-            "maps": (index, index),
-            "scales": (None, factor),
-            "noise": (None, None, None),
-            "out_ptr": x,
-            "strides": ("i32", "i32", 1, "i32", 1),
-            "shape": ("i32",) * 4,
-        }
-        aki = {"sources": (x, x), "scales": (factor, factor)}
-        rows = {"maps": (index, None), "scales": (factor, None)}
-        size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
-        constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
-        constants |= {"BLOCK_M": BLOCK_M, "BLOCK_N": columns_of_block(size), "LARGER": 1.0}
-        noisy = {"noise": (factor, "*i32", "*i32")}
-        routed = {"noise": ("*i32", "*i32", "*i32")}
-        ways = (
-            ("FPI", fpi, NO_NOISE),
-            ("FPI, noise", fpi | noisy, COL_NOISE),
-            ("FPI, routing", fpi | {"scales": (None, None)} | routed, COL_ROUTING),
-            ("FPI, routing, row scale", fpi | {"scales": (factor, None)} | routed, COL_ROUTING),
-            ("AKI, noise", fpi | aki | noisy, COL_NOISE),
-            ("AKI, routing", fpi | aki | {"scales": (None, None)} | routed, COL_ROUTING),
-            ("rows", fpi | rows, NO_NOISE),
-        )
-        # float64 is for tests
-        for name, signature, noise in ways[: 1 if dtype == "fp64" else None]:
-            case = AotCase(f"expand {name} {dtype}", _expand_kernel, signature, {}, options=EXACT)
-            case = case._replace(constexprs=constants | {"NOISE": noise})
-            # twice as wide: four elements written for each one read
-            cases.append(
-                case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size)
-            )
-    return cases

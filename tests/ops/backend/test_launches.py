@@ -1,12 +1,10 @@
 """Every launch of every public op, specialised and compiled by Triton itself without a GPU."""
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import growkern.ops
-from bench.launches import cases, smoke
+from bench.launches import aot_cases, cases, smoke
 from bench.launches.fill import ROWS, cache_variables
 from growkern.ops.backend.launch import HAS_TRITON
 
@@ -69,9 +66,7 @@ def compiled(tmp_path_factory):
 
 
 def all_kernels():
-    modules = pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops.")
-    found = (getattr(importlib.import_module(m.name), "aot_cases", list) for m in modules)
-    return {case.kernel.fn.__name__ for cases in found for case in cases()}
+    return {case.kernel.fn.__name__ for case in aot_cases.listed()}
 
 
 def test_every_call_compiles_for_a_gpu(compiled):

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import growkern.ops
+from bench.launches import aot_cases
 from bench.launches.cuda_emulator import emulate
 from growkern import kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, Part, Rule
@@ -105,10 +106,10 @@ def kernels():
         importlib.import_module(m.name)
         for m in pkgutil.walk_packages(growkern.ops.__path__, "growkern.ops.")
     ]
-    cases = [case for module in modules for case in getattr(module, "aot_cases", list)()]
+    cases = aot_cases.listed()
     for module in modules:
         for name, value in vars(module).items():
-            if any(value is case.kernel for case in cases) and "aot_cases" in vars(module):
+            if any(value is case.kernel for case in cases) and "launch" in vars(module):
                 found.add((module, name))
     return found
 

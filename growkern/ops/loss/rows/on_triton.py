@@ -1,7 +1,5 @@
 """The rows of the KL + MLM loss in Triton: launches the row kernel.
 
-`aot_cases` lists launches that can be compiled without a GPU.
-
 Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of a row.
 """
 
@@ -9,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, clear
@@ -85,47 +82,3 @@ def rows_on_triton(
         ACC=ACC,
         **choice,
     )
-
-
-def aot_cases() -> list[AotCase]:
-    """All steps in one launch on float32 logits, as the linear loss needs, and single steps."""
-    whole, jsd = Steps(sums=True, grad=True), Steps(sums=True, diverge=True, grad=True)
-    every = Maths(2.0, 30.0, 30.0, beta=0.5, label_smoothing=0.1, z_loss=1e-4)
-    ways: list[tuple[Any, ...]] = [
-        ("linear, bf16 gradient", "fp32", "bf16", 1, Maths(2.0), whole, False),
-        ("linear, two teachers, capped", "fp32", "bf16", 2, Maths(2.0, 30.0, 30.0), whole, True),
-        ("linear, fp32 gradient", "fp32", "fp32", 1, Maths(2.0), whole, False),
-        ("linear, fp64 logits", "fp64", "fp32", 1, Maths(2.0), whole, False),
-        ("linear, biases", "fp32", "bf16", 1, Maths(2.0), whole, False, "*bf16"),
-        ("linear, no teacher", "fp32", "bf16", 0, Maths(), whole, False),
-        ("linear, sums of a tail", "fp32", "bf16", 0, Maths(2.0), Steps(sums=True), True),
-        ("linear, reverse", "fp32", "bf16", 1, Maths(beta=1.0), jsd, False),
-        ("linear, every option", "fp32", "bf16", 1, every, jsd, True),
-        ("forward", "bf16", "bf16", 1, Maths(), Steps(sums=True), False),
-        ("backward", "bf16", "bf16", 1, Maths(2.0), Steps(grad=True), False),
-    ]
-    cases = []
-    for name, logits, grad, K, maths, steps, parts, *bias in ways:
-        ACC = tl.float64 if logits == "fp64" else tl.float32
-        signature: dict[str, Any] = {
-            "logit_ptrs": (f"*{logits}",) * (1 + K),
-            "biases": (*bias, None)[:1] * (1 + K),
-            "labels_ptr": "*i64",
-            "kind_ptr": "*i32",
-            "drows_ptr": "*fp32",
-            "state_ptr": f"*{ACC}",
-            "dstudent_ptr": f"*{grad}",
-            "strides": ("i32",) * (2 + K),
-            "N": "i32",
-            "V": "i32",
-        }
-        constants = _constants(maths, steps, parts)
-        constants |= {"ACC": ACC, "BLOCK_V": most_columns(ACC)}
-        # the bias of a column stays in the cache from row to row
-        traffic = 18.0 if bias else None
-        case = AotCase(
-            f"kl_mlm rows {name}", kl_mlm_rows_kernel, signature, constants, ("N",), 8,
-            MAX_REGISTERS, traffic=traffic, padded=name.startswith("linear"),
-        )  # fmt: skip
-        cases.append(case)
-    return cases

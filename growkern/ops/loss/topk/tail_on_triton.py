@@ -6,11 +6,10 @@ vocabulary.
 
 from torch import Tensor
 
-from growkern.ops.backend.aot import AotCase
 from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, maths_constant, most_columns
-from growkern.ops.loss.rows.state import Maths, Rows
+from growkern.ops.loss.rows.state import Rows
 from growkern.ops.loss.rows.triton_blocks import (
     exponentials,
     load_logits,
@@ -45,7 +44,7 @@ def _write_block(
 
 
 @jit
-def _tail_gradient_kernel(
+def tail_gradient_kernel(
     student_ptr,  # (N, V)  capped already
     labels_ptr,  # (N,)
     kind_ptr,  # (N,)
@@ -92,7 +91,7 @@ def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) ->
     )  # fmt: skip
     choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(V))
     launch(
-        _tail_gradient_kernel,
+        tail_gradient_kernel,
         len(student_NV),
         student_NV,
         student_NV,
@@ -107,35 +106,3 @@ def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) ->
         ACC=ACC,
         **choice,
     )
-
-
-def aot_cases() -> list[AotCase]:
-    """As the op launches it: plain, on float64 logits, and with every option of the kernel."""
-    ways = [
-        ("bf16 gradient", tl.float32, "fp32", "bf16", Maths(2.0)),
-        ("temperature 1", tl.float32, "fp32", "bf16", Maths()),
-        ("fp64 logits", tl.float64, "fp64", "fp32", Maths(2.0)),
-        ("every option", tl.float32, "fp32", "fp32", Maths(2.0, 30.0, label_smoothing=0.1)),
-    ]
-    return [
-        AotCase(
-            f"topk_kl_mlm tail {name}",
-            _tail_gradient_kernel,
-            {
-                "student_ptr": f"*{logits}",
-                "labels_ptr": "*i64",
-                "kind_ptr": "*i32",
-                "tail_ptr": f"*{logits}",
-                "dstudent_ptr": f"*{grad}",
-                "strides": ("i32",) * 2,
-                "N": "i32",
-                "V": "i32",
-            },
-            {"MATHS": maths_constant(maths), "ACC": ACC, "BLOCK_V": most_columns(ACC)},
-            ("N",),
-            8,
-            MAX_REGISTERS,
-            padded=True,
-        )
-        for name, ACC, logits, grad, maths in ways
-    ]

@@ -1,0 +1,229 @@
+"""The launches of the library's Triton kernels that matter, to be compiled without a GPU."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from growkern.ops.adamw import on_triton as adamw
+from growkern.ops.adamw.factors import VECTORS
+from growkern.ops.backend import scale
+from growkern.ops.backend.launch import tl
+from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE
+from growkern.ops.expand.many import N_FIELDS, expand_many_kernel
+from growkern.ops.expand.on_triton import BLOCK_M as EXPAND_BLOCK_M
+from growkern.ops.expand.on_triton import EXACT, GATHER, columns_of_block, expand_kernel
+from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, maths_constant, most_columns
+from growkern.ops.loss.rows.state import Maths, Steps
+from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
+from growkern.ops.loss.topk.tail_on_triton import tail_gradient_kernel
+
+
+class AotCase(NamedTuple):
+    """One launch of a kernel, which `bench.aot` compiles ahead of time.
+
+    Pointers and integers are multiples of 16, as the launcher finds them, unless `unaligned` names
+    them.
+
+    Attributes:
+        name: of the launch, for people.
+        kernel: the function under ``triton.jit``.
+        signature: the type of every run-time argument: "*bf16", "i32", "fp32", or a tuple of such
+            types. In a tuple, None and 1 mean these constants.
+        constexprs: the value of every other argument: constants in capitals, strides that are 1,
+            pointers that are None.
+        unaligned: arguments that are not multiples of 16.
+        num_warps: warps of a block.
+        maxnreg: the most registers of a thread. None: the compiler decides.
+        options: all others that the launch gives the compiler.
+        narrow: why loads in the inner loop are narrower than 16 bytes. Empty: they must be 16.
+        traffic: the least bytes that cross the device's memory for an element of a block. None:
+            all bytes that are asked for.
+        narrow_stores: like `narrow`, for stores.
+        padded: whether rows begin at multiples of 16 bytes for any vocabulary.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, Any]
+    constexprs: dict[str, Any]
+    unaligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    maxnreg: int | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+    narrow: str = ""
+    traffic: float | None = None
+    narrow_stores: str = ""
+    padded: bool = False
+
+
+def expand_cases() -> list[AotCase]:
+    """The launches of growing a large model: FPI and AKI, with noise or routing; rows alone."""
+    cases = []
+    for dtype, acc in (("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")):
+        x, index, factor = f"*{dtype}", "*i64", f"*{acc}"
+        fpi = {
+            "sources": (x, None),
+            "maps": (index, index),
+            "scales": (None, factor),
+            "noise": (None, None, None),
+            "out_ptr": x,
+            "strides": ("i32", "i32", 1, "i32", 1),
+            "shape": ("i32",) * 4,
+        }
+        aki = {"sources": (x, x), "scales": (factor, factor)}
+        rows = {"maps": (index, None), "scales": (factor, None)}
+        size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
+        constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
+        constants |= {"BLOCK_M": EXPAND_BLOCK_M, "BLOCK_N": columns_of_block(size), "LARGER": 1.0}
+        noisy = {"noise": (factor, "*i32", "*i32")}
+        routed = {"noise": ("*i32", "*i32", "*i32")}
+        ways = (
+            ("FPI", fpi, NO_NOISE),
+            ("FPI, noise", fpi | noisy, COL_NOISE),
+            ("FPI, routing", fpi | {"scales": (None, None)} | routed, COL_ROUTING),
+            ("FPI, routing, row scale", fpi | {"scales": (factor, None)} | routed, COL_ROUTING),
+            ("AKI, noise", fpi | aki | noisy, COL_NOISE),
+            ("AKI, routing", fpi | aki | {"scales": (None, None)} | routed, COL_ROUTING),
+            ("rows", fpi | rows, NO_NOISE),
+        )
+        # float64 is for tests
+        for name, signature, noise in ways[: 1 if dtype == "fp64" else None]:
+            case = AotCase(f"expand {name} {dtype}", expand_kernel, signature, {}, options=EXACT)
+            case = case._replace(constexprs=constants | {"NOISE": noise})
+            # twice as wide: four elements written for each one read
+            cases.append(
+                case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size)
+            )
+    return cases
+
+
+def expand_many_cases() -> list[AotCase]:
+    """The launches of growing a model in bfloat16."""
+    like = ("*bf16", "*bf16", "*i64", "*fp32", "*i32")
+    signature: dict[str, Any] = {"table_ptr": "*i64", "call_ptr": "*i32", "like": like}
+    constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS}
+    constants |= {"BLOCK_M": EXPAND_BLOCK_M, "BLOCK_N": columns_of_block(2), "LARGER": 1.0}
+    return [
+        AotCase(
+            f"expand many {name} bf16",
+            expand_many_kernel,
+            signature,
+            constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
+            options=EXACT,
+            narrow=GATHER,
+            traffic=2.5,
+        )
+        for name, upper, noise, scaled in (
+            ("FPI", False, NO_NOISE, True),
+            ("FPI, noise", False, COL_NOISE, True),
+            ("FPI, routing", False, COL_ROUTING, False),
+            ("FPI, routing, scaled", False, COL_ROUTING, True),
+            ("AKI, noise", True, COL_NOISE, True),
+            ("AKI, routing", True, COL_ROUTING, False),
+        )
+    ]
+
+
+def adamw_cases() -> list[AotCase]:
+    """With and without amsgrad."""
+    cases = []
+    for name, amsgrad in (("adamw", False), ("adamw amsgrad", True)):
+        signature = {
+            "tensors": ("*fp32",) * 4 + (("*fp32",) if amsgrad else (None,)),
+            "rows": ("*fp32",) * adamw.ROW_VECTORS,
+            "cols": ("*fp32",) * (len(VECTORS) - adamw.ROW_VECTORS),
+            "numbers": ("fp32",) * 8,
+            **{"M": "i32", "N": "i32"},
+        }
+        constants = {"AMSGRAD": amsgrad, "MAXIMIZE": False}
+        constants |= {"BLOCK_M": adamw.BLOCK_M, "BLOCK_N": adamw.BLOCK_N}
+        cases.append(AotCase(name, adamw.adamw_kernel, signature, constants))
+    return cases
+
+
+def scale_cases() -> list[AotCase]:
+    """dW of a bfloat16 head."""
+    signature = {"x_ptr": "*bf16", "factor_ptr": "*fp32", "n": "i32"}
+    return [AotCase("scale bf16", scale.scale_kernel, signature, {"BLOCK_N": scale.BLOCK})]
+
+
+def rows_cases() -> list[AotCase]:
+    """All steps in one launch on float32 logits, as the linear loss needs, and single steps."""
+    whole, jsd = Steps(sums=True, grad=True), Steps(sums=True, diverge=True, grad=True)
+    every = Maths(2.0, 30.0, 30.0, beta=0.5, label_smoothing=0.1, z_loss=1e-4)
+    ways: list[tuple[Any, ...]] = [
+        ("linear, bf16 gradient", "fp32", "bf16", 1, Maths(2.0), whole, False),
+        ("linear, two teachers, capped", "fp32", "bf16", 2, Maths(2.0, 30.0, 30.0), whole, True),
+        ("linear, fp32 gradient", "fp32", "fp32", 1, Maths(2.0), whole, False),
+        ("linear, fp64 logits", "fp64", "fp32", 1, Maths(2.0), whole, False),
+        ("linear, biases", "fp32", "bf16", 1, Maths(2.0), whole, False, "*bf16"),
+        ("linear, no teacher", "fp32", "bf16", 0, Maths(), whole, False),
+        ("linear, sums of a tail", "fp32", "bf16", 0, Maths(2.0), Steps(sums=True), True),
+        ("linear, reverse", "fp32", "bf16", 1, Maths(beta=1.0), jsd, False),
+        ("linear, every option", "fp32", "bf16", 1, every, jsd, True),
+        ("forward", "bf16", "bf16", 1, Maths(), Steps(sums=True), False),
+        ("backward", "bf16", "bf16", 1, Maths(2.0), Steps(grad=True), False),
+    ]
+    cases = []
+    for name, logits, grad, K, maths, steps, parts, *bias in ways:
+        ACC = tl.float64 if logits == "fp64" else tl.float32
+        signature: dict[str, Any] = {
+            "logit_ptrs": (f"*{logits}",) * (1 + K),
+            "biases": (*bias, None)[:1] * (1 + K),
+            "labels_ptr": "*i64",
+            "kind_ptr": "*i32",
+            "drows_ptr": "*fp32",
+            "state_ptr": f"*{ACC}",
+            "dstudent_ptr": f"*{grad}",
+            "strides": ("i32",) * (2 + K),
+            "N": "i32",
+            "V": "i32",
+        }
+        constants = {"MATHS": maths_constant(maths), "STEPS": (*steps, parts)}
+        constants |= {"ACC": ACC, "BLOCK_V": most_columns(ACC)}
+        # the bias of a column stays in the cache from row to row
+        traffic = 18.0 if bias else None
+        case = AotCase(
+            f"kl_mlm rows {name}", kl_mlm_rows_kernel, signature, constants, ("N",), 8,
+            MAX_REGISTERS, traffic=traffic, padded=name.startswith("linear"),
+        )  # fmt: skip
+        cases.append(case)
+    return cases
+
+
+def tail_cases() -> list[AotCase]:
+    """As the op launches it: plain, on float64 logits, and with every option of the kernel."""
+    ways = [
+        ("bf16 gradient", tl.float32, "fp32", "bf16", Maths(2.0)),
+        ("temperature 1", tl.float32, "fp32", "bf16", Maths()),
+        ("fp64 logits", tl.float64, "fp64", "fp32", Maths(2.0)),
+        ("every option", tl.float32, "fp32", "fp32", Maths(2.0, 30.0, label_smoothing=0.1)),
+    ]
+    return [
+        AotCase(
+            f"topk_kl_mlm tail {name}",
+            tail_gradient_kernel,
+            {
+                "student_ptr": f"*{logits}",
+                "labels_ptr": "*i64",
+                "kind_ptr": "*i32",
+                "tail_ptr": f"*{logits}",
+                "dstudent_ptr": f"*{grad}",
+                "strides": ("i32",) * 2,
+                "N": "i32",
+                "V": "i32",
+            },
+            {"MATHS": maths_constant(maths), "ACC": ACC, "BLOCK_V": most_columns(ACC)},
+            ("N",),
+            8,
+            MAX_REGISTERS,
+            padded=True,
+        )
+        for name, ACC, logits, grad, maths in ways
+    ]
+
+
+def listed() -> list[AotCase]:
+    """The launches of every kernel."""
+    lists = (adamw_cases, scale_cases, expand_many_cases, expand_cases, rows_cases, tail_cases)
+    return [case for cases in lists for case in cases()]
