@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from glob import glob
@@ -164,7 +163,8 @@ def prepare(folder: Path, setting: Setting, named: Mapping[str, Sequence[Path]])
                     GrowthWarning,
                     stacklevel=2,
                 )
-        _write(used, "\n\n".join([text] * setting.validation_passes))
+        whole = "\n\n".join([text] * setting.validation_passes)
+        write_whole(used, lambda partial: partial.write_text(whole, encoding="utf-8"))
     files = (place / "train.txt", used)
     sizes = {name: file.stat().st_size for name, file in zip(SIZES, files, strict=True)}
     return {**facts, setting.text: {**sizes, HASH: hashed}}
@@ -184,24 +184,17 @@ def _write_text(place: Path, kind: str, files: Sequence[Path]) -> str:
     Raises:
         GrowthError: another text is there.
     """
-    there, about = place / "train.txt", place / "origin.json"
-    is_new, pieces = not there.is_file(), _pieces(kind, files)
-    if is_new:
+    there, pieces = place / "train.txt", _pieces(kind, files)
+    if not there.is_file():
         place.mkdir(parents=True, exist_ok=True)
-        hashed = _write_parts(pieces, there, place / "validation.txt")
-    else:
-        hashed = _hash(data for held_out, data in _joined(pieces) if not held_out)
-    origin = [str(path.resolve()) for path in files] or "files that are on every machine"
-    if not is_new and (found := _hash(text.encode() for text in _read(there))) != hashed:
-        was = json.loads(about.read_text())["origin"] if about.is_file() else "not known"
-        said = was if isinstance(was, str) else ", ".join(was[:3])
+        return _write_parts(pieces, there, place / "validation.txt")
+    hashed = _hash(data for held_out, data in _joined(pieces) if not held_out)
+    if (before := _hash(text.encode() for text in _read(there))) != hashed:
         option = {"corpus": "--text", "domain": "--domain"}[kind]
         raise GrowthError(
-            f"{place} holds another text (hash {found}, from: {said}) than this call has (hash "
-            f"{hashed}). Give the same {option} again, or another --dir"
+            f"{place} holds another text (hash {before}) than this call has (hash {hashed}). Give "
+            f"the same {option} again, or another --dir"
         )
-    if not about.is_file():
-        _write(about, json.dumps({"origin": origin, HASH: hashed}, indent=1) + "\n")
     return hashed
 
 
@@ -257,7 +250,3 @@ def _hash(parts: Iterable[bytes]) -> str:
 
 def _short(hashed: Any) -> str:
     return str(hashed.hexdigest()[:16])
-
-
-def _write(file: Path, text: str) -> None:
-    write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))

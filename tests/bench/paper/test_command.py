@@ -1,7 +1,6 @@
 """Calls of `python -m bench.paper`: what they refuse, what they keep, and what they save."""
 
 import hashlib
-import json
 import signal
 import subprocess
 import sys
@@ -244,14 +243,9 @@ def test_a_folder_has_one_text(lines, tmp_path, monkeypatch, capsys):
     facts = prepare(folder, MICRO_GPT, {"corpus": [lines]})["corpus"]
     assert facts["train_bytes"] == (folder / "corpus" / "train.txt").stat().st_size
     assert prepare(folder, MICRO_GPT, {"corpus": [lines]})["corpus"] == facts
-    origin = json.loads((folder / "corpus" / "origin.json").read_text())
-    assert origin == {"origin": [str(lines.resolve())], HASH: facts[HASH]}
-    # folders of before have no such file
-    (folder / "corpus" / "origin.json").unlink()
-    prepare(folder, MICRO_GPT, {"corpus": [lines]})
     call = ("table5", "--size", "micro", "--dir", folder)
     said = refused(monkeypatch, capsys, *call)
-    assert facts[HASH] in said and str(lines.resolve()) in said and "another --dir" in said
+    assert facts[HASH] in said and "another --dir" in said
     lines.write_text(lines.read_text() + "more\n")
     assert facts[HASH] in refused(monkeypatch, capsys, *call, "--text", lines)
 
@@ -350,7 +344,7 @@ def test_a_killed_command_resumes_and_ends_where_it_would_have(lines, tmp_path):
 
     whole, killed = start("whole"), start("killed")
     # in the middle of a run whose source is done
-    until = time.monotonic() + 200
+    until = time.monotonic() + 600
     while not (found := [*(tmp_path / "killed").glob("*/direct_copy-32-*-seed1/checkpoint-8")]):
         assert killed.poll() is None and time.monotonic() < until
         time.sleep(0.01)
