@@ -14,13 +14,7 @@ from growkern.errors import GrowthError
 
 
 def whole_number(name: str, value: Any, wanted: str = "a whole number") -> int:
-    """An argument as an int. Integers of NumPy and of other libraries count as whole numbers.
-
-    Args:
-        name: of the argument, for the message.
-        value: as it was given.
-        wanted: what to give instead, for the message.
-    """
+    """An argument as an int. Integers of NumPy and of other libraries count as whole numbers."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -30,12 +24,7 @@ def whole_number(name: str, value: Any, wanted: str = "a whole number") -> int:
 
 
 def real_number(name: str, value: Any) -> float:
-    """An argument as a float.
-
-    Args:
-        name: of the argument, for the message.
-        value: as it was given.
-    """
+    """An argument as a float."""
     try:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError
@@ -45,13 +34,7 @@ def real_number(name: str, value: Any) -> float:
 
 
 def path_of(name: str, value: Any, wanted: str = "the path of a directory") -> Path:
-    """An argument as a path.
-
-    Args:
-        name: of the argument, for the message.
-        value: as it was given.
-        wanted: what to give instead, for the message.
-    """
+    """An argument as a path."""
     check_kind(name, value, (str, os.PathLike), wanted)
     return Path(value)
 
@@ -60,10 +43,7 @@ def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str
     """Refuse an argument of another kind.
 
     Args:
-        name: of the argument, for the message.
-        value: as it was given.
         kind: its class, or several of which it may be one.
-        wanted: what to give instead, for the message.
     """
     if not isinstance(value, kind):
         raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")

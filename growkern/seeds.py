@@ -15,8 +15,6 @@ def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
     """Refuse a seed that a generator of random numbers does not take.
 
     Args:
-        seed: a whole number.
-        name: of the setting, for the message.
         most: the largest seed.
 
     Returns:
@@ -29,11 +27,6 @@ def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
 
 
 def seed_of_process(seed: int, rank: int) -> int:
-    """A seed for one of several processes: of each seed and rank another one.
-
-    Args:
-        seed: that the processes share.
-        rank: of the process.
-    """
+    """A seed for one of several processes: of each seed and rank another one."""
     digest = hashlib.sha256(f"{seed} {rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MOST_SEED

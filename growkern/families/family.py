@@ -49,8 +49,6 @@ class Family:
     ties_by_value: bool = False
     runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    # ---- sizes
-
     def config_field(self, key: str) -> str:
         """Name of the config field that holds the size called `key`."""
         return str(self.config[key].field)
@@ -92,8 +90,6 @@ class Family:
     def pads_exactly(self) -> bool:
         """True where a stream with empty entries computes the same: no norm outputs a mean."""
         return not self.norm.centres or (self.norm.placement == "pre" and not self.carries)
-
-    # ---- classes
 
     def rows_of(self, class_name: str) -> Iterator[tuple[str, Row, str]]:
         """The rows of a class: (part of the table, row, stack), one for each stack of a row."""

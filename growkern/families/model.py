@@ -56,8 +56,6 @@ class ModelSpec:
         """The same class with another config of the same family."""
         return replace(self, config=config)
 
-    # ---- sizes
-
     def size(self, key: str) -> int:
         """The size called `key` in [config]."""
         return self.family.config[key].of(self.config)
@@ -133,8 +131,6 @@ class ModelSpec:
             name for name in ("final", "stream") if name in self.family.spaces
         )
 
-    # ---- tensors
-
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every tensor of the state dict, in the table's order, tied ones included."""
@@ -197,8 +193,6 @@ class ModelSpec:
     def stored_names(self) -> dict[str, str]:
         """Name -> name in files, of the tensors for which these differ."""
         return {t.name: t.row.stored for t in self.tensors if t.row.stored is not None}
-
-    # ---- from the table's rows to tensors
 
     def _bound_rows(self) -> Iterator[TensorSpec]:
         """The tensors of every row whose condition holds; a name may come twice."""

@@ -1,24 +1,35 @@
-"""Plans the weight files of a checkpoint: the file and the offset of every tensor.
+"""Plans and writes the weight files of a checkpoint: the file and the offset of every tensor.
 
 The plan of a growth knows names, dtype and shapes. So each file's safetensors header is written
 first, and tensors, or rows of them, are written to their places in any order. The files equal those
 of `save_pretrained` byte for byte: the same split into files, the same order inside a file, the
 same JSON.
+
+A file has its full size from the start. Whole blocks of a large piece bypass the page cache
+(O_DIRECT), if the file system can do that. A checkpoint is written once, and synced before it
+counts. The cache would only copy every byte once more and take memory. The two ends of a piece
+share a block with their neighbours. They go through the cache, and so do small pieces.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import math
+import os
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
 
 from growkern.growth.source.files import INDEX_FILE, STORED_DTYPES, Header
+from growkern.whole import write_all
 
 
 @dataclass(frozen=True)
@@ -83,3 +94,105 @@ def lay_out(
         index = json.dumps(weight_map, indent=2, sort_keys=True) + "\n"
     tensors = {name: places[stored_as] for name, stored_as in file_names.items()}
     return ShardLayout(tensors, heads, sizes, index)
+
+
+# direct writes need addresses, offsets and lengths that are multiples of a disk's block
+BLOCK_BYTES = 4096
+# smaller pieces go through the cache: a direct write waits for the disk
+LEAST_DIRECT_BYTES = 1 << 20
+
+
+class TargetFile:
+    """An open file. Several threads may write to it, each to its own places."""
+
+    def __init__(self, path: Path, size: int, head: bytes) -> None:
+        self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        self._direct: int | None = None
+        self._writing = threading.Lock()
+        try:
+            if os.fstat(self._cached).st_size != size:
+                reserve(self._cached, size)
+            self._direct = _open_direct(path)
+            write_all(self._cached, memoryview(head), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: Tensor, at: int) -> None:
+        """Put `data`, (n,) uint8, to its place, byte `at` of the file."""
+        view = data.numpy().data
+        start = min(-at % BLOCK_BYTES, len(view))
+        stop = start + (len(view) - start) // BLOCK_BYTES * BLOCK_BYTES
+        if (data.data_ptr() + start) % BLOCK_BYTES == 0 and stop - start >= LEAST_DIRECT_BYTES:
+            written = self._write_direct(view[start:stop], at + start)
+        else:
+            written = 0
+        # the cache takes one writer per file at a time: a second one should not wait inside it
+        with self._writing:
+            write_all(self._cached, view[:start], at)
+            write_all(self._cached, view[start + written :], at + start + written)
+
+    def _write_direct(self, data: memoryview, at: int) -> int:
+        """Write past the cache as far as possible; returns how many bytes were written."""
+        done = 0
+        while self._direct is not None and done < len(data):
+            try:
+                done += os.pwrite(self._direct, data[done:], at + done)
+            except OSError as error:
+                # the disk's blocks are larger than BLOCK_BYTES
+                if error.errno != errno.EINVAL:
+                    raise
+                break
+            if done % BLOCK_BYTES:
+                break
+        return done
+
+    def sync(self) -> None:
+        """Return when all that was written before is on disk."""
+        os.fdatasync(self._cached)
+
+    def close(self) -> None:
+        """Close both descriptors, the second one even if closing the first fails."""
+        try:
+            os.close(self._cached)
+        finally:
+            if self._direct is not None:
+                os.close(self._direct)
+
+
+class Buffer:
+    """Memory of one worker, which grows when a piece needs more."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, size: int, at: int) -> Tensor:
+        """Memory, (size,) uint8, whose blocks are those of a file's bytes from `at` on."""
+        if len(self._memory) < size + 2 * BLOCK_BYTES:
+            self._memory = torch.empty(size + 2 * BLOCK_BYTES, dtype=torch.uint8)
+        start = -self._memory.data_ptr() % BLOCK_BYTES + at % BLOCK_BYTES
+        return self._memory[start : start + size]
+
+
+def _open_direct(path: Path) -> int | None:
+    """A descriptor that writes past the page cache, or None where there is no such thing."""
+    flag = getattr(os, "O_DIRECT", None)
+    try:
+        return None if flag is None else os.open(path, os.O_WRONLY | flag)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def reserve(file: int, size: int) -> None:
+    """Give an open file its size, and its space too, so that a full disk shows at the start."""
+    os.ftruncate(file, size)
+    # not posix_fallocate: where the file system cannot reserve, it writes every block once
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    while fallocate is not None and fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))

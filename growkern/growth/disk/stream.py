@@ -24,8 +24,7 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.growth.disk.checksums import checksum_pieces, checksum_rows
 from growkern.growth.disk.journal import Journal, Mark
-from growkern.growth.disk.shards import ShardLayout
-from growkern.growth.disk.target_file import Buffer, TargetFile
+from growkern.growth.disk.shards import Buffer, ShardLayout, TargetFile
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.pieces import Piece, pieces_of
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
@@ -72,9 +71,6 @@ class SourceReader:
                 "with resume=False (--no-resume)"
             )
         return total
-
-
-# ------------------------------------------------------------------ writing
 
 
 class _OwnBuffer(threading.local):
@@ -197,8 +193,6 @@ class Stream:
             blocks = row_blocks(task.shape, self.plan.dtype.itemsize)
             tensors[task.name] = checksum_pieces(self.checksums[task.name, a, b] for a, b in blocks)
         return tensors
-
-    # ---- a piece
 
     def _bytes(self, piece: Piece) -> int:
         start, stop = piece.rows

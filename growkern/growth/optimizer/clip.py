@@ -99,9 +99,6 @@ def growth_clip_norm_(
     return norm
 
 
-# ------------------------------------------------------------------ weights
-
-
 class _Weights(NamedTuple):
     """u / g of (1) for the entries of this process's part of one parameter.
 
@@ -158,9 +155,6 @@ def _make_weights(factors: EntryFactors, part: Tensor) -> _Weights:
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-# --------------------------------------------------------------------- norm
 
 
 def _norm(weights: Mapping[Tensor, _Weights]) -> Tensor:

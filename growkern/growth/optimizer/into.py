@@ -149,9 +149,6 @@ def _release(task: Task, state: State) -> None:
             release_pages(value)
 
 
-# ------------------------------------------------------------------- checks
-
-
 def _targets(
     plan: GrowthPlan, model: Any, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[Task, Tensor]]:

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.record.map_text import read_index
-from growkern.growth.record.origins import Origin
+from growkern.growth.record.origins import Origin, read_index
 from growkern.growth.space.spaces import Space
 from growkern.ops.expand.op import folded
 

@@ -17,9 +17,8 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import refuse_changed
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.sentence import fold_modules, is_sentence_model
-from growkern.growth.disk.shards import ShardLayout, lay_out
+from growkern.growth.disk.shards import ShardLayout, TargetFile, lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
-from growkern.growth.disk.target_file import TargetFile
 from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
 from growkern.growth.record.fold import axis_folds, fold_rows

@@ -2,7 +2,7 @@
 
 `growkern.verify`, `growkern.replay` and `growkern.fold` work from this file. It holds both configs,
 the options and seeds, all maps and shares (key `maps`), and the origin of each tensor (key
-`tensors`). Long vectors are stored as text (`growkern.growth.record.map_text`). The keys are a file
+`tensors`). Long vectors are stored as text (`growkern.growth.record.origins`). The keys are a file
 format: a change of them needs another `FORMAT`.
 """
 
@@ -111,9 +111,6 @@ def config_dict(config: Any) -> dict[str, Any]:
     found = json.loads(config.to_json_string(use_diff=False))
     found.pop("_name_or_path", None)
     return dict(found)
-
-
-# ------------------------------------------------------------------ writing
 
 
 def record_of(plan: GrowthPlan) -> dict[str, Any]:

@@ -202,9 +202,6 @@ def _part_reader(
     return read
 
 
-# ------------------------------------------------------------------- checks
-
-
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, without the names of wrappers.
 

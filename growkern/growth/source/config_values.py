@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,13 @@ def check_values(
         family: of the model; None where growkern has no table for it.
     """
     check_names(file, data, config_class)
-    _check_code(file, data)
-    _check_architectures(file, data)
-    _check_counts(file, data)
-    if family is not None:
-        _check_sizes(file, family, data)
-    for name, value in _entries(data):
-        _check_dtype(file, name, value)
-        _check_number(file, name, value)
-    _check_tokens(file, data)
+    faults = (
+        *(_of_code(data), _of_architectures(data), _of_counts(data), _of_sizes(family, data)),
+        *(of(name, value) for name, value in _entries(data) for of in (_of_dtype, _of_number)),
+        _of_tokens(data),
+    )
+    for fault in chain.from_iterable(faults):
+        raise GrowthError(f"{file}: {fault}")
 
 
 def check_layers(place: Path, config: Mapping[str, Any], tensors: int) -> None:
@@ -104,8 +103,11 @@ def _entries(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, data
 
 
-def _check_code(file: Path, data: Any, inherited: str | None = None) -> None:
-    """Refuse an implementation that lies on a hub: transformers would download and run it.
+# what is wrong with a config, as the end of a message
+
+
+def _of_code(data: Any, inherited: str | None = None) -> Iterator[str]:
+    """Implementations that lie on a hub: transformers would download and run them.
 
     Args:
         inherited: the field that all values in `data` belong to.
@@ -113,76 +115,68 @@ def _check_code(file: Path, data: Any, inherited: str | None = None) -> None:
     for key, value in data.items():
         name = key if key in IMPLEMENTATIONS else inherited
         if isinstance(value, dict):
-            _check_code(file, value, name)
+            yield from _of_code(value, name)
         elif isinstance(value, list):
             for inner in value:
-                _check_code(file, inner if isinstance(inner, dict) else {"": inner}, name)
+                yield from _of_code(inner if isinstance(inner, dict) else {"": inner}, name)
         elif name and value is not None and not (isinstance(value, str) and value.isidentifier()):
-            raise GrowthError(
-                f"{file}: {name}={reprlib.repr(value)} refers to code outside transformers: "
-                "remove it"
-            )
+            yield f"{name}={reprlib.repr(value)} refers to code outside transformers: remove it"
 
 
-def _check_architectures(file: Path, data: dict[str, Any]) -> None:
+def _of_architectures(data: dict[str, Any]) -> Iterator[str]:
     names = data.get("architectures")
     is_list = isinstance(names, list) and len(names) <= MOST_CLASSES
     if names is not None and not (
         is_list and all(isinstance(name, str) and len(name) <= MOST_CLASS_NAME for name in names)
     ):
-        raise GrowthError(
-            f"{file}: architectures={reprlib.repr(names)}: expected a list of class names"
-        )
+        yield f"architectures={reprlib.repr(names)}: expected a list of class names"
 
 
-def _check_counts(file: Path, data: dict[str, Any]) -> None:
-    """Refuse tables with more entries than transformers handles in a second."""
+def _of_counts(data: dict[str, Any]) -> Iterator[str]:
+    """Tables with more entries than transformers handles in a second."""
     limits = {"id2label": MOST_LABELS, "label2id": MOST_LABELS, "pruned_heads": MOST_PRUNED}
     for name, most in limits.items():
         table = data.get(name)
         if table is not None and not isinstance(table, dict):
-            raise GrowthError(f"{file}: {name}={reprlib.repr(table)}: expected a table")
-        if table and len(table) > most:
-            raise GrowthError(f"{file}: {name} has {len(table)} entries: at most {most}")
+            yield f"{name}={reprlib.repr(table)}: expected a table"
+        elif table and len(table) > most:
+            yield f"{name} has {len(table)} entries: at most {most}"
 
 
-def _check_sizes(file: Path, family: Family, data: dict[str, Any]) -> None:
-    """Refuse sizes beyond any model: transformers makes a list entry for every layer."""
-    for key, size in family.config.items():
+def _of_sizes(family: Family | None, data: dict[str, Any]) -> Iterator[str]:
+    """Sizes beyond any model: transformers makes a list entry for every layer."""
+    for key, size in family.config.items() if family else ():
         value = data.get(str(size.field))
-        if type(value) is int and value > family.largest(key):
-            most = family.largest(key)
-            raise GrowthError(f"{file}: {size.field}={reprlib.repr(value)} must lie in 1 .. {most}")
+        if family and type(value) is int and value > family.largest(key):
+            yield f"{size.field}={reprlib.repr(value)} must lie in 1 .. {family.largest(key)}"
 
 
-def _check_dtype(file: Path, name: str, value: Any) -> None:
-    """Refuse a dtype that PyTorch does not have: transformers takes any name of the package."""
-    if name not in DTYPES or value is None:
-        return
-    if not isinstance(value, str) or not isinstance(
-        getattr(torch, value.removeprefix("torch."), None), torch.dtype
-    ):
-        raise GrowthError(f"{file}: {name}={reprlib.repr(value)} is no dtype of PyTorch")
+def _of_dtype(name: str, value: Any) -> Iterator[str]:
+    """A dtype that PyTorch does not have: transformers takes any name of the package."""
+    if name in DTYPES and value is not None:
+        known = isinstance(value, str) and getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(known, torch.dtype):
+            yield f"{name}={reprlib.repr(value)} is no dtype of PyTorch"
 
 
-def _check_number(file: Path, name: str, value: Any) -> None:
+def _of_number(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
-    if not -(1 << 62) < value < 1 << 62:
-        # the comparison is also false for NaN
-        raise GrowthError(f"{file}: {name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62")
-    if name in POSITIVE and value <= 0:
-        raise GrowthError(f"{file}: {name}={value} must be positive")
-    if ("dropout" in name or name.endswith("pdrop")) and not 0 <= value <= 1:
-        raise GrowthError(f"{file}: {name}={value} must lie in 0 .. 1")
     limits = {"num_labels": MOST_LABELS}
     limits |= dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(POSITIONS, MOST_POSITIONS)
-    if value > limits.get(name, value):
-        raise GrowthError(f"{file}: {name}={value}: at most {limits[name]}")
+    if not -(1 << 62) < value < 1 << 62:
+        # the comparison is also false for NaN
+        yield f"{name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62"
+    elif name in POSITIVE and value <= 0:
+        yield f"{name}={value} must be positive"
+    elif ("dropout" in name or name.endswith("pdrop")) and not 0 <= value <= 1:
+        yield f"{name}={value} must lie in 0 .. 1"
+    elif value > limits.get(name, value):
+        yield f"{name}={value}: at most {limits[name]}"
 
 
-def _check_tokens(file: Path, data: dict[str, Any]) -> None:
-    """Refuse a padding token beyond the vocabulary: embeddings cannot be built with it."""
+def _of_tokens(data: dict[str, Any]) -> Iterator[str]:
+    """A padding token beyond the vocabulary: embeddings cannot be built with it."""
     size, padding = data.get("vocab_size"), data.get("pad_token_id")
     if isinstance(size, int) and isinstance(padding, int) and padding >= size:
-        raise GrowthError(f"{file}: pad_token_id={padding} lies beyond vocab_size={size}")
+        yield f"pad_token_id={padding} lies beyond vocab_size={size}"

@@ -97,9 +97,6 @@ def rank_in_group(index: Tensor) -> Tensor:
     return torch.empty_like(index).scatter_(0, order, position - first)
 
 
-# -------------------------------------------------------------------- depth
-
-
 def stack(source: int, target: int) -> list[int]:
     """Source layer of every target layer: whole copies, then the top layers again.
 

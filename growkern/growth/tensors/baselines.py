@@ -63,9 +63,6 @@ def _ranges(task: Task, part: Sequence[slice]) -> list[range]:
     return [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
 
 
-# ------------------------------------------------------------------- random
-
-
 def _tiles(where: range, size: int, length: int) -> list[tuple[int, range]]:
     """The tiles of one axis that a range touches: number of the tile, and the range it covers."""
     numbers = range(where.start // length, -(-where.stop // length)) if where else range(0)
@@ -93,9 +90,6 @@ def _fill_from_tile(
         wanted.append(slice(start - where.start, stop - where.start))
     numbers = torch.from_numpy(drawn)[tuple(inside)]
     out[tuple(wanted)] = numbers * initial.deviation + initial.value
-
-
-# --------------------------------------------------------------- DirectCopy
 
 
 def old_entries_within(plan: Blueprint, task: Task, part: Sequence[slice]) -> list[Tensor]:

@@ -114,9 +114,6 @@ def _read_or_identity(
     return torch.eye(*sizes, dtype=plan.source.dtype)
 
 
-# --------------------------------------------------------------------- sums
-
-
 def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int) -> Tensor:
     """The entry along axis `dim` that new tokens start with, see (1); that axis has length 1."""
     if dim:

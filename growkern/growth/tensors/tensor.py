@@ -101,9 +101,6 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     return needed
 
 
-# ------------------------------------------------------------------ weights
-
-
 def _build_weight(
     plan: Blueprint,
     task: Task,

@@ -173,9 +173,6 @@ def _is_index(key: Any) -> bool:
     return type(fields.get("fqn")) is str and (offset is None or type(offset) is torch.Size)
 
 
-# ------------------------------------------------------------------ checks
-
-
 def _check(metadata: Any, size: int) -> None:
     """Refuse metadata with fields of other types or values than PyTorch writes.
 
