@@ -117,10 +117,7 @@ class Stream:
         what = "resuming" if self.journal.marks else "growing"
         threads = torch.get_num_threads()
         with ExitStack() as stack:
-            for name, size in self.layout.sizes.items():
-                file = TargetFile(self.directory / name, size, self.layout.heads[name])
-                stack.callback(file.close)
-                self._files[name] = file
+            self._open_files(stack)
             bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not progress)
             stack.enter_context(bar)
             # each worker's kernels take its share of the cores; PyTorch keeps that per thread,
@@ -229,3 +226,9 @@ class Stream:
         total = checksum_rows(data)
         self._files[header.file].write(data, at)
         return piece, total, True
+
+    def _open_files(self, stack: ExitStack) -> None:
+        for name, size in self.layout.sizes.items():
+            file = TargetFile(self.directory / name, size, self.layout.heads[name])
+            stack.callback(file.close)
+            self._files[name] = file

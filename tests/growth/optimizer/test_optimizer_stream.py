@@ -16,7 +16,7 @@ import transformers
 import growkern
 from growkern.growth import grow as grow_module
 from growkern.growth.disk import checksums
-from growkern.growth.optimizer import archive as archive_module
+from growkern.growth.optimizer import file as file_module
 from growkern.growth.optimizer import into, stream
 from growkern.growth.optimizer.file import archive_size, check_archive, write_archive
 from growkern.publish import workplace
@@ -151,10 +151,8 @@ def test_archives_of_any_content_come_back(tmp_path):
 def test_every_record_is_aligned_and_summed(tmp_path, monkeypatch, is_large):
     """Also with the longer header that records of more than 4 GB have."""
     if is_large:
-        record = archive_module._record
-        monkeypatch.setattr(
-            archive_module, "_record", lambda *a: (record(*a[:2], 1 << 31)[0], True)
-        )
+        record = file_module._record
+        monkeypatch.setattr(file_module, "_record", lambda *a: (record(*a[:2], 1 << 31)[0], True))
     state = {n: torch.full((n,), float(n)) for n in range(1, 40)}
     write_archive(state, tmp_path / "file", lambda x: [x])
     with zipfile.ZipFile(tmp_path / "file") as archive:
@@ -469,7 +467,7 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch):
         growkern.GrowthError, match=r"old\.pt: cannot be streamed: .* save it again"
     ):
         grow(source, tmp_path / "grown", optimizer=source / "old.pt")
-    monkeypatch.setattr(archive_module, "sys", SimpleNamespace(byteorder="big"))
+    monkeypatch.setattr(file_module, "sys", SimpleNamespace(byteorder="big"))
     write_archive(state, source / "optimizer.pt", list)
     with pytest.raises(growkern.GrowthError, match="another byte order"):
         grow(source, tmp_path / "grown")
