@@ -34,8 +34,8 @@ def build_norm(
     if task.identity == "zero":
         return torch.full(task.shape, -offset, dtype=plan.dtype)
     if task.identity == "unit":
-        value = 0.0 if task.tensor.is_bias else unit_gain(plan, task)
-        return torch.full(task.shape, value, dtype=plan.dtype)
+        gain = 0.0 if task.tensor.is_bias else unit_gain(plan, task)
+        return torch.full(task.shape, gain, dtype=plan.dtype)
     value = read(task.source)
     # some models multiply by 1 + weight: scale the sum in float64, as rounding it loses digits
     value = value.to(sum_dtype(plan, value)) if offset == 0 else value.double() + offset
