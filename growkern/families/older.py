@@ -77,12 +77,12 @@ class OlderKey:
         Returns:
             None: there is no such value.
         """
-        found: Any = config
+        result: Any = config
         for name in self.of.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
+            result = result.get(name) if isinstance(result, Mapping) else None
         if self.is_pattern:
-            return self._pattern(found, config, now)
-        return found if self.form == "value" else self._scaling(found)
+            return self._pattern(result, config, now)
+        return result if self.form == "value" else self._scaling(result)
 
     def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | None:
         if not kinds or (self.when is not None and not config.get(self.when)):

@@ -99,8 +99,8 @@ def mark_initialised(model: Any) -> None:
     Modules are marked too, because a deep copy of a parameter loses its mark.
     """
     tensors = (tensor for _, tensor in persistent_buffers(model))
-    for one in chain(model.modules(), model.parameters(), tensors):
-        one._is_hf_initialized = True
+    for part in chain(model.modules(), model.parameters(), tensors):
+        part._is_hf_initialized = True
 
 
 def restore_buffers(model: Any) -> None:

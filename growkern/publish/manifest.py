@@ -66,13 +66,13 @@ def read_manifest(directory: Path) -> Manifest:
         raise GrowthError(f"{file}: not a manifest") from error
     check_format(file, record, FORMAT)
     try:
-        found = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
-        is_known = record["algorithm"] == ALGORITHM and all(map(stays_inside, found))
+        result = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
+        is_known = record["algorithm"] == ALGORITHM and all(map(stays_inside, result))
     except (OverflowError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise GrowthError(f"{file}: not a manifest") from error
     if not is_known:
         raise GrowthError(f"{file}: not a manifest of files with {ALGORITHM} checksums")
-    return found
+    return result
 
 
 def damage_of(directory: Path, name: str, manifest: Manifest) -> str | None:
@@ -135,7 +135,7 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
     count, wrong, seen = 0, [], set()
     for part in (directory, *checkpoints):
         names = sorted(path.name for path in part.iterdir() if path.is_file())
-        of_model = [name for name in names if any(fnmatch(name, one) for one in weights)]
+        of_model = [name for name in names if any(fnmatch(name, pattern) for pattern in weights)]
         if not (part / MANIFEST).exists():
             # a run that is not finished has no model yet
             if part != directory or of_model:

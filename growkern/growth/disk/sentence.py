@@ -78,27 +78,27 @@ def read_modules(directory: Path) -> list[Module]:
     data = read_json(file, MOST_BYTES, "list of modules")
     if not isinstance(data, list) or not 1 <= len(data) <= MOST_MODULES:
         raise GrowthError(f"{file}: not a list of modules")
-    found = [_module(file, entry) for entry in data]
-    kinds = [module.kind for module in found]
-    if kinds[:2] != [TRANSFORMER, POOLING] or found[0].path:
+    result = [_module(file, entry) for entry in data]
+    kinds = [module.kind for module in result]
+    if kinds[:2] != [TRANSFORMER, POOLING] or result[0].path:
         raise GrowthError(
             f"{file}: its modules are {', '.join(kinds)}; growth carries over a Transformer at the "
             "top of the directory that a Pooling follows: remove the file to grow the transformer "
             "alone"
         )
-    for module in found[1:]:
+    for module in result[1:]:
         _check_folder(directory, module)
-    return found
+    return result
 
 
 def _module(file: Path, entry: Any) -> Module:
-    found = entry if isinstance(entry, dict) else {}
-    kind, path = found.get("type"), found.get("path")
+    result = entry if isinstance(entry, dict) else {}
+    kind, path = result.get("type"), result.get("path")
     if not isinstance(kind, str) or not isinstance(path, str):
         raise GrowthError(f"{file}: {reprlib.repr(entry)} is no module: it needs type and path")
     if Path(path).name != path or path in (".", "..") or "\0" in path:
         raise GrowthError(f"{file}: {reprlib.repr(path)} is not the name of a folder")
-    return Module(found, kind.rpartition(".")[2], path)
+    return Module(result, kind.rpartition(".")[2], path)
 
 
 def _check_folder(directory: Path, module: Module) -> None:

@@ -120,14 +120,14 @@ def _weights_of(model: Any, plan: GrowthPlan) -> Mapping[Tensor, _Weights]:
     """The weights of every parameter."""
     known = _known.setdefault(plan, {})
     factors: Mapping[str, EntryFactors] = {}
-    found = {}
+    result = {}
     for name, p in model.named_parameters():
         key = (name, *_place(p))
         if key not in known:
             factors = factors or growth_lr_multipliers(plan)
             known[key] = _make_weights(factors_of(factors, name, p), local_tensor(p))
-        found[p] = known[key]
-    return found
+        result[p] = known[key]
+    return result
 
 
 def _place(p: Tensor) -> tuple[Any, ...]:

@@ -28,13 +28,15 @@ class CombinedOptimizer(Optimizer):
     def __init__(self, *optimizers: Optimizer) -> None:
         # PyTorch's constructor collects the groups again, and finds none yet
         self.optimizers: tuple[Optimizer, ...] = ()
-        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        super().__init__(
+            [group for optimizer in optimizers for group in optimizer.param_groups], {}
+        )
         self.optimizers = optimizers
 
     @property
     def param_groups(self) -> Any:
         """The groups of all optimizers; to change one is to change it in its optimizer."""
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
@@ -43,7 +45,7 @@ class CombinedOptimizer(Optimizer):
     @property
     def state(self) -> Any:
         """The states of all optimizers. A parameter without one has an empty state."""
-        held = {p: entry for one in self.optimizers for p, entry in one.state.items()}
+        held = {p: entry for optimizer in self.optimizers for p, entry in optimizer.state.items()}
         return defaultdict(dict, held)
 
     @state.setter
@@ -61,22 +63,22 @@ class CombinedOptimizer(Optimizer):
         check_state_dict(state_dict)
         groups, state = list(state_dict["param_groups"]), state_dict["state"]
         if len(groups) != len(self.param_groups):
-            kinds = " and ".join(type(one).__name__ for one in self.optimizers)
+            kinds = " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise GrowthError(
                 f"the loaded state has {len(groups)} parameter groups, but {kinds} have "
                 f"{len(self.param_groups)}: is it of another optimizer?"
             )
-        for one in self.optimizers:
-            count = len(one.param_groups)
+        for optimizer in self.optimizers:
+            count = len(optimizer.param_groups)
             mine, groups = groups[:count], groups[count:]
             keys = [key for group in mine for key in group["params"]]
             entries = {key: state[key] for key in keys if key in state}
-            one.load_state_dict({"state": entries, "param_groups": mine})
+            optimizer.load_state_dict({"state": entries, "param_groups": mine})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every optimizer; `closure` is called once."""
         loss = loss_of(closure)
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss

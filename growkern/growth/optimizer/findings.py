@@ -77,7 +77,7 @@ def _unknown_growth(plan: GrowthPlan) -> str:
 
 
 def _exceptions(plan: GrowthPlan) -> list[Finding]:
-    family, models, found = plan.small.family, (plan.small, plan.large), []
+    family, models, result = plan.small.family, (plan.small, plan.large), []
     if "kv_heads" in family.config:
         old, new = (m.size("q_heads") // m.size("kv_heads") for m in models)
         if old != new:
@@ -85,19 +85,19 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
                 f"gradients of {new} query heads add up in a key head, in the source those of "
                 f"{old}, so a copy's gradient is no fixed share of its source's"
             )
-            found.append(Finding("approximate", "keys and values", why))
+            result.append(Finding("approximate", "keys and values", why))
     if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
         why = "the new entries of keys are 0 but get gradients from the queries"
-        found.append(Finding("approximate", "keys", why))
+        result.append(Finding("approximate", "keys", why))
     if not all(has_known_gradient(plan, task) for task in plan.tasks):
         why = (
             "symmetry='split': the copies' shares of the gradient are unknown; their moments "
             "and step counts start at 0"
         )
-        found.append(Finding("changed", "weights that write the residual stream or heads", why))
+        result.append(Finding("changed", "weights that write the residual stream or heads", why))
     if any(is_new(plan, task) for task in plan.tasks):
-        found.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
-    return found
+        result.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
+    return result
 
 
 def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:

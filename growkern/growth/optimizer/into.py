@@ -91,8 +91,8 @@ def grow_optimizer_into(
     """
     check_moments(moments)
     if isinstance(optimizer, CombinedOptimizer):
-        for one in optimizer.optimizers:
-            grow_optimizer_into(model, one, source, plan=plan, moments=moments)
+        for part in optimizer.optimizers:
+            grow_optimizer_into(model, part, source, plan=plan, moments=moments)
         return
     model = unwrapped(model)
     plan = plan or getattr(model, "growth_plan", None)

@@ -186,9 +186,9 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
     layout = plan.layout
     total = plan.small.axis_size(axis)
     if not names:
-        found = axis_map(plan, task, axis, size)
+        result = axis_map(plan, task, axis, size)
         scale = (torch.arange(size) < total).double()
-        return dataclasses.replace(found, scale=scale, extra=0)
+        return dataclasses.replace(result, scale=scale, extra=0)
     pieces, offset = [], 0
     for name in names.split("|"):
         space = layout.space(name, task.source_layer)

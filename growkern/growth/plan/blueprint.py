@@ -187,18 +187,18 @@ class Blueprint:
         """Per space in use: its sizes, fewest and most copies of an entry, extra entries."""
         axes = {axis.partition(":")[2] for task in self.tasks for axis in task.tensor.axes}
         used = {name for names in axes for name in names.split("|")}
-        found = {}
+        result = {}
         for name in (name for name in self.small.family.spaces if name in used):
             space = self.layout.space(name, 0)
             count = space.write_index[~space.is_extra].bincount(minlength=space.source)
-            found[name] = {
+            result[name] = {
                 "source": space.source,
                 "target": space.target,
                 "fewest": int(count.min()),
                 "most": int(count.max()),
                 "extra": int(space.is_extra.sum()),
             }
-        return found
+        return result
 
 
 def make_tasks(blueprint: Blueprint) -> Iterator[Task]:

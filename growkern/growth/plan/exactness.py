@@ -41,9 +41,9 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
         *(_width, _head_dim, _heads_under_norm, _vocabulary, _advanced, _head, _depth),
         *(_large_shares, rounding_findings),
     )
-    found = tuple(finding for part in parts for finding in part(plan))
-    if found:
-        return found
+    result = tuple(finding for part in parts for finding in part(plan))
+    if result:
+        return result
     # only sizes that no part judges have changed, such as the FFN's
     sizes = [f"{field} {a} -> {b}" for field, (a, b) in plan.size_changes().items() if a != b]
     return (Finding("exact", ", ".join(sizes), "the shares of all copies add up"),)
@@ -120,7 +120,7 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
 
 
 def _head_dim(plan: Blueprint) -> list[Finding]:
-    family, found = plan.small.family, []
+    family, result = plan.small.family, []
     for heads in family.query_heads:
         old, new = plan.small.head_dim(heads), plan.large.head_dim(heads)
         if old == new:
@@ -128,24 +128,24 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
         what = f"head_dim {old} -> {new}"
         if family.attention.positions != "rotary":
             why = "the new entries add 0 to every query-key product"
-            found.append(Finding("exact", what, why))
+            result.append(Finding("exact", what, why))
         elif (error := angle_error(plan)) == 0:
             why = "every rotary pair moves to the pair with the same frequency"
-            found.append(Finding("exact", what, why))
+            result.append(Finding("exact", what, why))
         else:
             why = (
                 "rope_theta changes to keep every pair's frequency; float32 rounding turns the "
                 f"last position too far by up to {error:.1e} radians"
             )
-            found.append(_measured(plan, what, why))
-    return found
+            result.append(_measured(plan, what, why))
+    return result
 
 
 def _heads_under_norm(plan: Blueprint) -> list[Finding]:
     """Heads that enter one norm together, in the paper's scheme: its maps are random."""
     layout = plan.layout
     together = [space.name for space in layout.family.spaces.values() if space.weighted]
-    found = []
+    result = []
     for name in together if plan.options.scheme == "paper" else ():
         axis = f"write:{name}"
         layers = {task.source_layer for task in plan.tasks if axis in task.tensor.axes}
@@ -153,8 +153,8 @@ def _heads_under_norm(plan: Blueprint) -> list[Finding]:
         counts = [space.write_index.bincount(minlength=space.source) for space in spaces]
         if any(count.min() != count.max() for count in counts):
             why = "random maps copy heads unequally often, which changes the norm over all heads"
-            found.append(Finding("changed", f"heads of {name}", why, asked=True))
-    return found
+            result.append(Finding("changed", f"heads of {name}", why, asked=True))
+    return result
 
 
 def _vocabulary(plan: Blueprint) -> list[Finding]:
@@ -246,7 +246,7 @@ def _head(plan: Blueprint) -> list[Finding]:
 
 def _depth(plan: Blueprint) -> list[Finding]:
     family = plan.layout.family
-    found = []
+    result = []
     for stack, key in family.stacks.items():
         old, new = plan.small.size(key), len(plan.layer_maps[stack])
         what = f"{old} -> {new} {stack} layers".replace("  ", " ")
@@ -255,14 +255,14 @@ def _depth(plan: Blueprint) -> list[Finding]:
         if plan.options.depth != "identity":
             verb = {"stack": "stacked", "interleave": "repeated"}[plan.options.depth]
             why = f"layers are {verb}, so they get inputs that they were not trained on"
-            found.append(Finding("changed", what, why, asked=True))
+            result.append(Finding("changed", what, why, asked=True))
         elif family.norm.placement != "post":
-            found.append(Finding("exact", what, "inserted blocks add 0"))
+            result.append(Finding("exact", what, "inserted blocks add 0"))
         else:
             eps = plan.small.norm_epsilon
             why = f"inserted blocks repeat their input, but for the norms' eps={eps:g}"
-            found.append(_measured(plan, what, why))
-    return found
+            result.append(_measured(plan, what, why))
+    return result
 
 
 def _large_shares(plan: Blueprint) -> list[Finding]:

@@ -57,7 +57,7 @@ def _place(plan: GrowthPlan) -> str:
 
 def _choices(plan: GrowthPlan) -> dict[str, Any]:
     """The arguments of `growkern.grow` that make the plan again, apart from the dtype."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         field: new for field, (old, new) in plan.size_changes().items() if old != new
     }
     asked = replace(plan.options, stream="auto")
@@ -68,9 +68,9 @@ def _choices(plan: GrowthPlan) -> dict[str, Any]:
     for name in (field.name for field in fields(GrowthOptions)):
         value = getattr(plan.options, name)
         if value != getattr(default, name):
-            found[name] = value
-    found |= {k: v for k, v in chosen.items() if v != getattr(GrowthOptions, k)}
-    return found
+            result[name] = value
+    result |= {k: v for k, v in chosen.items() if v != getattr(GrowthOptions, k)}
+    return result
 
 
 def command(plan: GrowthPlan, settings: Settings) -> str:

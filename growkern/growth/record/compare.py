@@ -49,13 +49,13 @@ def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
     if data.get("versions", {}).get("growkern") != version():
         # another version may judge differently
         left_out.add("exact")
-    found = []
+    result = []
     for key in now.keys() - left_out:
         is_config = key.endswith("_config")
         where = next(_differences(data.get(key), now[key], is_config), None)
         if where is not None:
-            found.append(f"{lineage.file}: {key}{where}")
-    return sorted(found)
+            result.append(f"{lineage.file}: {key}{where}")
+    return sorted(result)
 
 
 def _differences(then: Any, now: Any, is_config: bool) -> Iterator[str]:

@@ -74,18 +74,18 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
 
     Weights are not read. A model in memory has no files.
     """
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     if source.format is None:
-        return found
+        return result
     for name in sorted({header.file for header in source.headers.values()}):
         file = Path(name)
         header = source.format.read_header(file)
-        found[file.name] = {
+        result[file.name] = {
             "size": file.stat().st_size,
             "modified": file.stat().st_mtime_ns,
             "header": hashlib.sha256(header).hexdigest(),
         }
-    return found
+    return result
 
 
 def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[str, Any]:
@@ -108,9 +108,9 @@ def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[
 
 def config_dict(config: Any) -> dict[str, Any]:
     """A whole config as JSON data, without the path that it was read from."""
-    found = json.loads(config.to_json_string(use_diff=False))
-    found.pop("_name_or_path", None)
-    return dict(found)
+    result = json.loads(config.to_json_string(use_diff=False))
+    result.pop("_name_or_path", None)
+    return dict(result)
 
 
 def record_of(plan: GrowthPlan) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def lineage_text(
 def records_in(history: History) -> list[Any]:
     """The records of the growths in a history, the latest first; None for one that is lost."""
     if history.plan is None:
-        return [one if isinstance(one, dict) else None for one in history.records]
+        return [record if isinstance(record, dict) else None for record in history.records]
     text = lineage_text(history.plan, Settings(), {}, trained=True)
     return [*history_from(json.loads(text)).records]
 

@@ -125,25 +125,25 @@ def _next_layer(plan: GrowthPlan, task: Task) -> tuple[str, ...]:
         return ()
     if task.tensor.norm is not None:
         return (index_text(norms.from_next_layer(plan, task).nonzero().flatten()),)
-    found = []
+    result = []
     for axis in task.tensor.axes:
         role, _, names = axis.partition(":")
         pieces = [from_next_layer(plan, task, role, n) for n in names.split("|") if n]
         from_next = torch.cat(pieces) if pieces else torch.zeros(0)
-        found.append(index_text(from_next.nonzero().flatten()))
-    return tuple(found)
+        result.append(index_text(from_next.nonzero().flatten()))
+    return tuple(result)
 
 
 def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:
     """All spaces that the growth uses, by `space_key`, as JSON data."""
-    found = {}
+    result = {}
     for task in plan.tasks:
         axes = {name for axis in task.tensor.axes for name in axis.partition(":")[2].split("|")}
         for name in sorted(axes.union(task.tensor.norm or ()) - {""}):
             key = space_key(*plan.layout.key(name, task.source_layer))
-            if key not in found:
-                found[key] = space_to_dict(plan.layout.space(name, task.source_layer))
-    return found
+            if key not in result:
+                result[key] = space_to_dict(plan.layout.space(name, task.source_layer))
+    return result
 
 
 def space_key(name: str, layer: Layer) -> str:

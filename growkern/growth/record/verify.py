@@ -229,13 +229,13 @@ def _roundings(
     if not (is_narrow or plan.rounds_weights):
         return {}
     wide = old if old.dtype.itemsize > 2 else as_model(source, torch.float32)
-    found = {}
+    result = {}
     if plan.rounds_weights:
-        found[ROUNDING_ERROR] = rounding_error(plan, wide, tokens)
+        result[ROUNDING_ERROR] = rounding_error(plan, wide, tokens)
     if is_narrow:
         narrow = old if old.dtype == coarsest else as_model(source, coarsest)
-        found[ARITHMETIC_ERROR] = arithmetic_error(plan, narrow, wide, tokens)
-    return found
+        result[ARITHMETIC_ERROR] = arithmetic_error(plan, narrow, wide, tokens)
+    return result
 
 
 def _check_belongs(plan: GrowthPlan, grown: Source) -> None:

@@ -140,17 +140,17 @@ FORMATS = (DISTRIBUTED, REMOTE, SAFETENSORS)
 
 def format_of(directory: Path) -> Format:
     """The format of a checkpoint directory: the first of `FORMATS` that recognises it."""
-    return next(one for one in FORMATS if one.recognises(directory))
+    return next(kind for kind in FORMATS if kind.recognises(directory))
 
 
 def weight_files() -> tuple[str, ...]:
     """Patterns of the names of files that a loader may read as the model's weights."""
-    return (*OTHER_WEIGHTS, *(pattern for one in FORMATS for pattern in one.weights))
+    return (*OTHER_WEIGHTS, *(pattern for kind in FORMATS for pattern in kind.weights))
 
 
 def header_reader(file: Path) -> Callable[[Path], bytes] | None:
     """`Format.read_header` for a file that its name says to hold tensors; None for other files."""
-    return next((one.read_header for one in FORMATS if one.suffix == file.suffix), None)
+    return next((kind.read_header for kind in FORMATS if kind.suffix == file.suffix), None)
 
 
 def beside_weights(directory: Path) -> Iterator[Path]:

@@ -85,9 +85,9 @@ def name_of(directory: Path) -> str:
 
 def snapshot_of(directory: Path) -> HubModel:
     """`hub_model` of a directory that is one."""
-    found = hub_model(directory)
-    assert found is not None
-    return found
+    result = hub_model(directory)
+    assert result is not None
+    return result
 
 
 def located(source: Any, revision: str | None = None, *, weights: bool = True) -> Any:

@@ -148,7 +148,7 @@ def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
     small = [place / name for name in (CONFIG_FILE, GENERATION_FILE, LINEAGE_FILE, MODULES_FILE)]
     for folder in module_folders(place):
         inside = (place / folder).iterdir() if (place / folder).is_dir() else ()
-        small += [one for one in inside if not any(fnmatch(one.name, p) for p in STATE_FILES)]
+        small += [inner for inner in inside if not any(fnmatch(inner.name, p) for p in STATE_FILES)]
     with contextlib.suppress(GrowthError):
         # too many files are refused where they are copied
         small += beside_weights(place)

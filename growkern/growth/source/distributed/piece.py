@@ -65,7 +65,7 @@ def read_piece(
 def _load(content: bytearray, nbytes: int) -> Any:
     """What an archive holds. Its tensors share their memory with `content`."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        records = {one.filename.partition("/")[2]: one for one in archive.infolist()}
+        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
     # all checksums are 0 after torch.serialization.set_crc32_options(False)
     is_checked = any(record.CRC for record in records.values())
 
@@ -75,10 +75,10 @@ def _load(content: bytearray, nbytes: int) -> Any:
             raise ValueError("the records of a piece are compressed: save it with torch.save")
         start = record.header_offset
         start += LENGTHS.size + sum(LENGTHS.unpack_from(content, start))
-        found = memoryview(content)[start : start + record.file_size]
-        if is_checked and zlib.crc32(found) != record.CRC:
+        result = memoryview(content)[start : start + record.file_size]
+        if is_checked and zlib.crc32(result) != record.CRC:
             raise ValueError(f"{name} of a piece is damaged: its checksum differs")
-        return found
+        return result
 
     def load_storage(saved: tuple[Any, ...]) -> torch.storage.TypedStorage:
         _, kind, key, _, count = saved
