@@ -192,8 +192,7 @@ def _with_older(
         now = result.pop(key.field, None)
         value = key.value(config, now)
         if not key.is_pattern and key.field in given and value == key.value(before):
-            value = given[key.field]
-            result[key.field] = value
+            result[key.field] = given[key.field]
         elif value is not None:
             result[key.field] = value
     return result

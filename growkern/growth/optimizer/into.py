@@ -113,8 +113,10 @@ def grow_optimizer_into(
         entry = _part_of_entry(plan, task, parameter, state, moments)
         if entry:
             grown[number] = entry
-        if is_mapped:
-            _release(task, state)
+        # the pages of the mapped file that the parameter was made of
+        for name in filter(None, (task.source, task.upper)) if is_mapped else ():
+            for value in state.get(name, {}).values():
+                release_pages(value)
     if stamps is not None:
         stamps.check()
     # load_state_dict puts step counts and moments on the device and in the dtype PyTorch wants
@@ -140,13 +142,6 @@ def _part_of_entry(
         if out is None:
             local.copy_(built)
     return entry
-
-
-def _release(task: Task, state: State) -> None:
-    """Free the pages of the mapped file that a target parameter was made of."""
-    for name in filter(None, (task.source, task.upper)):
-        for value in state.get(name, {}).values():
-            release_pages(value)
 
 
 def _targets(

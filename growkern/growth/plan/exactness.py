@@ -97,15 +97,9 @@ def _width(plan: Blueprint) -> list[Finding]:
     return [_measured(plan, what, why)]
 
 
-def _output_bound(plan: Blueprint) -> float | None:
-    """`output_bound`, computed once."""
-    bound: float | None = plan.cache.get("output bound", lambda: output_bound(plan))
-    return bound
-
-
 def _measured(plan: Blueprint, what: str, why: str) -> Finding:
     """The statement on a part whose norms or rotary positions are slightly off."""
-    bound = _output_bound(plan)
+    bound: float | None = plan.cache.get("output bound", lambda: output_bound(plan))
     if bound is None:
         why = f"{why}; the source cannot be run here to measure how far that moves the outputs"
         return Finding("changed", what, why)

@@ -104,15 +104,14 @@ def part_bytes(plan: Blueprint, ranks: int) -> int:
 
 
 def _most_in_work(plan: Blueprint) -> int:
-    return max((_bytes_in_work(plan, piece) for piece in pieces_of(plan)), default=0)
-
-
-def _bytes_in_work(plan: Blueprint, piece: Piece) -> int:
-    """Bytes of a piece: its buffer, its temporaries and the source rows mapped for it."""
-    start, stop = piece.rows
-    numbers = (stop - start) * math.prod(piece.task.shape[1:])
-    buffer = numbers * plan.dtype.itemsize
-    return buffer + _mapped_bytes(plan, piece.task, numbers) + _summed_bytes(plan)
+    """Most bytes of a piece: its buffer, its temporaries and the source rows mapped for it."""
+    most = 0
+    for piece in pieces_of(plan):
+        start, stop = piece.rows
+        numbers = (stop - start) * math.prod(piece.task.shape[1:])
+        buffer = numbers * plan.dtype.itemsize
+        most = max(most, buffer + _mapped_bytes(plan, piece.task, numbers) + _summed_bytes(plan))
+    return most
 
 
 def _mapped_bytes(plan: Blueprint, task: Task, numbers: int) -> int:

@@ -93,7 +93,9 @@ def output_bound(plan: Blueprint) -> float | None:
     except Exception:
         # classes of transformers that need other inputs raise errors of any type
         return None
-    texts = [_changes(new[name], x, len(tokens)) for name, x in old.items()]
+    # the largest change of every text over the largest output
+    shares = [(new[name] - x).abs() / x.abs().max() for name, x in old.items()]
+    texts = [share.reshape(len(tokens), -1).amax(1) for share in shares]
     change = torch.stack(texts).amax(0).clamp(min=torch.finfo(model.dtype).eps)
     return (ROOM * change.max() * (change.max() / change.median())).item()
 
@@ -163,11 +165,6 @@ def _turn_further(model: Any, angle: float) -> None:
         for name, buffer in module._buffers.items():
             if name.endswith("inv_freq"):
                 module._buffers[name] = buffer.double() + angle
-
-
-def _changes(new: Tensor, old: Tensor, count: int) -> Tensor:
-    """The largest change of an output of every text over the largest output, (count,) float64."""
-    return ((new - old).abs() / old.abs().max()).reshape(count, -1).amax(1)
 
 
 def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:

@@ -10,9 +10,11 @@ wants a large one, to run the source, that file is downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,22 +218,27 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     return {name: RemoteTensor(**vars(header), model=model) for name, header in found.items()}
 
 
+@contextlib.contextmanager
+def _reaching(model: HubModel) -> Iterator[None]:
+    """Turn errors of the Hub's client into `GrowthError`."""
+    try:
+        yield
+    except Exception as error:
+        raise GrowthError(_why(model.id, model.commit, error)) from error
+
+
 def _whole_file(model: HubModel, name: str) -> str:
     from huggingface_hub import hf_hub_download
 
-    try:
+    with _reaching(model):
         return hf_hub_download(model.id, name, revision=model.commit)
-    except Exception as error:
-        raise GrowthError(_why(model.id, model.commit, error)) from error
 
 
 def _has_file(model: HubModel, name: str) -> bool:
     from huggingface_hub import HfApi
 
-    try:
+    with _reaching(model):
         return HfApi().file_exists(model.id, name, revision=model.commit)
-    except Exception as error:
-        raise GrowthError(_why(model.id, model.commit, error)) from error
 
 
 def _bytes_of(model: HubModel, name: str, start: int, count: int) -> tuple[bytes, int]:
@@ -243,11 +250,9 @@ def _bytes_of(model: HubModel, name: str, start: int, count: int) -> tuple[bytes
         return b"", 0
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + count - 1}"}
     url = hf_hub_url(model.id, name, revision=model.commit)
-    try:
+    with _reaching(model):
         answer = get_session().get(url, headers=headers, timeout=TIMEOUT, follow_redirects=True)
         hf_raise_for_status(answer)
-    except Exception as error:
-        raise GrowthError(_why(model.id, model.commit, error)) from error
     size = answer.headers.get("Content-Range", "").rpartition("/")[2]
     if answer.status_code != 206 or not size.isdigit():
         raise GrowthError(f"{model.id}: the Hub does not send parts of {name}: download it first")

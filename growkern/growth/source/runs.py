@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,14 +39,10 @@ class Float64(TorchFunctionMode):
 
 def fits(source: Source, most: int = LARGEST) -> bool:
     """True if `as_model` may copy this model: it is small, plain, and not spread over ranks."""
-    if sum(map(_numbers, source.spec.shapes.values())) > most:
+    if sum(map(math.prod, source.spec.shapes.values())) > most:
         return False
     first = source.read(next(iter(source.dtypes)))
     return not is_dtensor(first) and not first.is_meta
-
-
-def _numbers(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:

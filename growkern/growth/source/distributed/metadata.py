@@ -210,13 +210,12 @@ def _check(metadata: Any, size: int) -> None:
 def _is_piece(piece: Any, axes: int) -> bool:
     if type(piece) is not ChunkStorageMetadata:
         return False
-    numbers = piece.offsets, piece.sizes
-    return all(_are_counts(one, axes) for one in numbers)
-
-
-def _are_counts(numbers: Any, axes: int) -> bool:
-    is_size = type(numbers) is torch.Size and len(numbers) == axes
-    return is_size and all(0 <= n <= MOST_ENTRIES for n in numbers)
+    return all(
+        type(counts) is torch.Size
+        and len(counts) == axes
+        and all(0 <= n <= MOST_ENTRIES for n in counts)
+        for counts in (piece.offsets, piece.sizes)
+    )
 
 
 def _is_place(place: Any) -> bool:
