@@ -125,7 +125,7 @@ def test_too_small_a_limit_names_the_least(tmp_path):
 def test_as_many_workers_as_fit(tmp_path, monkeypatch):
     plan = growkern.plan(save(tmp_path, "LlamaForCausalLM", LLAMA), hidden_size=24)
     monkeypatch.setattr(pieces.os, "sched_getaffinity", lambda _: range(64), raising=False)
-    each = max(pieces._bytes_in_work(plan, piece) for piece in pieces.pieces_of(plan))
+    each = pieces._most_in_work(plan)
     least = pieces.FIXED_BYTES + each
     assert pieces.workers_within(plan, least) == 1
     assert pieces.workers_within(plan, least + 2 * each) == 3
