@@ -83,7 +83,8 @@ class FlopCounter:
         total, self._of_rows = float(self._of_rows), 0.0
         if not self._waiting:
             return total
-        rows = torch.stack([sizes for _, sizes, _ in self._waiting]).tolist()
+        device = self._waiting[0][1].device
+        rows = torch.stack([sizes.to(device) for _, sizes, _ in self._waiting]).tolist()
         total += sum(
             flops(Sizes(*row)._replace(apart=apart))
             for (flops, _, apart), row in zip(self._waiting, rows, strict=True)
@@ -136,6 +137,10 @@ def real_sizes(batch: Mapping[str, Any], name: str, *, decoder: bool) -> Tensor:
         decoder: whether the labels belong to a decoder beside an encoder.
     """
     tokens_BS = batch[name]
+    if not decoder and "attention_mask" not in batch:
+        rows, length = tokens_BS.shape[:2]
+        squares = rows * length**2
+        return torch.tensor([rows, rows * length, rows * length, squares, squares, squares])
     lengths_B = others_B = _lengths(batch.get("attention_mask"), torch.ones_like(tokens_BS))
     if decoder:
         others_B = _lengths(batch.get(DECODER_MASK), batch["labels"] != IGNORE_INDEX)

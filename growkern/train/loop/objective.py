@@ -83,6 +83,7 @@ class Objective:
     ) -> None:
         self.loss, self.inheritance, self.teachers = loss, inheritance, teachers
         self._tokenizer, self._in_stages = tokenizer, in_stages
+        self._loss_arguments = loss.arguments()
         self.decoder = is_two_stacks(model)
         self.causal = not self.decoder and is_causal(model)
         side = side_loss_of(model)
@@ -198,7 +199,7 @@ class Objective:
         inputs = inputs_of(inner, inputs, rows.labels_BS)
         options |= self._options(inputs, rows, plan.alpha, items)
         if training:
-            options |= self.loss.arguments()
+            options |= self._loss_arguments
         with accelerator.autocast():
             loss_function = self.teachers.loss_function(inputs, plan.alpha)
         seen = []

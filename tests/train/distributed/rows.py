@@ -133,7 +133,7 @@ def rows_of_run(file):
 
     module.build_trainer = building
     try:
-        module.train(file, progress=False)
+        module.run(file, progress=False)
     finally:
         module.build_trainer = build_trainer
     ((trainer, mine),) = made

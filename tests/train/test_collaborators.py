@@ -1,0 +1,186 @@
+"""The collaborators of the trainer know nothing of it: each works in a loop of one's own."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+from growkern import GrowthError
+from growkern.errors import GrowthWarning
+from growkern.train.distributed.shards import Shards
+from growkern.train.growth.step import GrowthStep
+from growkern.train.loop.callbacks import WorkCallback
+from growkern.train.loop.growing import GrowthInRun
+from growkern.train.loop.meter import Meter
+from growkern.train.loop.objective import WHOLE, Objective
+from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.batches import Batches, LabelledSteps
+from growkern.train.loss.inheritance import Teachers
+from growkern.train.loss.options import LossOptions
+from growkern.train.loss.side import EvaluationSums
+from growkern.train.optimizer.choose import OptimizerMaker
+from growkern.train.optimizer.options import OptimizerOptions
+from growkern.train.safety.checkpoints import damage
+from growkern.train.safety.saving import Saver
+from growkern.train.safety.steps import StepOptions, StepWatch
+from growkern.train.safety.stops import EvaluationStopped, Stops
+from tests.train.safety.runs import small_trainer
+from tests.train.tiny import batch, build
+
+STEPS = 8
+KIND = {"causal": False, "decoder": False}
+
+
+@pytest.fixture
+def args(tmp_path):
+    return TrainingArguments(
+        str(tmp_path), max_steps=STEPS, save_total_limit=1, use_cpu=True, report_to="none"
+    )
+
+
+@pytest.fixture
+def accelerator(args):
+    """Made after the arguments, which reset what all accelerators share."""
+    return Accelerator(cpu=True)
+
+
+def state_at(step):
+    return TrainerState(global_step=step, max_steps=STEPS)
+
+
+def test_the_objective_is_that_of_the_model(accelerator):
+    model = build("bert", layers=2)
+    objective = Objective(model, LossOptions(), None, Teachers([], None))
+    objective.take_model(model)
+    rows, meter = batch(2, 8, seed=1), Meter()
+    items = (rows["labels"] != -100).sum()
+    loss, _ = objective.train(model.eval(), rows, WHOLE, items, accelerator, meter)
+    torch.testing.assert_close(loss, model(**rows).loss)
+    sums = EvaluationSums(None)
+    sums.add(*objective.evaluate_rows(model, rows, accelerator), accelerator)
+    sums.write(metrics := {}, "eval", None)
+    assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert meter.drain()["mlm"] == pytest.approx(float(loss), rel=1e-5)
+    flops = objective.flops
+    flops.add(rows, None, meter, taught=False)
+    assert flops.drain() > flops.drain() == 0
+    growths = GrowthInRun((), model, None, {})
+    assert objective.plan(0, TwoStageConfig(1, stage1_steps=1), growths).part is not None
+    assert objective.plan(1, TwoStageConfig(1, stage1_steps=1), growths) == WHOLE
+
+
+def test_a_batch_that_the_data_cannot_fill_is_left_out(accelerator):
+    batches, rows = Batches(accelerator, **KIND), [batch(2, 8, seed=i) for i in range(3)]
+    source = iter(rows)
+    assert batches.read(source, 2, state_at(1)) == rows[:2]
+    with pytest.warns(GrowthWarning, match="its last 1 of 2 batches are left out"):
+        assert batches.read(source, 2, state_at(1)) == []
+    batches.done = 0
+    with pytest.raises(GrowthError, match="not enough examples for a single step"):
+        batches.read(iter([]), 1, state_at(0))
+    with pytest.raises(GrowthError, match="no 'labels'"):
+        batches.prepare([{"input_ids": rows[0]["input_ids"]}], None, 2)
+
+
+def test_steps_without_a_label_do_not_count(accelerator):
+    steps = LabelledSteps()
+    for loss, items in ((2.0, 3), (5.0, 0), (4.0, 1)):
+        steps.begin(torch.tensor(items))
+        steps.add(torch.tensor(loss), torch.tensor(items))
+    assert steps.corrected(11 / 3, accelerator) == pytest.approx(3)
+    steps.begin(torch.tensor(0))
+    assert math.isnan(steps.corrected(0.0, accelerator))
+
+
+def test_the_saver_writes_whole_checkpoints_and_keeps_the_newest(accelerator, args, tmp_path):
+    saver, model = Saver(args, accelerator, Stops(accelerator)), torch.nn.Linear(2, 2)
+
+    def write(directory):
+        directory.mkdir()
+        torch.save(model.state_dict(), directory / "weights.pt")
+
+    for step in (2, 4):
+        saved = saver.save(model, tmp_path, state_at(step), write, Shards(model))
+        assert saved == tmp_path / f"checkpoint-{step}" and damage(saved) is None
+    assert saver.newest_whole() == saver.chosen(True) == tmp_path / "checkpoint-4"
+    assert not (tmp_path / "checkpoint-2").exists()
+    with pytest.raises(GrowthError, match=r"step 5: the weights are not finite.*checkpoint-4"):
+        model.weight.data.fill_(math.nan)
+        saver.save(model, tmp_path, state_at(5), write, Shards(model))
+    (tmp_path / "checkpoint-4" / "weights.pt").write_text("")
+    with pytest.raises(GrowthError, match="is damaged"):
+        saver.chosen(tmp_path / "checkpoint-4")
+
+
+def test_a_bad_step_is_not_taken_and_a_signal_saves(accelerator, args):
+    stops = Stops(accelerator)
+    steps = StepWatch(StepOptions("skip"), accelerator, stops, Saver(args, accelerator, stops))
+    steps.add(torch.tensor(1.0))
+    assert steps.is_taken(torch.tensor(1.0, dtype=torch.float64), 1)
+    steps.add(torch.tensor(math.nan))
+    assert not steps.is_taken(torch.tensor(1.0), 2) and steps.skipped == 1
+    stops.signals.defer()
+    stops.end_evaluation()
+    stops.signals.pending = 15
+    with pytest.raises(EvaluationStopped):
+        stops.end_evaluation()
+    steps.add(torch.tensor(1.0))
+    assert steps.is_taken(torch.tensor(1.0), 3)
+    control = TrainerControl(should_evaluate=True)
+    growths, saver = (
+        GrowthInRun((), torch.nn.Linear(1, 1), args, {}),
+        Saver(args, accelerator, stops),
+    )
+    callback = WorkCallback(Batches(accelerator, **KIND), growths, steps, saver)
+    callback.on_step_end(args, state_at(3), control)
+    assert control.should_save and control.should_log and not control.should_evaluate
+    assert stops.number == 15
+
+
+def test_a_part_of_the_run_ends_before_a_growth(args, tmp_path):
+    growth = [GrowthStep(at_step=n, sizes={"num_hidden_layers": n}) for n in (4, 6)]
+    growths = GrowthInRun(growth, build("bert", layers=2), args, {})
+    assert [growths.grown_at(tmp_path / f"checkpoint-{n}") for n in (4, 5, 8)] == [0, 1, 2]
+    control = TrainerControl()
+    growths.end_part(control, 3)
+    assert not growths.ends_here
+    growths.end_part(control, 4)
+    assert growths.ends_here and control.should_training_stop and control.should_save
+    assert growths.part(4) is None
+
+
+def test_the_optimizer_of_a_model_that_was_not_grown_is_that_of_the_arguments(args):
+    maker = OptimizerMaker("auto", OptimizerOptions(), args, {}, grows=False)
+    model = build("bert", layers=2)
+    maker.take_model(model)
+    assert maker.plan is None and maker.make(model) is None
+
+
+def test_no_collaborator_holds_the_trainer(tmp_path):
+    trainer = small_trainer(tmp_path)
+    seen, waiting = (
+        set(),
+        [
+            value
+            for value in vars(trainer).values()
+            if type(value).__module__.startswith("growkern")
+        ],
+    )
+    waiting += [x for x in trainer.callback_handler.callbacks if "growkern" in type(x).__module__]
+    assert len(waiting) > 12
+    while waiting:
+        one = waiting.pop()
+        assert not isinstance(one, Trainer) and one is not trainer
+        assert getattr(one, "__self__", None) is not trainer
+        if id(one) in seen or isinstance(one, torch.nn.Module | torch.Tensor | SimpleNamespace):
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif type(one).__module__.startswith(("growkern", "functools")):
+            waiting += [*getattr(one, "__dict__", {}).values(), *getattr(one, "args", ())]
