@@ -33,7 +33,6 @@ class Shards:
     """What a sharded model needs in a run. For other models `sharded` is False.
 
     Args:
-        model: in training.
         beside: frozen models that run in a step. What they gathered is freed after the backward
             pass.
 
@@ -92,9 +91,7 @@ class Shards:
         """Write this process's part of the weights for a checkpoint, or copy it.
 
         Args:
-            model: in training.
             tokenizer: None without one.
-            directory: of the checkpoint.
             is_first: whether this process writes the files that make a model directory.
 
         Returns:
@@ -120,10 +117,6 @@ class Shards:
         """Write this process's part of the optimizer's state, or copy it.
 
         Args:
-            model: in training.
-            optimizer: not wrapped.
-            scheduler: of the learning rate.
-            directory: of the checkpoint.
             is_first: whether this process writes what all have.
         """
         self._write(optimizer_parts(model, optimizer), directory)
@@ -150,7 +143,6 @@ def without_shared(result: Any, model: Any) -> Any:
 
     Args:
         result: of `load_state_dict`.
-        model: that was loaded into.
     """
     missing, state = set(result.missing_keys), model.state_dict(keep_vars=True)
     loaded = {id(value) for name, value in state.items() if name not in missing}

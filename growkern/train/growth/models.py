@@ -34,7 +34,6 @@ class Size:
     """A size that a model has during a run.
 
     Attributes:
-        config: of the model.
         plan: of the growth to this size; None for the model that the run begins with.
     """
 
@@ -46,8 +45,6 @@ def new_part(step: int, growth: GrowthStep, size: Size) -> Part | None:
     """The part that trains after a growth while its `new_layers_steps` last; None later.
 
     Args:
-        step: counted from 0.
-        growth: the last one.
         size: to which the model grew.
     """
     if step >= growth.at_step + growth.new_layers_steps:
@@ -181,7 +178,6 @@ def grown_model(
         source: a checkpoint directory.
         growth: the options of the growth.
         options: of the distribution.
-        dtype: of the weights.
         mesh: as in `shard`.
         plan: of a growth inside a run, made before the run.
     """
@@ -212,9 +208,7 @@ def unfilled_model(
 
     Args:
         class_name: in transformers.
-        size: of the model.
         options: of the distribution.
-        dtype: of the weights.
         mesh: as in `shard`.
     """
     model = shard(_on_meta(class_name, size.config, dtype), options, mesh)

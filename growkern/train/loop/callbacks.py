@@ -23,9 +23,6 @@ class LoopCallback(TrainerCallback):
     """Forwards the events of the training loop to the collator, the batches and the meter.
 
     Args:
-        batches: of the run.
-        meter: of the run.
-        growths: of the run.
         schedule: of the teacher; None without one.
     """
 
@@ -75,9 +72,7 @@ class WorkCallback(TrainerCallback):
     """Chooses what Trainer does after a step: log, save, stop.
 
     Args:
-        batches, growths: of the run.
         steps: knows what all processes have reported.
-        saver: of the run.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ class FlopCounter:
     The sizes stay on the device of the batch until then: the CPU must not wait for them.
 
     Args:
-        cost: of the model in training. Another one may take its place when the model grows.
         teachers: the costs of the teachers that run.
         tokens: the key of a batch's tokens.
         decoder: whether the labels belong to a decoder beside an encoder.
@@ -48,7 +47,6 @@ class FlopCounter:
         """Add a batch that was trained on, unless it only filled up.
 
         Args:
-            inputs: the batch.
             part: that trained.
             meter: gets the number of tokens.
             taught: whether the teachers ran.
@@ -105,7 +103,6 @@ class FlopCounter:
 
         Args:
             two_stage: None when there is no stage 1.
-            layers: of the model.
             sequences, length, labelled, decoder_length: as there.
         """
         rows = sequences * (decoder_length or length) * labelled

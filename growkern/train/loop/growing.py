@@ -77,7 +77,6 @@ class GrowthInRun:
     Args:
         steps: the growths, in their order.
         model: that the run begins with.
-        args: of the trainer.
         options: the other keyword arguments of the trainer.
 
     Attributes:
@@ -110,7 +109,6 @@ class GrowthInRun:
 
         Args:
             model: in training, with the dtype of its weights in training.
-            tokenizer: of the trainer.
             check: as in `sizes_of_run`.
 
         Raises:
@@ -177,13 +175,7 @@ class GrowthInRun:
         return checkpoint
 
     def load_optimizer(self, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """Grow the optimizer's state with the model, and continue the schedule.
-
-        Args:
-            model: that was just grown.
-            optimizer: of the model, not wrapped.
-            scheduler: of the learning rate.
-        """
+        """Grow the optimizer's state with the model, and continue the schedule."""
         assert self.source is not None
         step = self.steps[self.grown - 1]
         if step.grows_moments:
@@ -228,9 +220,7 @@ def complete_directory(model: Any, tokenizer: Any, directory: Path) -> None:
     That is a complete config, the record of growths, and for a generator a tokenizer of its own.
 
     Args:
-        model: in training.
         tokenizer: None without one.
-        directory: of the model.
     """
     known = getattr(model, "growth_plan", None)
     complete_config(directory, known and known.source, getattr(model, "config", None))

@@ -53,18 +53,15 @@ class Objective:
     """What a model is trained and evaluated on.
 
     Args:
-        model: in training.
         loss: the options of the loss.
         inheritance: when and how strongly the teachers take part.
         teachers: that `inheritance` asks for, or none.
-        tokenizer: of the batches.
         in_stages: whether there is a stage 1.
 
     Attributes:
         causal: whether the model predicts the next token.
         decoder: whether the labels belong to a decoder beside an encoder.
         side: the loss beside that of the labels, or None.
-        layers: of the model.
         flops: of the steps.
     """
 
@@ -116,9 +113,7 @@ class Objective:
         """The part that trains, and the KL share, in a step.
 
         Args:
-            step: counted from 0.
             two_stage: None when there is no stage 1.
-            growths: of the run, after which new layers may train alone.
         """
         part = two_stage.part(step, self.layers) if two_stage else None
         alpha = self.inheritance.rate_at(step) if self.inheritance else 0.0
@@ -129,8 +124,6 @@ class Objective:
 
         Args:
             batches: at least one, without repeated examples.
-            device: of the sums.
-            accelerator: of the trainer.
         """
         schedule, cached = self.inheritance, isinstance(self.teachers, TopKTeacher)
         if self.side is not None:
@@ -147,10 +140,7 @@ class Objective:
 
         Args:
             model: in training, maybe wrapped.
-            inputs: the batch.
-            plan: of the step.
             items: labels of the whole accumulated batch of all processes; None: of this batch.
-            accelerator: of the trainer.
             meter: gets the parts of the loss.
         """
         run = self._run(model, inputs, plan, accelerator, items, training=True)

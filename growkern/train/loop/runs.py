@@ -29,7 +29,6 @@ def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any],
     """Train through all growths to the end of the run.
 
     Args:
-        trainer: of the run.
         checkpoint: to begin with; None is the start.
         train: trains from a checkpoint until the model grows or the run ends.
     """
@@ -88,7 +87,6 @@ def replace_model(trainer: Any, make: Callable[[Former], Any]) -> None:
     """Train a model of another size from now on.
 
     Args:
-        trainer: of the run.
         make: makes the model, when the one before is gone from memory.
     """
     model = make(forget_model(trainer))
@@ -114,13 +112,7 @@ def forget_model(trainer: Any) -> Former:
 
 @contextlib.contextmanager
 def collating(trainer: Any, collator: Any, dataset: Any) -> Iterator[None]:
-    """While active, data loaders of a trainer count the rows of the batches of a collator.
-
-    Args:
-        trainer: of the run.
-        collator: makes the batches.
-        dataset: that is loaded.
-    """
+    """While active, data loaders of a trainer count the rows of the batches of a collator."""
     own = trainer.data_collator
     trainer.data_collator = trainer.batches.collator(collator, dataset)
     try:
@@ -136,12 +128,7 @@ def evaluation_data(trainer: Any, dataset: Any) -> Any:
 
 
 def write_checkpoint(trainer: Any, directory: Path) -> None:
-    """Write everything but the state of the trainer, which is completed here.
-
-    Args:
-        trainer: of the run.
-        directory: of the checkpoint.
-    """
+    """Write everything but the state of the trainer, which is completed here."""
     shards, name, is_first = trainer.shards, str(directory), trainer.args.should_save
     store_flops(trainer)
     shards.in_checkpoint = True
@@ -172,7 +159,6 @@ def complete_line(trainer: Any, logs: dict[str, float]) -> None:
     """Put the FLOPs so far and the numbers of the collaborators into a log line.
 
     Args:
-        trainer: of the run.
         logs: the line, changed in place.
     """
     store_flops(trainer)

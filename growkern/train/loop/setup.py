@@ -88,7 +88,6 @@ def prepare(
     """Check everything that can be checked before Trainer is made.
 
     Args:
-        settings: of the trainer.
         model: in training. Its weights may get another dtype.
         args: of the trainer; changed where a run needs it.
         options: the other keyword arguments of `transformers.Trainer`.
@@ -132,8 +131,6 @@ def take_model(
     """Look at the model that will be trained from now on.
 
     Args:
-        objective, optimizers: of the trainer.
-        two_stage: of the trainer.
         model: of another size than before, if there was one.
 
     Raises:
@@ -150,8 +147,6 @@ def complete(trainer: Any, settings: Settings, early: Early) -> Late:
     Args:
         trainer: with its accelerator, its data and its arguments. Its two stages are counted in
             steps from now on, and it gets its callbacks.
-        settings: of the trainer.
-        early: from `prepare`.
 
     Raises:
         GrowthError: the data or the length of the run does not fit the settings.

@@ -48,7 +48,6 @@ class Batches:
     they do not fill an accumulated batch.
 
     Args:
-        accelerator: of the trainer.
         row_weights: key of the row weights; None without them.
         kind: whether the model is `causal` and a `decoder`, see `growkern.train.loss.rows`.
 
@@ -81,9 +80,6 @@ class Batches:
         """Check that a data set has labels, if it can be read by index.
 
         Args:
-            dataset: of the trainer.
-            collator: makes its batches.
-            size: examples per batch.
             name: "training" or "evaluation".
 
         Raises:
@@ -116,7 +112,6 @@ class Batches:
             checkpoint: that it resumes from, or None.
             place: where Trainer would resume.
             epochs: that Trainer plans.
-            args: of the trainer.
 
         Returns:
             The complete passes through the data, and the batches of the next one to be skipped.
@@ -140,7 +135,6 @@ class Batches:
         Args:
             batches: of this pass through the data.
             number: of batches that are wanted.
-            state: of the trainer.
 
         Raises:
             GrowthError: there is not a single accumulated batch.
@@ -221,9 +215,7 @@ class Batches:
         All processes know the labels of the step, so all of them refuse.
 
         Args:
-            batches: of the step.
             items: its labels in all processes.
-            state: of the trainer.
 
         Raises:
             GrowthError: there is no label.
@@ -269,7 +261,6 @@ class LabelledSteps:
         Args:
             loss: the mean over all steps. Steps without a label have a loss of 0, or that of the
                 teacher alone.
-            accelerator: of the trainer.
         """
         empty, steps, rest = int(self._empty), self._steps, self._loss
         self._steps, self._empty, self._loss = 0, 0, 0.0

@@ -38,7 +38,6 @@ def check_side(
     """Refuse settings that a side loss does not fit.
 
     Args:
-        side: from `side_loss_of`.
         two_stage: whether there is a stage 1.
         teacher: whether there is a teacher.
         cached: whether the teacher is read from a cache.
@@ -83,13 +82,7 @@ class SideTerm:
     def parts(
         self, outputs: Any, targets: dict[str, Tensor] | None, device: torch.device
     ) -> SideParts:
-        """The side loss of a batch.
-
-        Args:
-            outputs: of the model.
-            targets: from `take`.
-            device: of the loss.
-        """
+        """The side loss of a batch."""
         if targets is not None:
             return self.loss.losses(outputs, targets)
         # every parameter needs a gradient, if only 0
@@ -105,8 +98,6 @@ class SideTerm:
         """The loss of a batch and its share of the term of the whole accumulated batch.
 
         Args:
-            loss: of the labels.
-            parts: from `parts`.
             meter: gets the mean, and the share of the items that were predicted correctly.
         """
         items = parts.items_B.sum()
@@ -134,10 +125,8 @@ class EvaluationSums:
         """Add a batch.
 
         Args:
-            loss_BS: of the labels.
             labelled_B: labels per example.
             side: the side loss.
-            accelerator: of the trainer.
         """
         columns = [loss_BS.double().sum(1), labelled_B.double()]
         columns += [x.double() for x in side or ()]

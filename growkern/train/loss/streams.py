@@ -34,7 +34,6 @@ def are_sent(dataset: Any, accelerator: Any) -> bool:
 
     Args:
         dataset: of a trainer.
-        accelerator: of the trainer.
     """
     if accelerator.num_processes == 1 or isinstance(dataset, TokenStream):
         return False
@@ -47,7 +46,6 @@ def check_stream(dataset: Any, accelerator: Any) -> None:
 
     Args:
         dataset: of a trainer.
-        accelerator: of the trainer.
 
     Raises:
         GrowthError: each process reads the stream, and accelerate fills up its end with examples
@@ -83,10 +81,6 @@ def place_in_stream(checkpoint: str | Path, args: TrainingArguments) -> tuple[in
     Trainer counts such an epoch as `max_steps` long. `epoch` of a checkpoint is the number of
     complete passes through the data, plus the batches since then over those of `max_steps` steps.
 
-    Args:
-        checkpoint: directory.
-        args: of the trainer.
-
     Returns:
         The complete passes, and the batches of the next pass that were trained on.
     """
@@ -99,14 +93,7 @@ def place_in_stream(checkpoint: str | Path, args: TrainingArguments) -> tuple[in
 def stream_loader(
     dataset: Any, collator: Any, batch_size: int, args: TrainingArguments
 ) -> Any | None:
-    """A data loader for a `TokenStream`, which accelerate would divide once more; or None.
-
-    Args:
-        dataset: of the trainer.
-        collator: makes the batches.
-        batch_size: examples per batch.
-        args: of the trainer.
-    """
+    """A data loader for a `TokenStream`, which accelerate would divide once more; or None."""
     if not isinstance(dataset, TokenStream):
         return None
     workers = dataset.lanes(args.dataloader_num_workers) if args.dataloader_num_workers else 0
@@ -139,7 +126,6 @@ class StreamReader:
 
     Args:
         stream: that the run trains on.
-        args: of the trainer.
     """
 
     def __init__(self, stream: TokenStream, args: TrainingArguments) -> None:

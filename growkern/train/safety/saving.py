@@ -54,7 +54,6 @@ class Saver:
     """Saves whole checkpoints and whole models.
 
     Args:
-        args, accelerator: of the trainer.
         stops: knows of signals, which wait for the checkpoint of their step.
 
     Attributes:
@@ -81,8 +80,6 @@ class Saver:
         If the disk is full, training continues with the earlier checkpoints and a warning.
 
         Args:
-            model: in training.
-            run: directory.
             state: of the trainer; it is written too.
             write: writes all else into a folder.
             shards: have parts that may be written in the background.
@@ -175,7 +172,6 @@ class Saver:
         """Save the model of a run, and the state of the trainer beside it.
 
         Args:
-            state: of the trainer.
             write: writes the model into a folder.
 
         Raises:
@@ -245,12 +241,7 @@ class Saver:
 
 
 def best_checkpoint(run: Path, state: Any) -> Path | None:
-    """The checkpoint with the best metric so far; this one if the metric is this step's.
-
-    Args:
-        run: directory.
-        state: of the trainer.
-    """
+    """The checkpoint with the best metric so far; this one if the metric is this step's."""
     step = state.best_global_step
     if not step:
         return None

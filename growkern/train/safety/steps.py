@@ -71,8 +71,6 @@ class StepWatch:
     """Looks at the steps of a run.
 
     Args:
-        options: of the trainer.
-        accelerator: of the trainer.
         stops: knows of signals.
         saver: knows of checkpoints.
 
@@ -102,7 +100,6 @@ class StepWatch:
 
         Args:
             norm: of the gradients.
-            step: counted from 1.
 
         Raises:
             GrowthError: the step is not finite, and no such steps are skipped.

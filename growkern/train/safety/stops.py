@@ -17,11 +17,7 @@ BATCHES_BETWEEN_QUESTIONS = 8
 
 
 class EvaluationStopped(Exception):
-    """A signal came during an evaluation.
-
-    Args:
-        number: of the signal.
-    """
+    """A signal came during an evaluation."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -30,9 +26,6 @@ class EvaluationStopped(Exception):
 
 class Stops:
     """Whether and why a run stops.
-
-    Args:
-        accelerator: of the trainer.
 
     Attributes:
         signals: that come now.
@@ -75,8 +68,6 @@ class Stops:
         """End the run. All processes do, and one says so.
 
         Args:
-            step: the last one.
-            run: directory.
             hint: how to resume.
 
         Raises:
@@ -89,12 +80,7 @@ class Stops:
 
 
 def is_evaluated_at(step: int, args: Any, state: Any) -> bool:
-    """Whether an undisturbed run has an evaluation after a step.
-
-    Args:
-        step: counted from 1.
-        args, state: of the trainer.
-    """
+    """Whether an undisturbed run has an evaluation after a step."""
     if args.eval_strategy != "steps" or step < max(1, args.eval_delay):
         return False
     return step % state.eval_steps == 0 or step == state.max_steps
@@ -104,7 +90,6 @@ def misses_evaluation(args: Any, state: Any, sets: Any) -> bool:
     """Whether a signal has ended or prevented the evaluation of the current step.
 
     Args:
-        args, state: of the trainer, with the log history of the checkpoint that was loaded.
         sets: the data for evaluation.
     """
     step = state.global_step
