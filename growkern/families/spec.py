@@ -147,7 +147,8 @@ class Attention:
 
     Attributes:
         positions: `rotary`, `learned` or `relative`. Rotary positions turn R entries of a head:
-            the pair i, i + R / 2 turns by theta ** (-2 i / R).
+            pair i turns by theta ** (-2 i / R).
+        pairs: where pair i lies. `halves`: entries i and i + R / 2. `adjacent`: 2 i and 2 i + 1.
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
         field: config field that holds the square of that constant.
         when: config flag; without it scores are not divided.
@@ -160,6 +161,7 @@ class Attention:
     when: str | None = None
     partial: bool = False
     field: str | None = None
+    pairs: str = "halves"
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,9 @@ class Layout:
             divided = before != after
         return direct_sum(
             [
-                within_head(old, new, part, rotary=self.turning, divided=divided)
+                within_head(
+                    old, new, part, rotary=self.turning, pairs=attention.pairs, divided=divided
+                )
                 for part in spec.parts
             ]
         )

@@ -265,6 +265,7 @@ def within_head(
     part: str,
     *,
     rotary: tuple[int, int] = (0, 0),
+    pairs: str = "halves",
     divided: bool = True,
 ) -> Space:
     """The entries of one head inside a larger head; attention scores and values stay the same.
@@ -276,9 +277,10 @@ def within_head(
 
     Args:
         part: "value" (copies), "query", "key", or "before_norm" (queries and keys below a norm).
-        rotary: R of source and target, the number of entries that rotary positions rotate. Entries
-            i and i + R / 2 rotate by theta ** (-2 i / R). Each pair is placed where the target
-            rotates at the same speed (`pair_step`), the other entries after the target's pairs.
+        rotary: R of source and target, the number of entries that rotary positions rotate. Pair i
+            rotates by theta ** (-2 i / R). It is placed where the target rotates at the same speed
+            (`pair_step`), the other entries after the target's pairs.
+        pairs: where pair i lies, as in `growkern.families.spec.Attention`.
         divided: True if the model divides scores by sqrt(head_dim).
     """
     index = maps.cyclic(source, target)
@@ -286,7 +288,9 @@ def within_head(
         return copies(index, source)
     old, new = map(rotary_entries, rotary)
     pair = torch.arange(old // 2) * (pair_step(*rotary) or 1)
-    place = torch.cat([pair, pair + new // 2, torch.arange(source - old) + new])
+    halves = torch.stack([pair, pair + new // 2])
+    turning = halves if pairs == "halves" else torch.stack([2 * pair, 2 * pair + 1], 1)
+    place = torch.cat([turning.flatten(), torch.arange(source - old) + new])
     index[place] = torch.arange(source)
     is_old = torch.zeros(target, dtype=torch.bool).index_fill_(0, place, True)
     gain = math.sqrt(target / source) if part == "before_norm" or divided else 1.0
