@@ -77,6 +77,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
+    "glm4": ("Glm4ForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
