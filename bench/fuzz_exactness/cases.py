@@ -34,6 +34,8 @@ ODD = {
     "relative_attention_num_buckets": (4, 32),
     "type_vocab_size": (1, 3),
 }
+# entries of lists with one for each layer
+LISTS = {"layer_types": ["full_attention", "sliding_attention"], "no_rope_layers": [0, 1]}
 # options of every growth. A value that occurs twice is drawn twice as often
 OPTIONS = {
     "method": ("fpi", "fpi", "fpi", "aki"),
@@ -136,9 +138,8 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
         sizes[family.config_field(key)] = rng.randint(1, most)
     if "emb" in family.config:
         sizes["embedding_size"] = rng.choice([hidden, 2 * hidden, 7])
-    if "layer_types" in family.per_layer:
-        kinds = ["full_attention", "sliding_attention"]
-        sizes["layer_types"] = [rng.choice(kinds) for _ in range(sizes["num_hidden_layers"])]
+    for name in family.per_layer:
+        sizes[name] = [rng.choice(LISTS[name]) for _ in range(sizes["num_hidden_layers"])]
     return sizes | _some(rng, ODD, 0.4)
 
 

@@ -149,6 +149,7 @@ class Attention:
         positions: `rotary`, `learned` or `relative`. Rotary positions turn R entries of a head:
             pair i turns by theta ** (-2 i / R).
         pairs: where pair i lies. `halves`: entries i and i + R / 2. `adjacent`: 2 i and 2 i + 1.
+        whole_pairs: True if the model cannot run with an odd R. Others then turn R + 1 entries.
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
         field: config field that holds the square of that constant.
         when: config flag; without it scores are not divided.
@@ -162,6 +163,7 @@ class Attention:
     partial: bool = False
     field: str | None = None
     pairs: str = "halves"
+    whole_pairs: bool = False
 
 
 @dataclass(frozen=True)

@@ -188,18 +188,20 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
 
 
 def _check_turning(model: ModelSpec) -> None:
-    """Refuse heads too small for their rotary pairs: transformers cannot run such a model."""
+    """Refuse heads that do not fit their rotary pairs: transformers cannot run such a model."""
     head_dim = model.head_dim(model.family.query_heads[0])
     if not turns_in_pairs(model, head_dim):
         raise UnfitError(
-            f"head_dim={head_dim}: rotary positions turn the entries of a head in pairs, so "
-            "head_dim must be even"
+            f"head_dim={head_dim}: rotary positions turn {model.turning_of(head_dim)} entries of a "
+            "head, in pairs, so that number must be even"
         )
 
 
 def turns_in_pairs(model: ModelSpec, head_dim: int) -> bool:
-    """True if heads of this size have room for their rotary pairs, or have none."""
-    return rotary_entries(model.turning_of(head_dim)) <= head_dim
+    """True if heads of this size have whole rotary pairs, or room for what completes the last."""
+    turning = model.turning_of(head_dim)
+    most = turning if model.family.attention.whole_pairs else head_dim
+    return rotary_entries(turning) <= most
 
 
 def _validate(large: ModelSpec) -> None:

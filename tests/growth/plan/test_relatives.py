@@ -154,3 +154,21 @@ def test_every_class_is_exact(model_type, class_name):
     larger = {key: size for key, size in at_once(model).items() if key not in same}
     grown = growkern.grow(source, **grown_by(model, larger))
     assert_exact(source, grown, grown.growth_plan)
+
+
+@pytest.mark.parametrize(
+    "model_type, config, growth, why",
+    [
+        ("phi", {}, {"head_dim": 6}, "head_dim=6: rotary positions turn 3 entries"),
+        ("stablelm", {}, {"hidden_size": 36, "num_attention_heads": 6}, "turn 3 entries of a head"),
+        ("phi", {"qk_layernorm": True}, {"hidden_size": 24}, "qk_layernorm=True: norms of queries"),
+        ("stablelm", {"qk_layernorm": True}, {"hidden_size": 48}, "qk_layernorm=True: norms of"),
+        ("opt", {"do_layer_norm_before": False}, {"hidden_size": 24}, "norms behind the blocks"),
+        ("opt", {"word_embed_proj_dim": 8}, {"hidden_size": 24}, "word_embed_proj_dim=8: embed"),
+    ],
+)
+def test_what_a_table_does_not_cover_is_refused(model_type, config, growth, why):
+    class_name, sizes = ALL[model_type]
+    source = random_model(class_name, {**sizes, **config})
+    with pytest.raises(growkern.GrowthError, match=why):
+        growkern.plan(source, **growth)
