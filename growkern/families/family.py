@@ -88,8 +88,9 @@ class Family:
 
     @property
     def pads_exactly(self) -> bool:
-        """True where a stream with empty entries computes the same: no norm outputs a mean."""
-        return not self.norm.centres or (self.norm.placement == "pre" and not self.carries)
+        """True where a stream with empty entries computes the same: no norm outputs the stream."""
+        written = {str(row.norm).partition(">")[2] for rows in self.parts.values() for row in rows}
+        return not self.norm.centres or (self.norm.placement == "pre" and "stream" not in written)
 
     def rows_of(self, class_name: str) -> Iterator[tuple[str, Row, str]]:
         """The rows of a class: (part of the table, row, stack), one for each stack of a row."""

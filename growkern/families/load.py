@@ -126,7 +126,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         },
         zero_in_identity=depth.get("zero", ()),
         inner_norms=depth.get("inner_norms", ()),
-        outer_norm=depth.get("outer_norm"),
+        outer_norm=depth.get("outer_norm") or None,
         refuse_depth=_refusals(f"{where}.depth.refuse", depth.get("refuse", {})),
         parts={
             part: tuple(_rows(f"{where}.tensors.{part}", rows, norm.placement))

@@ -77,7 +77,7 @@ def _width(plan: Blueprint) -> list[Finding]:
         if layout.is_padded:
             why = "extra coordinates are 0, a scale keeps the mean square"
         return [Finding("exact", what, why)]
-    if norm.placement == "pre" and not layout.family.carries:
+    if layout.family.pads_exactly:
         why = "extra coordinates keep the mean, a scale keeps the variance"
         return [Finding("exact", what, why)]
     if not layout.is_carried:
