@@ -14,6 +14,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 FULL = {"layer_types": ["full_attention", "full_attention"], "sliding_window": None}
+ROPELESS = {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4}
 DISTIL = {
     "vocab_size": 50,
     "dim": 12,
@@ -29,6 +30,18 @@ FACTORS = {
     "residual_multiplier": 0.3,
     "attention_multiplier": 0.4,
     "logits_scaling": 2.0,
+}
+BART = {
+    "vocab_size": 50,
+    "d_model": 12,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 22,
+    "max_position_embeddings": 16,
+    "eos_token_id": 1,
 }
 # queries grow from the fourth position on
 LATER = {
@@ -79,6 +92,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
     "glm4": ("Glm4ForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
+    "mbart": ("MBartForConditionalGeneration", BART, {"scale_embedding": True}),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
@@ -88,7 +102,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "opt": ("OPTForCausalLM", OPT, {"enable_bias": False}),
     "phi": ("PhiForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3, **HALF}, {}),
     "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
-    "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, "no_rope_layers": [1, 0]}, BIASES),
+    "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, **ROPELESS}, BIASES),
     "stablelm": (
         "StableLmForCausalLM",
         STABLE,
