@@ -32,8 +32,8 @@ Its sections:
                 for if not all, `repeats`: config fields that must equal a size, `cache`: the
                 size that transformers makes a cache of keys and values for, if a stack of
                 more layers cannot use it
-    [depth]     tensors that are zero in an identity block; the norms of a post-norm block, `[]` where
-                the extended table has them and this one does not
+    [depth]     tensors that are zero in an identity block; the norms of a post-norm block, `[]` if
+                only the extended table has them
     [tensors.*] name -> the tensor's axes, in order:
                 "write:S"       an output axis of space S
                 "read:S"        an input axis of space S
