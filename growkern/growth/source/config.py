@@ -15,7 +15,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from growkern.bounded import parse_json, read_bounded, read_json
 from growkern.errors import GrowthError
-from growkern.families.load import load_family, supported_families
+from growkern.families.load import supported_families
+from growkern.families.unknown import family_of
 from growkern.growth.source.config_values import check_names, check_values
 from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.links import refuse_links_out
@@ -67,7 +68,7 @@ def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:
         )
     family = None
     if not any_family or kind in supported_families():
-        family = load_family(kind)
+        family = family_of(kind, data)
     if kind not in transformers.CONFIG_MAPPING:
         raise GrowthError(
             f"{file}: transformers {transformers.__version__} has no model_type {kind[:100]!r}; "

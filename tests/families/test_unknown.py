@@ -1,0 +1,39 @@
+"""A refusal of a model without a table says what the model is. Truth: what its makers call it."""
+
+import json
+
+import pytest
+import transformers
+
+import growkern
+
+MIXTRAL = {"num_local_experts": 4, "hidden_size": 16}
+WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "clause"),
+    [
+        # other prefixes, OPT's blocks
+        ("xglm", {}, r"nearest: opt \(\d\d% of its tensor names\)"),
+        ("olmo", {}, r"nearest: \w+ \(100% of its tensor names\)"),
+        # sizes of a damaged file are not built
+        ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: opt"),
+        ("mixtral", MIXTRAL, r"it is a mixture of experts \(num_local_experts=4\)"),
+        ("mistral3", WRAPPED, "its text_config is a mistral, which has a table"),
+        ("mamba", {}, "llama, .*xlm-roberta$"),
+        ("nobody", {}, "llama, .*xlm-roberta$"),
+    ],
+)
+def test_a_model_without_a_table_is_described(model_type, config, clause, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
+    with pytest.raises(growkern.GrowthError, match=clause) as refused:
+        growkern.plan(tmp_path, hidden_size=64)
+    assert f"model_type '{model_type}' has no family table" in str(refused.value)
+
+
+def test_a_model_in_memory_is_described_too():
+    sizes = {"vocab_size": 50, "d_model": 12, "num_layers": 2, "attention_heads": 3, "ffn_dim": 20}
+    model = transformers.XGLMForCausalLM(transformers.XGLMConfig(**sizes))
+    with pytest.raises(growkern.GrowthError, match="nearest: opt"):
+        growkern.plan(model, d_model=24)
