@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from growkern.growth.sharded.grow_into import grow_into as grow_into
     from growkern.ops.expand.call import Routing as Routing
     from growkern.ops.expand.op import expand as expand
-    from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
-    from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
-    from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
     from growkern.train.dataset.load import load_data as load_data
     from growkern.train.dataset.options import DataSection as DataSection
     from growkern.train.distributed.options import DistributedOptions as DistributedOptions
@@ -46,8 +43,11 @@ if TYPE_CHECKING:
     from growkern.train.loop.two_stage import TwoStageConfig as TwoStageConfig
     from growkern.train.loss.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.inherited import count_labels as count_labels
-    from growkern.train.loss.inherited import inherited_loss as inherited_loss
-    from growkern.train.loss.options import LossOptions as LossOptions
+    from growkern.train.loss.losses import LossOptions as LossOptions
+    from growkern.train.loss.losses import inherited_loss as inherited_loss
+    from growkern.train.loss.losses import kl_mlm_loss as kl_mlm_loss
+    from growkern.train.loss.losses import linear_kl_mlm_loss as linear_kl_mlm_loss
+    from growkern.train.loss.losses import topk_kl_mlm_loss as topk_kl_mlm_loss
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.optimizer.options import OptimizerOptions as OptimizerOptions
     from growkern.train.run.start import run as run
@@ -79,11 +79,11 @@ _MODULE_OF = {
     "verify": "growkern.growth.record.verify",
     "Routing": "growkern.ops.expand.call",
     "expand": "growkern.ops.expand.op",
-    "kl_mlm_loss": "growkern.ops.loss.kl_mlm_loss",
-    "linear_kl_mlm_loss": "growkern.ops.loss.linear_kl_mlm_loss",
+    "kl_mlm_loss": "growkern.train.loss.losses",
+    "linear_kl_mlm_loss": "growkern.train.loss.losses",
     "GrowthAdamW": "growkern.growth.optimizer.adamw",
     "GrowthMuon": "growkern.growth.optimizer.muon",
-    "topk_kl_mlm_loss": "growkern.ops.loss.topk_kl_mlm_loss",
+    "topk_kl_mlm_loss": "growkern.train.loss.losses",
     "CacheReport": "growkern.train.topk_teacher.write",
     "DistillKitTeacher": "growkern.train.topk_teacher.distillkit",
     "ServedTeacher": "growkern.train.topk_teacher.served",
@@ -101,9 +101,9 @@ _MODULE_OF = {
     "finetune": "growkern.train.evaluation.finetune",
     "InheritanceSchedule": "growkern.train.loss.inheritance",
     "GrowthStep": "growkern.train.growth.step",
-    "LossOptions": "growkern.train.loss.options",
+    "LossOptions": "growkern.train.loss.losses",
     "count_labels": "growkern.train.loss.inherited",
-    "inherited_loss": "growkern.train.loss.inherited",
+    "inherited_loss": "growkern.train.loss.losses",
     "ReplacedTokenDetection": "growkern.train.objectives.electra",
     "OptimizerOptions": "growkern.train.optimizer.options",
     "TwoStageTrainer": "growkern.train.loop.trainer",

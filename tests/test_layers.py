@@ -48,7 +48,6 @@ PARTS = {
     "growkern.ops": ("backend", "adamw", "expand", "loss"),
     "growkern.ops.loss": (
         "rows",
-        "keywords",
         "linear",
         "topk",
         "kl_mlm_loss",
@@ -126,18 +125,17 @@ PUBLIC_OPS = {
     "growkern.ops.expand.work.Work",
     "growkern.ops.expand.work.OneByOne",
     "growkern.ops.expand.work.work_on",
-    "growkern.ops.loss.keywords.Divergence",
-    "growkern.ops.loss.keywords.InheritedKeywords",
-    "growkern.ops.loss.keywords.KLRows",
-    "growkern.ops.loss.kl_mlm_loss.LossParts",
     "growkern.ops.loss.kl_mlm_loss.kl_mlm_loss",
     "growkern.ops.loss.linear.gemm.project",
     "growkern.ops.loss.linear_kl_mlm_loss.linear_kl_mlm_loss",
-    "growkern.ops.loss.rows.label_options.LabelArguments",
-    "growkern.ops.loss.rows.label_options.LabelOptions",
-    "growkern.ops.loss.rows.label_options.check_names",
-    "growkern.ops.loss.rows.label_options.show_label_options",
+    "growkern.ops.loss.rows.inputs.LossParts",
+    "growkern.ops.loss.rows.options.Divergence",
     "growkern.ops.loss.rows.options.IGNORE_INDEX",
+    "growkern.ops.loss.rows.options.KLRows",
+    "growkern.ops.loss.rows.options.LABEL_OPTIONS",
+    "growkern.ops.loss.rows.options.LIMITS",
+    "growkern.ops.loss.rows.options.Reduction",
+    "growkern.ops.loss.rows.options.Tail",
     "growkern.ops.loss.topk_kl_mlm_loss.topk_kl_mlm_loss",
 }
 
@@ -165,6 +163,8 @@ RENAMING = (
 LINE_CHARACTERS = 100
 FUNCTION_LINES = 60
 FILE_LINES = 400
+# `python -m tests.train.loss.generate` writes most of it
+GENERATED = PACKAGE / "train/loss/losses.py"
 FOLDER_FILES = 14
 ARGUMENTS = 14
 # a shorter file that one other file imports belongs into that one
@@ -365,7 +365,7 @@ def test_house_numbers_of_compiled_code(path):
 @pytest.mark.parametrize("path", [*MODULES, *BENCH], ids=lambda path: str(path.relative_to(ROOT)))
 def test_house_numbers(path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= FILE_LINES, f"{len(lines)} lines, split it by purpose"
+    assert len(lines) <= FILE_LINES or path == GENERATED, f"{len(lines)} lines, split it by purpose"
     for node in functions(path):
         length = node.end_lineno - node.lineno + 1 - docstring_lines(node)
         assert length <= FUNCTION_LINES, f"{where(path, node)} {node.name}: {length} lines"

@@ -4,6 +4,7 @@
 // explains the numbers of a row; a test compares the names below with those there.
 // Letters: N rows, V vocabulary, K teachers, S numbers of a row.
 #pragma once
+#include "../maths.h"
 #include "native.h"
 
 namespace growkern {
@@ -20,7 +21,7 @@ enum class TailFactors { maximum, softmax, softmax_t, at_label, everywhere };
 constexpr int32_t MLM_ROW = 1, KL_ROW = 2;
 
 // mirrored in growkern/ops/loss/rows/on_cpu.py; strides are in elements, columns are contiguous
-struct KlMlmArgs {
+struct KlMlmArgs : Maths<double> {
     const void* student;             // (N, V) of `student_type`
     const void* const* teachers;     // K times (N, V) of `teacher_types`
     const int64_t* teacher_strides;  // (K,)
@@ -33,9 +34,6 @@ struct KlMlmArgs {
     void* dstudent;                  // (N, V) of `grad_type`  out; may begin where student does
     void* scratch;                   // (threads, 1 + K, V) of `type`; null: no row is converted
     int64_t student_stride, dstudent_stride, N, V, K;
-    double inv_t, softcap, teacher_softcap;  // 1 / temperature; a cap of 0 is none
-    double beta;                     // 0: forward KL, 1: reverse KL, between them Jensen-Shannon
-    double label_smoothing, z_loss;
     int32_t type;                    // F32 or F64: of sums, and of what is computed
     int32_t student_type, grad_type;
     int32_t narrow;                  // F32: compute as kl_mlm_narrow.h, from logits as float; F64:
@@ -44,6 +42,9 @@ struct KlMlmArgs {
     bool sums, diverge, grad;        // `Steps` of rows/state.py
     bool parts;                      // whether `sums` includes the entropy and the top-1 token
 };
+
+// whether the label's term needs the sum of the logits of a row
+inline bool sums_logits(const KlMlmArgs& a) { return a.label_smoothing != 0; }
 
 void kl_mlm_portable(const KlMlmArgs&);
 void kl_mlm_avx2(const KlMlmArgs&);

@@ -86,7 +86,7 @@ void sum_student(const Row<T>& row) {
         row.sums(S::moment) = before.second + after.second + moment_y;
         row.sums(S::best) = column_of(z, a.V, m);
     }
-    if (a.label_smoothing) {
+    if (sums_logits(a)) {
         row.sums(S::sum_z) = sum<T>(0, a.V, [=](int64_t j, T& x, T& none) {
                                  x = z[j];
                                  none = 0;

@@ -160,7 +160,7 @@ struct StudentNarrow {
         if (a.inv_t != 1) {
             add_exponentials<false>(z, n, Softmax<In>(one.reference(), a.inv_t), at_t);
         }
-        for (int64_t j = 0; j < n && a.label_smoothing; ++j) sum_z += z[j];
+        for (int64_t j = 0; j < n && sums_logits(a); ++j) sum_z += z[j];
     }
     // `z_y` is the label's logit, if there is one
     template <class T>
@@ -175,7 +175,7 @@ struct StudentNarrow {
             row.sums(S::moment) = static_cast<T>(one.second + (e_y == 0 ? 0 : e_y * z_y));
             row.sums(S::best) = static_cast<T>(best);
         }
-        if (a.label_smoothing) row.sums(S::sum_z) = static_cast<T>(sum_z);
+        if (sums_logits(a)) row.sums(S::sum_z) = static_cast<T>(sum_z);
         row.sums(S::columns) = static_cast<T>(a.V);
     }
 };

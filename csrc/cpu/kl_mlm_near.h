@@ -52,7 +52,7 @@ inline int squares_of(double inv_t) {
 }
 
 inline bool has_near_blocks(const KlMlmArgs& a) {
-    return a.K == 1 && squares_of(a.inv_t) >= 0 && a.label_smoothing == 0;
+    return a.K == 1 && squares_of(a.inv_t) >= 0 && !sums_logits(a);
 }
 
 // exp(r) - 1 for |r| <= NEAR

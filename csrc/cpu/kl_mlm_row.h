@@ -123,7 +123,7 @@ Factors<T> label_factors(const Row<T>& row) {
     const T dmlm = row.mlm ? row.drow(0) : 0;
     const T from_z_loss = a.z_loss ? dmlm * 2 * static_cast<T>(a.z_loss) * (std::log(d) + m) : 0;
     const T smooth = dmlm * static_cast<T>(a.label_smoothing);
-    const T count = a.label_smoothing ? row.sums(S::columns) : 1;
+    const T count = sums_logits(a) ? row.sums(S::columns) : 1;
     return {m, row.mlm ? (dmlm + from_z_loss) / d : 0, 0,
             (from_z_loss * e_y - dmlm * rest) / d + smooth, smooth / count};
 }

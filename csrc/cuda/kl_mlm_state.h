@@ -3,6 +3,7 @@
 // growkern/ops/loss/rows/state.py explains the numbers of a row; a test compares the names below
 // with those there. Letters: N rows, V vocabulary, K teachers, S numbers of a row.
 #pragma once
+#include "../maths.h"
 #include "device.h"
 
 // set by the launch (growkern/ops/loss/rows/on_cuda.py); with these values the file compiles alone
@@ -33,7 +34,7 @@ constexpr int STUDENT_SUMS = 8, TEACHER_SUMS = 6;
 constexpr i32 MLM_ROW = 1, KL_ROW = 2;
 
 // mirrored in growkern/ops/loss/rows/on_cuda.py; strides are in elements
-struct RowsArgs {
+struct RowsArgs : Maths<float> {
     const STUDENT* student;                // (N, V)
     const TEACHER* teacher[MAX_TEACHERS];  // (N, V) each
     const void* student_bias;              // (V,) BIAS each; null: there is none
@@ -47,8 +48,6 @@ struct RowsArgs {
     i64 N;
     i32 V;
     i32 span;  // columns of a block, a multiple of 8: of 16 bytes in every type
-    float inv_t, softcap, teacher_softcap;  // 1 / temperature; a cap of 0 is none
-    float label_smoothing, z_loss;
     bool sums, grad;  // `Steps` of rows/state.py
 };
 

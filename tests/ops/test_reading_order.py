@@ -22,7 +22,7 @@ EXPAND = {f"expand/{name}.py" for name in ("op", "call", "checks", "hashes")}
 # the table of backends, rows/op.py, is read but not run
 LINEAR = {
     *("loss/linear_kl_mlm_loss.py", "loss/kl_mlm_loss.py", "loss/rows/options.py"),
-    *("loss/rows/label_options.py", "loss/rows/state.py", "loss/rows/op.py"),
+    *("loss/rows/inputs.py", "loss/rows/state.py", "loss/rows/op.py"),
     *(f"loss/linear/{name}.py" for name in ("heads", "op", "gemm")),
 }
 ROWS = "loss/rows"

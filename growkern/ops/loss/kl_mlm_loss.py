@@ -35,57 +35,34 @@ Label smoothing e and a z-loss c change the MLM term to
 
 Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 2 + 2 K terms.
 
-Reading order: the reference and the public function here, then `rows/options.py` and
-`rows/label_options.py` (arguments),
-`rows/op.py` (custom op), `rows/state.py` (the numbers of a row), and the row function of a backend:
-`rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU; for a GPU `rows/on_triton.py`,
-`rows/triton_kernel.py` and `rows/triton_blocks.py`, or `rows/on_cuda.py` and
-`csrc/cuda/kl_mlm_rows.cu`.
+Reading order: the reference and the function here, then `rows/options.py` (options),
+`rows/inputs.py` (labels and rows), `rows/op.py` (custom op), `rows/state.py` (the numbers of a
+row), and the row function of a backend: `rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU;
+for a GPU `rows/on_triton.py`, `rows/triton_kernel.py` and `rows/triton_blocks.py`, or
+`rows/on_cuda.py` and `csrc/cuda/kl_mlm_rows.cu`.
+
+Users call the function with all of its options in `growkern/train/loss/losses.py`.
 """
 
 import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
+from growkern.ops.backend.dtypes import check_tensors
 from growkern.ops.backend.transforms import apply
-from growkern.ops.loss.keywords import Divergence, KLRows, LogitKeywords, Reduction
+from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, row_inputs, shard_of_call
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
-from growkern.ops.loss.rows.options import (
-    IGNORE_INDEX,
-    LossParts,
-    as_teachers,
-    check_labels,
-    check_options,
-    check_row_weights,
-    check_vocabulary,
-    checked_labels,
-    outcome,
-    row_kinds,
-    term_weights,
-)
-from growkern.ops.loss.rows.state import (
-    KL_ROW,
-    MLM_ROW,
-    Maths,
-    RowInputs,
-    Terms,
-    live_kinds,
-    weighted,
-)
-from growkern.ops.loss.rows.vocab_parallel import WHOLE, check_shard, refuse_reference
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from growkern.ops.loss.rows.options import LossCall, Maths, as_teachers, check_options
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, Terms, weighted
+from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 
 # logits of a teacher that the reference widens at a time: 128 MiB in float64
 REFERENCE_ELEMENTS = 1 << 24
@@ -190,146 +167,40 @@ def in_row_blocks(terms_of: Callable[[slice], Tensor], N: int, vocab: int) -> Te
     return torch.cat([checkpoint(terms_of, rows, use_reentrant=False) for rows in blocks], 1)
 
 
-# ------------------------------------------------------------------- public
-
-
-@overload
-def kl_mlm_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor | Sequence[Tensor] | None,
-    labels: Tensor,
-    *,
-    return_parts: Literal[False] = False,
-    **options: "Unpack[LogitKeywords]",
-) -> Tensor: ...
-
-
-@overload
-def kl_mlm_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor | Sequence[Tensor] | None,
-    labels: Tensor,
-    *,
-    return_parts: Literal[True],
-    **options: "Unpack[LogitKeywords]",
-) -> tuple[Tensor, LossParts]: ...
+# --------------------------------------------------------------------- loss
 
 
 def kl_mlm_loss(
     student_logits: Tensor,
     teacher_logits: Tensor | Sequence[Tensor] | None,
     labels: Tensor,
-    *,
-    alpha: float | Tensor = 0.5,
-    temperature: float = 1.0,
-    divergence: Divergence = "forward",
-    beta: float | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    kl_rows: KLRows | Tensor = "labels",
-    teacher_weights: Sequence[float] | None = None,
-    vocab_size: int | None = None,
-    row_weights: Tensor | None = None,
-    softcap: float | None = None,
-    teacher_softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: Reduction = "mean",
-    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
-    return_parts: bool = False,
-    group: dist.ProcessGroup | None = None,
-    vocab_start: int | None = None,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, LossParts]:
-    """Cross-entropy of the labels mixed with the KL divergence to one or more frozen teachers.
-
-    loss = (1 - alpha) * cross-entropy(labels) + alpha * temperature^2 * KL(teacher || student),
-    after Qin et al. 2022 (Knowledge Inheritance). Each term is a mean over its rows. The loss does
-    not shift labels: for a causal model, align logits and labels before the call.
-
-    Args:
-        student_logits: logits being trained, (..., V), any float dtype. The KL gradient is a
-            difference of probabilities, so it is only as exact as the logits. At 1 % drift between
-            student and teacher it is 81 % off with bfloat16 logits, and 10 % with float16; the
-            first such call warns. `linear_kl_mlm_loss` computes float32 logits itself.
-        teacher_logits: frozen logits (..., V_k), a list of them, or None with ``alpha=0.0``.
-        labels: integer token ids, (...); ``ignore_index`` outside the MLM mask.
-        alpha: weight of the KL term, 0 to 1. At the float 0 no teacher is read, at the float 1 no
-            label. With a 0-d tensor, torch.compile makes one graph for all values, and nothing
-            waits for the value. A changing float needs ``dynamic=True`` for one graph, and is
-            compiled again at 0 and 1.
-        temperature: of the softmax of student and teachers in the KL term.
-        divergence: "forward", KL(teacher || student). "reverse", KL(student || teacher): it is
-            infinite if the teacher gives probability 0 to a token and the student does not. "jsd",
-            the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024).
-        beta: of "jsd", in (0, 1). Default: 0.5.
-        ignore_index: the label of rows without the MLM term.
-        kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
-            mask of the labels' shape.
-        teacher_weights: one number per teacher, sum 1. Default: equal.
-        row_weights: float, (...): multiplies both terms of a row. A row of weight 0 may hold
-            anything: its terms are not computed. It still counts in the number of rows that "mean"
-            divides by; a label of ``ignore_index`` does not. `LossParts` leaves it out, and uses no
-            other weights.
-        vocab_size: columns from here on are padding, of student and teachers: they count as -inf
-            and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
-        softcap, teacher_softcap: cap logits to c * tanh(z / c).
-        label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
-        z_loss: factor of the squared log of the softmax's denominator. `LossParts.mlm` has both.
-        reduction: "mean" divides each term by its number of rows, "sum" does not divide, "none"
-            returns the loss per row, (...).
-        num_items: the divisor of "mean" instead of the local counts, for gradient accumulation:
-            one number for both terms, or (rows of the MLM term, rows of the KL term).
-        return_parts: also return `LossParts`.
-        group: a process group whose ranks hold neighbouring slices of the columns of all logits, in
-            the order of the ranks. Slices may differ in width. Every rank passes all rows and the
-            same options, and gets the same loss and the gradient of its own slice. The ranks
-            exchange a few numbers per row.
-        vocab_start: with ``group``, this rank's first column; ``vocab_size`` is then required.
-        backend: "reference", "cpu" (the compiled library), "triton" or "cuda" (CUDA C++ for sm_90
-            and later; only on request, as it has not been measured yet). Default: the fastest for
-            the device; "reference" where the compiled library or Triton is missing.
-
-    Returns:
-        The loss: 0-d, or (...) with "none"; float32, or float64 for float64 logits. It is 0 if no
-        row has a term. With ``return_parts``, a tuple of the loss and `LossParts`.
-
-    Raises:
-        GrowthError: shapes, dtypes or options that do not fit, or a teacher that requires grad. On
-            a CPU also a label outside the vocabulary; a GPU asserts that without waiting.
-    """
-    teachers = as_teachers(teacher_logits, alpha)
-    options = check_options(
-        len(teachers), alpha, temperature, teacher_weights, softcap, teacher_softcap, reduction,
-        num_items, return_parts, divergence=divergence, beta=beta, label_smoothing=label_smoothing,
-        row_weights=check_row_weights(row_weights, labels), z_loss=z_loss,
-    )  # fmt: skip
+    **options: Any,
+) -> Any:
+    """The loss behind `growkern.kl_mlm_loss`, whose arguments and result it has."""
+    call = LossCall(**options)
+    teachers = as_teachers(teacher_logits, call.alpha)
+    checked = check_options(call, len(teachers), labels)
     _check_logits(student_logits, teachers)
-    is_whole = group is None and vocab_start is None
-    shard = WHOLE if is_whole else check_shard(group, vocab_start, vocab_size)
-    chosen = choose_backend(backend, student_logits.device)
+    shard = shard_of_call(call)
+    chosen = choose_backend(call.backend, student_logits.device)
     if shard.group:
         refuse_reference(chosen)
     widths = [t.shape[-1] for t in teachers]
-    vocab = check_vocabulary(vocab_size, student_logits.shape[-1], widths, shard)
-    labels_N = check_labels(labels, student_logits.shape[:-1], "student_logits", ignore_index)
-    counted_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
-    kind_N = live_kinds(counted_N, options.row_weights)
-    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
+    vocab = check_vocabulary(call.vocab_size, student_logits.shape[-1], widths, shard)
+    student = ("student_logits", student_logits)
+    rows = row_inputs(call, checked, labels, student, vocab, shard)
 
-    N = labels_N.numel()
+    N = labels.numel()
     # -1 instead of N would fail on a rank without columns
-    student_NV, *teachers_NV = (x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers))
+    logits = [x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers)]
     if chosen == "reference":
-        weight_WN = term_weights(counted_N, options, acc_torch_dtype(student_NV))
-        inputs, logits = RowInputs(labels_N, kind_N, weight_WN), (student_NV, *teachers_NV)
-        rows_RN = _reference_of_all(logits, inputs, vocab, options.maths)
+        rows_RN = _reference_of_all(logits, rows, vocab, checked.maths)
     else:
-        here = (labels_N - shard.start, kind_N, vocab, list(options.maths), return_parts)
-        rows_RN, _ = apply(KL_MLM_ROWS, student_NV, teachers_NV, *here, shard.group, chosen)
-        weight_WN = term_weights(counted_N, options, rows_RN.dtype)
-    loss_N = weighted(weight_WN, rows_RN)
-    loss = loss_N if reduction == "none" else loss_N.sum()
-    return outcome(loss, rows_RN, kind_N, options, labels.shape)
+        here = (rows.labels, rows.kinds, vocab, list(checked.maths), checked.parts)
+        rows_RN, _ = apply(KL_MLM_ROWS, logits[0], logits[1:], *here, shard.group, chosen)
+    loss_N = weighted(rows.weights, rows_RN)
+    loss = loss_N if call.reduction == "none" else loss_N.sum()
+    return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
 
 
 def _reference_of_all(
@@ -360,7 +231,7 @@ def _warn_once_of_half(dtype: torch.dtype) -> None:
         f"kl_mlm_loss got {dtype} logits: if student and teacher nearly agree, the gradient of the "
         f"KL term is as inexact as they are ({digits} off at 1 % drift). Use linear_kl_mlm_loss, "
         "which computes float32 logits from hidden states, or compute the logits in float32",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

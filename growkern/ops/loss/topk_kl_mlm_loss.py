@@ -30,22 +30,20 @@ the tokens of all teachers, and P is (2) in float64.
 Shape letters used in this file: N rows, H student width, V vocabulary, k entries of a teacher,
 K teachers, R = 2 + 2 K terms of a row.
 
-Reading order: the reference and the public function here, then `topk/op.py` (the readings of the
+Reading order: the reference and the function here, then `topk/op.py` (the readings of the
 logits), `topk/buckets.py` (the mathematics between them) and the tail's gradient:
 `rows/on_cpu.py` for a CPU, `topk/tail_on_triton.py` for a GPU.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.transforms import apply
-from growkern.ops.loss.keywords import Divergence, KLRows, Reduction, Tail, TopKKeywords
 from growkern.ops.loss.kl_mlm_loss import (
     divergence_reference,
     kl_mlm_rows_reference,
@@ -61,17 +59,9 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, reference_loss
-from growkern.ops.loss.rows.options import (
-    IGNORE_INDEX,
-    LossParts,
-    as_teachers,
-    check_options,
-    check_row_weights,
-    check_vocabulary,
-    outcome,
-    row_inputs,
-)
-from growkern.ops.loss.rows.state import KL_ROW, Maths, RowInputs, named_terms
+from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, row_inputs
+from growkern.ops.loss.rows.options import LossCall, Maths, as_teachers, check_options
+from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
 from growkern.ops.loss.topk.op import TAIL_GRADIENTS, TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
@@ -80,9 +70,6 @@ from growkern.ops.loss.topk.teacher import (
     check_topk_values,
     teacher_probabilities,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 # ---------------------------------------------------------------- reference
 
@@ -134,33 +121,7 @@ def topk_kl_mlm_rows_reference(
     return alone._replace(divergences=values, agreements=agreement).stacked()
 
 
-# ------------------------------------------------------------------- public
-
-
-@overload
-def topk_kl_mlm_loss(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_topk_ids: Tensor | Sequence[Tensor] | None,
-    teacher_topk_logprobs: Tensor | Sequence[Tensor] | None,
-    labels: Tensor,
-    *,
-    return_parts: Literal[False] = False,
-    **options: "Unpack[TopKKeywords]",
-) -> Tensor: ...
-
-
-@overload
-def topk_kl_mlm_loss(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_topk_ids: Tensor | Sequence[Tensor] | None,
-    teacher_topk_logprobs: Tensor | Sequence[Tensor] | None,
-    labels: Tensor,
-    *,
-    return_parts: Literal[True],
-    **options: "Unpack[TopKKeywords]",
-) -> tuple[Tensor, LossParts]: ...
+# --------------------------------------------------------------------- loss
 
 
 def topk_kl_mlm_loss(
@@ -171,82 +132,24 @@ def topk_kl_mlm_loss(
     labels: Tensor,
     *,
     student_bias: Tensor | None = None,
-    alpha: float | Tensor = 0.5,
-    temperature: float = 1.0,
-    divergence: Divergence = "forward",
-    beta: float | None = None,
-    ignore_index: int = IGNORE_INDEX,
-    kl_rows: KLRows | Tensor = "labels",
-    teacher_weights: Sequence[float] | None = None,
-    vocab_size: int | None = None,
-    row_weights: Tensor | None = None,
-    softcap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    tail: Tail = "bucket",
-    reduction: Reduction = "mean",
-    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None,
-    return_parts: bool = False,
-    chunk_bytes: int | None = None,
-    max_rows: int | None = None,
-    vocab_tile: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    group: dist.ProcessGroup | None = None,
-    vocab_start: int | None = None,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, LossParts]:
-    """`linear_kl_mlm_loss` with teachers of which k ids and log-probs per row were stored.
-
-    Options that are not listed here are those of `linear_kl_mlm_loss`; `growkern.cache_teacher`
-    writes such a teacher.
-
-    Args:
-        student_hidden: (..., H), float.
-        student_weight: the student's output head, (V, H), dtype of `student_hidden`.
-        teacher_topk_ids: int32 or int64 (..., k), in any order, no id twice in a row. Or a list,
-            one tensor per teacher, with any k each. Or None with ``alpha=0.0``.
-        teacher_topk_logprobs: natural log-probs of those tokens (..., k), any float dtype, at
-            `temperature` and normalised over the whole vocabulary. -inf is a probability of 0.
-        labels: integer token ids, (...).
-        student_bias: (V,), optional.
-        divergence: as in `kl_mlm_loss`. For "reverse" the teacher's remaining probability counts as
-            no smaller than the rounding error of the stored log-probs, because the divergence is
-            infinite without it. So "reverse" does not go with tail="renormalise".
-        tail: the use of the teacher's remaining probability. "bucket" compares it as a whole with
-            the student's. "renormalise" distributes it over the k tokens.
-        group, vocab_start: as in `linear_kl_mlm_loss`. Every rank passes all ids, which count the
-            columns of all ranks.
-        backend: "reference", "cpu" or "triton". Default: as in `kl_mlm_loss`.
-
-    Returns:
-        As `linear_kl_mlm_loss`; `LossParts.kl` is over the k tokens and the bucket of all others.
-        Rows without the KL term may hold anything in place of the teachers.
-
-    Raises:
-        GrowthError: shapes, dtypes or options that do not fit. On a CPU also ids or labels outside
-            the vocabulary, ids twice in a row, and log-probs whose sum is above 1 by more than
-            rounding. A GPU asserts without waiting that ids and labels are inside; it does not
-            notice repeated ids.
-    """
-    cached = as_teachers(teacher_topk_logprobs, alpha)
-    options = check_options(
-        len(cached), alpha, temperature, teacher_weights, softcap, None, reduction, num_items,
-        return_parts, divergence=divergence, beta=beta, label_smoothing=label_smoothing,
-        row_weights=check_row_weights(row_weights, labels), z_loss=z_loss,
-    )  # fmt: skip
-    drop_tail = check_tail(tail, options.maths.beta)
+    **options: Any,
+) -> Any:
+    """The loss behind `growkern.topk_kl_mlm_loss`, whose arguments and result it has."""
+    call = LossCall(**options)
+    cached = as_teachers(teacher_topk_logprobs, call.alpha)
+    checked = check_options(call, len(cached), labels)
+    drop_tail = check_tail(call.tail, checked.maths.beta)
     head = (student_hidden, student_weight, student_bias)
-    (student,), shard = checked_heads(head, [], None, None, (group, vocab_start, vocab_size))
-    chosen = choose_backend(backend, labels.device, ("reference", *TAIL_GRADIENTS))
+    (student,), shard = checked_heads(head, [], None, None, call)
+    chosen = choose_backend(call.backend, labels.device, ("reference", *TAIL_GRADIENTS))
     if shard.group:
         refuse_reference(chosen)
-    vocab = check_vocabulary(vocab_size, len(student.weight), [], shard)
+    vocab = check_vocabulary(call.vocab_size, len(student.weight), [], shard)
     topk = check_topk(teacher_topk_ids, cached, student_hidden, shard.vocab or vocab)
-    limits = {"chunk_bytes": chunk_bytes, "max_rows": max_rows, "vocab_tile": vocab_tile}
-    rows = row_inputs(labels, student_hidden, kl_rows, ignore_index, options, vocab, shard)
-    settings = settings_of(student, options, vocab, shard, limits, logits_dtype, chosen, drop_tail)
+    rows = row_inputs(call, checked, labels, ("student_hidden", student_hidden), vocab, shard)
+    settings = settings_of(call, checked, student, vocab, shard, chosen, drop_tail)
     loss, rows_RN = _loss_and_rows(student, topk, rows, settings)
-    return outcome(loss, rows_RN, rows.kinds, options, labels.shape)
+    return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
 
 
 def _loss_and_rows(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from growkern.ops.loss.kl_mlm_loss import LossParts
+from growkern.ops.loss.rows.inputs import LossParts
 
 
 class Meter:

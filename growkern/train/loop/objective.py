@@ -17,8 +17,8 @@ from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
-from growkern.train.loss.options import LossOptions
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
 from growkern.train.loss.side import SideTerm, side_loss_of
 from growkern.train.model.flops import ModelCost, cost_of

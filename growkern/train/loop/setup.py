@@ -32,7 +32,7 @@ from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import Batches, LabelledSteps
 from growkern.train.loss.inheritance import InheritanceSchedule
-from growkern.train.loss.options import LossOptions
+from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import check_side, side_loss_of
 from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.objectives.language_modeling import evaluation_collator

@@ -30,7 +30,7 @@ from growkern.train.loop.setup import Settings, complete, prepare
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import unchanged_random_state
 from growkern.train.loss.inheritance import InheritanceSchedule
-from growkern.train.loss.options import LossOptions
+from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import EvaluationSums, side_loss_of
 from growkern.train.loss.streams import stream_loader
 from growkern.train.objectives.language_modeling import evaluation_collator

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from growkern.errors import GrowthError, nearest
-from growkern.ops.loss.keywords import Divergence, KLRows
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.rows.options import Divergence, KLRows
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.model.head import (
     HeadInputs,

@@ -35,7 +35,7 @@ from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep, check_order, from_table
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule
-from growkern.train.loss.options import LossOptions
+from growkern.train.loss.losses import LossOptions
 from growkern.train.model.load import ModelSection
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.rules import check

@@ -36,8 +36,13 @@ TYPES = {
 def fields_of(source: str, name: str) -> list[tuple[str, type]]:
     """The fields of a C++ structure, in their order, with the types that ctypes has for them."""
     text = re.sub(r"//.*", "", source)
-    (body,) = re.findall(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+    ((real, body),) = re.findall(
+        rf"struct {name} (?:: Maths<(\w+)> )?{{(.*?)\n}};", text, re.DOTALL
+    )
     fields = []
+    if real:
+        (base,) = re.findall(r"Real (.*?);", (CSRC / "maths.h").read_text())
+        fields = [(field, TYPES[real]) for field in base.split(", ")]
     for declaration in filter(None, map(str.strip, body.split(";"))):
         first, *others = declaration.split(",")
         pointer = "*" in first

@@ -26,9 +26,10 @@ from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
 from growkern.ops.loss.rows import on_cuda
+from growkern.ops.loss.rows.inputs import row_kinds, term_weights
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
-from growkern.ops.loss.rows.options import check_options, row_kinds, term_weights
+from growkern.ops.loss.rows.options import LossCall, check_options
 from growkern.ops.loss.rows.state import Maths, RowInputs, Rows, Steps, n_numbers
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
 from tests.ops.loss.loss_inputs import relative_error
@@ -432,7 +433,8 @@ class NothingWaits(TorchDispatchMode):
 
 
 def kinds_and_weights(labels, alpha, **rest):
-    options = check_options(1, alpha, 2.0, None, None, None, "mean", None, True, **rest)
+    call = LossCall(alpha=alpha, temperature=2.0, return_parts=True, **rest)
+    options = check_options(call, 1, labels)
     kind = row_kinds(labels, "labels", -100, options)
     return kind, term_weights(kind, options, torch.float32)
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import growkern
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
-from growkern.ops.loss.rows.options import Options, checked_labels, row_kinds
+from growkern.ops.loss.rows.inputs import checked_labels, row_kinds
+from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths, RowInputs
 from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, make_logits
 from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads

@@ -12,9 +12,9 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
 from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.loss.rows.options import Options
-from growkern.ops.loss.rows.state import Maths
-from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, shard_of
+from growkern.ops.loss.rows.inputs import shard_of_call
+from growkern.ops.loss.rows.options import LossCall, Maths, Options
+from growkern.ops.loss.rows.vocab_parallel import Shard, check_shard, shard_of
 
 
 class Head(NamedTuple):
@@ -46,6 +46,10 @@ class Sizes(NamedTuple):
     vocab_tile: int = 0
     start: int = 0  # the first column here, counted over all ranks
     total: int = 0  # columns of all ranks
+
+
+# those of them that are options
+LIMITS = tuple(name for name in Sizes._fields if name in LossCall._fields)
 
 
 class Settings(NamedTuple):
@@ -211,7 +215,8 @@ def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 # ------------------------------------------------------------------- checks
 
 
-def _checked(limits: dict[str, int | None]) -> dict[str, int]:
+def _checked_limits(call: LossCall) -> dict[str, int]:
+    limits = {name: getattr(call, name) for name in LIMITS}
     for name, limit in limits.items():
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             raise GrowthError(f"{name} must be a positive integer, got {limit!r}")
@@ -219,27 +224,27 @@ def _checked(limits: dict[str, int | None]) -> dict[str, int]:
 
 
 def settings_of(
-    student: Head,
+    call: LossCall,
     options: Options,
+    student: Head,
     vocab: int,
     shard: Shard,
-    limits: dict[str, int | None],
-    logits_dtype: torch.dtype | None,
     backend: str,
     drop_tail: bool = False,
 ) -> Settings:
-    """The settings of a call; `limits` are chunk_bytes, max_rows and vocab_tile.
+    """The settings of a call.
 
     Raises:
         GrowthError: a limit is not a positive integer, or the logits' dtype does not fit.
     """
     total = shard.vocab or vocab
-    sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **_checked(limits))
+    limits = _checked_limits(call)
+    sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **limits)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
-    wide_products = logits_dtype == torch.float64
-    logits_dtype = check_logits_dtype(logits_dtype, student.hidden, bool(options.teacher_weights))
+    wide_products = call.logits_dtype == torch.float64
+    dtype = check_logits_dtype(call.logits_dtype, student.hidden, bool(options.teacher_weights))
     return Settings(
-        sizes, options.maths, options.parts, options.reduction == "none", want, logits_dtype,
+        sizes, options.maths, options.parts, options.reduction == "none", want, dtype,
         shard.group, backend, drop_tail, wide_products,
     )  # fmt: skip
 
@@ -253,13 +258,11 @@ def _local(x: Any) -> Any:
     return x.to_local() if _is_dtensor(x) else x
 
 
-def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int | None]) -> Shard:
-    """The slice of the vocabulary on this rank, from DTensors or from group, start, vocab_size."""
-    group, start, vocab_size = given
+def _check_shards(weights: Sequence[Tensor], call: LossCall) -> Shard:
+    """The slice of the vocabulary on this rank, from DTensors or from the options of a group."""
     if not any(_is_dtensor(x) for x in weights):
-        is_whole = group is None and start is None
-        return WHOLE if is_whole else check_shard(group, start, vocab_size)
-    if group is not None or start is not None:
+        return shard_of_call(call)
+    if call.group is not None or call.vocab_start is not None:
         raise GrowthError("a DTensor brings its own group: pass neither group nor vocab_start")
     if not _is_dtensor(weights[0]):
         raise GrowthError(
@@ -272,7 +275,7 @@ def _check_shards(weights: Sequence[Tensor], given: tuple[Any, int | None, int |
             f"the heads ({[len(x) for x in weights]} rows on this rank) are sharded at different "
             "rows: pad all to one size"
         )
-    return check_shard(group, start, vocab_size or V)
+    return check_shard(group, start, call.vocab_size or V)
 
 
 def check_logits_dtype(
@@ -302,12 +305,11 @@ def checked_heads(
     hiddens: Sequence[Tensor],
     weights: Any,
     biases: Any,
-    sharding: tuple[Any, int | None, int | None],
+    call: LossCall,
 ) -> tuple[list[Head], Shard]:
     """The checked heads of the student and of each teacher, and the slice.
 
-    Under autocast they have its dtype. Sharded heads give this rank's rows. `sharding` is group,
-    vocab_start and vocab_size.
+    Under autocast they have its dtype. Sharded heads give this rank's rows.
 
     Raises:
         GrowthError: shapes, dtypes, devices or slices that do not fit, or a teacher that requires
@@ -331,7 +333,7 @@ def checked_heads(
     named = [("student", *student), *named]
     for name, hidden, weight, bias in named:
         _check_head(name, hidden, weight, bias, student_hidden)
-    shard = _check_shards([weight for _, _, weight, _ in named], sharding)
+    shard = _check_shards([weight for _, _, weight, _ in named], call)
     heads: list[Head] = []
     for name, hidden, weight, bias in named:
         if _is_dtensor(student_weight) and not _is_dtensor(weight):

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from growkern.ops.backend import native
 from growkern.ops.backend.dtypes import acc_torch_dtype
-from growkern.ops.loss.rows.state import Maths, Rows, Steps, clear
+from growkern.ops.loss.rows.options import Maths
+from growkern.ops.loss.rows.state import Rows, Steps, clear
 
 _POINTERS = (
     *("student", "teachers", "teacher_strides", "teacher_types", "labels", "kind", "drows"),
     *("tail", "state", "dstudent", "scratch"),
 )
 _SIZES = ("student_stride", "dstudent_stride", "N", "V", "K")
-_FACTORS = ("inv_t", "softcap", "teacher_softcap", "beta", "label_smoothing", "z_loss")
+# struct Maths of `csrc/maths.h`
+_FACTORS = ("inv_t", *Maths._fields[1:])
 _NUMBERS = ("type", "student_type", "grad_type", "narrow", "threads", "isa")
 _FLAGS = (*Steps._fields, "parts")
 
@@ -28,9 +30,9 @@ class KlMlmArgs(ctypes.Structure):
     """struct KlMlmArgs of `csrc/cpu/kl_mlm.h`."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in _POINTERS]
+        [(name, ctypes.c_double) for name in _FACTORS]
+        + [(name, ctypes.c_void_p) for name in _POINTERS]
         + [(name, ctypes.c_int64) for name in _SIZES]
-        + [(name, ctypes.c_double) for name in _FACTORS]
         + [(name, ctypes.c_int32) for name in _NUMBERS]
         + [(name, ctypes.c_bool) for name in _FLAGS]
     )
@@ -97,7 +99,7 @@ def _run(
         narrow = -1
         if "tail" not in inputs and is_narrow(rows.maths, grad_NV.dtype):
             narrow = native.TYPES[torch.float64 if torch.float64 in types else torch.float32]
-        elif types != {dtype} or rows.maths.softcap or rows.maths.teacher_softcap:
+        elif types != {dtype} or rows.maths.is_capped:
             scratch = student_NV.new_empty(threads, 1 + len(teachers_NV), V, dtype=dtype)
         tensors = {
             **{"student": student_NV, "dstudent": grad_NV, "scratch": scratch},
@@ -127,8 +129,7 @@ def is_narrow(maths: Maths, wanted: torch.dtype) -> bool:
         maths: of the rows. Capped logits and other divergences are computed in the sums' dtype.
         wanted: dtype of the gradient; of the student's logits if there is none.
     """
-    plain = maths.beta == 0 and maths.softcap == 0 and maths.teacher_softcap == 0
-    return plain and wanted != torch.float64
+    return maths.beta == 0 and not maths.is_capped and wanted != torch.float64
 
 
 def _readable(x_NV: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from growkern.ops.backend.nvrtc import (
     shared_limit,
     why_not,
 )
+from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import Rows, Steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,8 +32,8 @@ MAX_TEACHERS = 4
 CLUSTERS = (1, 2, 4, 8, 16)
 # numbers in the array `sums` of struct Partial: those of the student, and those of each teacher
 STUDENT_PARTIAL_SUMS, TEACHER_PARTIAL_SUMS = 4, 2
-# fields of `Maths`
-_FACTORS = ("softcap", "teacher_softcap", "label_smoothing", "z_loss")
+# struct Maths of `csrc/maths.h`, after 1 / temperature
+_FACTORS = Maths._fields[1:]
 # shared memory that the device reserves in every block
 RESERVED_BYTES = 1024
 
@@ -41,6 +42,7 @@ class RowsArgs(ctypes.Structure):
     """struct RowsArgs of `csrc/cuda/kl_mlm_state.h`."""
 
     _fields_ = (
+        *((name, ctypes.c_float) for name in ("inv_t", *_FACTORS)),
         ("student", ctypes.c_void_p),
         ("teacher", ctypes.c_void_p * MAX_TEACHERS),
         ("student_bias", ctypes.c_void_p),
@@ -51,7 +53,6 @@ class RowsArgs(ctypes.Structure):
         ("teacher_stride", ctypes.c_int64 * MAX_TEACHERS),
         ("N", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("V", "span")),
-        *((name, ctypes.c_float) for name in ("inv_t", *_FACTORS)),
         *((name, ctypes.c_bool) for name in ("sums", "grad")),
     )
 
@@ -168,7 +169,7 @@ def plan(
         "CLUSTER": cluster,
         "THREADS": THREADS,
         "SCRATCH_BYTES": scratch_bytes(len(teachers_NV)),
-        "CAPPED": int(bool(maths.softcap or maths.teacher_softcap)),
+        "CAPPED": int(maths.is_capped),
         "BIASED": int(bool(given)),
         "BIAS": TYPES[given[0].dtype if given else torch.float32],
         "PARTS": int(parts),

@@ -1,43 +1,168 @@
-"""Arguments that the three losses share: their checks, the weights of rows, and the result.
+"""The options of the losses, each declared once, and their checks.
 
-Options come first, then labels and rows, then the returned loss and its parts.
-
-Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, W = 1 + K terms, L ranks
-that hold slices of the vocabulary.
+`LossCall` has their names, types, defaults and meanings, and `LIMITS` the values that a number may
+have. From here `python -m tests.train.loss.generate` writes `growkern/train/loss/losses.py`, whose
+functions and classes users and editors see, and `csrc/maths.h`.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, library
+import torch.distributed as dist
+from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import acc_torch_dtype, check_tensors
-from growkern.ops.backend.namespace import NAMESPACE
-from growkern.ops.loss.rows.label_options import RULES
-from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, RowInputs, live_kinds, named_terms
-from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, gather
+from growkern.ops.backend.dtypes import check_tensors
 
 IGNORE_INDEX = -100
 REDUCTIONS = ("mean", "sum", "none")
 DIVERGENCES = ("forward", "reverse", "jsd")
 
+Divergence = Literal["forward", "reverse", "jsd"]
+KLRows = Literal["labels", "all"]
+Reduction = Literal["mean", "sum", "none"]
+Tail = Literal["bucket", "renormalise"]
 
-class LossParts(NamedTuple):
-    """Detached 0-d measurements of the pass that computed the loss.
+# ------------------------------------------------------------------- declarations
 
-    ``mlm`` and ``kl`` are means over their rows, before ``alpha`` weighs them. ``top1_agreement``
-    is the share of KL rows where student and teacher have the same likeliest token. ``entropy`` is
-    the student's mean entropy in nats, over all rows with a term. ``kl`` and ``top1_agreement`` are
-    None without a teacher, and 0 where a tensor ``alpha`` is 0.
+
+class LossCall(NamedTuple):
+    """The options of one call, as they were given.
+
+    Args:
+        alpha: weight of the KL term, 0 to 1. At the float 0 no teacher is read, at the float 1 no
+            label. With a 0-d tensor, torch.compile makes one graph for all values, and nothing
+            waits for the value. A changing float needs ``dynamic=True`` for one graph, and is
+            compiled again at 0 and 1.
+        temperature: of the softmax of student and teachers in the KL term.
+        divergence: "forward", KL(teacher || student). "reverse", KL(student || teacher): it is
+            infinite if the teacher gives probability 0 to a token and the student does not. "jsd",
+            the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024).
+        beta: of "jsd", in (0, 1). Default: 0.5.
+        ignore_index: the label of rows without the MLM term.
+        kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
+            mask of the labels' shape.
+        teacher_weights: one number per teacher, sum 1. Default: equal.
+        row_weights: float, (...): multiplies both terms of a row. A row of weight 0 may hold
+            anything: its terms are not computed. It still counts in the number of rows that "mean"
+            divides by; a label of ``ignore_index`` does not. `LossParts` leaves it out, and uses no
+            other weights.
+        vocab_size: columns from here on are padding, of student and teachers: they count as -inf
+            and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
+        softcap, teacher_softcap: cap logits to c * tanh(z / c).
+        label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
+        z_loss: factor of the squared log of the softmax's denominator.
+        tail: the use of the teacher's remaining probability. "bucket" compares it as a whole with
+            the student's. "renormalise" distributes it over the k tokens.
+        reduction: "mean" divides each term by its number of rows, "sum" does not divide, "none"
+            returns the loss per row, (...).
+        num_items: the divisor of "mean" instead of the local counts, for gradient accumulation:
+            one number for both terms, or (rows of the MLM term, rows of the KL term).
+        return_parts: also return `LossParts`. Its ``mlm`` includes label smoothing and z-loss.
+        chunk_bytes: memory for the logits of one chunk, student and teachers together. Default:
+            enough rows that accumulating dW takes under a tenth of the time of the chunk's GEMMs.
+            It bounds logits alone. On a GPU, 16-bit heads then also need float32 sums of dW, 4 V H
+            bytes, if there are several chunks. The least memory has ``vocab_tile``.
+        max_rows: the largest number of rows with a term; more are an error. Without it a GPU
+            computes the products of all N rows, because reading their number would make it wait.
+        vocab_tile: columns per tile of the vocabulary, if chunks of whole rows need too much
+            memory. Logits are then computed twice, for the rows' sums and for the gradient (three
+            times for "reverse" and "jsd"). For 2048 rows and heads of (128256, 4096) in bfloat16,
+            tiles of 1024 columns take an eighth of plain PyTorch's memory on a GPU, and the
+            default 0.17. Default: whole rows, unless ``chunk_bytes`` holds fewer than 32 of them.
+        logits_dtype: dtype of the logits. Default: float32, or float64 for float64 inputs. On a CPU
+            with a teacher, float32 inputs get float64 logits too, and twice the memory of a chunk.
+            The KL gradient is then within 1e-5 of exact at 1 % drift instead of up to 8e-5, and
+            off by 6e-5 at 0.1 %. With AVX-512 products are float32, and their sums nearly exact.
+            ``torch.float64`` asks for float64 products: the error is 3e-7 at any drift, and the
+            products of the logits take 1.6 times the time
+            (`python -m bench.bench_linear_kl_mlm_loss` has all three).
+            Float32 products obey ``torch.set_float32_matmul_precision``.
+        group: a process group whose ranks hold neighbouring slices of the columns of all logits, in
+            the order of the ranks. Slices may differ in width. Every rank passes all rows and the
+            same options, and gets the same loss and the gradient of its own slice. The ranks
+            exchange a few numbers per row.
+        vocab_start: with ``group``, this rank's first column; ``vocab_size`` is then required.
+        backend: "reference", "cpu" (the compiled library), "triton" or "cuda" (CUDA C++ for sm_90
+            and later; only on request, as it has not been measured yet). Default: the fastest for
+            the device; "reference" where the compiled library or Triton is missing.
     """
 
-    mlm: Tensor
-    kl: Tensor | None
-    top1_agreement: Tensor | None
-    entropy: Tensor
+    alpha: float | Tensor = 0.5
+    temperature: float = 1.0
+    divergence: Divergence = "forward"
+    beta: float | None = None
+    ignore_index: int = IGNORE_INDEX
+    kl_rows: KLRows | Tensor = "labels"
+    teacher_weights: Sequence[float] | None = None
+    vocab_size: int | None = None
+    row_weights: Tensor | None = None
+    softcap: float | None = None
+    teacher_softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    tail: Tail = "bucket"
+    reduction: Reduction = "mean"
+    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None = None
+    return_parts: bool = False
+    chunk_bytes: int | None = None
+    max_rows: int | None = None
+    vocab_tile: int | None = None
+    logits_dtype: torch.dtype | None = None
+    group: dist.ProcessGroup | None = None
+    vocab_start: int | None = None
+    backend: str | None = None
+
+
+class Maths(NamedTuple):
+    """The numbers in the formulas of a row's terms. Custom ops take them as a list of floats."""
+
+    temperature: float = 1.0
+    softcap: float = 0.0  # 0: none
+    teacher_softcap: float = 0.0  # 0: none
+    beta: float = 0.0  # 0: forward KL, 1: reverse KL, between them Jensen-Shannon
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether any logits are capped."""
+        return bool(self.softcap or self.teacher_softcap)
+
+    @property
+    def sums_logits(self) -> bool:
+        """Whether the label's term needs the sum of the logits of a row."""
+        return self.label_smoothing != 0
+
+    def of_capped_logits(self) -> "Maths":
+        """The same for the sums of logits that are capped already, without the sum of logits."""
+        return self._replace(softcap=0.0, label_smoothing=0.0)
+
+
+class Limit(NamedTuple):
+    """The values that an option may have."""
+
+    inside: Callable[[float], bool]
+    must: str  # the same in words
+
+
+def _positive(x: float) -> bool:
+    return 0 < x < math.inf  # math.isinf cannot be traced
+
+
+_CAP = Limit(_positive, "be positive and finite, or None for no cap")
+# written so that NaN fails
+LIMITS = {
+    "temperature": Limit(_positive, "be positive and finite"),
+    "softcap": _CAP,
+    "teacher_softcap": _CAP,
+    "label_smoothing": Limit(lambda x: 0 <= x < 1, "lie in [0, 1)"),
+    "z_loss": Limit(lambda x: 0 <= x < math.inf, "be 0 or more"),
+}
+# how the term of a label is computed: also without a teacher, and in section [loss] of a run file
+LABEL_OPTIONS = ("label_smoothing", "z_loss")
 
 
 class Options(NamedTuple):
@@ -52,7 +177,7 @@ class Options(NamedTuple):
     row_weights: Tensor | None
 
 
-# ----------------------------------------------------------------------- options
+# ------------------------------------------------------------------------- checks
 
 
 def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
@@ -65,7 +190,7 @@ def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
         if alpha.ndim != 0 or alpha.requires_grad:
             raise GrowthError("alpha must be a float or a 0-d tensor without gradient: detach it")
     else:
-        _check_number("alpha", alpha, lambda x: 0 <= x <= 1, "lie in [0, 1]")
+        _check_number("alpha", alpha, Limit(lambda x: 0 <= x <= 1, "lie in [0, 1]"))
     if teacher is None:
         teachers = []
     else:
@@ -77,59 +202,55 @@ def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
     return [] if not isinstance(alpha, Tensor) and alpha == 0 else teachers
 
 
-def _check_number(name: str, x: Any, inside: Callable[[Any], bool], must: str) -> None:
+def _check_number(name: str, x: Any, limit: Limit) -> None:
     # known non-numbers are refused instead of known numbers accepted: when torch.compile traces a
     # call, a number has a type of its own
-    if x is None or isinstance(x, (str, list, tuple, dict)) or not inside(x):
-        raise GrowthError(f"{name} must {must}, got {x!r}")
+    if x is None or isinstance(x, (str, list, tuple, dict)) or not limit.inside(x):
+        raise GrowthError(f"{name} must {limit.must}, got {x!r}")
 
 
-def check_options(
-    n_teachers: int,
-    alpha: float | Tensor,
-    temperature: float,
-    teacher_weights: Sequence[float] | None,
-    softcap: float | None,
-    teacher_softcap: float | None,
-    reduction: str,
-    num_items: Any,
-    parts: bool,
-    *,
-    divergence: str = "forward",
-    beta: float | None = None,
-    row_weights: Tensor | None = None,
-    **label_options: float,
-) -> Options:
-    """The options of `kl_mlm_loss`, checked; `row_weights` is the result of `check_row_weights`.
-
-    `label_options` are the fields of `LabelOptions`.
+def check_options(call: LossCall, n_teachers: int, labels: Tensor) -> Options:
+    """The options of a call, checked.
 
     Raises:
         GrowthError: an option is out of range, or does not go with another one.
     """
-
-    def positive(x: float) -> bool:
-        return 0 < x < math.inf  # math.isinf cannot be traced
-
-    _check_number("temperature", temperature, positive, "be positive and finite")
-    for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-        if cap is not None:
-            _check_number(name, cap, positive, "be positive and finite, or None for no cap")
-    if reduction not in REDUCTIONS:
-        raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    num_items = _checked_num_items(num_items, reduction)
-    for name, x in label_options.items():
-        _check_number(name, x, *RULES[name])
+    row_weights = _checked_row_weights(call.row_weights, labels)
+    _check_number("temperature", call.temperature, LIMITS["temperature"])
+    for name in ("softcap", "teacher_softcap"):
+        if getattr(call, name) is not None:
+            _check_number(name, getattr(call, name), LIMITS[name])
+    if call.reduction not in REDUCTIONS:
+        raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {call.reduction!r}")
+    num_items = _checked_num_items(call.num_items, call.reduction)
+    for name in LABEL_OPTIONS:
+        _check_number(name, getattr(call, name), LIMITS[name])
     maths = Maths(
         # without a teacher nothing is computed at the temperature
-        temperature=float(temperature) if n_teachers else 1.0,
-        softcap=float(softcap or 0.0),
-        teacher_softcap=float(teacher_softcap or 0.0),
-        beta=_checked_beta(divergence, beta),
-        **{name: float(x) for name, x in label_options.items()},
+        temperature=float(call.temperature) if n_teachers else 1.0,
+        softcap=float(call.softcap or 0.0),
+        teacher_softcap=float(call.teacher_softcap or 0.0),
+        beta=_checked_beta(call.divergence, call.beta),
+        **{name: float(getattr(call, name)) for name in LABEL_OPTIONS},
     )
-    weights = _checked_teacher_weights(teacher_weights, n_teachers)
-    return Options(alpha, maths, weights, reduction, num_items, parts, row_weights)
+    weights = _checked_teacher_weights(call.teacher_weights, n_teachers)
+    return Options(
+        call.alpha, maths, weights, call.reduction, num_items, call.return_parts, row_weights
+    )
+
+
+def _checked_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
+    """Row weights as (N,)."""
+    check_tensors({"labels": labels})
+    if weights is None:
+        return None
+    check_tensors({"row_weights": weights})
+    if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
+        raise GrowthError(
+            f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "
+            f"without gradient, got {weights.dtype} {tuple(weights.shape)}"
+        )
+    return weights.reshape(-1)
 
 
 def _checked_teacher_weights(given: Sequence[float] | None, n_teachers: int) -> tuple[float, ...]:
@@ -183,218 +304,3 @@ def _checked_beta(divergence: str, beta: float | None) -> float:
             "use 'forward' or 'reverse'"
         )
     return beta
-
-
-def check_vocabulary(
-    vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard = WHOLE
-) -> int:
-    """The number of columns here that are not padding, given the widths of all logits.
-
-    Raises:
-        GrowthError: the widths differ, and `vocab_size` does not say what is padding.
-    """
-    widths = (student, *teachers)
-    if shard.group:
-        here = max(0, shard.vocab - shard.start)
-        if here > min(widths) and max(widths) > min(widths):
-            raise GrowthError(
-                f"the slice from column {shard.start} has {student} columns of the student and "
-                f"{list(teachers)} of the teachers: cut all heads at the same columns"
-            )
-        return min(here, student)
-    if vocab_size is None:
-        if any(width != student for width in teachers):
-            raise GrowthError(
-                f"student has {student} columns, teachers {list(teachers)}: pass vocab_size="
-                f"{min(widths)} if the rest is padding"
-            )
-        vocab_size = student
-    if not 0 < vocab_size <= min(widths):
-        raise GrowthError(
-            f"vocab_size={vocab_size} must lie in 1..{min(widths)}: student "
-            f"has {student} columns, teachers {list(teachers)}"
-        )
-    return vocab_size
-
-
-# --------------------------------------------------------------- labels and rows
-
-
-def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
-    """Labels as int64 (N,); `rows` is the shape of the rows of the tensor that `what` names.
-
-    Raises:
-        GrowthError: labels are not integers, or have another shape.
-    """
-    if labels.shape != rows:
-        raise GrowthError(
-            f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
-            "does not shift: align causal labels before the call"
-        )
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise GrowthError(f"labels must be integer token ids, got {labels.dtype}")
-    if not isinstance(ignore_index, int):
-        raise GrowthError(f"ignore_index must be an integer, got {ignore_index!r}")
-    return labels.reshape(-1).long()
-
-
-def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options) -> Tensor:
-    """Bits MLM_ROW and KL_ROW per row, (N,) int32; labels are (...) int64.
-
-    Raises:
-        GrowthError: `kl_rows` is neither a known name nor a bool mask of the labels' shape.
-    """
-    labelled_N = (labels != ignore_index).reshape(-1)
-    if isinstance(kl_rows, Tensor):
-        if kl_rows.dtype != torch.bool or kl_rows.shape != labels.shape:
-            raise GrowthError(
-                f"kl_rows must be a bool mask of the labels' shape {tuple(labels.shape)}, got "
-                f"{kl_rows.dtype} {tuple(kl_rows.shape)}"
-            )
-        kl_N = kl_rows.reshape(-1)
-    elif kl_rows in ("labels", "all"):
-        kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
-    else:
-        raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
-    kind_N = torch.zeros_like(labelled_N, dtype=torch.int32)
-    # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
-    if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
-        kind_N += MLM_ROW * labelled_N.int()
-    if options.teacher_weights:
-        if isinstance(options.alpha, Tensor):
-            # at 0 the term is left out, also where it is infinite
-            kl_N = kl_N & (_alpha_beside(options.alpha, kl_N) != 0)
-        kind_N += KL_ROW * kl_N.int()
-    return kind_N
-
-
-def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
-    """`alpha` for use with `x`. One on the CPU stays there: its copy breaks a CUDA graph."""
-    return alpha if alpha.device.type == "cpu" else alpha.to(x.device)
-
-
-def check_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
-    """Row weights as (N,); a GrowthError if they do not fit the labels."""
-    check_tensors({"labels": labels})
-    if weights is None:
-        return None
-    check_tensors({"row_weights": weights})
-    if weights.shape != labels.shape or not weights.is_floating_point() or weights.requires_grad:
-        raise GrowthError(
-            f"row_weights must be a float tensor of the labels' shape {tuple(labels.shape)} "
-            f"without gradient, got {weights.dtype} {tuple(weights.shape)}"
-        )
-    return weights.reshape(-1)
-
-
-def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
-    """The factors in (3) of each row's MLM and of each teacher's KL, (W, N)."""
-    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
-    n_mlm: Any = 1
-    n_kl: Any = 1
-    if options.reduction == "mean":
-        if options.num_items is None:
-            n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
-        else:
-            n_mlm, n_kl = options.num_items
-    alpha = options.alpha
-    alpha = _alpha_beside(alpha, kind_N).to(dtype) if isinstance(alpha, Tensor) else alpha
-    row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
-    one_N = torch.ones_like(kind_N, dtype=dtype)
-    # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
-    weights = [torch.where(mlm_N, one_N * row_N * (1 - alpha) / n_mlm, 0)]
-    kl_weight_N = torch.where(kl_N, one_N * row_N * alpha / n_kl, 0)
-    weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
-    return torch.stack(weights).to(dtype)
-
-
-def row_inputs(
-    labels: Tensor,
-    hidden: Tensor,
-    kl_rows: str | Tensor,
-    ignore_index: int,
-    options: Options,
-    vocab: int,
-    shard: Shard,
-) -> RowInputs:
-    """The checked inputs of the rows.
-
-    `vocab` counts the columns here. The weights have the dtype of sums over rows of `hidden`.
-    """
-    labels_N = check_labels(labels, hidden.shape[:-1], "student_hidden", ignore_index)
-    counted_N = row_kinds(labels_N.view(labels.shape), kl_rows, ignore_index, options)
-    weight_WN = term_weights(counted_N, options, acc_torch_dtype(hidden))
-    kind_N = live_kinds(counted_N, options.row_weights)
-    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
-    return RowInputs(labels_N - shard.start, kind_N, weight_WN)
-
-
-# an op, so that a compiled graph checks the values too
-@library.custom_op(f"{NAMESPACE}::checked_labels", mutates_args=())
-def checked_labels(labels_N: Tensor, kind_N: Tensor, vocab: int, group: str) -> Tensor:
-    """The same labels, (N,) int64; `vocab` counts the columns of all ranks of `group`.
-
-    Raises:
-        GrowthError: on a CPU, when the label of a row with an MLM term is not in 0..vocab-1, or
-            the ranks have different rows. On a GPU the check is a device assertion, as in
-            PyTorch's own losses: nothing waits for it.
-    """
-    on_cpu = labels_N.device.type == "cpu"
-    if group:
-        counts_L2 = _counts(labels_N, group)
-        is_same = (counts_L2 == counts_L2[:1]).all()
-        if on_cpu and not is_same:
-            raise GrowthError(
-                "the ranks of the group have different rows or labels (numbers of rows: "
-                f"{counts_L2[:, 0].tolist()}): every rank must pass the same ones. FSDP gives each "
-                "rank rows of its own: call the loss from the forward of a module that fully_shard "
-                "wraps, where the head is whole"
-            )
-        torch._assert_async(is_same, "the ranks of the group have different rows or labels")
-    inside_N = ((labels_N >= 0) & (labels_N < vocab)) | ((kind_N & MLM_ROW) == 0)
-    if on_cpu and not inside_N.all():
-        row = int((~inside_N).nonzero()[0])
-        raise GrowthError(
-            f"the label of row {row} is {int(labels_N[row])}, outside 0..{vocab - 1}: give rows "
-            "without a label ignore_index"
-        )
-    torch._assert_async(inside_N.all(), f"a label is outside 0..{vocab - 1}")
-    return labels_N.clone()
-
-
-@checked_labels.register_fake
-def _(labels_N, kind_N, vocab, group) -> Tensor:
-    return torch.empty_like(labels_N)
-
-
-def _counts(labels_N: Tensor, group: str) -> Tensor:
-    """Each rank's number of rows and a checksum of its labels, (L, 2) int64."""
-    order_N = torch.arange(1, 2 * len(labels_N), 2, device=labels_N.device)
-    mine_2 = torch.stack([torch.ones_like(labels_N).sum(), (labels_N * order_N).sum()])
-    return gather(mine_2, group)
-
-
-# ------------------------------------------------------------------------ result
-
-
-def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
-    """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
-    rows_SN = rows_SN.detach()
-    n_mlm = ((kind_N & MLM_ROW) > 0).sum().clamp(min=1)
-    n_kl = ((kind_N & KL_ROW) > 0).sum().clamp(min=1)
-    n_any = (kind_N > 0).sum().clamp(min=1)
-    of = named_terms(rows_SN)
-    kl = top1 = None
-    if options.teacher_weights:
-        teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
-        kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl
-        top1 = sum(w * top1_N.sum() for w, _, top1_N in teachers) / n_kl
-    return LossParts(of.mlm.sum() / n_mlm, kl, top1, of.entropy.sum() / n_any)
-
-
-def outcome(
-    loss: Tensor, rows_SN: Tensor, kind_N: Tensor, options: Options, shape: torch.Size
-) -> Tensor | tuple[Tensor, LossParts]:
-    """The return value of a loss; `shape` is that of the labels."""
-    loss = loss.reshape(shape) if options.reduction == "none" else loss
-    return (loss, loss_parts(rows_SN, kind_N, options)) if options.parts else loss

@@ -18,22 +18,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.vocab_parallel import add_up, gather
 
 # -------------------------------------------------------------------------- rows
 
 MLM_ROW, KL_ROW = 1, 2  # bits of kind_N: which terms a row has; a row of kind 0 is not read
-
-
-class Maths(NamedTuple):
-    """The numbers in the formulas of a row's terms. Custom ops take them as a list of floats."""
-
-    temperature: float = 1.0
-    softcap: float = 0.0  # 0: none
-    teacher_softcap: float = 0.0  # 0: none
-    beta: float = 0.0  # 0: forward KL, 1: reverse KL, between them Jensen-Shannon
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
 
 
 class Rows(NamedTuple):

@@ -118,16 +118,16 @@ class _TopkChunk(Chunk):
     def _tail(self, columns: slice) -> Rows:
         """The logits of some columns with -inf at the tokens; their logits go to `z_CU`."""
         rows = self.tile(columns)
-        if self.maths.label_smoothing:
+        if self.maths.sums_logits:
             self.sum_z_C = rows.student_NV.sum(-1)
         place_CU, is_here_CU = self._places(columns, rows.student_NV, self.flat)
         self.z_CU = torch.where(is_here_CU, self.flat[place_CU], self.z_CU)
         self.flat.index_fill_(0, place_CU.flatten(), -math.inf)
-        return rows._replace(maths=self.maths._replace(softcap=0.0, label_smoothing=0.0))
+        return rows._replace(maths=self.maths.of_capped_logits())
 
     def _sums(self, rows: Rows, state_SC: Tensor, steps: Steps) -> None:
         ROW_FUNCTIONS[self.settings.backend](rows, state_SC, steps)
-        if self.maths.label_smoothing:
+        if self.maths.sums_logits:
             unpack(state_SC).student.sum_z.copy_(self.sum_z_C)
 
     def read(self, tiles: Sequence[slice], wanted: bool) -> None:

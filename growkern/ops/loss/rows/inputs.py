@@ -1,0 +1,242 @@
+"""The rows of a loss: their labels, kinds and weights, and the result of the call.
+
+Shape letters used in this file: N rows, V vocabulary, K teachers, W = 1 + K terms, L ranks that
+hold slices of the vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, library
+
+from growkern.errors import GrowthError
+from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.namespace import NAMESPACE
+from growkern.ops.loss.rows.options import LossCall, Options
+from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, live_kinds, named_terms
+from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, gather
+
+
+def shard_of_call(call: LossCall) -> Shard:
+    """The columns on this rank, as the options of a call say."""
+    if call.group is None and call.vocab_start is None:
+        return WHOLE
+    return check_shard(call.group, call.vocab_start, call.vocab_size)
+
+
+def check_vocabulary(
+    vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard = WHOLE
+) -> int:
+    """The number of columns here that are not padding, given the widths of all logits.
+
+    Raises:
+        GrowthError: the widths differ, and `vocab_size` does not say what is padding.
+    """
+    widths = (student, *teachers)
+    if shard.group:
+        here = max(0, shard.vocab - shard.start)
+        if here > min(widths) and max(widths) > min(widths):
+            raise GrowthError(
+                f"the slice from column {shard.start} has {student} columns of the student and "
+                f"{list(teachers)} of the teachers: cut all heads at the same columns"
+            )
+        return min(here, student)
+    if vocab_size is None:
+        if any(width != student for width in teachers):
+            raise GrowthError(
+                f"student has {student} columns, teachers {list(teachers)}: pass vocab_size="
+                f"{min(widths)} if the rest is padding"
+            )
+        vocab_size = student
+    if not 0 < vocab_size <= min(widths):
+        raise GrowthError(
+            f"vocab_size={vocab_size} must lie in 1..{min(widths)}: student "
+            f"has {student} columns, teachers {list(teachers)}"
+        )
+    return vocab_size
+
+
+# --------------------------------------------------------------- labels and rows
+
+
+def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
+    """Labels as int64 (N,); `rows` is the shape of the rows of the tensor that `what` names.
+
+    Raises:
+        GrowthError: labels are not integers, or have another shape.
+    """
+    if labels.shape != rows:
+        raise GrowthError(
+            f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
+            "does not shift: align causal labels before the call"
+        )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise GrowthError(f"labels must be integer token ids, got {labels.dtype}")
+    if not isinstance(ignore_index, int):
+        raise GrowthError(f"ignore_index must be an integer, got {ignore_index!r}")
+    return labels.reshape(-1).long()
+
+
+def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options) -> Tensor:
+    """Bits MLM_ROW and KL_ROW per row, (N,) int32; labels are (...) int64.
+
+    Raises:
+        GrowthError: `kl_rows` is neither a known name nor a bool mask of the labels' shape.
+    """
+    labelled_N = (labels != ignore_index).reshape(-1)
+    if isinstance(kl_rows, Tensor):
+        if kl_rows.dtype != torch.bool or kl_rows.shape != labels.shape:
+            raise GrowthError(
+                f"kl_rows must be a bool mask of the labels' shape {tuple(labels.shape)}, got "
+                f"{kl_rows.dtype} {tuple(kl_rows.shape)}"
+            )
+        kl_N = kl_rows.reshape(-1)
+    elif kl_rows in ("labels", "all"):
+        kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
+    else:
+        raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
+    kind_N = torch.zeros_like(labelled_N, dtype=torch.int32)
+    # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
+    if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
+        kind_N += MLM_ROW * labelled_N.int()
+    if options.teacher_weights:
+        if isinstance(options.alpha, Tensor):
+            # at 0 the term is left out, also where it is infinite
+            kl_N = kl_N & (_alpha_beside(options.alpha, kl_N) != 0)
+        kind_N += KL_ROW * kl_N.int()
+    return kind_N
+
+
+def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
+    """`alpha` for use with `x`. One on the CPU stays there: its copy breaks a CUDA graph."""
+    return alpha if alpha.device.type == "cpu" else alpha.to(x.device)
+
+
+def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+    """The factors in (3) of each row's MLM and of each teacher's KL, (W, N)."""
+    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
+    n_mlm: Any = 1
+    n_kl: Any = 1
+    if options.reduction == "mean":
+        if options.num_items is None:
+            n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
+        else:
+            n_mlm, n_kl = options.num_items
+    alpha = options.alpha
+    alpha = _alpha_beside(alpha, kind_N).to(dtype) if isinstance(alpha, Tensor) else alpha
+    row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
+    one_N = torch.ones_like(kind_N, dtype=dtype)
+    # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
+    weights = [torch.where(mlm_N, one_N * row_N * (1 - alpha) / n_mlm, 0)]
+    kl_weight_N = torch.where(kl_N, one_N * row_N * alpha / n_kl, 0)
+    weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
+    return torch.stack(weights).to(dtype)
+
+
+def row_inputs(
+    call: LossCall,
+    options: Options,
+    labels: Tensor,
+    student: tuple[str, Tensor],
+    vocab: int,
+    shard: Shard,
+) -> RowInputs:
+    """The checked inputs of the rows.
+
+    `student` is the name and the value of the argument with the student's rows: the weights have
+    the dtype of sums over them. `vocab` counts the columns here.
+    """
+    name, x = student
+    labels_N = check_labels(labels, x.shape[:-1], name, call.ignore_index)
+    counted_N = row_kinds(labels_N.view(labels.shape), call.kl_rows, call.ignore_index, options)
+    weight_WN = term_weights(counted_N, options, acc_torch_dtype(x))
+    kind_N = live_kinds(counted_N, options.row_weights)
+    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
+    return RowInputs(labels_N - shard.start, kind_N, weight_WN)
+
+
+# an op, so that a compiled graph checks the values too
+@library.custom_op(f"{NAMESPACE}::checked_labels", mutates_args=())
+def checked_labels(labels_N: Tensor, kind_N: Tensor, vocab: int, group: str) -> Tensor:
+    """The same labels, (N,) int64; `vocab` counts the columns of all ranks of `group`.
+
+    Raises:
+        GrowthError: on a CPU, when the label of a row with an MLM term is not in 0..vocab-1, or
+            the ranks have different rows. On a GPU the check is a device assertion, as in
+            PyTorch's own losses: nothing waits for it.
+    """
+    on_cpu = labels_N.device.type == "cpu"
+    if group:
+        counts_L2 = _counts(labels_N, group)
+        is_same = (counts_L2 == counts_L2[:1]).all()
+        if on_cpu and not is_same:
+            raise GrowthError(
+                "the ranks of the group have different rows or labels (numbers of rows: "
+                f"{counts_L2[:, 0].tolist()}): every rank must pass the same ones. FSDP gives each "
+                "rank rows of its own: call the loss from the forward of a module that fully_shard "
+                "wraps, where the head is whole"
+            )
+        torch._assert_async(is_same, "the ranks of the group have different rows or labels")
+    inside_N = ((labels_N >= 0) & (labels_N < vocab)) | ((kind_N & MLM_ROW) == 0)
+    if on_cpu and not inside_N.all():
+        row = int((~inside_N).nonzero()[0])
+        raise GrowthError(
+            f"the label of row {row} is {int(labels_N[row])}, outside 0..{vocab - 1}: give rows "
+            "without a label ignore_index"
+        )
+    torch._assert_async(inside_N.all(), f"a label is outside 0..{vocab - 1}")
+    return labels_N.clone()
+
+
+@checked_labels.register_fake
+def _(labels_N, kind_N, vocab, group) -> Tensor:
+    return torch.empty_like(labels_N)
+
+
+def _counts(labels_N: Tensor, group: str) -> Tensor:
+    """Each rank's number of rows and a checksum of its labels, (L, 2) int64."""
+    order_N = torch.arange(1, 2 * len(labels_N), 2, device=labels_N.device)
+    mine_2 = torch.stack([torch.ones_like(labels_N).sum(), (labels_N * order_N).sum()])
+    return gather(mine_2, group)
+
+
+# ------------------------------------------------------------------------ result
+
+
+class LossParts(NamedTuple):
+    """Detached 0-d measurements of the pass that computed the loss.
+
+    ``mlm`` and ``kl`` are means over their rows, before ``alpha`` weighs them. ``top1_agreement``
+    is the share of KL rows where student and teacher have the same likeliest token. ``entropy`` is
+    the student's mean entropy in nats, over all rows with a term. ``kl`` and ``top1_agreement`` are
+    None without a teacher, and 0 where a tensor ``alpha`` is 0.
+    """
+
+    mlm: Tensor
+    kl: Tensor | None
+    top1_agreement: Tensor | None
+    entropy: Tensor
+
+
+def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
+    """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
+    rows_SN = rows_SN.detach()
+    n_mlm = ((kind_N & MLM_ROW) > 0).sum().clamp(min=1)
+    n_kl = ((kind_N & KL_ROW) > 0).sum().clamp(min=1)
+    n_any = (kind_N > 0).sum().clamp(min=1)
+    of = named_terms(rows_SN)
+    kl = top1 = None
+    if options.teacher_weights:
+        teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
+        kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl
+        top1 = sum(w * top1_N.sum() for w, _, top1_N in teachers) / n_kl
+    return LossParts(of.mlm.sum() / n_mlm, kl, top1, of.entropy.sum() / n_any)
+
+
+def outcome(
+    loss: Tensor, rows_SN: Tensor, kind_N: Tensor, options: Options, shape: torch.Size
+) -> Tensor | tuple[Tensor, LossParts]:
+    """The return value of a loss; `shape` is that of the labels."""
+    loss = loss.reshape(shape) if options.reduction == "none" else loss
+    return (loss, loss_parts(rows_SN, kind_N, options)) if options.parts else loss

@@ -1,0 +1,236 @@
+"""Writes what follows from the declared options of the losses, `growkern/ops/loss/rows/options.py`.
+
+`python -m tests.train.loss.generate` writes
+
+- `growkern/train/loss/losses.py`, the losses as users call them: signatures, keywords for type
+  checkers, calls, and the entries of options in docstrings. All other words of the docstrings, and
+  the methods there, are written by hand in that file, and stay;
+- `csrc/maths.h`, the numbers that the compiled kernels get.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from growkern.ops.loss.rows.options import LABEL_OPTIONS, LossCall, Maths
+
+ROOT = Path(__file__).parents[3]
+OPS, DECLARED = ROOT / "growkern/ops/loss", "rows/options.py"
+LOSSES, HEADER = ROOT / "growkern/train/loss/losses.py", ROOT / "csrc/maths.h"
+
+OF_LOGITS, OF_HEADS = (
+    ("teacher_softcap",),
+    ("chunk_bytes", "max_rows", "vocab_tile", "logits_dtype"),
+)
+OF_ALL = tuple(
+    name for name in LossCall._fields if name not in (*OF_LOGITS, *OF_HEADS, "tail", "return_parts")
+)
+# options of the loss of a batch, in their order there, with what differs
+OF_BATCH = {
+    **dict.fromkeys(("alpha", "temperature", "num_items", "divergence", "beta", "kl_rows")),
+    **dict.fromkeys(("teacher_weights", "row_weights", "vocab_size", "max_rows")),
+    "causal": "bool | None = None",
+    **{"return_parts": None, "temperature": "float = 2.0", "kl_rows": 'KLRows = "labels"'},
+    **dict.fromkeys(LABEL_OPTIONS),
+}
+
+
+class Loss(NamedTuple):
+    """A function of the file.
+
+    Attributes:
+        keywords: name of its `TypedDict`.
+        options: name -> type and default, where these are not the declared ones.
+        explained: options whose entries are written here.
+        module: of the function behind it.
+        called: the name of that function in the file.
+    """
+
+    keywords: str
+    options: dict[str, str | None]
+    explained: tuple[str, ...]
+    module: Path
+    called: str
+
+
+def _options(*without: str) -> dict[str, str | None]:
+    return {name: None for name in LossCall._fields if name not in without}
+
+
+FUNCTIONS = {
+    "kl_mlm_loss": Loss(
+        "LogitKeywords", _options(*OF_HEADS, "tail"),
+        (*OF_ALL, *OF_LOGITS, "return_parts"), OPS / "kl_mlm_loss.py", "of_logits",
+    ),
+    "linear_kl_mlm_loss": Loss(
+        "LinearKeywords", _options("tail"),
+        OF_HEADS, OPS / "linear_kl_mlm_loss.py", "of_heads",
+    ),
+    "topk_kl_mlm_loss": Loss(
+        "TopKKeywords", _options(*OF_LOGITS), ("tail",), OPS / "topk_kl_mlm_loss.py", "of_topk",
+    ),
+    "inherited_loss": Loss(
+        "InheritedKeywords", OF_BATCH, LABEL_OPTIONS,
+        ROOT / "growkern/train/loss/inherited.py", "of_models",
+    ),
+}  # fmt: skip
+# keywords that several losses share, and whose classes derive from which
+SHARED = {"RowKeywords": ("TypedDict", OF_ALL), "HeadKeywords": ("RowKeywords", OF_HEADS)}
+BASES = {"LogitKeywords": "RowKeywords", "LinearKeywords": "HeadKeywords"}
+BASES |= {"TopKKeywords": "HeadKeywords", "InheritedKeywords": "TypedDict"}
+
+
+def _node(tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef:
+    """The class or function of that name; of an overloaded function the last one."""
+    return [x for x in tree.body if getattr(x, "name", None) == name][-1]
+
+
+def _entries(docstring: str) -> dict[str, str]:
+    """The entries of Args: in a docstring that begins four columns in, by their names."""
+    section = docstring.partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"\n(?= {8}\S)", section.rstrip())
+    return {entry.strip().partition(":")[0]: entry for entry in entries}
+
+
+def _declared() -> tuple[dict[str, str], dict[str, str]]:
+    """The type and default of each option, and the entries of the docstring."""
+    node = _node(ast.parse((OPS / DECLARED).read_text()), "LossCall")
+    fields = {
+        ast.unparse(x.target): f"{ast.unparse(x.annotation)} = {_plain(x.value)}"
+        for x in node.body
+        if isinstance(x, ast.AnnAssign)
+    }
+    return fields, _entries(ast.get_docstring(node, clean=False))
+
+
+def _plain(node: ast.expr) -> str:
+    return ast.unparse(node).replace("'", '"')
+
+
+def _explained(docstring: str, names: tuple[str, ...]) -> str:
+    """A docstring with the declared entries of some options."""
+    _, declared = _declared()
+    here = _entries(docstring)
+    wanted = {k: x for k, x in declared.items() if set(k.split(", ")) <= set(names)}
+    for key in wanted.keys() & here.keys():
+        docstring = docstring.replace(here[key], wanted[key])
+    missing = [x for key, x in wanted.items() if key not in here]
+    if missing:
+        last = list(here.values())[-1]
+        docstring = docstring.replace(last, "\n".join([last, *missing]))
+    return docstring
+
+
+def _class(name: str, base: str, fields: dict[str, str]) -> str:
+    total = ", total=False" if base == "TypedDict" else ""
+    lines = [f"    {k}: {x.partition(' = ')[0]}" for k, x in fields.items()]
+    return f"class {name}({base}{total}):\n" + "\n".join(lines)
+
+
+def _wrapped(words: list[str]) -> str:
+    """Arguments of a call, as many in a line as fit."""
+    lines = [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 90:
+            lines.append("")
+        lines[-1] += f"{word}, "
+    return "\n".join(f"        {line.rstrip()}" for line in lines)
+
+
+def _function(name: str, loss: Loss, docstring: str, declared: dict[str, str]) -> str:
+    behind = _node(ast.parse(loss.module.read_text()), name)
+    tensors = [f"{x.arg}: {_plain(x.annotation)}" for x in behind.args.args]
+    own = {
+        x.arg: f"{_plain(x.annotation)} = {_plain(default)}"
+        for x, default in zip(behind.args.kwonlyargs, behind.args.kw_defaults, strict=True)
+        if x.arg not in loss.options
+    }
+    options = own | {k: given or declared[k] for k, given in loss.options.items()}
+    among = {
+        k: x
+        for k, x in options.items()
+        if k != "return_parts"
+        and (BASES[loss.keywords] == "TypedDict" or k not in OF_ALL)
+        and (BASES[loss.keywords] != "HeadKeywords" or k not in OF_HEADS)
+    }
+    parts = [_class(loss.keywords, BASES[loss.keywords], among)]
+    for kind, result in (("False] = False", "Tensor"), ("True]", "tuple[Tensor, LossParts]")):
+        lines = [*tensors, "*", f"return_parts: Literal[{kind}"]
+        lines += [f'**options: "Unpack[{loss.keywords}]"']
+        arguments = "".join(f"    {line},\n" for line in lines)
+        parts.append(f"@overload\ndef {name}(\n{arguments}) -> {result}: ...")
+    lines = [*tensors, "*", *(f"{k}: {x}" for k, x in options.items())]
+    arguments = "".join(f"    {line},\n" for line in lines)
+    passed = _wrapped([x.partition(":")[0] for x in tensors] + [f"{k}={k}" for k in options])
+    load = ""
+    if loss.called == "of_models":
+        load = (
+            "    # loads transformers, which the other losses do without\n"
+            f"    from growkern.train.loss.inherited import {name} as {loss.called}\n\n"
+        )
+    parts.append(
+        f"def {name}(\n{arguments}) -> Tensor | tuple[Tensor, LossParts]:\n"
+        f'    """{_explained(docstring, loss.explained)}"""\n'
+        f"{load}    return {loss.called}(\n{passed}\n    )  # fmt: skip"
+    )
+    return "\n\n\n".join(parts)
+
+
+def _options_class(tree: ast.Module, text: str, declared: dict[str, str]) -> str:
+    """Section [loss] of a run file; its methods are written by hand."""
+    node = _node(tree, "LossOptions")
+    docstring = _explained(ast.get_docstring(node, clean=False), LABEL_OPTIONS)
+    fields = "".join(f"    {name}: {declared[name]}\n" for name in LABEL_OPTIONS)
+    methods = [
+        "    " + ast.get_source_segment(text, x)
+        for x in node.body
+        if isinstance(x, ast.FunctionDef)
+    ]
+    body = "\n\n".join(methods)
+    return (
+        f'@dataclass(frozen=True)\nclass LossOptions:\n    """{docstring}"""\n\n{fields}'
+        f"    row_weights: str | None = None\n\n{body}"
+    )
+
+
+def losses(text: str) -> str:
+    """The file of the losses, from its present text."""
+    tree, (declared, _) = ast.parse(text), _declared()
+    parts = [text[: text.index("class RowKeywords(")].rstrip()]
+    parts += [
+        _class(name, base, {k: declared[k] for k in names})
+        for name, (base, names) in SHARED.items()
+    ]
+    for name, loss in FUNCTIONS.items():
+        docstring = ast.get_docstring(_node(tree, name), clean=False)
+        parts.append(_function(name, loss, docstring, declared))
+    parts.append(_options_class(tree, text, declared))
+    return "\n\n\n".join(parts) + "\n"
+
+
+def header() -> str:
+    """The header of the kernels."""
+    fields = ", ".join(("inv_t", *Maths._fields[1:]))
+    return f"""// The numbers in the formulas of a loss: 1 / temperature, then as in class Maths of
+// growkern/ops/loss/rows/options.py. `python -m tests.train.loss.generate` writes this file.
+#pragma once
+
+namespace growkern {{
+
+template <typename Real>
+struct Maths {{
+    Real {fields};
+}};
+
+}}  // namespace growkern
+"""
+
+
+def main() -> None:
+    LOSSES.write_text(losses(LOSSES.read_text()))
+    HEADER.write_text(header())
+
+
+if __name__ == "__main__":
+    main()
