@@ -263,31 +263,30 @@ def _row_counts(
 # ---------------------------------------------------------------------------- op
 
 
-@library.custom_op(f"{NAMESPACE}::linear_kl_mlm", mutates_args=())
+# of the losses with chunks: `RowInputs` and `anchor_of` the student, then `as_arguments`
+SCHEMA = (
+    "(Tensor[] student, Tensor[] teachers, Tensor labels_N, Tensor kind_N, Tensor weight_WN, "
+    "Tensor anchor, SymInt[] sizes, float[] maths, bool[] switches, bool[] want, "
+    "ScalarType logits_dtype, str group, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@library.custom_op(f"{NAMESPACE}::linear_kl_mlm", mutates_args=(), schema=SCHEMA)
 def linear_kl_mlm_op(
-    student: list[Tensor],
-    teachers: list[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
-    weight_WN: Tensor,
-    anchor: Tensor,
-    sizes: list[int],
-    maths: list[float],
-    switches: list[bool],
-    want: list[bool],
-    logits_dtype: torch.dtype,
-    group: str,
-    backend: str,
+    student: list[Tensor], teachers: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, terms of the rows, dX, dW, db.
 
     Heads are (hidden, weight, bias); a missing bias has no elements. A gradient that is not wanted
     comes back empty. With `per_row` the loss is that of every row, and there is no gradient.
-    `anchor` is `anchor_of` of the student. After it come the arguments of `as_arguments`.
     """
-    settings = from_arguments([sizes, maths, switches, want, logits_dtype, group, backend])
-    rows = RowInputs(labels_N, kind_N, weight_WN)
-    return swept(heads_of([*student, *teachers]), rows, settings)
+    *rows, _, settings = arguments_of(others)
+    return swept(heads_of([*student, *teachers]), RowInputs(*rows), settings)
+
+
+def arguments_of(others: Sequence[Any]) -> tuple[Any, ...]:
+    """The three row inputs, the anchor and the settings of an op."""
+    return (*others[:4], from_arguments(others[4:]))
 
 
 def swept(
@@ -312,8 +311,9 @@ def swept(
 
 
 @linear_kl_mlm_op.register_fake
-def _(student, teachers, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
-    settings = from_arguments(arguments)
+def fake_of_op(student, teachers, *others) -> tuple:
+    """The outputs without their values; those of the top-k loss are the same."""
+    _, _, weight_WN, _, settings = arguments_of(others)
     return empty_outputs(Head(*student), weight_WN, settings.per_row, settings.want)
 
 

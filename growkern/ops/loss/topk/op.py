@@ -14,8 +14,16 @@ from torch import Tensor, library
 
 from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.transforms import Rules
-from growkern.ops.loss.linear.heads import Head, empty_outputs, from_arguments
-from growkern.ops.loss.linear.op import Chunk, backward_of, setup_context, swept
+from growkern.ops.loss.linear.heads import Head
+from growkern.ops.loss.linear.op import (
+    SCHEMA,
+    Chunk,
+    arguments_of,
+    backward_of,
+    fake_of_op,
+    setup_context,
+    swept,
+)
 from growkern.ops.loss.rows.on_cpu import tail_gradient_on_cpu
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
@@ -37,32 +45,19 @@ TAIL_GRADIENTS = {"cpu": tail_gradient_on_cpu, "triton": tail_gradient_on_triton
 # ----------------------------------------------------------------------- op
 
 
-@library.custom_op(f"{NAMESPACE}::topk_kl_mlm", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::topk_kl_mlm", mutates_args=(), schema=SCHEMA)
 def topk_kl_mlm_op(
-    student: list[Tensor],
-    topk: list[Tensor],
-    labels_N: Tensor,
-    kind_N: Tensor,
-    weight_WN: Tensor,
-    anchor: Tensor,
-    sizes: list[int],
-    maths: list[float],
-    switches: list[bool],
-    want: list[bool],
-    logits_dtype: torch.dtype,
-    group: str,
-    backend: str,
+    student: list[Tensor], teachers: list[Tensor], *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `linear_kl_mlm_op`, with ids and log-probs of each teacher in `topk`.
+    """As `linear_kl_mlm_op`, with ids and log-probs of each teacher.
 
     Ids count the columns of all ranks, labels those of this rank.
     """
-    settings = from_arguments([sizes, maths, switches, want, logits_dtype, group, backend])
-    for pair in _pairs(topk):
-        check_topk_values(pair, kind_N, settings.sizes.total, settings.drop_tail)
-    make_chunk = functools.partial(_TopkChunk, topk)
-    rows = RowInputs(labels_N, kind_N, weight_WN)
-    return swept([Head(*student)], rows, settings, make_chunk)
+    *rows, _, settings = arguments_of(others)
+    for pair in _pairs(teachers):
+        check_topk_values(pair, rows[1], settings.sizes.total, settings.drop_tail)
+    make_chunk = functools.partial(_TopkChunk, teachers)
+    return swept([Head(*student)], RowInputs(*rows), settings, make_chunk)
 
 
 def _pairs(topk: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -159,11 +154,6 @@ class _TopkChunk(Chunk):
         return self.solved.terms_TC
 
 
-@topk_kl_mlm_op.register_fake
-def _(student, topk, labels_N, kind_N, weight_WN, anchor, *arguments) -> tuple:
-    settings = from_arguments(arguments)
-    return empty_outputs(Head(*student), weight_WN, settings.per_row, settings.want)
-
-
+topk_kl_mlm_op.register_fake(fake_of_op)
 TOPK_KL_MLM = Rules(topk_kl_mlm_op, backward_of(topk_kl_mlm_op), setup_context)
 topk_kl_mlm_op.register_autograd(TOPK_KL_MLM.backward, setup_context=setup_context)
