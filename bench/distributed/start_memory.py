@@ -29,16 +29,9 @@ from growkern.growth.sharded.placement import local_tensor
 from growkern.ops.backend import native
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.distributed.options import DistributedOptions
+from growkern.train.growth.models import grown_model
 from growkern.train.growth.step import GrowthStep
 from growkern.train.loop.trainer import TwoStageTrainer
-from growkern.train.run.build import build_model
-from growkern.train.run.file import (
-    DataSection,
-    ModelSection,
-    OutputSection,
-    Run,
-    TrainingSection,
-)
 
 SOURCE = {
     "vocab_size": 8_000,
@@ -89,18 +82,11 @@ def measure(folder: Path, kind: str) -> dict[str, Any]:
     warm_up(source, transformers.LlamaForCausalLM, **SIZES)
     # a run has imported all that the trainer imports
     assert TwoStageTrainer
-    run = Run(
-        ModelSection(),
-        DataSection(("none",)),
-        TrainingSection(1),
-        OutputSection("out"),
-        growth=GrowthStep(source="source", sizes=SIZES),
-        distributed=DistributedOptions(sharding="fsdp"),
-    )
+    growth, options = GrowthStep(source="source", sizes=SIZES), DistributedOptions(sharding="fsdp")
     dist.barrier()
     reset_peak()
     base = status_mb("VmRSS")
-    model = build_model(run, folder, first_start=True)
+    model = grown_model(source, growth, options, torch.float32)
     grown = status_mb("VmHWM") - base
     shard = sum(local_tensor(p).nbytes for p in model.parameters()) / 1e6
     reset_peak()

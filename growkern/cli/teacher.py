@@ -185,18 +185,18 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     from growkern.train.dataset.load import load_data
     from growkern.train.loss.vocabulary import check_tokenizers
     from growkern.train.model.load import load_tokenizer
-    from growkern.train.run.build import with_directories
     from growkern.train.run.file import load_run
+    from growkern.train.run.resolve import locate
 
     base = file.parent
-    run = with_directories(load_run(file), base)
+    run = load_run(file)
     if run.inheritance is None:
         raise GrowthError(f"{file} has no [inheritance]: it trains without a teacher")
     if run.data.streaming:
         raise GrowthError(
             f"{file} streams its data, whose rows do not repeat: set data.streaming to false"
         )
-    reader = load_tokenizer(base / (run.model.tokenizer or run.checkpoint))
+    reader = load_tokenizer(locate(base, *run.words))
     if isinstance(source, Path):
         check_tokenizers(reader, [load_tokenizer(source)])
     model, causal = _opened(source, k, reader, run.data.sequence_length)

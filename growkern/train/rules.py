@@ -51,7 +51,7 @@ def table() -> str:
     """The rules as a table of Markdown."""
     rows = (f"| {x.setting} | {x.other} | {x.fix} |" for x in RULES)
     text = "\n".join(("| setting | does not go with | so |\n|---|---|---|", *rows))
-    return text.replace("data.{name}", "it").replace("{x.positions}", "as many")
+    return text.replace("leave out data.{name}", "leave it out").replace("{x.positions}", "as many")
 
 
 def _changed(record: Any, *names: str) -> str | None:
@@ -326,18 +326,23 @@ RULES = (
         "replaced-token detection is not sharded",
         "set distributed.sharding to 'ddp'",
     ),
-    *(
-        Rule(
-            *("training", '`data.objective = "rtd"`', sections.split(",")[0]),
-            lambda x, field=field: x.side == "rtd" and getattr(x, field),
-            f"replaced-token detection trains two models, which does not fit {words}",
-            f"leave out {sections}",
-        )
-        for field, words, sections in (
-            ("two_stage", "two stages", "[two_stage]"),
-            ("teacher", "a teacher", "[inheritance] and [teacher]"),
-            ("grows", "growth in a run", "[growth], and grow both with growkern grow"),
-        )
+    Rule(
+        *("training", '`data.objective = "rtd"`', "`[two_stage]`"),
+        lambda x: x.side == "rtd" and x.two_stage,
+        "replaced-token detection trains two models, which does not fit two stages",
+        "leave out [two_stage]",
+    ),
+    Rule(
+        *("training", '`data.objective = "rtd"`', "`[inheritance]`"),
+        lambda x: x.side == "rtd" and x.teacher,
+        "replaced-token detection trains two models, which does not fit a teacher",
+        "leave out [inheritance] and [teacher]",
+    ),
+    Rule(
+        *("training", '`data.objective = "rtd"`', "`[growth]`"),
+        lambda x: x.side == "rtd" and x.grows,
+        "replaced-token detection trains two models, which does not fit growth in a run",
+        "leave out [growth], and grow both with growkern grow",
     ),
     Rule(
         *("training", '`data.objective = "mlm+nsp"`', "`teacher.cache`, `teacher.url`"),

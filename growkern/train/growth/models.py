@@ -171,6 +171,7 @@ def grown_model(
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
     plan: GrowthPlan | None = None,
+    planned: GrowthPlan | None = None,
 ) -> Any:
     """A grown model, sharded if the options say so. All processes call this.
 
@@ -180,9 +181,11 @@ def grown_model(
         options: of the distribution.
         mesh: as in `shard`.
         plan: of a growth inside a run, made before the run.
+        planned: the growth of this source, if it was planned already.
     """
-    # its config counts: transformers and callbacks change that of a model in training
-    planned = plan_growth(open_source(source), options_of(growth), growth.sizes, judged=False)
+    if planned is None:
+        # its config counts: transformers and callbacks change that of a model in training
+        planned = plan_growth(open_source(source), options_of(growth), growth.sizes, judged=False)
     config = planned.target_config
     if plan is not None:
         # not part of a checkpoint

@@ -34,6 +34,7 @@ def check_side(
     teacher: bool = False,
     cached: bool = False,
     grows: bool = False,
+    two_stacks: bool = False,
 ) -> None:
     """Refuse settings that a side loss does not fit.
 
@@ -42,12 +43,13 @@ def check_side(
         teacher: whether there is a teacher.
         cached: whether the teacher is read from a cache.
         grows: whether the model grows in the run.
+        two_stacks: whether the model has an encoder and a decoder.
 
     Raises:
         GrowthError: there is such a setting.
     """
     facts = {"two_stage": two_stage, "teacher": teacher, "cached": cached, "grows": grows}
-    check("training", side=side and side.name, two_stacks=False, **facts)
+    check("training", side=side and side.name, two_stacks=two_stacks, **facts)
 
 
 class SideTerm:

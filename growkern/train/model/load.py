@@ -71,13 +71,12 @@ def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> An
     return load_model(directory, dtype)
 
 
-def stored_dtype(directory: Path) -> torch.dtype:
-    """The dtype of a checkpoint's weights as its config names it; float32 if it names none."""
-    return read_config(directory, any_family=True).dtype or torch.float32
-
-
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path, config: Any = None) -> Any:
     """Load the tokenizer of a directory. Code beside it is never run.
+
+    Args:
+        directory: that holds its files.
+        config: of the model beside it, if it was read already.
 
     Raises:
         GrowthError: a file is too large, no regular file, a link to somewhere else, or damaged. Or
@@ -97,10 +96,10 @@ def load_tokenizer(directory: Path) -> Any:
     if not has_tokenizer(directory):
         raise lacks
     _check_tokenizer_files(directory)
-    has_config = (directory / "config.json").exists()
+    if config is None and (directory / "config.json").exists():
+        config = read_config(directory, any_family=True)
     # without it transformers would read the config itself
-    how = {"config": read_config(directory, any_family=True)} if has_config else {}
-    tokenizer = _read_tokenizer(directory, **how)
+    tokenizer = _read_tokenizer(directory, **({} if config is None else {"config": config}))
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise lacks
     return tokenizer
@@ -167,18 +166,19 @@ def check_directory(directory: Path) -> None:
         raise GrowthError(f"{directory} is not a checkpoint directory: it has no config.json")
 
 
-def check_fits(directory: Path, tokenizer: Any, length: int) -> None:
+def check_fits(directory: Path, tokenizer: Any, length: int, config: Any = None) -> None:
     """Check that a model has embeddings for all positions of a block and all tokens.
 
     Args:
         directory: checkpoint of the model.
         tokenizer: makes the ids that the model will read.
         length: tokens per block.
+        config: of the model, if it was read already.
 
     Raises:
         GrowthError: the blocks are too long or the tokenizer is too large.
     """
-    config = read_config(directory, any_family=True)
+    config = config or read_config(directory, any_family=True)
     positions = _positions_of(config)
     sizes = {"ids": len(tokenizer), "vocabulary": config.vocab_size}
     check("checkpoint", directory=directory, length=length, positions=positions, **sizes)

@@ -10,8 +10,7 @@ import types
 import typing
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -23,6 +22,9 @@ from transformers.integrations.integration_utils import (
 from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.train.run.file import OutputSection, Run, has_tensorboard
+
+if TYPE_CHECKING:
+    from growkern.train.run.resolve import ResolvedRun
 
 # keys of [trainer] that are keys of growkern
 OWNED = {
@@ -74,26 +76,23 @@ PACKAGES = {
 }
 
 
-def training_arguments(
-    run: Run, base: Path, *, evaluate: bool, progress: bool
-) -> TrainingArguments:
+def training_arguments(run: ResolvedRun, *, progress: bool) -> TrainingArguments:
     """The arguments of the trainer.
 
     Args:
-        run: the settings.
-        base: folder that the paths in `run` are relative to.
-        evaluate: whether there is validation data.
+        run: whose settings were checked.
         progress: whether to show progress bars.
 
     Raises:
         GrowthError: [trainer] or the batch size cannot be used.
     """
-    training = run.training
+    settings, training = run.settings, run.settings.training
+    evaluate = bool(run.data.validation or run.data.validation_split)
     known: dict[str, Any] = {
-        "output_dir": str(base / run.output.directory),
+        "output_dir": str(run.output),
         "max_steps": training.steps,
-        "per_device_train_batch_size": batch_of_a_process(run),
-        "per_device_eval_batch_size": batch_of_a_process(run),
+        "per_device_train_batch_size": batch_of_a_process(settings),
+        "per_device_eval_batch_size": batch_of_a_process(settings),
         "gradient_accumulation_steps": training.accumulation,
         "learning_rate": training.learning_rate,
         "warmup_steps": training.warmup_steps,
@@ -112,12 +111,12 @@ def training_arguments(
         "save_steps": training.save_every or training.steps,
         "save_total_limit": training.keep_checkpoints,
         "dataloader_num_workers": training.data_workers,
-        "report_to": list(reports_of(run.output)) or "none",
+        "report_to": list(run.reports) or "none",
         "disable_tqdm": not progress,
         # pinning memory gives a warning in every epoch without an accelerator
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    passed = checked_arguments(run.trainer or {})
+    passed = checked_arguments(settings.trainer or {})
     try:
         args = TrainingArguments(**(known | passed))
     except (ValueError, ImportError, TypeError) as error:

@@ -204,6 +204,17 @@ class Run:
         return str(self.first_growth.source if self.first_growth else self.model.path)
 
     @property
+    def revision(self) -> str | None:
+        """The revision of that checkpoint on the Hub."""
+        return self.first_growth.revision if self.first_growth else self.model.revision
+
+    @property
+    def words(self) -> tuple[str, str | None]:
+        """The directory of the tokenizer, and its revision."""
+        tokenizer = self.model.tokenizer
+        return (tokenizer, None) if tokenizer else (self.checkpoint, self.revision)
+
+    @property
     def growths(self) -> tuple[GrowthStep, ...]:
         """All growths, in the order of their steps."""
         if isinstance(self.growth, GrowthStep):

@@ -14,7 +14,14 @@ from rich.text import Text
 
 from growkern.errors import clean
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.train.dataset.load import describe_data
+from growkern.train.dataset.options import DataSection
 from growkern.train.growth.step import GrowthStep
+from growkern.train.loop.progress import last_losses
+from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.train.objectives.span_corruption import span_counts
+from growkern.train.run.arguments import describe_arguments
+from growkern.train.run.resolve import ResolvedRun
 from growkern.units import human
 
 PRECISIONS = {
@@ -110,3 +117,79 @@ def describe_model(model: Any, path: Path) -> str:
     count = sum(p.numel() for p in model.parameters())
     name = type(model).__name__.removeprefix("FSDP")
     return f"{name} from {path}, {human(count)} parameters"
+
+
+def labelled_share(data: DataSection) -> tuple[float, int | None]:
+    """The share of tokens with a label, and the tokens per row of a decoder beside an encoder.
+
+    Args:
+        data: with an objective other than "auto".
+
+    Returns:
+        The arguments of `TwoStageTrainer.flops_per_step`. Labels of a decoder are its tokens.
+    """
+    if data.objective == "span_corruption":
+        return 1.0, span_counts(data.row_length, data.share, data.mean_span_length).target
+    if data.objective in ("denoising", "pairs"):
+        return 1.0, data.sequence_length
+    return (1.0 if data.objective == "clm" else data.share), None
+
+
+def header(
+    run: ResolvedRun, trainer: TwoStageTrainer, checkpoint: Path | None, command: str
+) -> dict[str, str]:
+    """The lines that describe a run before its first step.
+
+    Args:
+        run: whose settings were checked.
+        trainer: of the run.
+        checkpoint: from which it resumes, if there is one.
+        command: that resumes it.
+    """
+    settings, training, data = run.settings, run.settings.training, run.data
+    sequences = training.batch_size * training.accumulation
+    objective: str = data.objective
+    flops = trainer.flops_per_step(sequences, data.sequence_length, *labelled_share(data))
+    dtype = str(run.model.dtype).removeprefix("torch.")
+    lines = {
+        "model": describe_model(trainer.model, run.model.directory),
+        "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
+        "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
+        "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
+        "optimizer": describe_optimizer(training.optimizer, trainer.optimizers.plan),
+        "device": describe_device(trainer.args.device, trainer.args.world_size),
+        "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
+        "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
+        "saves": describe_saving(
+            run.output,
+            training.save_every,
+            training.save_minutes,
+            training.keep_checkpoints,
+        ),
+        "to resume": command,
+    }
+    if settings.later_growths:
+        lines["growth"] = describe_growth(settings.later_growths)
+    if settings.trainer:
+        lines["trainer"] = describe_arguments(settings.trainer)
+    if checkpoint is not None:
+        lines["resumes"] = f"from {checkpoint}"
+    return lines
+
+
+def end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
+    """Where the model is, and what to do next.
+
+    Args:
+        output: directory of the run.
+        trainer: of the run.
+    """
+    step = trainer.state.global_step
+    lines = {
+        "finished": f"{step} steps, {last_losses(trainer.state.log_history, step)}",
+        "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
+        "next": f"growkern plot {shlex.quote(str(output))}",
+    }
+    if trainer.steps.skipped:
+        lines["skipped"] = f"{trainer.steps.skipped} steps that were not finite"
+    return lines

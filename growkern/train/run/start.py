@@ -7,70 +7,35 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 """
 
 import os
-import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.trainer_utils import TrainOutput
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.source.config import read_config
+from growkern.growth.source.loading import load_model
 from growkern.publish.lock import locked
-from growkern.train.dataset.load import describe_data, load_data
-from growkern.train.dataset.source import find_sources
-from growkern.train.distributed.shard import check_replicas, join_processes
-from growkern.train.loop.checks import check_arguments, check_block_size, check_switches
-from growkern.train.loop.progress import last_losses
+from growkern.train.dataset.load import load_data
+from growkern.train.distributed.options import DistributedOptions
+from growkern.train.distributed.shard import join_processes, shard
+from growkern.train.growth.models import Size, grown_model, unfilled_model
+from growkern.train.loop.checks import check_arguments, check_switches
 from growkern.train.loop.trainer import TwoStageTrainer
-from growkern.train.model.load import (
-    check_directory,
-    check_fits,
-    has_tokenizer,
-    load_tokenizer,
-    stored_dtype,
-)
+from growkern.train.objectives.electra import ReplacedTokenDetection
 from growkern.train.optimizer.choose import check_optimizer
-from growkern.train.run.arguments import (
-    batch_of_a_process,
-    check_best_metric,
-    checked_arguments,
-    describe_arguments,
-    reports_of,
-    training_arguments,
-)
-from growkern.train.run.build import build_model, build_teacher, check_growths, with_directories
-from growkern.train.run.directory import begin, check_output, is_finished, is_ours
-from growkern.train.run.file import Run, load_runs
+from growkern.train.run.arguments import check_best_metric, training_arguments
+from growkern.train.run.directory import begin, is_finished, is_ours
+from growkern.train.run.file import load_runs
 from growkern.train.run.identity import identity_of
-from growkern.train.run.messages import (
-    PRECISIONS,
-    describe_device,
-    describe_growth,
-    describe_model,
-    describe_optimizer,
-    describe_saving,
-    print_lines,
-    resume_command,
-)
-from growkern.train.run.objective import (
-    check_generator,
-    choose_objective,
-    labelled_share,
-)
-from growkern.train.safety.checkpoints import (
-    behind_link,
-    close_staging,
-    last_checkpoint,
-    step_of,
-)
+from growkern.train.run.messages import end, header, print_lines, resume_command
+from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
+from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.topk_teacher.facts import TopKRows
-from growkern.train.topk_teacher.served import ServedTeacher
-from growkern.train.topk_teacher.store import TeacherCache
-from growkern.units import human
 
 
 def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> TrainOutput | None:
@@ -106,28 +71,15 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
         check_switches()
         result, base = None, Path(path).parent
         for one in load_runs(path):
-            result = _train(one, base, command, overwrite=overwrite, progress=progress)
+            resolved = resolve(one, base)
+            result = _train(resolved, command, overwrite=overwrite, progress=progress)
         return result
 
 
 def _train(
-    run: Run, base: Path, command: str, *, overwrite: bool, progress: bool
+    run: ResolvedRun, command: str, *, overwrite: bool, progress: bool
 ) -> TrainOutput | None:
-    batch_of_a_process(run)
-    checked_arguments(run.trainer or {})
-    sources = find_sources(run.data, base)
-    texts = {name: list(source.files) if source else [] for name, source in sources.items()}
-    settings, run = run, with_directories(run, base)
-    for name in _checkpoint_directories(run):
-        check_directory(base / name)
-    choose_objective(run, base)
-    reports_of(run.output)
-    output = behind_link(base / run.output.directory)
-    kept = [base / run.data.cache] if run.data.cache else []
-    check_output(output, [*(base / name for name in _inputs(run)), *kept], texts)
-    # by the names in the run file: a cache may lie elsewhere tomorrow
-    named = zip(_inputs(settings), _inputs(run), strict=True)
-    identity = identity_of(settings, texts, {name: base / place for name, place in named})
+    identity, output = identity_of(run.settings, run.texts, run.inputs), run.output
     is_first = os.environ.get("RANK", "0") == "0"
     if is_ours(output, identity, overwrite) and is_finished(output):
         if is_first:
@@ -141,31 +93,31 @@ def _train(
         # another process may have been at work until now
         ours = is_ours(output, identity, overwrite)
         first_start = not ours or last_checkpoint(output) is None
-        trainer = build_trainer(run, base, progress=progress, first_start=first_start)
+        trainer = build_trainer(run, progress=progress, first_start=first_start)
         trainer.resume_hint = command
         check_best_metric(trainer, trainer.side.name if trainer.side else None)
         if first_start:
-            _grow_optimizer(run, base, trainer)
+            _grow_optimizer(run, trainer)
         # after all checks, so that a refused run deletes nothing
         if not ours and is_first:
             begin(output, identity)
         trainer.accelerator.wait_for_everyone()
         checkpoint = trainer.newest_whole_checkpoint()
         if progress and is_first:
-            print_lines(_header(run, base, trainer, checkpoint, command))
+            print_lines(header(run, trainer, checkpoint, command))
         result = _train_from(trainer, checkpoint)
-        trainer.save_final_model(stored_dtype(base / run.checkpoint))
+        trainer.save_final_model(run.model.dtype)
         if progress and is_first:
-            print_lines(_end(output, trainer))
+            print_lines(end(output, trainer))
     return result
 
 
-def _grow_optimizer(run: Run, base: Path, trainer: TwoStageTrainer) -> None:
+def _grow_optimizer(run: ResolvedRun, trainer: TwoStageTrainer) -> None:
     """Give the trainer the grown state of the source's optimizer, if the run names one."""
-    growth = run.first_growth
+    growth = run.settings.first_growth
     if growth is None or growth.optimizer is None:
         return
-    optimizer, state = trainer.create_optimizer(), base / growth.optimizer
+    optimizer, state = trainer.create_optimizer(), run.base / growth.optimizer
     try:
         grow_optimizer_into(trainer.model, optimizer, state, moments=str(growth.moments))
     except GrowthError as error:
@@ -196,162 +148,116 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
     return None
 
 
-def _header(
-    run: Run, base: Path, trainer: TwoStageTrainer, checkpoint: Path | None, command: str
-) -> dict[str, str]:
-    """The lines that describe a run before its first step."""
-    training, data = run.training, run.data
-    sequences = training.batch_size * training.accumulation
-    objective = choose_objective(run, base)
-    labelled = labelled_share(replace(data, objective=objective))
-    flops = trainer.flops_per_step(sequences, data.sequence_length, *labelled)
-    dtype = str(stored_dtype(base / run.checkpoint)).removeprefix("torch.")
-    lines = {
-        "model": describe_model(trainer.model, base / run.checkpoint),
-        "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
-        "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
-        "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
-        "optimizer": describe_optimizer(training.optimizer, trainer.optimizers.plan),
-        "device": describe_device(trainer.args.device, trainer.args.world_size),
-        "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
-        "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
-        "saves": describe_saving(
-            base / run.output.directory,
-            training.save_every,
-            training.save_minutes,
-            training.keep_checkpoints,
-        ),
-        "to resume": command,
-    }
-    if run.later_growths:
-        lines["growth"] = describe_growth(run.later_growths)
-    if run.trainer:
-        lines["trainer"] = describe_arguments(run.trainer)
-    if checkpoint is not None:
-        lines["resumes"] = f"from {checkpoint}"
-    return lines
-
-
-def _end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
-    """Where the model is, and what to do next."""
-    step = trainer.state.global_step
-    lines = {
-        "finished": f"{step} steps, {last_losses(trainer.state.log_history, step)}",
-        "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
-        "next": f"growkern plot {shlex.quote(str(output))}",
-    }
-    if trainer.steps.skipped:
-        lines["skipped"] = f"{trainer.steps.skipped} steps that were not finite"
-    return lines
-
-
 def build_trainer(
-    run: Run,
-    base: Path,
-    *,
-    progress: bool = True,
-    first_start: bool = True,
+    run: ResolvedRun, *, progress: bool = True, first_start: bool = True
 ) -> TwoStageTrainer:
-    """Load the models, the tokenizer and the data of a run and make its trainer.
+    """Load the models and the data of a run and make its trainer.
 
     Args:
-        run: the settings.
-        base: folder that the paths in `run` are relative to.
+        run: whose settings were checked.
         progress: whether to show progress bars.
         first_start: False if a checkpoint will be loaded, so that nothing need be grown.
 
     Raises:
-        GrowthError: the models, the tokenizer and the data do not fit together.
+        GrowthError: the models, the data and the arguments do not fit together.
     """
-    tokenizer = load_tokenizer(base / (run.model.tokenizer or run.checkpoint))
-    teacher_paths = [base / path for path in run.teacher.paths] if run.teacher else []
-    for directory in teacher_paths:
-        if not has_tokenizer(directory):
-            raise GrowthError(
-                f"the teacher {directory} has no tokenizer files, so its tokens cannot be compared "
-                "with those of the run: copy the files of the teacher's tokenizer there"
-            )
-    objective = choose_objective(run, base)
-    for directory in (base / run.checkpoint, *teacher_paths):
-        check_fits(directory, tokenizer, run.data.sequence_length)
-    check_generator(run, base, tokenizer)
-    _check_sizes(run, base)
-    _join_others(run)
+    settings, training, tokenizer = run.settings, run.settings.training, run.tokenizer
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _join_others()
     # before any work: arguments that cannot be used are noticed at once
-    evaluate = bool(run.data.validation or run.data.validation_split)
-    args = training_arguments(run, base, evaluate=evaluate, progress=progress)
+    args = training_arguments(run, progress=progress)
     check_arguments(args, {})
-    sharded = run.distributed is not None and run.distributed.sharding == "fsdp"
-    check_optimizer(args, run.training.optimizer, sharded=sharded)
+    check_optimizer(args, training.optimizer, sharded=run.is_sharded)
     # a dead server is noticed before the data is read, and unusable data before the model
-    rows_of_teacher = _rows_of_teacher(run, base)
+    rows_of_teacher = _rows_of_teacher(run)
     data = load_data(
-        replace(run.data, objective=objective),
+        run.data,
         tokenizer,
-        base=base,
-        row_weights=run.loss.row_weights if run.loss else None,
-        seed=run.training.seed,
+        base=run.base,
+        row_weights=settings.loss.row_weights if settings.loss else None,
+        seed=training.seed,
         progress=progress,
     )
-    collator = data.collator(tokenizer, seed=run.training.seed)
-    model = build_model(run, base, first_start=first_start)
+    collator = data.collator(tokenizer, seed=training.seed)
+    model = build_model(run, first_start=first_start)
     return TwoStageTrainer(
         model,
         args,
-        two_stage=run.two_stage,
-        inheritance=run.inheritance,
-        teacher=rows_of_teacher
-        or [build_teacher(one, run.distributed) for one in teacher_paths]
-        or None,
-        teacher_tokenizer=[load_tokenizer(one) for one in teacher_paths],
-        loss=run.loss,
-        growth=run.later_growths,
-        optimizer=run.training.optimizer,
-        optimizer_options=run.optimizer,
+        two_stage=settings.two_stage,
+        inheritance=settings.inheritance,
+        teacher=rows_of_teacher or [_build_teacher(run, one) for one in run.teachers] or None,
+        teacher_tokenizer=list(run.teacher_tokenizers),
+        loss=settings.loss,
+        growth=settings.later_growths,
+        optimizer=training.optimizer,
+        optimizer_options=settings.optimizer,
         processing_class=tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,
         data_collator=collator,
-        precision=run.training.precision,
-        on_nonfinite=run.training.on_nonfinite,
-        save_minutes=run.training.save_minutes,
+        precision=training.precision,
+        on_nonfinite=training.on_nonfinite,
+        save_minutes=training.save_minutes,
     )
 
 
-def _check_sizes(run: Run, base: Path) -> None:
-    """Check growths and the blocks of stage 1, before data and model are read."""
-    check_growths(run, base)
-    layers = getattr(read_config(base / run.checkpoint, any_family=True), "num_hidden_layers", None)
-    if layers is not None and not run.growth:
-        check_block_size(run.two_stage, layers)
+def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
+    """The model of a run, sharded if the run says so. All processes call this.
+
+    A grown model never exists whole and never on disk. It is built without memory, sharded, and
+    each process computes the parts that it holds. Only the first start grows: a resumed run gets
+    memory for its parts and loads them from its checkpoint.
+
+    Args:
+        run: whose settings were checked.
+        first_start: False if a checkpoint will be loaded, so that nothing need be grown.
+
+    Raises:
+        GrowthError: the model cannot be loaded, grown or sharded.
+    """
+    options = run.settings.distributed or DistributedOptions()
+    if run.is_sharded:
+        _join_others()
+    start, growth = run.model, run.settings.first_growth
+    dtype = start.training_dtype
+    # None: the weights are not rounded, whatever their config says
+    wanted = dtype if dtype != start.dtype else None
+    if run.generator is not None:
+        pair = [load_model(one.directory, wanted) for one in (run.generator, start)]
+        shares = run.settings.model.shared_embeddings
+        return ReplacedTokenDetection(*pair, shared_embeddings=shares)
+    if growth is None or run.plan is None:
+        return shard(load_model(start.directory, wanted), options)
+    if first_start:
+        return grown_model(start.directory, growth, options, dtype, planned=run.plan)
+    size = Size(run.plan.target_config, run.plan)
+    return unfilled_model(run.plan.large.class_name, size, options, dtype)
 
 
-def _rows_of_teacher(run: Run, base: Path) -> TopKRows | None:
+def _build_teacher(run: ResolvedRun, teacher: Checkpoint) -> Any:
+    """A teacher, spread over the processes as the student is."""
+    model, options = load_model(teacher.directory).requires_grad_(False), run.settings.distributed
+    if options is None or not run.is_sharded:
+        return model
+    # its activations are not kept, and it is not worth compiling
+    return shard(model, replace(options, activation_checkpointing=False, compile_blocks=False))
+
+
+def _rows_of_teacher(run: ResolvedRun) -> TopKRows | None:
     """A teacher that is known by its likeliest tokens, if the run has one."""
-    section = run.teacher
+    section = run.settings.teacher
     if section is not None and section.cache:
-        return TeacherCache(base / section.cache)
+        from growkern.train.topk_teacher.store import TeacherCache
+
+        return TeacherCache(run.base / section.cache)
     if section is not None and section.url and section.k:
+        from growkern.train.topk_teacher.served import ServedTeacher
+
         return ServedTeacher(section.url, section.k, model=section.served_model)
     return None
 
 
-def _join_others(run: Run) -> None:
-    """Start communication with the other processes of torchrun, if there are any."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if run.distributed is not None:
-        check_replicas(run.distributed.replicas, processes)
-    if processes > 1:
-        accelerator = torch.accelerator.current_accelerator()
-        join_processes("cpu" if accelerator is None else accelerator.type)
-
-
-def _checkpoint_directories(run: Run) -> list[str]:
-    generator = [run.model.generator] if run.model.generator else []
-    return [run.checkpoint, *generator, *(run.teacher.paths if run.teacher else ())]
-
-
-def _inputs(run: Run) -> list[str]:
-    others = [run.model.tokenizer, run.teacher.cache if run.teacher else None]
-    others.append(run.first_growth.optimizer if run.first_growth else None)
-    return _checkpoint_directories(run) + [one for one in others if one]
+def _join_others() -> None:
+    """Start communication with the other processes of torchrun."""
+    accelerator = torch.accelerator.current_accelerator()
+    join_processes("cpu" if accelerator is None else accelerator.type)

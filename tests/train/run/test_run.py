@@ -16,6 +16,7 @@ from growkern.train.loop.progress import last_losses
 from growkern.train.run import directory as run_directory
 from growkern.train.run.arguments import training_arguments
 from growkern.train.run.file import load_runs
+from growkern.train.run.resolve import resolve
 from tests.train.tiny import VOCAB, build
 
 RUN = """
@@ -293,13 +294,12 @@ def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_batches_that_would_be_divided_twice_are_refused(workplace, monkeypatch):
     (workplace / "run.toml").write_text(RUN + "[trainer.accelerator_config]\nsplit_batches = true")
-    run = load_runs(workplace / "run.toml")[0]
-    given = {"evaluate": False, "progress": False}
-    training_arguments(run, workplace, **given)
+    run = resolve(load_runs(workplace / "run.toml")[0], workplace)
+    training_arguments(run, progress=False)
     # as a second process makes of it
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
     with pytest.raises(GrowthError, match="split_batches=True divides the batch"):
-        training_arguments(run, workplace, **given)
+        training_arguments(run, progress=False)
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)

@@ -1,0 +1,258 @@
+"""Resolves a run file: each name is looked up, each model opened and each setting checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from growkern.errors import GrowthError
+from growkern.growth.history import History
+from growkern.growth.plan.advice.idle import refuse_idle_options
+from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
+from growkern.growth.source.config import read_config
+from growkern.growth.source.hub import located
+from growkern.growth.source.loading import class_of
+from growkern.growth.source.source import open_source
+from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.source import find_sources
+from growkern.train.distributed.shard import check_replicas
+from growkern.train.growth.models import later_sizes, options_of
+from growkern.train.loop.checks import check_block_size
+from growkern.train.loss.side import SIDE_LOSSES, check_side
+from growkern.train.loss.vocabulary import tokenizer_fingerprint
+from growkern.train.model.load import check_directory, check_fits, has_tokenizer, load_tokenizer
+from growkern.train.objectives.electra import check_pair
+from growkern.train.objectives.names import OF_TWO_STACKS, Objective, choose
+from growkern.train.rules import check
+from growkern.train.run.arguments import batch_of_a_process, checked_arguments, reports_of
+from growkern.train.run.directory import check_output
+from growkern.train.run.file import Run
+from growkern.train.safety.checkpoints import behind_link
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that a run reads. Its config is read and checked once."""
+
+    directory: Path
+    config: Any
+
+    @classmethod
+    def of(cls, directory: Path) -> Checkpoint:
+        """Open a directory.
+
+        Raises:
+            GrowthError: it holds no checkpoint, or a damaged one.
+        """
+        check_directory(directory)
+        return cls(directory, read_config(directory, any_family=True))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights as the config names it; float32 if it names none."""
+        return self.config.dtype or torch.float32
+
+    @property
+    def training_dtype(self) -> torch.dtype:
+        """The dtype in which the weights train: float32 in place of half precision."""
+        return torch.float32 if self.dtype.itemsize == 2 else self.dtype
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run whose settings were checked against each other and against its models.
+
+    Attributes:
+        settings: of the file.
+        base: folder that the paths in `settings` are relative to.
+        output: directory of the run.
+        model: to be trained, or to be grown at the start.
+        generator: ELECTRA's, beside a discriminator.
+        teachers: those that run in this process.
+        tokenizer: of transformers.
+        teacher_tokenizers: one per teacher that runs.
+        data: with the objective of the model in place of "auto".
+        texts: the local files of the data, by its use.
+        inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
+            tomorrow.
+        reports: integrations of transformers that get the logs.
+        plan: of the growth at the start.
+    """
+
+    settings: Run
+    base: Path
+    output: Path
+    model: Checkpoint
+    generator: Checkpoint | None
+    teachers: tuple[Checkpoint, ...]
+    tokenizer: Any
+    teacher_tokenizers: tuple[Any, ...]
+    data: DataSection
+    texts: Mapping[str, list[Path]]
+    inputs: Mapping[str, Path]
+    reports: tuple[str, ...]
+    plan: GrowthPlan | None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every process holds a part of each parameter."""
+        return _is_sharded(self.settings)
+
+
+def locate(base: Path, name: str, revision: str | None = None) -> Path:
+    """The directory of a model: in the folder of the run file, or else downloaded from the Hub.
+
+    Raises:
+        GrowthError: the Hub cannot be reached, or a path has a revision.
+    """
+    place = base / name
+    if place.exists():
+        # refuses a revision
+        located(place, revision)
+        return place
+    return Path(located(name, revision))
+
+
+def resolve(run: Run, base: Path) -> ResolvedRun:
+    """Look up and open what a run names, and check all of it. Nothing is written.
+
+    Args:
+        run: the settings.
+        base: folder that the paths in `run` are relative to.
+
+    Raises:
+        GrowthError: something is missing or damaged, or settings do not go together.
+    """
+    batch_of_a_process(run)
+    if run.distributed is not None:
+        check_replicas(run.distributed.replicas, int(os.environ.get("WORLD_SIZE", "1")))
+    checked_arguments(run.trainer or {})
+    sources = find_sources(run.data, base)
+    texts = {name: list(source.files) if source else [] for name, source in sources.items()}
+    growth, section = run.first_growth, run.model
+    model = Checkpoint.of(locate(base, run.checkpoint, run.revision))
+    generator = section.generator and Checkpoint.of(locate(base, section.generator))
+    names = run.teacher.paths if run.teacher else ()
+    teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
+    objective = _objective(run, model, generator or None)
+    reports = reports_of(run.output)
+
+    inputs = {run.checkpoint: model.directory}
+    if generator:
+        inputs[str(section.generator)] = generator.directory
+    inputs |= {name: one.directory for name, one in zip(names, teachers, strict=True)}
+    of_words = locate(base, *run.words)
+    if section.tokenizer:
+        inputs[section.tokenizer] = of_words
+    for place in (run.teacher and run.teacher.cache, growth and growth.optimizer):
+        if place:
+            inputs[place] = base / place
+    output = behind_link(base / run.output.directory)
+    kept = [base / run.data.cache] if run.data.cache else []
+    check_output(output, [*inputs.values(), *kept], texts)
+
+    opened = {one.directory: one.config for one in (*teachers, model)}
+    tokenizer = load_tokenizer(of_words, opened.get(of_words))
+    words = tuple(_words_of(one) for one in teachers)
+    for one in (model, *teachers, *([generator] if generator else [])):
+        check_fits(one.directory, tokenizer, run.data.sequence_length, one.config)
+    if generator:
+        _check_words(generator, tokenizer)
+    plan = _plan(run, model)
+    layers = getattr(model.config, "num_hidden_layers", None)
+    if layers is not None and not run.growth:
+        check_block_size(run.two_stage, layers)
+    data = replace(run.data, objective=objective)
+    models = (model, generator or None, teachers, tokenizer, words)
+    return ResolvedRun(run, base, output, *models, data, texts, inputs, reports, plan)
+
+
+def _is_sharded(run: Run) -> bool:
+    return run.distributed is not None and run.distributed.sharding == "fsdp"
+
+
+def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Objective:
+    """The objective of a run.
+
+    Raises:
+        GrowthError: the model cannot be trained with it, or other settings do not fit it.
+    """
+    objective = choose(
+        run.data.objective,
+        class_of(model.directory, model.config),
+        targets=bool(run.data.target_column or run.data.labels_column),
+    )
+    pair = {"name": run.checkpoint, "generator": generator, "objective": objective}
+    check("pair", **pair, sharded=_is_sharded(run))
+    check_side(
+        SIDE_LOSSES.get(objective),
+        two_stage=run.two_stage is not None,
+        teacher=run.teacher is not None,
+        cached=run.teacher is not None and not run.teacher.is_model,
+        grows=bool(run.growth),
+        two_stacks=objective in OF_TWO_STACKS,
+    )
+    check("weights", row_weights=run.loss and run.loss.row_weights, objective=objective)
+    check("stages", two_stage=run.two_stage, has_length=not run.data.streaming)
+    check("sharded", choice=run.training.optimizer, sharded=_is_sharded(run))
+    if generator is not None:
+        if "ElectraForMaskedLM" not in (generator.config.architectures or ()):
+            raise GrowthError(
+                f"model.generator {generator.directory} is not an ElectraForMaskedLM: give one"
+            )
+        shares = run.model.shared_embeddings
+        check_pair(generator.config, model.config, shared_embeddings=shares)
+    return objective
+
+
+def _words_of(teacher: Checkpoint) -> Any:
+    """The tokenizer of a teacher.
+
+    Raises:
+        GrowthError: it has none.
+    """
+    if not has_tokenizer(teacher.directory):
+        raise GrowthError(
+            f"the teacher {teacher.directory} has no tokenizer files, so its tokens cannot be "
+            "compared with those of the run: copy the files of the teacher's tokenizer there"
+        )
+    return load_tokenizer(teacher.directory, teacher.config)
+
+
+def _check_words(generator: Checkpoint, tokenizer: Any) -> None:
+    """Check that a generator reads the tokens of the run.
+
+    Raises:
+        GrowthError: it has another tokenizer.
+    """
+    if not has_tokenizer(generator.directory):
+        return
+    own = load_tokenizer(generator.directory, generator.config)
+    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
+        raise GrowthError(
+            f"the generator {generator.directory} has another tokenizer than the run: every token "
+            "must have the same id in both"
+        )
+
+
+def _plan(run: Run, model: Checkpoint) -> GrowthPlan | None:
+    """The growth at the start; all growths are planned against each other.
+
+    Raises:
+        GrowthError: one of them cannot be done.
+    """
+    if not run.growths or run.model.generator is not None:
+        return None
+    opened, first = open_source(model.directory), run.first_growth
+    small, history, planned = opened.spec, opened.history, None
+    if first is not None:
+        planned = plan_growth(opened, options_of(first), first.sizes, judged=False)
+        refuse_idle_options(planned)
+        small, history = planned.large, History(planned)
+    later_sizes(small, history, model.training_dtype, run.later_growths)
+    return planned

@@ -1,0 +1,62 @@
+"""A run is resolved once: each config is read a few times only, and each rule has a message."""
+
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from growkern import GrowthError, bounded
+from growkern import run as train
+from growkern.train import rules
+from growkern.train.run.file import load_run
+from growkern.train.run.resolve import resolve
+from tests.train.run.test_run import RUN, workplace  # noqa: F401
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+@pytest.mark.parametrize("start", ["model", "growth"])
+def test_a_config_is_read_at_most_three_times(workplace, monkeypatch, start):  # noqa: F811
+    """Of the model, of a teacher and of the source of a growth."""
+    if start == "growth":
+        head, tail = RUN.index("[two_stage]"), RUN.index("[output]")
+        grown = '[growth]\nsource = "teacher"\nnum_hidden_layers = 3\n'
+        text = RUN[:head].replace('[model]\npath = "model"\n', grown) + RUN[tail:]
+        (workplace / "run.toml").write_text(text)
+    read, reads = bounded.read_bounded, Counter()
+
+    def counting(file, *args):
+        reads[file] += 1
+        return read(file, *args)
+
+    monkeypatch.setattr(bounded, "read_bounded", counting)
+    train(workplace / "run.toml", progress=False)
+    places = ("model", "teacher") if start == "model" else ("teacher",)
+    counts = [reads[workplace / name / "config.json"] for name in places]
+    assert all(1 <= count <= 3 for count in counts), counts
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
+    run = resolve(load_run(workplace / "run.toml"), workplace)
+    assert run.model.config.num_hidden_layers == 3
+    assert [one.directory for one in run.teachers] == [workplace / "teacher"]
+    assert run.data.objective == "mlm" and run.output == workplace / "out"
+    assert list(run.inputs) == ["model", "teacher"]
+    assert len(run.tokenizer) == len(run.teacher_tokenizers[0])
+    assert not run.output.exists()
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda x: f"{x.setting} {x.other}")
+def test_a_rule_names_what_to_do(rule):
+    """Its two halves are formats of the record's fields, and make one line."""
+    assert rule.why and rule.fix and "\n" not in rule.why + rule.fix
+    assert not rule.why.endswith((".", ":")) and not rule.fix.endswith(".")
+    fields = re.findall(r"\{(\w+)[.}!]", rule.why + rule.fix)
+    assert set(fields) <= {"x", "name"}
+
+
+def test_the_first_broken_rule_is_raised():
+    with pytest.raises(GrowthError, match=r"optimizer is 'muon', whose steps .*: use sharding"):
+        rules.check("sharded", sharded=True, choice="muon")
+    rules.check("sharded", SimpleNamespace(sharded=False, choice="muon"))
