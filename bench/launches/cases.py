@@ -151,10 +151,11 @@ def _topk(
     o: dict[str, Any],
     rng: torch.Generator,
     with_bias: bool = False,
+    k: int = 8,
 ) -> Case:
     student, _ = make_heads(N, V, 32, 16, dtype, rng)
     vocab = o.get("vocab_size", V)
-    k = min(8, vocab)
+    k = min(k, vocab)
     ids = torch.rand(N, vocab, generator=rng, device=rng.device).topk(k).indices
     log_p = torch.full((N, k), 0.5 / k, device=rng.device).log()
     options, labels = _given(o, N, rng), make_labels(N, vocab, rng)
@@ -166,7 +167,7 @@ def _topk(
             options |= {"student_bias": rest[0]}
         return topk_kl_mlm_loss(x, w, *rest[-3:], **options)
 
-    words = (f"top-k {N}x{V} {dtype}", *["bias"] * with_bias, _named(o))
+    words = (f"top-{k} {N}x{V} {dtype}", *["bias"] * with_bias, _named(o))
     beside = ([ids] * _count(o) or None, [log_p] * _count(o) or None)
     inputs = [*student, bias] if with_bias else student
     return _loss_case(", ".join(words).replace("torch.", ""), op, inputs, beside, labels, options)
@@ -192,6 +193,8 @@ def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
             yield make(N, V, dtype, options, rng)
     yield _topk(N, V, BF16, {"tail": "renormalise"}, rng)
     yield _topk(N, V, BF16, {}, rng, with_bias=True)
+    for k in (1, 1000):
+        yield _topk(N, V, BF16, {}, rng, k=k)
     # of whole rows: it takes another path than the default
     limits: list[dict[str, Any]] = [{"chunk_bytes": 2 * 4 * N * V}]
     limits += [{"vocab_tile": 8192}, {"max_rows": N}, {"logits_dtype": FP64}]

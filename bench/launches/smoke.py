@@ -38,7 +38,7 @@ def run(recorder: Recorder) -> None:
         # an interpreted kernel takes a second, so a dry run takes a part of them
         if number % recorder.pick(1, 12) == 0:
             with recorder.attempt(case.name):
-                _check(recorder, case)
+                check_case(recorder, case, BARS)
 
 
 def distance(actual: Tensor, truth: Tensor) -> float:
@@ -47,17 +47,21 @@ def distance(actual: Tensor, truth: Tensor) -> float:
     return ((actual.double() - truth).norm() / (truth.norm() + 1e-6)).item()
 
 
-def _bar(name: str) -> float:
-    return next(bar for dtype, bar in BARS.items() if dtype in name)
+def check_case(recorder: Recorder, case: Case, bars: dict[str, float]) -> None:
+    """Compare a call with the op's reference in float64.
 
-
-def _check(recorder: Recorder, case: Case) -> None:
+    Args:
+        recorder: gets the row.
+        case: the call.
+        bars: the largest error, by a dtype in the name of the case.
+    """
+    bar = next(bar for dtype, bar in bars.items() if dtype in case.name)
     truth = case.run("reference")
     actual = case.run("triton")
     # a work list has one more result, of the same call
     pairs = [(x, truth[min(i, len(truth) - 1)]) for i, x in enumerate(actual)]
     error = largest_error(distance(x, expected) for x, expected in pairs)
-    recorder.check(case.name, error, _bar(case.name))
+    recorder.check(case.name, error, bar)
 
 
 def _products(recorder: Recorder) -> None:
@@ -109,4 +113,4 @@ def _second_device(recorder: Recorder, shapes: tuple[tuple[int, int], ...]) -> N
         return
     rng = torch.Generator("cuda:1").manual_seed(0)
     for case in headline(rng, shapes[-2:]):
-        _check(recorder, case._replace(name=f"on cuda:1, {case.name}"))
+        check_case(recorder, case._replace(name=f"on cuda:1, {case.name}"), BARS)

@@ -1,8 +1,8 @@
 """Checks `expand` on the device against float64, at sizes and layouts that break kernels.
 
 The output and the memory around it are NaN before every call. After it all of the output must be
-written, and all around it must still be NaN. The truth is plain indexing in float64, a few rows at
-a time. Its noise comes from `signed`, which the op's tests compare with Python's integers.
+written, and all around it must still be NaN. The truth is the op's reference in float64. The tests
+of the op compare it with plain indexing.
 """
 
 from typing import Any

@@ -1,15 +1,14 @@
 """Checks both losses on the device against float64.
 
-Vocabularies go up to 262 144, and logits past 2**31 elements. The truth is PyTorch's own
-cross-entropy and KL in float64, a few rows at a time. New memory is filled with NaN, so that values
-a kernel does not write show up.
+Vocabularies go up to 262 144, and logits past 2**31 elements. The truth is the op's reference in
+float64. New memory is filled with NaN, so that values a kernel does not write show up.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from bench.shared.inputs import IGNORED, LOGITS_PART, make_heads, make_labels, make_logits
 from bench.shared.loss_measure import frobenius
@@ -20,6 +19,7 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 ALPHA, T = 0.7, 2.0
 # (alpha, temperature) of calls with kernels of their own: at the default, and without a teacher
 OTHERS = ((ALPHA, 1.0), (0.0, 1.0))
+PARTS = ("loss", "dX", "dW")
 # largest allowed relative Frobenius error of a gradient, by dtype of the inputs
 BARS = {torch.bfloat16: 5e-3, torch.float32: 1e-5, torch.float16: 1e-3}
 
@@ -29,20 +29,6 @@ def run(recorder: Recorder) -> None:
     for check in CHECKS:
         with recorder.attempt(check.__name__.strip("_")):
             check(recorder, "triton")
-
-
-# ---------------------------------------------------------------------- truth
-
-
-def loss_sum(
-    z: Tensor, u: Tensor, labels: Tensor, alpha: float = ALPHA, temperature: float = T
-) -> Tensor:
-    """Sum over the labelled rows of (1 - alpha) MLM + alpha T^2 KL, in the dtype of z."""
-    live = labels != IGNORED
-    mlm = F.cross_entropy(z, labels, ignore_index=IGNORED, reduction="sum")
-    log_q, log_p = ((x[live] / temperature).log_softmax(-1) for x in (z, u))
-    kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True)
-    return (1 - alpha) * mlm + alpha * temperature**2 * kl
 
 
 # ----------------------------------------------------------------- ready logits
@@ -59,45 +45,34 @@ def check_rows(
     temperature: float = T,
 ) -> None:
     """Check one forward and backward pass against float64. With alpha 0 there is no teacher."""
-    with recorder.attempt(name):
-        _check_rows(recorder, name, student, teacher, labels, backend, alpha, temperature)
-
-
-def _check_rows(
-    recorder: Recorder,
-    name: str,
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    backend: str,
-    alpha: float,
-    temperature: float,
-) -> None:
     N, V = student.shape
+    given = (student, teacher, labels, alpha, temperature)
+    with recorder.attempt(name):
+        loss, grad = _loss_and_gradient(*given, backend)
+        truth, squares, norm = 0.0, 0.0, 0.0
+        for part in (slice(i, i + LOGITS_PART // V + 1) for i in range(0, N, LOGITS_PART // V + 1)):
+            some = (student[part].double(), teacher[part].double(), labels[part], *given[3:])
+            total, grad64 = _loss_and_gradient(*some, "reference")
+            truth += total
+            squares += (grad[part].double() - grad64).square().sum().item()
+            norm += grad64.square().sum().item()
+        facts = {"shape": f"{N}x{V}", "dtype": str(student.dtype).removeprefix("torch.")}
+        # The loss sums differences of logsumexps of about 20, each with float32's rounding error.
+        recorder.check(f"{name}: loss", abs(loss / truth - 1), 1e-5, **facts)
+        bar = BARS[student.dtype]
+        recorder.check(f"{name}: gradient", (squares / norm) ** 0.5, bar, **facts)
+        if bool((grad[labels == IGNORED] != 0).any()):
+            recorder.fail(f"{name}: rows without a label have a gradient")
+
+
+def _loss_and_gradient(
+    student: Tensor, teacher: Tensor, labels: Tensor, alpha: float, temperature: float, backend: str
+) -> tuple[float, Tensor]:
     z = student.detach().requires_grad_()
-    loss = kl_mlm_loss(
-        z, teacher if alpha else None, labels, alpha=alpha, temperature=temperature,
-        reduction="sum", backend=backend,
-    )  # fmt: skip
+    options = {"alpha": alpha, "temperature": temperature, "backend": backend}
+    loss = kl_mlm_loss(z, teacher if alpha else None, labels, reduction="sum", **options)
     (grad,) = torch.autograd.grad(loss, z)
-    truth, squares, norm = 0.0, 0.0, 0.0
-    step = max(1, LOGITS_PART // V)
-    for i in range(0, N, step):
-        part = slice(i, i + step)
-        z64 = student[part].double().requires_grad_()
-        total = loss_sum(z64, teacher[part].double(), labels[part], alpha, temperature)
-        (grad64,) = torch.autograd.grad(total, z64)
-        truth += total.item()
-        squares += (grad[part].double() - grad64).square().sum().item()
-        norm += grad64.square().sum().item()
-    facts = {"shape": f"{N}x{V}", "dtype": str(student.dtype).removeprefix("torch.")}
-    # The loss sums differences of logsumexps of about 20, each with float32's rounding error.
-    recorder.check(f"{name}: loss", abs(loss.item() / truth - 1), 1e-5, **facts)
-    bar = BARS[student.dtype]
-    recorder.check(f"{name}: gradient", (squares / norm) ** 0.5, bar, **facts)
-    ignored = grad[labels == IGNORED]
-    if ignored.numel() and not bool((ignored == 0).all()):
-        recorder.fail(f"{name}: rows without a label have a gradient")
+    return loss.item(), grad
 
 
 def _rows(recorder: Recorder, backend: str) -> None:
@@ -126,16 +101,12 @@ def close_teacher(recorder: Recorder, backend: str) -> None:
             teacher = 3 * torch.randn(recorder.pick(64, 2), V, generator=rng, device=rng.device)
             moved = torch.randn(teacher.shape, generator=rng, device=rng.device)
             labels = torch.zeros(len(teacher), dtype=torch.int64, device=rng.device)
+            given = (teacher + drift * moved, teacher)
             with recorder.attempt(f"drift {drift}"):
-                z = (teacher + drift * moved).requires_grad_()
-                loss = kl_mlm_loss(
-                    z, teacher, labels, alpha=1.0, temperature=T, reduction="sum", backend=backend
-                )
-                (grad,) = torch.autograd.grad(loss, z)
-                z64 = z.detach().double().requires_grad_()
-                log_q, log_p = ((x / T).log_softmax(-1) for x in (z64, teacher.double()))
-                loss = T**2 * F.kl_div(log_q, log_p, reduction="sum", log_target=True)
-                error = frobenius(grad, *torch.autograd.grad(loss, z64))
+                _, grad = _loss_and_gradient(*given, labels, 1.0, T, backend)
+                wide = (x.double() for x in given)
+                _, exact = _loss_and_gradient(*wide, labels, 1.0, T, "reference")
+                error = frobenius(grad, exact)
                 recorder.check(f"drift {drift}: gradient", error, BARS[torch.float32], shape=f"{V}")
 
 
@@ -165,58 +136,42 @@ def _padded_and_strided(recorder: Recorder, backend: str) -> None:
 # -------------------------------------------------------------------- the heads
 
 
-def linear_truth(
-    student: Sequence[Tensor], teacher: Sequence[Tensor], labels: Tensor
-) -> tuple[float, Tensor, Tensor]:
-    """Loss summed over the labelled rows, dX and dW in float64, some rows at a time."""
-    x, w = (t.double() for t in student)
-    x_t, w_t = (t.double() for t in teacher)
-    dx, dw, loss = torch.zeros_like(x), torch.zeros_like(w), 0.0
-    step = max(1, LOGITS_PART // len(w))
-    for i in range(0, len(x), step):
-        part = slice(i, i + step)
-        z = (x[part] @ w.t()).requires_grad_()
-        total = loss_sum(z, x_t[part] @ w_t.t(), labels[part])
-        (dz,) = torch.autograd.grad(total, z)
-        dx[part] = dz @ w
-        dw.addmm_(dz.t(), x[part])
-        loss += total.item()
-    return loss, dx, dw
-
-
 def _linear(recorder: Recorder, backend: str) -> None:
     """The linear loss as a whole, in one chunk and in many, with and without `max_rows`."""
     rng = torch.Generator(recorder.device).manual_seed(2)
     shapes = recorder.pick(
-        [(9830, 30_522, 768, 512), (4096, 128_256, 2048, 1024), (512, 262_144, 1024, 768)],
+        [(4096, 30_522, 768, 512), (1024, 128_256, 2048, 1024), (512, 262_144, 1024, 768)],
         [(7, 50, 12, 8)],
     )
     for N, V, H, H_t in shapes:
         for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
             student, teacher = make_heads(N, V, H, H_t, dtype, rng)
             labels = make_labels(N, V, rng)
-            truth = None
-            live = int((labels != IGNORED).sum())
-            inputs = [x.detach().requires_grad_() for x in student]
-            facts = {"shape": f"{N}x{V}x{H}/{H_t}", "dtype": str(dtype).removeprefix("torch.")}
-            # first the chunks it chooses, then many, without room for ignored rows
-            for name, limits in (("", {}), (", chunks", {"chunk_bytes": 8 * V * max(2, N // 5)})):
-                with recorder.attempt(f"linear{name}"):
-                    loss = linear_kl_mlm_loss(
-                        *inputs, *teacher, labels, alpha=ALPHA, temperature=T,
-                        backend=backend, max_rows=live if limits else None,
-                        # the default on a GPU, here for the emulator as well
-                        logits_dtype=torch.float32, **limits,
-                    )  # fmt: skip
-                    grads = torch.autograd.grad(loss, inputs)
+            # the default on a GPU, here for the emulator as well
+            ways: dict[str, dict[str, Any]] = {"linear": {"logits_dtype": torch.float32}}
+            # many chunks, without room for ignored rows
+            chunks = {"chunk_bytes": 8 * V * max(2, N // 5), "max_rows": int((labels >= 0).sum())}
+            ways["linear, chunks"] = ways["linear"] | chunks
+            truth: list[Tensor] = []
+            for name, options in ways.items():
+                with recorder.attempt(name):
+                    made = _linear_gradients(student, teacher, labels, backend, **options)
                     # after the loss, which may fail
-                    truth = truth or linear_truth(student, teacher, labels)
-                    # the loss is a mean over the labelled rows, the truth a sum
-                    error = abs(loss.item() * live / truth[0] - 1)
-                    recorder.check(f"linear{name}: loss", error, 1e-4, **facts)
-                    for wrt, grad, grad64 in zip(("dX", "dW"), grads, truth[1:], strict=True):
-                        error = frobenius(grad, grad64 / live)
-                        recorder.check(f"linear{name}: {wrt}", error, BARS[dtype], **facts)
+                    wide = ([x.double() for x in head] for head in (student, teacher))
+                    truth = truth or _linear_gradients(*wide, labels, "reference")
+                    facts = {"shape": f"{N}x{V}x{H}/{H_t}", "dtype": f"{dtype}"[6:]}
+                    bars = (1e-4, BARS[dtype], BARS[dtype])
+                    for wrt, x, exact, bar in zip(PARTS, made, truth, bars, strict=True):
+                        recorder.check(f"{name}: {wrt}", frobenius(x, exact), bar, **facts)
+
+
+def _linear_gradients(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], labels: Tensor, backend: str, **o: Any
+) -> list[Tensor]:
+    given = [x.detach().requires_grad_() for x in student]
+    o |= {"alpha": ALPHA, "temperature": T, "backend": backend}
+    loss = linear_kl_mlm_loss(*given, *teacher, labels, **o)
+    return [loss.detach(), *torch.autograd.grad(loss, given)]
 
 
 # what training calls comes first

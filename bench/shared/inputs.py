@@ -1,4 +1,4 @@
-"""Random inputs of the ops, and the truth of `expand`, for checks, sweeps and benchmarks."""
+"""Random inputs of the ops for checks, sweeps and benchmarks, and rows of a correct `expand`."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.expand.call import Routing
-from growkern.ops.expand.hashes import chosen, line_keys, signed
+from growkern.ops.expand.op import expand
 
 IGNORED = -100
 DRIFT = 0.05
@@ -32,54 +32,20 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
-    """Rows of the correct result, by plain indexing with equations (1) to (3) of expand/op.py.
+    """Rows of the correct result: those of the op's reference in float64.
 
     Args:
         case: arguments of `expand`.
         at: int64, the indices of the rows.
-
-    Returns:
-        float64, (len(at), columns).
     """
-    weight, upper = case["weight"], case.get("upper")
-    R, C = weight.shape
-    rows, cols = case.get("rows"), case.get("cols")
-    row = at if rows is None else rows[at]
-    col = torch.arange(C, device=at.device) if cols is None else cols
-    x = weight[row % R].double()[:, col % C]
-    if upper is not None:
-        second = (row >= R)[:, None] | (col >= C)
-        x = torch.where(second, upper[row % R].double()[:, col % C], x)
-    if case.get("row_scale") is not None:
-        x = x * case["row_scale"][at].double()[:, None]
-    if case.get("col_scale") is not None:
-        x = x * case["col_scale"].double()
-    seed = case.get("seed", 0)
-    if case.get("col_noise") is not None:
-        key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))
-        x = x * (1 + signed(case["col_noise"].double(), key, mult, col.int()))
-    if case.get("row_noise") is not None:
-        key, mult = line_keys(len(col), 0, seed, at.device)
-        size = case["row_noise"][at].double()[:, None]
-        x = x * (1 + signed(size, key, mult, row.int()[:, None]))
-    if case.get("routing") is not None:
-        x = x * _shares(case["routing"], at, (row, col), seed)
-    return x
-
-
-def _shares(routing: Routing, at: Tensor, source: tuple[Tensor, Tensor], seed: int) -> Tensor:
-    """The share of the weight that every element of rows `at` has: (4) and (5) of hashes.py."""
-    dim, copies, amplitude = routing
-    if dim == 1:
-        key, mult = (k[at, None] for k in line_keys(int(at.max()) + 1, 0, seed, at.device))
-        src = source[1].int()
-    else:
-        key, mult = line_keys(len(source[1]), 0, seed, at.device)
-        src, copies = source[0].int()[:, None], copies[at, None]
-    first, second = chosen(key, mult, src, copies)
-    larger = (1 + amplitude) / 2
-    share = larger * first.double() + (1 - larger) * second.double()
-    return torch.where(copies[..., 1] == 1, 1.0, share)
+    wide = {name: case[name].double() for name in ("weight", "upper") if case.get(name) is not None}
+    # a share or noise depends on the place of its row
+    if any(case.get(name) is not None for name in ("row_noise", "col_noise", "routing")):
+        return expand(**(case | wide), backend="reference")[at]
+    scale = case.get("row_scale")
+    rows = at if case.get("rows") is None else case["rows"][at]
+    some = {"rows": rows, "row_scale": None if scale is None else scale[at]}
+    return expand(**(case | wide | some), backend="reference")
 
 
 def routing_of(index: Tensor, dim: int, amplitude: float = 1.0) -> Routing:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bench.launches import cuda_emulator
+from bench.launches import cases, cuda_emulator, smoke
 from bench.on_gpu import (
     check_cuda,
     check_expand,
@@ -72,17 +72,6 @@ def test_check_of_expand_sees_every_kind_of_error(harm, recorder, monkeypatch):
     assert bool(failures) == (harm is not None), failures
 
 
-def test_truth_of_expand_is_the_reference(device):
-    """Plain indexing in float64 gives what the op's reference gives."""
-    rng = torch.Generator(device).manual_seed(0)
-    for kind in (*check_expand.KINDS, {"upper": True, "noise": "row"}):
-        case = check_expand.make_case((9, 7, 20, 33), torch.float64, rng, **kind)
-        at = torch.tensor([0, 3, 19], device=device)
-        truth = check_expand.truth_rows(case, at)
-        reference = check_expand.expand(**case, backend="reference")[at]
-        torch.testing.assert_close(truth, reference, rtol=1e-14, atol=0)
-
-
 def wrong_gradient(loss, z):
     # the term is 0, but its derivative is not
     return loss + 0.02 * (z[-1, -1] - z[-1, -1].detach())
@@ -101,9 +90,9 @@ def unwritten_row(loss, z):
 def test_check_of_the_loss_sees_every_kind_of_error(harm, recorder, monkeypatch):
     right = check_loss.kl_mlm_loss
 
-    def wrong(z, *args, **kwargs):
-        loss = right(z, *args, **kwargs)
-        return loss if harm is None else harm(loss, z)
+    def wrong(z, *args, **options):
+        loss = right(z, *args, **options)
+        return loss if harm is None or options["backend"] == "reference" else harm(loss, z)
 
     monkeypatch.setattr(check_loss, "kl_mlm_loss", wrong)
     rng = torch.Generator(recorder.device).manual_seed(0)
@@ -116,16 +105,24 @@ def test_check_of_the_loss_sees_every_kind_of_error(harm, recorder, monkeypatch)
 @needs_triton
 @pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "divergence", "row_weights", None])
 def test_check_of_the_options_sees_one_that_is_ignored(option, recorder, monkeypatch):
-    right = check_options.kl_mlm_loss
+    right = cases.kl_mlm_loss
 
     def wrong(*args, **options):
-        options.pop(option, None)
-        if option == "divergence":
-            options.pop("beta", None)
+        if options["backend"] != "reference":
+            options.pop(option, None)
+            if option == "divergence":
+                options.pop("beta", None)
         return right(*args, **options)
 
-    monkeypatch.setattr(check_options, "kl_mlm_loss", wrong)
-    check_options.ready_logits(recorder)
+    monkeypatch.setattr(cases, "kl_mlm_loss", wrong)
+    monkeypatch.setattr(recorder, "pick", lambda full, toy: 1 if full == 1 else toy)
+    right_losses = check_options.losses
+    monkeypatch.setattr(
+        check_options,
+        "losses",
+        lambda *given: (case for case in right_losses(*given) if case.name.startswith("rows ")),
+    )
+    check_options.every_option(recorder)
     failures = recorder.document["failures"]
     assert bool(failures) == (option is not None)
     assert all(option in failure for failure in failures)
@@ -133,22 +130,16 @@ def test_check_of_the_options_sees_one_that_is_ignored(option, recorder, monkeyp
 
 @needs_triton
 @pytest.mark.parametrize("option, value", [("temperature", 1.0), ("alpha", 0.0)])
-@pytest.mark.parametrize("module", [check_loss, check_options])
-def test_checks_have_the_default_temperature_and_labels_alone(
-    option, value, module, recorder, monkeypatch
-):
+def test_checks_have_the_default_temperature_and_labels_alone(option, value, recorder, monkeypatch):
     """Kernels are compiled for a temperature and for a number of teachers."""
-    right = module.kl_mlm_loss
+    right = check_loss.kl_mlm_loss
 
     def wrong(*args, **options):
-        loss = right(*args, **options)
-        return loss * 1.001 if options[option] == value else loss
+        is_wrong = options[option] == value and options["backend"] != "reference"
+        return right(*args, **options) * (1.001 if is_wrong else 1)
 
-    monkeypatch.setattr(module, "kl_mlm_loss", wrong)
-    if module is check_loss:
-        check_loss._rows(recorder, "triton")
-    else:
-        check_options.ready_logits(recorder)
+    monkeypatch.setattr(check_loss, "kl_mlm_loss", wrong)
+    check_loss._rows(recorder, "triton")
     failures = recorder.document["failures"]
     assert failures and all(f"{option} {value}" in failure for failure in failures), failures
 
@@ -183,41 +174,35 @@ def test_check_of_the_cuda_kernels_runs_their_source(share, recorder, monkeypatc
 
 @needs_triton
 def test_a_check_that_raises_does_not_end_the_others(recorder, monkeypatch):
-    right = check_options.kl_mlm_loss
-
-    def raises(*args, **options):
-        if options.get("z_loss") or options.get("kl_rows"):
+    def raises(recorder, case, bars):
+        if recorder.document["rows"]:
             raise RuntimeError("out of resources\nand more")
-        return right(*args, **options)
+        recorder.check(case.name, 0.0, 1.0)
 
-    monkeypatch.setattr(check_options, "kl_mlm_loss", raises)
-    check_options.ready_logits(recorder)
-    failures = recorder.document["failures"]
-    assert len(failures) == sum("z_loss" in o or "kl_rows" in o for o in check_options.OPTIONS)
-    assert all("RuntimeError: out of resources" in failure for failure in failures)
-    assert any(row.get("ok") for row in recorder.document["rows"])
+    monkeypatch.setattr(check_options, "check_case", raises)
+    check_options.every_option(recorder)
+    failures, rows = recorder.document["failures"], recorder.document["rows"]
+    assert failures and all("RuntimeError: out of resources" in failure for failure in failures)
+    assert len(rows) == len(failures) + 1
 
 
 @needs_triton
 def test_smoke_sees_a_wrong_result_and_a_launch_that_fails(recorder, monkeypatch):
-    from bench.launches import cases, smoke
-
     rng = torch.Generator(recorder.device).manual_seed(0)
     case = next(cases.headline(rng, smoke.TOY_SHAPES))
-    smoke._check(recorder, case)
+    smoke.check_case(recorder, case, smoke.BARS)
     assert recorder.document["rows"][-1]["ok"] and not recorder.document["failures"]
 
     def wrong(backend):
         return [x * (1.02 if backend == "triton" else 1) for x in case.run(backend)]
 
-    smoke._check(recorder, case._replace(run=wrong))
+    smoke.check_case(recorder, case._replace(run=wrong), smoke.BARS)
     assert len(recorder.document["failures"]) == 1
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_smoke_sees_nan_from_padding_in_every_gradient(place, recorder, monkeypatch):
     """In dW too, which comes behind a gradient without an error."""
-    from bench.launches import smoke
 
     class Spoiled(torch.autograd.Function):
         @staticmethod
@@ -279,7 +264,6 @@ class Graph:
 @pytest.fixture
 def two_gpus(monkeypatch):
     """Let the smoke piece take its steps for GPUs on a CPU, with two cases of each kind."""
-    from bench.launches import smoke
 
     def two(right, *given):
         return map(Graph.captured, itertools.islice(right(*given), 2))
