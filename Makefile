@@ -14,7 +14,7 @@ PACKAGES := $(VENV)/.packages
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(shell find csrc -type f 2>/dev/null)
 
-BENCHMARKS := $(patsubst bench/bench_%.py,%,$(wildcard bench/bench_*.py))
+BENCHMARKS := $(patsubst bench/speed/%.py,%,$(wildcard bench/speed/[a-z]*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test lint demo demo-quick bench docs clean
@@ -64,7 +64,7 @@ demo-quick: setup
 	$(BIN)/python -m examples.demo.demo --dir $(DEMO_DIR)-quick --quick $(ARGS)
 
 bench: setup
-	set -e; for name in $(or $(NAME),$(BENCHMARKS)); do $(BIN)/python -m bench.bench_$$name $(ARGS); done
+	set -e; for name in $(or $(NAME),$(BENCHMARKS)); do $(BIN)/python -m bench.speed.$$name $(ARGS); done
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

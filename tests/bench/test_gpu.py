@@ -16,11 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import bench_linear_kl_mlm_loss as headline
-from bench import bench_topk_kl_mlm_loss, gpu
+from bench import gpu
 from bench.on_gpu import pieces, processes
 from bench.shared import harness, loss_measure, results
 from bench.shared.recorder import Recorder
+from bench.speed import linear_kl_mlm_loss as headline
+from bench.speed import topk_kl_mlm_loss
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.bench.documents import ROW, document
 
@@ -99,7 +100,7 @@ def dry_runs(tmp_path_factory):
     assert found.stdout.strip() == "[]", "packages that should be missing are installed"
     line = ["-m", "bench.gpu", "--dry-run", "--jobs", "2"]
     line += ["--results", str(out), "--archive", str(archive)]
-    env["PYTHONPATH"] = str(folder / "broken")
+    env["PYTHONPATH"] = f"{folder / 'broken'}{os.pathsep}{ROOT}"
     bare = subprocess.run([python, *line], cwd=ROOT, env=env, capture_output=True, text=True)
     before = {name: results.read(out / f"{name}.json") for name in TOY_PIECES}
     (out / "scaling.json").write_text("{")
@@ -230,9 +231,9 @@ def test_a_benchmark_that_breaks_keeps_the_rows_that_it_has_measured(tmp_path, m
     for name in ("collector", "observer", "compiler"):
         monkeypatch.setattr(harness, name, getattr(harness, name))
     for name in ("SHAPES", "KS"):
-        monkeypatch.setattr(bench_topk_kl_mlm_loss, name, None)
+        monkeypatch.setattr(topk_kl_mlm_loss, name, None)
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(bench_topk_kl_mlm_loss, "measure", measure_once)
+    monkeypatch.setattr(topk_kl_mlm_loss, "measure", measure_once)
     recorder = Recorder("topk", tmp_path / "topk.json", toy=True)
     with pytest.raises(pytest.fail.Exception):
         TOY_PIECES["bench_topk_kl_mlm_loss"].run(recorder)

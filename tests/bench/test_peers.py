@@ -6,10 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from bench import bench_linear_kl_mlm_loss
 from bench.shared import harness, loss_measure, peers
 from bench.shared.loss_measure import Provider, in_turns
 from bench.shared.peers import Peer
+from bench.speed import linear_kl_mlm_loss
 
 
 def fails():
@@ -120,7 +120,7 @@ def test_cut_cross_entropy_is_called_with_labels_only(monkeypatch):
 
     module.linear_cross_entropy = linear_cross_entropy
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", module)
-    named = {name: rest for name, *rest in bench_linear_kl_mlm_loss.losses(False, torch.float32)}
+    named = {name: rest for name, *rest in linear_kl_mlm_loss.losses(False, torch.float32)}
     loss, alpha, error_alpha, peer = named["cut_cross_entropy, labels alone"]
     assert not peer.why_not() and alpha == error_alpha == 0
     monkeypatch.setattr(loss_measure, "DEVICE", "cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from bench import bench_trainer
 from bench.shared.trainer_runs import step_times, trained
+from bench.speed import trainer as bench_trainer
 from growkern import TwoStageConfig
 
 

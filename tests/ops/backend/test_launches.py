@@ -125,7 +125,7 @@ REAL = f"""
 from functools import partial
 from itertools import product
 import torch
-from bench import bench_linear_kl_mlm_loss as benchmark
+from bench.speed import linear_kl_mlm_loss as benchmark
 from bench.launches import cases
 from bench.launches.driver import absent_gpu
 from bench.shared import loss_measure

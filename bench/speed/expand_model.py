@@ -1,6 +1,6 @@
 """Measures `expand` on a whole model: all tensors of a 1B Llama grown to 3B.
 
-    python -m bench.bench_expand_model
+    python -m bench.speed.expand_model
 
 The calls come from a growth plan. The weights are random. Rows of the table:
 

@@ -1,6 +1,6 @@
 """Measures `grow_checkpoint`: Llama-like checkpoints of three sizes grown on disk.
 
-    python -m bench.bench_grow_checkpoint
+    python -m bench.speed.grow_checkpoint
 
 Each growth is compared, in the same run, with:
 
@@ -11,7 +11,7 @@ Each growth is compared, in the same run, with:
 
 Growth runs in a child process. Time and peak memory (VmHWM) count from after its imports. Python,
 PyTorch and transformers add some seconds and 300 to 450 MB to every run, which
-`bench_grow_optimizer` measures. The time of `cp` includes starting it. On a busy machine the
+`grow_optimizer` measures. The time of `cp` includes starting it. On a busy machine the
 processor seconds, summed over all cores, tell more than the clock. "cold" means that the source
 files were dropped from the page cache first. That row has one repeat.
 """
@@ -121,7 +121,7 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
             system.settle(system.bytes_of(source) * 5)
             if cold:
                 system.evict(source)
-            result = system.run_child("bench.bench_grow_checkpoint", way, source, target, wide)
+            result = system.run_child("bench.speed.grow_checkpoint", way, source, target, wide)
             times[way].append(result["seconds"])
             times[f"{way} used"].append(result["used"])
             peaks[way].append(result["peak"])

@@ -1,6 +1,6 @@
 """Measures `kl_mlm_loss` on ready logits: time, bandwidth, memory and gradient error.
 
-    python -m bench.bench_kl_mlm_loss
+    python -m bench.speed.kl_mlm_loss
 
 Each row is one forward and backward pass with temperature 2 and alpha 0.5. "labelled" is the share
 of rows with a label; only these count. "copy" is the limit: the rate at which the machine reads and

@@ -1,6 +1,6 @@
 """Measures growth of a GPT-2 and its AdamW state on disk, within a memory limit of 100 MB.
 
-    python -m bench.bench_grow_optimizer
+    python -m bench.speed.grow_optimizer
 
 It is compared with growing the weights alone, and with the script one would write without
 streaming, which holds both models and both states in memory. The ways take turns.
@@ -79,7 +79,7 @@ def child(way: str, source: Path, target: Path) -> None:
 
 def timed_child(way: str, source: Path, target: Path) -> dict[str, float]:
     start = time.perf_counter()
-    found = system.run_child("bench.bench_grow_optimizer", way, source, target)
+    found = system.run_child("bench.speed.grow_optimizer", way, source, target)
     return {"process seconds": time.perf_counter() - start} | found
 
 

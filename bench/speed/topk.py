@@ -1,6 +1,6 @@
 """Measures how much accuracy a cached teacher loses when only its top k tokens are stored.
 
-    python -m bench.bench_topk
+    python -m bench.speed.topk
 
 A small GPT-2 is trained on the source text of Python's own library. It teaches two students. One
 was grown from it and then trained a little on labels alone. The other one began at random. Columns

@@ -1,6 +1,6 @@
 """Measures the steps of `TwoStageTrainer` beside those of other trainers on the same model.
 
-    python -m bench.bench_trainer
+    python -m bench.speed.trainer
 
 - "no teacher": the overhead over a plain `transformers.Trainer` (goal: at most 3 %). Every token is
   a label, so both compute as much.

@@ -1,6 +1,6 @@
 """Measures `expand` on one matrix: 4096 x 4096 widened to 8192 x 8192, beside eager indexing.
 
-    python -m bench.bench_expand
+    python -m bench.speed.expand
 
 Columns of the table:
 

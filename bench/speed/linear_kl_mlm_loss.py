@@ -1,6 +1,6 @@
 """Measures `linear_kl_mlm_loss` from hidden states: time, memory and gradient error.
 
-    python -m bench.bench_linear_kl_mlm_loss
+    python -m bench.speed.linear_kl_mlm_loss
 
 Each row is one forward and backward pass with temperature 1 and alpha 0.5, which all libraries
 support. Every row of the hidden states has a label. "GEMMs alone" is the limit: the time of the

@@ -1,6 +1,6 @@
 """Measures a step of GrowthAdamW beside AdamW(fused=True) on the parameters of a small grown GPT-2.
 
-    python -m bench.optimizer.bench_growth_adamw
+    python -m bench.speed.growth_adamw
 
 The ways take turns, one step each. The ratio is the median over the turns of a way's time divided
 by that of the fused AdamW in the same turn, so that other load on the machine cancels. With 15

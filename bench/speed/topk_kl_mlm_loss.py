@@ -1,6 +1,6 @@
 """Measures `topk_kl_mlm_loss`, the loss with a cached teacher: time, memory, gradient error.
 
-    python -m bench.bench_topk_kl_mlm_loss
+    python -m bench.speed.topk_kl_mlm_loss
 
 Each row is one forward and backward pass with temperature 1 and alpha 0.5. Every row of the hidden
 states has a label. The loss is compared with the live teacher's loss ("live teacher") and with
@@ -8,7 +8,7 @@ plain PyTorch on the same k entries.
 
 The gradient error is that of the KL part (alpha 1), on 64 rows of a student that has drifted 5 %
 from its teacher. The truth is float64 on the same k entries. So the error is that of the
-arithmetic only. `bench_topk` measures the loss of accuracy by storing k entries.
+arithmetic only. `bench.speed.topk` measures the loss of accuracy by storing k entries.
 """
 
 import torch

@@ -1,0 +1,1 @@
+"""Speed of the ops, of growth and of training, beside what else there is."""
