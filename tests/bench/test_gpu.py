@@ -294,7 +294,7 @@ def test_a_kill_leaves_no_child_behind_and_loses_no_row(tmp_path):
     line = ["bash", ROOT / "bench" / "run_gpu.sh", archive.parent, "500", "--dry-run"]
     line += ["--only", "ceilings", "--results", out]
     parent = subprocess.Popen(line, cwd=tmp_path, env=env | {"PYTHON": sys.executable})
-    rows, end = [], time.monotonic() + 120
+    rows, end = [], time.monotonic() + 300
     while not rows and time.monotonic() < end:
         time.sleep(0.1)
         rows = rows_of(archive, "results/ceilings.json")
@@ -302,6 +302,7 @@ def test_a_kill_leaves_no_child_behind_and_loses_no_row(tmp_path):
     parent.wait()
     assert rows_of(archive, "results/ceilings.json") == rows
     (row,) = rows
+    end = time.monotonic() + 120
     while any(map(is_alive, (row["child"], row["own"]))) and time.monotonic() < end:
         time.sleep(0.1)
     assert not is_alive(row["own"]) and not is_alive(row["child"])
