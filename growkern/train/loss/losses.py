@@ -271,7 +271,7 @@ def linear_kl_mlm_loss(
             off by 6e-5 at 0.1 %. With AVX-512 products are float32, and their sums nearly exact.
             ``torch.float64`` asks for float64 products: the error is 3e-7 at any drift, and the
             products of the logits take 1.6 times the time
-            (`python -m bench.bench_linear_kl_mlm_loss` has all three).
+            (`python -m bench.speed.linear_kl_mlm_loss` has all three).
             Float32 products obey ``torch.set_float32_matmul_precision``.
         group, vocab_start: as in `kl_mlm_loss`, with slices of the rows of every head and whole
             hidden states. The gradient of the student's hidden states is summed over the ranks;

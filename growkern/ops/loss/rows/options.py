@@ -78,7 +78,7 @@ class LossCall(NamedTuple):
             off by 6e-5 at 0.1 %. With AVX-512 products are float32, and their sums nearly exact.
             ``torch.float64`` asks for float64 products: the error is 3e-7 at any drift, and the
             products of the logits take 1.6 times the time
-            (`python -m bench.bench_linear_kl_mlm_loss` has all three).
+            (`python -m bench.speed.linear_kl_mlm_loss` has all three).
             Float32 products obey ``torch.set_float32_matmul_precision``.
         group: a process group whose ranks hold neighbouring slices of the columns of all logits, in
             the order of the ranks. Slices may differ in width. Every rank passes all rows and the
