@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from growkern.train.loss.options import LossOptions
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from growkern import GrowthError
@@ -20,6 +19,7 @@ from growkern.train.loop.objective import WHOLE, Objective
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import Batches, LabelledSteps
 from growkern.train.loss.inheritance import Teachers
+from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import EvaluationSums
 from growkern.train.optimizer.choose import OptimizerMaker
 from growkern.train.optimizer.options import OptimizerOptions
