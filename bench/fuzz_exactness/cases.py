@@ -11,6 +11,8 @@ from growkern.families.load import load_family, supported_families
 from tests.growth.plan.test_matrix import FAMILIES
 from tests.growth.relatives import RELATIVES
 
+# model type -> class, sizes
+SOURCES: dict[str, Any] = {**FAMILIES, **RELATIVES}
 # config options away from their defaults; a model gets those that its config has
 ODD = {
     "attention_bias": (True, False),
@@ -35,7 +37,10 @@ ODD = {
     "type_vocab_size": (1, 3),
 }
 # entries of lists with one for each layer
-LISTS = {"layer_types": ["full_attention", "sliding_attention"], "no_rope_layers": [0, 1]}
+LISTS: dict[str, list[Any]] = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "no_rope_layers": [0, 1],
+}
 # options of every growth. A value that occurs twice is drawn twice as often
 OPTIONS = {
     "method": ("fpi", "fpi", "fpi", "aki"),
@@ -96,7 +101,7 @@ def draw(seed: int, number: int) -> Case:
     model_type = rng.choice(supported_families())
     family = load_family(model_type)
     class_name = rng.choice(sorted(family.classes))
-    sizes = {**(FAMILIES | RELATIVES)[model_type][1], **_source_sizes(rng, family)}
+    sizes = {**SOURCES[model_type][1], **_source_sizes(rng, family)}
     for field, key in family.classes[class_name].repeats.items():
         sizes[field] = sizes[family.config_field(key)]
     how = _growth(rng, family.of_class(class_name), sizes)

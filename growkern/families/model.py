@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from growkern.families.family import Family
+from growkern.families.load import load_family
 from growkern.families.spec import Row, SpaceSpec, TensorSpec, holds
-from growkern.families.unknown import family_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ModelSpec:
             GrowthError: no table for this family or class, or a config value that the table does
                 not cover.
         """
-        family = family_of(config.model_type, config).of_class(class_name)
+        family = load_family(config.model_type).of_class(class_name)
         for refusal in family.refuse:
             refusal.check(config)
         return cls(family, config, class_name)

@@ -34,6 +34,7 @@ from growkern.growth.source.checks import (
 )
 from growkern.growth.source.config import (
     config_directory,
+    family_of,
     read_config_file,
     read_generation,
 )
@@ -210,6 +211,7 @@ class _Checked(_Reader):
 
 def _open_model(model: Any) -> Source:
     refuse_quantised(model.config)
+    family_of(model.config.model_type, model.config)
     spec = ModelSpec.of(model.config, class_name_of(model))
     for name, _ in model.named_parameters():
         refuse_flattened(name)
