@@ -40,7 +40,7 @@ from growkern.train.model.load import ModelSection
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.rules import check
 from growkern.train.toml import read_toml, to_dataclass, to_toml
-from growkern.train.topk_teacher.options import TeacherSection
+from growkern.train.topk_teacher.teacher import TeacherSection
 
 LARGEST = {
     **dict.fromkeys(("steps", "batch_size", "accumulation", "warmup_steps"), MOST),

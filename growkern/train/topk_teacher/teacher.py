@@ -7,6 +7,7 @@ are not in the cache is refused.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,44 @@ from growkern.train.objectives.language_modeling import (
     IndexedDataset,
     evaluation_collator,
 )
+from growkern.train.rules import check
 from growkern.train.topk_teacher.facts import TopKRows
+from growkern.train.topk_teacher.http import check_url
 
 IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"
+
+
+@dataclass(frozen=True)
+class TeacherSection:
+    """Section [teacher] of a run file. The teachers must have the tokenizer of the run.
+
+    Args:
+        paths: checkpoint directories of the teachers.
+        cache: directory that `growkern cache-teacher` wrote.
+        url: of a server of vLLM or SGLang that runs the teacher, see `growkern.ServedTeacher`.
+        served_model: the name of the teacher on the server, if that has several.
+        k: tokens per row that the server is asked for.
+
+    Raises:
+        GrowthError: not exactly one of paths, cache and url is given, or url and k apart, or
+            the url names no server.
+    """
+
+    paths: tuple[str, ...] = ()
+    cache: str | None = None
+    url: str | None = None
+    served_model: str | None = None
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        check("teacher", self)
+        if self.url is not None:
+            check_url(self.url)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the teachers are models that run in the training processes."""
+        return bool(self.paths)
 
 
 class TopKTeacher:
