@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from growkern.train.loop.meter import Meter
-from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS
 from growkern.train.model.flops import Sizes
 from growkern.train.model.head import IGNORE_INDEX
@@ -89,39 +88,6 @@ class FlopCounter:
         )
         self._waiting.clear()
         return total
-
-    def per_step(
-        self,
-        two_stage: TwoStageConfig | None,
-        layers: int,
-        sequences: int,
-        length: int,
-        labelled: float,
-        decoder_length: int | None = None,
-    ) -> dict[str, float]:
-        """Estimate the FLOPs of one optimizer step; see `TwoStageTrainer.flops_per_step`.
-
-        Args:
-            two_stage: None when there is no stage 1.
-            sequences, length, labelled, decoder_length: as there.
-        """
-        rows = sequences * (decoder_length or length) * labelled
-        sizes: dict[str, Any] = {"decoder_length": decoder_length}
-        head = rows * self.cost.head_row(train=True)
-        flops = {}
-        if two_stage is not None and two_stage.stage1_steps:
-            block = two_stage.layers_per_block
-            depths = [min(n, layers) for n in range(block, layers + block, block)]
-            parts = [two_stage.part_of(depth) for depth in depths]
-            costs = [self.cost.train(sequences, length, part, **sizes) for part in parts]
-            flops["stage 1"] = sum(costs) / len(costs) + head
-        flops["a full step"] = self.cost.train(sequences, length, **sizes) + head
-        if self.teachers:
-            flops["the teachers"] = sum(
-                cost.forward(sequences, length, **sizes) + rows * cost.head_row(train=False)
-                for cost in self.teachers
-            )
-        return flops
 
 
 def real_sizes(batch: Mapping[str, Any], name: str, *, decoder: bool) -> Tensor:

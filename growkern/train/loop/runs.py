@@ -242,8 +242,20 @@ def flops_per_step(
         For "stage 1" (the mean over the depths; with two stages only), for "a full step" and for
         "the teachers" (with teachers that run only).
     """
-    objective = self.objective
-    flops: dict[str, float] = objective.flops.per_step(
-        self.two_stage, objective.layers, sequences, length, labelled, decoder_length
-    )
+    cost, teachers = self.objective.flops.cost, self.objective.flops.teachers
+    rows = sequences * (decoder_length or length) * labelled
+    sizes: dict[str, Any] = {"decoder_length": decoder_length}
+    head, flops = rows * cost.head_row(train=True), {}
+    if self.two_stage is not None and self.two_stage.stage1_steps:
+        block, layers = self.two_stage.layers_per_block, self.objective.layers
+        depths = [min(n, layers) for n in range(block, layers + block, block)]
+        parts = [self.two_stage.part_of(depth) for depth in depths]
+        costs = [cost.train(sequences, length, part, **sizes) for part in parts]
+        flops["stage 1"] = sum(costs) / len(costs) + head
+    flops["a full step"] = cost.train(sequences, length, **sizes) + head
+    if teachers:
+        flops["the teachers"] = sum(
+            one.forward(sequences, length, **sizes) + rows * one.head_row(train=False)
+            for one in teachers
+        )
     return flops

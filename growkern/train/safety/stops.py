@@ -79,21 +79,18 @@ class Stops:
         raise interruption(self.number)
 
 
-def is_evaluated_at(step: int, args: Any, state: Any) -> bool:
-    """Whether an undisturbed run has an evaluation after a step."""
-    if args.eval_strategy != "steps" or step < max(1, args.eval_delay):
-        return False
-    return step % state.eval_steps == 0 or step == state.max_steps
-
-
 def misses_evaluation(args: Any, state: Any, sets: Any) -> bool:
     """Whether a signal has ended or prevented the evaluation of the current step.
 
     Args:
-        sets: the data for evaluation.
+        args: of the trainer.
+        state: with the log history of the checkpoint that was loaded.
+        sets: the data for evaluation, maybe several sets by their names.
     """
     step = state.global_step
-    if not is_evaluated_at(step, args, state):
+    if args.eval_strategy != "steps" or step < max(1, args.eval_delay):
+        return False
+    if step % state.eval_steps and step != state.max_steps:
         return False
     names = [f"eval_{name}" for name in sets] if isinstance(sets, dict) else ["eval"]
     logged = {key for line in state.log_history if line["step"] == step for key in line}
