@@ -6,6 +6,7 @@ logits are made.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from growkern.train.loop.meter import Meter
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
-from growkern.train.loss.models import check_model, inputs_of, is_two_stacks
+from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, unwrapped
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
 from growkern.train.loss.side import SideTerm, side_loss_of
 from growkern.train.model.flops import ModelCost, cost_of
@@ -183,14 +184,15 @@ class Objective:
         training: bool = False,
         **options: Any,
     ) -> _Run:
-        inner, inputs = accelerator.unwrap_model(model), dict(inputs)
+        # accelerate looks at every module to unwrap a model
+        inner, inputs = unwrapped(model), dict(inputs)
         targets = None if self.side is None else self.side.take(inputs)
         rows = self._take_rows(inputs, plan.alpha, weighted=training)
         inputs = inputs_of(inner, inputs, rows.labels_BS)
         options |= self._options(inputs, rows, plan.alpha, items)
         if training:
             options |= self._loss_arguments
-        with accelerator.autocast():
+        with accelerator.autocast() if plan.alpha > 0 else contextlib.nullcontext():
             loss_function = self.teachers.loss_function(inputs, plan.alpha)
         seen = []
 
