@@ -23,7 +23,7 @@ import growkern
 from bench.shared.harness import benchmark_parser, machine, require_green, show_and_save
 from bench.shared.loss_measure import gradient_error
 from examples.demo.corpus import library_files, read_corpus, train_tokenizer
-from growkern.train.dataset.text import pack_text
+from growkern.train.dataset.load import pack_text
 from growkern.train.model.head import align_labels, head_inputs
 from growkern.train.topk_teacher.rows import topk_of_head
 from growkern.train.topk_teacher.write import CacheHeader

@@ -151,7 +151,7 @@ def _opened(source: Path | str, k: int, reader: Any, length: int) -> tuple[Any, 
 
 def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cache_teacher` that the command line gives."""
-    from growkern.train.dataset.text import pack_text
+    from growkern.train.dataset.load import pack_text
     from growkern.train.model.load import load_tokenizer
     from growkern.train.objectives.language_modeling import (
         CausalLMCollator,

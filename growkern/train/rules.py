@@ -353,8 +353,8 @@ RULES = (
     Rule(
         *("training", "a model of an encoder and a decoder", "`teacher.cache`, `teacher.url`"),
         lambda x: x.two_stacks and x.cached,
-        "a teacher known by its likeliest tokens has one stack of layers, but the model has an "
-        "encoder and a decoder",
+        "a teacher known by its likeliest tokens has no decoder's predictions, which a model of an "
+        "encoder and a decoder needs",
         "give the paths of teachers",
     ),
 )

@@ -1,11 +1,10 @@
-"""Turns TOML tables into dataclasses and back, and checks them against the types of the fields.
+"""Turns TOML tables into dataclasses, and checks them against the types of the fields.
 
 Python's TOML parser overflows the stack where values nest thousands deep, and takes minutes for a
 key of 100,000 parts or a number of as many digits. So a file is looked through before it is parsed.
 """
 
 import dataclasses
-import json
 import re
 import reprlib
 import sys
@@ -149,32 +148,3 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(repr, typing.get_args(kind)))
     return "a table" if dataclasses.is_dataclass(kind) else str(kind.__name__)
-
-
-def to_toml(value: Any) -> str:
-    """Write a dataclass of dataclasses as a TOML document. Fields that are None are left out."""
-    lines = []
-    for section in dataclasses.fields(value):
-        table = getattr(value, section.name)
-        if table is None:
-            continue
-        if isinstance(table, tuple):
-            for one in table:
-                lines += [f"[[{section.name}]]", *_toml_lines(one), ""]
-        else:
-            lines += [f"[{section.name}]", *_toml_lines(table), ""]
-    return "\n".join(lines)
-
-
-def _toml_lines(table: Any) -> list[str]:
-    """The keys and values of a dataclass or a dict, without those that are None."""
-    if dataclasses.is_dataclass(table):
-        table = {x.name: getattr(table, x.name) for x in dataclasses.fields(table)}
-    return [f"{name} = {_toml_value(x)}" for name, x in table.items() if x is not None]
-
-
-def _toml_value(item: Any) -> str:
-    if isinstance(item, dict):
-        return "{ " + ", ".join(f"{name} = {_toml_value(x)}" for name, x in item.items()) + " }"
-    # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
-    return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -173,7 +173,7 @@ def test_debug_shows_where_an_error_came_from(run, monkeypatch):
 
 def test_cache_teacher_writes_what_training_reads(run, checkpoint, tmp_path):
     from growkern import TeacherCache
-    from growkern.train.dataset.text import pack_text
+    from growkern.train.dataset.load import pack_text
     from growkern.train.objectives.language_modeling import MaskedLMCollator
 
     for name in "ab":

@@ -1,19 +1,20 @@
-"""Fingerprints of files and of values, by which caches and runs are recognised."""
+"""Fingerprints of files and of values, by which caches and runs are recognised, and their place."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from growkern.bounded import read_bounded
 from growkern.publish.manifest import checksum
-from growkern.train.dataset.place import user_cache
 from growkern.whole import write_whole
 
+VARIABLE = "GROWKERN_TOKENS"
 # the checksum of a larger file is noted, so that the next start need not read all of it
 MOST_READ = 8 << 20
 # seconds in which a second change of a file may leave its times as they are
@@ -57,3 +58,11 @@ def _stamp(file: Path) -> list[Any]:
 def digest_of(values: Any) -> str:
     """A name for values of JSON: the same for the same values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def user_cache() -> Path:
+    """The directory for tokenised data: `GROWKERN_TOKENS`, or a place in the user's cache."""
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "growkern" / "tokens"

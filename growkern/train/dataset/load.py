@@ -17,21 +17,21 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError, clean
 from growkern.growth.source.stamps import Stamps
-from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows
-from growkern.train.dataset.fingerprint import digest_of
+from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, from_first
+from growkern.train.dataset.fingerprint import digest_of, user_cache
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.place import user_cache
-from growkern.train.dataset.records import LABELS, Reader, Settings, Tokens, chunks
+from growkern.train.dataset.records import IDS, LABELS, Reader, Settings, Tokens, chunks
 from growkern.train.dataset.rows import cut_rows
-from growkern.train.dataset.source import Source, find_sources, plain_errors
+from growkern.train.dataset.source import TEXT, Source, find_sources, plain_errors, text_records
 from growkern.train.dataset.stream import TokenStream
-from growkern.train.dataset.together import from_first
+from growkern.train.dataset.text import TokenBlocks
 from growkern.train.model.head import IGNORE_INDEX
-from growkern.train.objectives.collators import collator_of
+from growkern.train.model.load import head_of
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     Collator,
     EpochCollator,
+    MaskedLMCollator,
     evaluation_collator,
 )
 from growkern.train.rules import check
@@ -71,25 +71,44 @@ class TrainingData:
                 the rows have weights that it has no use for.
         """
         if self.pairs:
-            inner = CausalLMCollator(tokenizer)
-            return ColumnCollator(inner, labels=True, weights=self.row_weights)
+            plain = CausalLMCollator(tokenizer)
+            return ColumnCollator(plain, labels=True, weights=self.row_weights)
         options, has_labels = self.options, self.options.labels_column is not None
         objective = options.objective
         if objective == "auto":
             objective = "clm" if causal else "mlm"
-        inner = collator_of(
-            "clm" if has_labels else objective,
-            tokenizer,
-            self.train,
-            share=options.share,
-            mean_span=options.mean_span_length,
-            length=options.row_length,
-            seed=seed,
-        )
+        inner = self._plain("clm" if has_labels else objective, tokenizer, seed)
         check("weights", row_weights=self.row_weights, objective=objective)
         if not has_labels and self.row_weights is None:
             return inner
         return ColumnCollator(inner, labels=has_labels, weights=self.row_weights)
+
+    def _plain(self, objective: str, tokenizer: Any, seed: int) -> Collator:
+        """The collator of an objective, which knows the tokens of the rows alone."""
+        options = self.options
+        share, mean_span = options.share, options.mean_span_length
+        if objective == "clm":
+            return CausalLMCollator(tokenizer)
+        if objective == "mlm":
+            return MaskedLMCollator(tokenizer, share, seed)
+        # a run needs the code of its own objective alone
+        if objective == "mlm+nsp":
+            from growkern.train.objectives.sentence_pairs import SentencePairCollator
+
+            return SentencePairCollator(tokenizer, self.train, share, seed)
+        if objective == "span_corruption":
+            from growkern.train.objectives.span_corruption import SpanCorruptionCollator
+
+            corrupting = SpanCorruptionCollator(tokenizer, share, mean_span, seed)
+            corrupting.check_rows(options.row_length)
+            return corrupting
+        if objective == "denoising":
+            from growkern.train.objectives.denoising import DenoisingCollator
+
+            return DenoisingCollator(tokenizer, share, mean_span, seed)
+        from growkern.train.objectives.replaced_tokens import ReplacedTokenCollator
+
+        return ReplacedTokenCollator(tokenizer, share, seed)
 
 
 class ColumnCollator:
@@ -247,20 +266,66 @@ class _Rows:
             disable=None if self.progress else True,
             leave=False,
         ) as shown:
-            for _, _, row in cut_rows(self._runs(shown), self.reader.settings):
+            for _, _, row in cut_rows(
+                _token_runs(self._each(shown), self.reader), self.reader.settings
+            ):
                 yield row
         for stamps in self._stamps:
             stamps.check()
 
-    def _runs(self, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Tokens]]:
-        for chunk in chunks(self._each(records)):
-            for tokens in self.reader.read([record for _, record in chunk]):
-                yield None, tokens
-
-    def _each(self, records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Any]]:
+    def _each(self, records: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         with plain_errors(self.source.name):
-            for record in records:
-                yield None, record
+            yield from records
+
+
+def _token_runs(
+    records: Iterable[Mapping[str, Any]], reader: Reader
+) -> Iterator[tuple[None, Tokens]]:
+    """The tokens of records, as `cut_rows` takes them."""
+    for chunk in chunks((None, record) for record in records):
+        for tokens in reader.read([record for _, record in chunk]):
+            yield None, tokens
+
+
+def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int) -> TokenBlocks:
+    """Tokenise texts, join them and cut them into blocks of one length, in memory.
+
+    Each text is followed by the tokenizer's separator (eos, else sep). Each block starts with the
+    cls token if the tokenizer has one. Tokens left over at the end are dropped.
+
+    Args:
+        texts: a `Path` is read as a UTF-8 file, a `str` is the text itself.
+        tokenizer: of transformers.
+        sequence_length: tokens per block, the cls token included.
+
+    Returns:
+        The blocks; `.tokens_NS` is their (N, sequence_length) int32 array.
+
+    Raises:
+        GrowthError: a file cannot be read, or the text is shorter than one block.
+    """
+    body = sequence_length - len(head_of(tokenizer))
+    if body < 1:
+        raise GrowthError(f"sequence_length is {sequence_length}: it must be at least 2")
+    data, source = (
+        DataSection(("texts",), sequence_length=sequence_length),
+        Source("the text", is_text=True),
+    )
+    settings = Settings.of(data, source, tokenizer, None)
+    records = (
+        record
+        for text in texts
+        for record in ([{TEXT: text}] if isinstance(text, str) else text_records([text]))
+    )
+    runs = list(_token_runs(records, Reader(settings, tokenizer, source.name)))
+    rows = [row[IDS] for _, _, row in cut_rows(runs, settings)]
+    if not rows:
+        count = sum(len(tokens[IDS]) for _, tokens in runs)
+        raise GrowthError(
+            f"the text has {count} tokens, fewer than one block of {body}: "
+            "give more text or a smaller sequence_length"
+        )
+    return TokenBlocks(np.stack(rows))
 
 
 def _key(source: Source, settings: Settings, tokenizer: Any) -> str:

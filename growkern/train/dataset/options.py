@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 
 from growkern.errors import GrowthError
-from growkern.train.objectives.names import Objective, default_share, row_length
-from growkern.train.objectives.span_corruption import check_spans
+from growkern.train.objectives.names import Objective, check_spans, default_share, row_length
 from growkern.train.rules import OF_BARE_ROWS, check
 
 # more tokens than any row has

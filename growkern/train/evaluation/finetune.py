@@ -25,7 +25,8 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 
 from growkern.errors import GrowthError
 from growkern.growth.source.hub import located
-from growkern.train.dataset.text import matching_files, pack_text
+from growkern.train.dataset.load import pack_text
+from growkern.train.dataset.text import matching_files
 from growkern.train.evaluation.evaluate import tokenizer_of
 from growkern.train.evaluation.interval import check_confidence, ratio_interval
 from growkern.train.model.load import check_fits, load_language_model

@@ -16,7 +16,8 @@ import torch
 from growkern.errors import GrowthError
 from growkern.train.model.load import separator_of
 from growkern.train.objectives.language_modeling import DrawingCollator, check_probability, pad_rows
-from growkern.train.objectives.span_corruption import check_spans, decoder_columns
+from growkern.train.objectives.names import check_spans
+from growkern.train.objectives.span_corruption import decoder_columns
 
 
 def full_stops(tokenizer: Any) -> np.ndarray:

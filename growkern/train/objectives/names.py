@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import math
+from typing import Literal, NamedTuple, get_args
 
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
@@ -15,7 +16,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from growkern.errors import GrowthError, nearest
-from growkern.train.objectives.span_corruption import raw_length
 
 Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "pairs", "rtd"]
 OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")
@@ -98,3 +98,58 @@ def choose(wanted: Objective, cls: type, *, targets: bool = False) -> Objective:
             f"{' or '.join(map(repr, possible))}: set that, or choose a model of another class"
         )
     return wanted
+
+
+class SpanCounts(NamedTuple):
+    """The numbers of a corrupted row."""
+
+    noise: int  # tokens that are taken out
+    spans: int
+
+    @property
+    def target(self) -> int:
+        """Tokens of the target: equation (2) of `span_corruption`."""
+        return self.noise + self.spans + 2
+
+
+def span_counts(tokens: int, share: float, mean_span: float) -> SpanCounts:
+    """The numbers of tokens and spans that are taken out of a row.
+
+    Args:
+        tokens: of the row, at least 2.
+        share: of the tokens that are taken out.
+        mean_span: mean tokens per span.
+    """
+    noise = min(max(round(tokens * share), 1), tokens - 1)
+    spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
+    return SpanCounts(noise, spans)
+
+
+def input_length(tokens: int, share: float, mean_span: float) -> int:
+    """The tokens of the input that a row becomes: equation (1) of `span_corruption`."""
+    noise, spans = span_counts(tokens, share, mean_span)
+    return tokens - noise + spans + 1
+
+
+def raw_length(length: int, share: float, mean_span: float) -> int:
+    """The longest row whose input has at most `length` tokens; 0 if there is none."""
+    low, high = 1, length
+    while input_length(high, share, mean_span) <= length:
+        high *= 2
+    # the length of the input never falls when a row gets longer
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = input_length(middle, share, mean_span) <= length
+        low, high = (middle, high) if fits else (low, middle)
+    return low if low > 1 else 0
+
+
+def check_spans(mean_span: float) -> None:
+    """Refuse a mean length of spans that is none.
+
+    Raises:
+        GrowthError: it is not a number of 1 or more.
+    """
+    # written so that NaN fails
+    if not 1 <= mean_span < math.inf:
+        raise GrowthError(f"mean_span_length is {mean_span}: it must be 1 or more")

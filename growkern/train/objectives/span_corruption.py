@@ -13,9 +13,8 @@ rows of a batch are full.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,63 +22,9 @@ import torch
 from growkern.errors import GrowthError
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.objectives.language_modeling import DrawingCollator, check_probability, pad_rows
+from growkern.train.objectives.names import check_spans, span_counts
 
 SENTINEL = "<extra_id_{}>"
-
-
-class SpanCounts(NamedTuple):
-    """The numbers of a corrupted row."""
-
-    noise: int  # tokens that are taken out
-    spans: int
-
-    @property
-    def target(self) -> int:
-        """Tokens of the target. (2)"""
-        return self.noise + self.spans + 2
-
-
-def span_counts(tokens: int, share: float, mean_span: float) -> SpanCounts:
-    """The numbers of tokens and spans that are taken out of a row.
-
-    Args:
-        tokens: of the row, at least 2.
-        share: of the tokens that are taken out.
-        mean_span: mean tokens per span.
-    """
-    noise = min(max(round(tokens * share), 1), tokens - 1)
-    spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
-    return SpanCounts(noise, spans)
-
-
-def input_length(tokens: int, share: float, mean_span: float) -> int:
-    """The tokens of the input that a row becomes. (1)"""
-    noise, spans = span_counts(tokens, share, mean_span)
-    return tokens - noise + spans + 1
-
-
-def raw_length(length: int, share: float, mean_span: float) -> int:
-    """The longest row whose input has at most `length` tokens; 0 if there is none."""
-    low, high = 1, length
-    while input_length(high, share, mean_span) <= length:
-        high *= 2
-    # the length of the input never falls when a row gets longer
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = input_length(middle, share, mean_span) <= length
-        low, high = (middle, high) if fits else (low, middle)
-    return low if low > 1 else 0
-
-
-def check_spans(mean_span: float) -> None:
-    """Refuse a mean length of spans that is none.
-
-    Raises:
-        GrowthError: it is not a number of 1 or more.
-    """
-    # written so that NaN fails
-    if not 1 <= mean_span < math.inf:
-        raise GrowthError(f"mean_span_length is {mean_span}: it must be 1 or more")
 
 
 class SpanCorruptionCollator(DrawingCollator):

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import Any, Literal, Union
 
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -22,9 +22,7 @@ from transformers.integrations.integration_utils import (
 from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.train.run.file import OutputSection, Run, has_tensorboard
-
-if TYPE_CHECKING:
-    from growkern.train.run.resolve import ResolvedRun
+from growkern.train.run.resolved import ResolvedRun
 
 # keys of [trainer] that are keys of growkern
 OWNED = {

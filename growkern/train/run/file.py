@@ -39,7 +39,7 @@ from growkern.train.loss.losses import LossOptions
 from growkern.train.model.load import ModelSection
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.rules import check
-from growkern.train.toml import read_toml, to_dataclass, to_toml
+from growkern.train.toml import read_toml, to_dataclass
 from growkern.train.topk_teacher.teacher import TeacherSection
 
 LARGEST = {
@@ -187,7 +187,8 @@ class Run:
     trainer: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_order(self.growths, self.training.steps)
+        if self.growths:
+            check_order(self.growths, self.training.steps)
         if self.optimizer is not None:
             self.optimizer.check_fits(self.training.optimizer)
         check("run", self)
@@ -215,6 +216,11 @@ class Run:
         return (tokenizer, None) if tokenizer else (self.checkpoint, self.revision)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether every process holds a part of each parameter."""
+        return self.distributed is not None and self.distributed.sharding == "fsdp"
+
+    @property
     def growths(self) -> tuple[GrowthStep, ...]:
         """All growths, in the order of their steps."""
         if isinstance(self.growth, GrowthStep):
@@ -230,10 +236,6 @@ class Run:
     def later_growths(self) -> tuple[GrowthStep, ...]:
         """The growths inside the run."""
         return tuple(one for one in self.growths if one.at_step)
-
-    def to_toml(self) -> str:
-        """The run as a TOML document, from which `load_run` makes an equal run."""
-        return to_toml(self)
 
 
 def load_run(path: str | Path) -> Run:

@@ -19,9 +19,9 @@ from growkern.train.dataset.options import DataSection
 from growkern.train.growth.step import GrowthStep
 from growkern.train.loop.progress import last_losses
 from growkern.train.loop.trainer import TwoStageTrainer
-from growkern.train.objectives.span_corruption import span_counts
+from growkern.train.objectives.names import span_counts
 from growkern.train.run.arguments import describe_arguments
-from growkern.train.run.resolve import ResolvedRun
+from growkern.train.run.resolved import ResolvedRun
 from growkern.units import human
 
 PRECISIONS = {
@@ -59,7 +59,7 @@ def print_lines(lines: Mapping[str, str]) -> None:
         console.print(text, soft_wrap=True)
 
 
-def describe_device(device: torch.device, processes: int) -> str:
+def _describe_device(device: torch.device, processes: int) -> str:
     """The device of a process and the number of processes."""
     name = str(device)
     if device.type == "cuda":
@@ -67,13 +67,8 @@ def describe_device(device: torch.device, processes: int) -> str:
     return f"{name}, {processes} process{'es' if processes > 1 else ''}"
 
 
-def describe_optimizer(choice: str, plan: GrowthPlan | None) -> str:
-    """The optimizer, and why.
-
-    Args:
-        choice: `training.optimizer` of the run.
-        plan: of the growth whose factors the optimizer uses; None: it uses none.
-    """
+def _describe_optimizer(choice: str, plan: GrowthPlan | None) -> str:
+    """The optimizer, and why: it may use the factors of a growth."""
     prefix = "" if plan is None else "Growth"
     name = f"{prefix}AdamW"
     if choice == "muon":
@@ -85,41 +80,30 @@ def describe_optimizer(choice: str, plan: GrowthPlan | None) -> str:
     return f"{name}, because the model was grown ({sizes})"
 
 
-def describe_growth(growth: Sequence[GrowthStep]) -> str:
-    """When a model grows inside a run, and to which sizes.
-
-    Args:
-        growth: inside the run.
-    """
+def _describe_growth(growth: Sequence[GrowthStep]) -> str:
+    """When a model grows inside a run, and to which sizes."""
     return "; ".join(
         f"at step {one.at_step} to " + ", ".join(f"{name} {x}" for name, x in one.sizes.items())
         for one in growth
     )
 
 
-def describe_saving(directory: Path, save_every: int, save_minutes: float, keep: int) -> str:
-    """Where checkpoints go, how often, and how many are kept.
-
-    Args:
-        directory: of the run.
-        save_every: steps between checkpoints; 0 does not count steps.
-        save_minutes: minutes between checkpoints; 0 does not look at the clock.
-        keep: number of checkpoints that are kept.
-    """
+def _describe_saving(directory: Path, save_every: int, save_minutes: float, keep: int) -> str:
+    """Where checkpoints go, how often, and how many are kept."""
     when = [f"every {save_every} steps"] if save_every else []
     when += [f"every {save_minutes:g} minutes"] if save_minutes else []
     often = " and ".join((*when, "at the end"))
     return f"{directory}, {often}; the last {keep} checkpoints are kept"
 
 
-def describe_model(model: Any, path: Path) -> str:
+def _describe_model(model: Any, path: Path) -> str:
     """The class of a model, its checkpoint, and its number of parameters."""
     count = sum(p.numel() for p in model.parameters())
     name = type(model).__name__.removeprefix("FSDP")
     return f"{name} from {path}, {human(count)} parameters"
 
 
-def labelled_share(data: DataSection) -> tuple[float, int | None]:
+def _labelled_share(data: DataSection) -> tuple[float, int | None]:
     """The share of tokens with a label, and the tokens per row of a decoder beside an encoder.
 
     Args:
@@ -149,18 +133,18 @@ def header(
     settings, training, data = run.settings, run.settings.training, run.data
     sequences = training.batch_size * training.accumulation
     objective: str = data.objective
-    flops = trainer.flops_per_step(sequences, data.sequence_length, *labelled_share(data))
+    flops = trainer.flops_per_step(sequences, data.sequence_length, *_labelled_share(data))
     dtype = str(run.model.dtype).removeprefix("torch.")
     lines = {
-        "model": describe_model(trainer.model, run.model.directory),
+        "model": _describe_model(trainer.model, run.model.directory),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
         "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
         "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
-        "optimizer": describe_optimizer(training.optimizer, trainer.optimizers.plan),
-        "device": describe_device(trainer.args.device, trainer.args.world_size),
+        "optimizer": _describe_optimizer(training.optimizer, trainer.optimizers.plan),
+        "device": _describe_device(trainer.args.device, trainer.args.world_size),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
-        "saves": describe_saving(
+        "saves": _describe_saving(
             run.output,
             training.save_every,
             training.save_minutes,
@@ -169,7 +153,7 @@ def header(
         "to resume": command,
     }
     if settings.later_growths:
-        lines["growth"] = describe_growth(settings.later_growths)
+        lines["growth"] = _describe_growth(settings.later_growths)
     if settings.trainer:
         lines["trainer"] = describe_arguments(settings.trainer)
     if checkpoint is not None:

@@ -32,7 +32,8 @@ from growkern.train.run.directory import begin, is_finished, is_ours
 from growkern.train.run.file import load_runs
 from growkern.train.run.identity import identity_of
 from growkern.train.run.messages import end, header, print_lines, resume_command
-from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
+from growkern.train.run.resolve import resolve
+from growkern.train.run.resolved import Checkpoint, ResolvedRun
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.topk_teacher.facts import TopKRows
@@ -167,7 +168,7 @@ def build_trainer(
     # before any work: arguments that cannot be used are noticed at once
     args = training_arguments(run, progress=progress)
     check_arguments(args, {})
-    check_optimizer(args, training.optimizer, sharded=run.is_sharded)
+    check_optimizer(args, training.optimizer, sharded=run.settings.is_sharded)
     # a dead server is noticed before the data is read, and unusable data before the model
     rows_of_teacher = _rows_of_teacher(run)
     data = load_data(
@@ -216,7 +217,7 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
         GrowthError: the model cannot be loaded, grown or sharded.
     """
     options = run.settings.distributed or DistributedOptions()
-    if run.is_sharded:
+    if run.settings.is_sharded:
         _join_others()
     start, growth = run.model, run.settings.first_growth
     dtype = start.training_dtype
@@ -237,7 +238,7 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
 def _build_teacher(run: ResolvedRun, teacher: Checkpoint) -> Any:
     """A teacher, spread over the processes as the student is."""
     model, options = load_model(teacher.directory).requires_grad_(False), run.settings.distributed
-    if options is None or not run.is_sharded:
+    if options is None or not run.settings.is_sharded:
         return model
     # its activations are not kept, and it is not worth compiling
     return shard(model, replace(options, activation_checkpointing=False, compile_blocks=False))

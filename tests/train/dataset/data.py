@@ -8,7 +8,7 @@ import transformers
 
 from growkern import GrowthError
 from growkern import run as train
-from growkern.train.dataset import together
+from growkern.train.dataset import cache
 from tests.train.distributed import run_ranks
 from tests.train.tiny import VOCAB
 
@@ -58,7 +58,7 @@ def rows_of(dataset):
 def main(folder):
     """Runs by run files, for `tests.forked_ranks`; and one that is refused."""
     # the processes that wait ask after every step of the work
-    together.SECONDS = 0.0
+    cache.SECONDS = 0.0
     run_ranks.main(folder)
     try:
         train(folder / "refused.toml", progress=False)

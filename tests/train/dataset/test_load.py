@@ -10,9 +10,8 @@ import torch
 
 from growkern import GrowthError
 from growkern.train.dataset import source
-from growkern.train.dataset.load import load_data
+from growkern.train.dataset.load import load_data, pack_text
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.text import pack_text
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from tests.train.dataset.data import in_order, plain_rows, rows_of, texts, tokenizer, write_jsonl
 from tests.train.tiny import VOCAB

@@ -17,7 +17,7 @@ from growkern import run as train
 from growkern.errors import GrowthWarning
 from growkern.train.run import start as module
 from growkern.train.run.arguments import OWNED, REFUSED, checked_arguments, reports_of
-from growkern.train.run.file import OutputSection, Run, load_run
+from growkern.train.run.file import OutputSection, Run
 from growkern.train.safety.signals import Terminated
 from tests.forked_ranks import on_ranks
 from tests.train.dataset import data
@@ -275,8 +275,7 @@ def test_arguments_that_are_passed_on(workplace, monkeypatch):
     }
     assert checked_arguments(table) == table
     text = PLAIN.replace("adam_beta2 = 0.95", 'adam_beta2 = 0.9\nrun_name = "mine"')
-    run = load_run(write(workplace, text))
-    assert load_run(write(workplace, run.to_toml())) == run
+    write(workplace, text)
     made = []
     init = module.TwoStageTrainer.__init__
 

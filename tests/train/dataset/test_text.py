@@ -9,7 +9,8 @@ from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
 from growkern.train.dataset import text
-from growkern.train.dataset.text import TokenBlocks, matching_files, pack_text
+from growkern.train.dataset.load import pack_text
+from growkern.train.dataset.text import TokenBlocks, matching_files
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     MaskedLMCollator,

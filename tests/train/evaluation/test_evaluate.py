@@ -10,7 +10,7 @@ import transformers
 
 import growkern
 from growkern import DataSection
-from growkern.train.dataset.text import pack_text
+from growkern.train.dataset.load import pack_text
 from growkern.train.evaluation.evaluate import FOR_TRAINING, TextKeywords
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from tests.train.dataset.data import texts, tokenizer, write_jsonl

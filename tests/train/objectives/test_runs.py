@@ -206,7 +206,7 @@ REFUSED = {
         "needs full rows: leave out data.packing",
     ),
     "shards": ("rtd", {"more": '[distributed]\nsharding = "fsdp"'}, "set distributed.sharding to"),
-    "weights": ("rtd", {"more": '[loss]\nrow_weights = "w"'}, "has no column 'w'"),
+    "weights": ("rtd", {"more": '[loss]\nrow_weights = "w"'}, "makes itself: leave it out"),
 }
 
 
