@@ -8,11 +8,14 @@ import re
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import growkern.ops
 from bench.launches import aot_cases
 from bench.launches.cuda_emulator import emulate
+from bench.shared.loss_measure import plain
 from growkern import kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
@@ -24,7 +27,7 @@ from growkern.ops.expand.on_triton import expand_on_triton
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
-from growkern.ops.loss.linear.heads import Head, Settings, Sizes
+from growkern.ops.loss.linear.heads import Head, Settings, Sizes, held_rows
 from growkern.ops.loss.rows import on_cuda
 from growkern.ops.loss.rows.inputs import row_kinds, term_weights
 from growkern.ops.loss.rows.on_triton import rows_on_triton
@@ -666,3 +669,113 @@ def test_scaling_rounds_once(dtype, n, monkeypatch):
         exact = x.double() * factor.double()
         step = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-7
         assert ((actual.double() - exact).abs() <= step * exact.abs()).all()
+
+
+# ------------------------------------------------------------------ memory
+
+WIDEST = (8192, 128_256, 4096, 2048)
+
+
+class MostMemory(TorchDispatchMode):
+    """The most memory that tensors take at a time beside `given`, in bytes; "meta" counts."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.live, self.peak = {}, 0
+        self.given = [StorageWeakRef(x.untyped_storage()) for x in given]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.name().startswith(("aten::addmm", "aten::mm")) and "out" in kwargs:
+            made = kwargs["out"]  # PyTorch has no fake of products with an out_dtype
+        else:
+            made = func(*args, **kwargs)
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.live[ref] = 0 if ref in self.given else storage.nbytes()
+        self.live = {ref: n for ref, n in self.live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self.live.values()))
+        return made
+
+
+def memory_of_a_sweep(N, V, H, H_t, monkeypatch, dtype=torch.bfloat16, **limits):
+    """The most bytes that the GPU path takes beside its inputs."""
+    # of a GPU: tensors without memory have a device of their own
+    for size in (2, 4):
+        monkeypatch.setitem(gemm.BALANCE, ("meta", size), gemm.BALANCE["cuda", size])
+    monkeypatch.setitem(ROW_FUNCTIONS, "triton", lambda *args: None)
+    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: True)
+    monkeypatch.setattr(gemm, "adds_wide", lambda device, factor: True)
+
+    def made(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    heads = [Head(made(N, width), made(V, width), made(0)) for width in (H, H_t)]
+    labels, kind = made(N, dtype=torch.int64), made(N, dtype=torch.int32)
+    rows = RowInputs(labels, kind, made(2, N, dtype=torch.float32))
+    want = [True, True, False]
+    sizes = Sizes(V, V, **limits)
+    settings = Settings(sizes, Maths(), False, False, want, torch.float32, "", "triton")
+    with MostMemory([x for head in heads for x in head]) as found:
+        _, _, *grads = op_module.cleared_outputs(heads[0], rows.weights, False, want)
+        op_module.sweep(heads, rows, settings, [*grads[:2], None])
+    return found.peak
+
+
+def memory_by_hand(N, V, H, H_t, size):
+    """The logits of a chunk, dz and dW. The logits lie in dW if one product writes it."""
+    chunk, held = held_rows(N, [H, H_t], size, V + -V % 64)
+    products = -(-N // (held or N))
+    logits = 8 * chunk * V
+    # several products of narrow factors add up in float32
+    dw = (6 if products > 1 and size == 2 else size) * V * H
+    in_dw = products == 1 and logits <= dw
+    dz = size * V * (min(held, N) or (N if in_dw else 0))
+    return dz + dw + (0 if in_dw else logits)
+
+
+@pytest.mark.parametrize(
+    "shape", [WIDEST, (256, *WIDEST[1:]), (9830, 30_522, 768, 512), (40_000, 30_522, 768, 512)]
+)
+@pytest.mark.parametrize(
+    "dtype, precision",
+    [(torch.bfloat16, "highest"), (torch.float32, "highest"), (torch.float32, "high")],
+)
+def test_the_sweep_takes_the_memory_that_was_planned(shape, dtype, precision, monkeypatch):
+    """Besides it there are only hidden states of the rows and their gradient."""
+    N, _, H, H_t = shape
+    expected = memory_by_hand(*shape, dtype.itemsize)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    actual = memory_of_a_sweep(*shape, monkeypatch, dtype)
+    assert expected <= actual <= 1.02 * expected + 8 * N * (H + H_t)
+
+
+def memory_of_plain(N, V, H, H_t):
+    def made(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    student, teacher = ([made(N, width), made(V, width)] for width in (H, H_t))
+    for x in student:
+        x.requires_grad_()
+    labels = torch.empty(N, dtype=torch.int64, device="meta")
+    with MostMemory([*student, *teacher]) as found:
+        plain(student, teacher, labels, 0.5).backward()
+    return found.peak
+
+
+def test_memory_of_the_widest_head_beside_plain(monkeypatch):
+    """dW is all that plain holds for 228 rows. Beside it there is dz, 2 of its 36 bytes."""
+
+    def ratio(rows, **limits):
+        ours = memory_of_a_sweep(rows, *WIDEST[1:], monkeypatch, **limits)
+        return ours / memory_of_plain(rows, *WIDEST[1:])
+
+    assert ratio(256) <= 1
+    assert 0.165 <= ratio(2048) < 0.175
+    # the docstring of `linear_kl_mlm_loss`
+    assert ratio(2048, vocab_tile=1024) <= 1 / 8
+    assert ratio(2048, chunk_bytes=64 << 20) > ratio(2048)
+    assert ratio(4096) <= 1 / 8
