@@ -92,13 +92,13 @@ def read_modules(directory: Path) -> list[Module]:
 
 
 def _module(file: Path, entry: Any) -> Module:
-    result = entry if isinstance(entry, dict) else {}
-    kind, path = result.get("type"), result.get("path")
+    module = entry if isinstance(entry, dict) else {}
+    kind, path = module.get("type"), module.get("path")
     if not isinstance(kind, str) or not isinstance(path, str):
         raise GrowthError(f"{file}: {reprlib.repr(entry)} is no module: it needs type and path")
     if Path(path).name != path or path in (".", "..") or "\0" in path:
         raise GrowthError(f"{file}: {reprlib.repr(path)} is not the name of a folder")
-    return Module(result, kind.rpartition(".")[2], path)
+    return Module(module, kind.rpartition(".")[2], path)
 
 
 def _check_folder(directory: Path, module: Module) -> None:
