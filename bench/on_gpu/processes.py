@@ -68,6 +68,7 @@ def die_with_writer(descriptor: int) -> None:
 # Modules that every piece imports. The library is not among them: importing it decides whether its
 # kernels are interpreted.
 PRELOADED = ["torch", "torch._dynamo", "triton", "bench.shared.harness"]
+PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.trainer"]
 
 
 class _Forked:
