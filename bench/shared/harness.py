@@ -100,7 +100,9 @@ def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[st
     return {name: statistics.median(times) for name, times in turns_ms(calls, repeats).items()}
 
 
-def turns_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def turns_ms(
+    calls: dict[str, Callable[[], Any]], repeats: int, *, wall: bool = False
+) -> dict[str, list[float]]:
     """Time several calls fairly.
 
     The calls take turns, so that other load on the machine slows all of them alike. On a GPU the
@@ -109,11 +111,12 @@ def turns_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, lis
     Args:
         calls: name -> the call to time.
         repeats: timed calls of each, after one to warm up.
+        wall: on a GPU, count from the call until the device has finished.
 
     Returns:
         Name -> milliseconds of each turn.
     """
-    timed = _device_ms if torch.cuda.is_available() else _wall_ms
+    timed = _device_ms if torch.cuda.is_available() and not wall else _wall_ms
     times: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
@@ -124,8 +127,11 @@ def turns_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, lis
 
 
 def _wall_ms(call: Callable[[], Any]) -> Callable[[], float]:
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
     start = time.perf_counter()
     result = call()
+    wait()
     elapsed = 1e3 * (time.perf_counter() - start)
     # Freeing the result takes time that belongs to the caller, not to the op.
     del result

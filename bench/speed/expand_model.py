@@ -15,7 +15,6 @@ graph.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from bench.shared.harness import (
     relative_error,
     require_green,
     show_and_save,
+    turns_ms,
 )
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.op import expand, expand_reference
@@ -51,16 +51,7 @@ SAMPLE = 10
 
 def wall_ms(call: Callable[[], Any], repeats: int) -> float:
     """Median time from the call until the device has finished, ms."""
-    wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
-    times = []
-    for turn in range(repeats + 1):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        if turn:
-            times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+    return statistics.median(turns_ms({"call": call}, repeats, wall=True)["call"])
 
 
 def device_ms(call: Callable[[], Any], repeats: int) -> float | None:

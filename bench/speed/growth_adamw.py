@@ -9,15 +9,20 @@ above what the weights, gradients and moments take.
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 
 import growkern
-from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
+from bench.shared.harness import (
+    Rows,
+    benchmark_parser,
+    machine,
+    require_green,
+    show_and_save,
+    turns_ms,
+)
 from bench.shared.loss_measure import measure
 from bench.shared.peers import DEVICE
 
@@ -55,26 +60,12 @@ def optimizers_for(model: Any) -> dict[str, torch.optim.Optimizer]:
     }
 
 
-def turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in every turn, after one turn to warm up."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            if turn:
-                found[name].append(1e3 * (time.perf_counter() - start))
-    return found
-
-
 def rows_of(growth: str, dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
     """One row per optimizer."""
     torch.manual_seed(0)
     model = grown_model(GROWTHS[growth], dtype)
     optimizers = optimizers_for(model)
-    found = turns({name: o.step for name, o in optimizers.items()}, repeats)
+    found = turns_ms({name: o.step for name, o in optimizers.items()}, repeats, wall=True)
     rows = []
     for name, times in found.items():
         ratios = [a / b for a, b in zip(times, found[BASE], strict=True)]
