@@ -16,9 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
-from transformers.trainer_utils import align_special_tokens
 from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError
@@ -104,7 +103,7 @@ class GrowthInRun:
         if self.steps:
             _check(self.steps, model, args, options)
 
-    def plan(self, model: Any, tokenizer: Any, check: Callable[[Any], Any]) -> None:
+    def plan(self, model: Any, check: Callable[[Any], Any]) -> None:
         """Plan every growth against the model that the run has until then.
 
         Args:
@@ -116,9 +115,6 @@ class GrowthInRun:
         """
         if not self.steps:
             return
-        if isinstance(tokenizer, (PreTrainedTokenizerBase, ProcessorMixin)):
-            # Trainer does this when it begins to train
-            align_special_tokens(model, tokenizer)
         self._sizes = sizes_of_run(model, self.steps, check)
         for step, size in zip(self.steps, self._sizes[1:], strict=True):
             old, new = zip(*layers_of(size), strict=True)

@@ -153,7 +153,7 @@ def complete(trainer: Any, settings: Settings, early: Early) -> Late:
     """
     accelerator, args, objective = trainer.accelerator, trainer.args, early.objective
     check_accelerator(accelerator)
-    early.growths.plan(trainer.model, trainer.processing_class, objective.check_size)
+    early.growths.plan(trainer.model, objective.check_size)
     kind = {"causal": objective.causal, "decoder": objective.decoder}
     stops = Stops(accelerator)
     saver = Saver(args, accelerator, stops)

@@ -235,9 +235,6 @@ def test_what_is_no_lineage(tmp_path, raw):
         lambda d: d.update(dtype="int8"),
         lambda d: d["source_config"].update(model_type="mamba9"),
         lambda d: d["source_config"].update(num_hidden_layers=10**9),
-        # a model of as many layers takes minutes to build
-        lambda d: d["source_config"].update(num_hidden_layers=10_000),
-        lambda d: d["target_config"].update(num_hidden_layers=10_000),
         lambda d: d["source_config"].update(save_pretrained=1),
         lambda d: d["target_config"].update(__deepcopy__=1),
         lambda d: d["settings"].update(speed=9),
@@ -249,6 +246,15 @@ def test_a_damaged_lineage_folds_nothing(tmp_path, change):
     with pytest.raises(growkern.GrowthError, match=r"lineage\.json"):
         growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("whose", ["source_config", "target_config"])
+def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path, whose):
+    """A model of as many layers takes minutes to build."""
+    grow(tmp_path)
+    edit(tmp_path, lambda d: d[whose].update(num_hidden_layers=10_000))
+    with pytest.raises(growkern.GrowthError, match=r"num_hidden_layers=10000, but it has \d+ te"):
+        growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
 
 
 # ------------------------------------------------------------------ the text
