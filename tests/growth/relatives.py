@@ -90,6 +90,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
+    "glm": ("GlmForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "glm4": ("Glm4ForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "mbart": ("MBartForConditionalGeneration", BART, {"scale_embedding": True}),
