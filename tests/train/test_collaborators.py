@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from growkern import GrowthError
+from growkern import GrowthError, LossOptions
 from growkern.errors import GrowthWarning
 from growkern.train.distributed.shards import Shards
 from growkern.train.growth.step import GrowthStep
