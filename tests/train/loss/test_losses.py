@@ -1,6 +1,8 @@
 """The options of the losses are declared once: signatures, docstrings and a run file follow."""
 
 import inspect
+import re
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -66,6 +68,23 @@ def test_section_loss_of_a_run_file_has_the_declared_options():
         default = LossCall._field_defaults[name]
         assert fields[name] == default == Maths._field_defaults[name]
         assert LIMITS[name].inside(default) and not LIMITS[name].inside(float("nan"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(*LABEL_OPTIONS, "teacher_softcap", "num_items", "return_parts", "vocab_start"),
+        *("chunk_bytes", "max_rows", "vocab_tile"),
+    ],
+)
+def test_few_files_name_an_option(name):
+    """The declaration, its mathematics, and who sets it; for names that mean nothing else."""
+    package = Path(growkern.__file__).parent
+    paths = [path for path in package.rglob("*.py") if path != generate.LOSSES]
+    naming = [
+        str(p.relative_to(package)) for p in paths if name in re.findall(r"\w+", p.read_text())
+    ]
+    assert len(naming) <= 5, naming
 
 
 def test_an_unknown_keyword_is_refused_as_by_python():
