@@ -15,10 +15,12 @@ from transformers import TrainerCallback, TrainerState
 
 from growkern import GrowthError
 from growkern import run as train
+from growkern.train.loop import growing
 from growkern.train.run.start import train_or_resume
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.train.safety.saving import RESUME_HINT
 from growkern.train.safety.signals import SignalWatch, Terminated, settle
+from tests.train.growth.ranks import trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import SENDERS, At, assert_same, small_trainer, weights_of
 from tests.train.safety.test_saving import full_while_saving
@@ -347,3 +349,17 @@ def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, caps
     assert errors.startswith("growkern: stopped; to resume: growkern train")
     assert errors.count("\n") == 1
     assert RESUME_HINT == "trainer.train(resume_from_checkpoint=True)"
+
+
+@pytest.mark.parametrize("how", ["__del__", "weakref", "suppress"])
+def test_nobody_can_swallow_a_signal_of_a_growth_in_python(how, tmp_path, monkeypatch):
+    """No part of the run trains then, and no run file watches."""
+    grow = growing.grown_model
+
+    def grown(*args):
+        SENDERS[how](signal.SIGINT)
+        return grow(*args)
+
+    monkeypatch.setattr(growing, "grown_model", grown)
+    with pytest.raises(KeyboardInterrupt, match="stopped; to resume"):
+        trainer_for(tmp_path).train()
