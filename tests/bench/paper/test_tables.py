@@ -18,7 +18,7 @@ from bench.paper.jobs import RATE_SEED, SOURCE, all_needs, source_of
 from bench.paper.maps import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, lines_of
 from bench.paper.settings import MICRO_GPT, SIZES
-from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models, write_run_file
+from bench.paper.systems import SYSTEMS, job_of, run_of, to_toml, untrained_models, write_run_file
 from bench.shared.results import append_row, write
 from growkern.errors import GrowthError
 from growkern.train.topk_teacher.header import read_header
@@ -242,7 +242,7 @@ def test_every_table_is_made_of_runs(name):
     jobs = {}
     for line in lines:
         job = job_of(line.setting, line.system, 1, line.rate or 5e-4, 400)
-        text = run_of(job).to_toml()
+        text = to_toml(run_of(job))
         assert jobs.setdefault(job.name, text) == text
         assert line.system == TABLES[name].baseline or line.setting.target_sizes()
     assert lines[0].system == TABLES[name].baseline and len(jobs) > 1
