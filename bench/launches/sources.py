@@ -6,6 +6,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bench.launches.aot_cases import AotCase, listed
+from growkern.ops.loss.rows.on_triton import lanes_of
 
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -18,8 +19,12 @@ def ragged(case: AotCase) -> AotCase:
     name = case.name + RAGGED_NAME
     if case.padded:
         return case._replace(name=name, unaligned=(*case.unaligned, "V"))
+    constants = dict(case.constexprs)
+    if "LANES" in constants:
+        constants["LANES"] = lanes_of(constants["BLOCK_V"], case.num_warps, 1)
     return case._replace(
         name=name,
+        constexprs=constants,
         unaligned=(*case.unaligned, *sorted({"V", "strides"} & case.signature.keys())),
         narrow=case.narrow or RAGGED,
         narrow_stores=RAGGED,

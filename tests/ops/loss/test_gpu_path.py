@@ -586,8 +586,9 @@ def test_a_bias_is_added_to_each_logit(backend, steps, has, V, cap):
     actual = results(run, rows._replace(biases=biases), steps)
     added = [z if b is None else z + b.float() for z, b in zip(logits, biases, strict=True)]
     expected = results(run, rows._replace(student_NV=added[0], teachers_NV=added[1:]), steps)
+    # a bias of 16 bits changes which columns a thread reads, and so the order of the sums
     for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("stride", [1, 3])

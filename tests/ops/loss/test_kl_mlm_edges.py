@@ -56,6 +56,21 @@ def test_large_logits_and_tokens_that_are_ruled_out(divergence, backend, device)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
+def test_columns_ruled_out_before_logits_far_below_0(backend, device):
+    """A run of -inf longer than a block: it must not pass for a maximum of 0."""
+    teacher, student = (3 * torch.randn(2, 3, 9000, device=device) - 1000).unbind()
+    student[:, :8500], teacher[:, :8500] = float("-inf"), float("-inf")
+    labels = torch.tensor([8600, 8999, -100], device=device)
+    losses = [
+        growkern.kl_mlm_loss(
+            student.to(dtype), teacher.to(dtype), labels, kl_rows="all", backend=choice
+        )
+        for dtype, choice in ((torch.float32, backend), (torch.float64, "reference"))
+    ]
+    torch.testing.assert_close(losses[0].double(), losses[1], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
 def test_rows_more_than_two_to_the_31_elements_apart(backend, tmp_path, device):
     """Offsets in int64: the logits lie in a sparse file, 2**30 elements from row to row."""
     if device != "cpu":

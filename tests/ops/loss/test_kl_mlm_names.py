@@ -45,7 +45,7 @@ def test_sizes_and_kinds_are_those_of_python(header):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_constants_of_triton_are_the_tuples_of_python():
-    from growkern.ops.loss.rows import triton_kernel as rows
+    from growkern.ops.loss.rows import triton_sums as rows
     from growkern.ops.loss.topk import tail_on_triton as tail
 
     def named(module, fields, prefix=""):

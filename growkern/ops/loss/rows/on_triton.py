@@ -23,6 +23,28 @@ def most_columns(ACC: Any) -> int:
     return MAX_BLOCK_V // (4 if ACC is tl.float64 else 1)
 
 
+def lanes_of(block: int, warps: int, wide: int) -> tuple[int, int]:
+    """LANES of the kernel: threads of a program, and columns that each reads at once.
+
+    Args:
+        block: columns of a block.
+        warps: warps of a program.
+        wide: columns in 16 bytes, or 1 where rows are not aligned.
+    """
+    wide = min(wide, block)
+    return min(32 * warps, block // wide), wide
+
+
+def _columns_at_once(*rows_NV: Tensor) -> int:
+    """Columns that a thread takes of each of these tensors: what 16 bytes of the narrowest hold.
+
+    Where a row may begin at any address, Triton reads it column by column.
+    """
+    if any(x.data_ptr() % 16 or x.stride(0) % 16 for x in rows_NV if x.ndim > 1):
+        return 1
+    return 16 // min(x.itemsize for x in rows_NV)
+
+
 def maths_constant(maths: Maths) -> tuple[float, ...]:
     """MATHS of the kernels: the fields of `maths`, with 1 / temperature for the temperature."""
     return tuple(maths._replace(temperature=1 / maths.temperature))
@@ -64,6 +86,9 @@ def rows_on_triton(
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(vocab))
+    biases = [bias for bias in rows.biases if bias is not None]
+    wide = _columns_at_once(student_NV, *teachers_NV, *biases, *[grad_NV] * steps.grad)
+    lanes = lanes_of(choice["BLOCK_V"], choice["num_warps"], wide)
     launch(
         kl_mlm_rows_kernel,
         N,
@@ -80,5 +105,6 @@ def rows_on_triton(
         vocab,
         **_constants(maths, steps, parts),
         ACC=ACC,
+        LANES=lanes,
         **choice,
     )

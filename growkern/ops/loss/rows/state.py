@@ -5,7 +5,7 @@ into the state of the whole row. A slice may be a tile that one device processes
 columns that one rank of a process group holds.
 
 The compiled library, Triton and CUDA keep the same numbers in the same order: see the enums of
-`csrc/cpu/kl_mlm.h` and `csrc/cuda/kl_mlm_state.h`, and the constants of `rows/triton_kernel.py`.
+`csrc/cpu/kl_mlm.h` and `csrc/cuda/kl_mlm_state.h`, and the constants of `rows/triton_sums.py`.
 A test compares them. Equations are numbered in `kl_mlm_loss.py`.
 
 Shape letters used in this file: N rows, V columns of a slice, K teachers, L slices, W = 1 + K

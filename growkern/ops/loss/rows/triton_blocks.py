@@ -34,8 +34,10 @@ def expm1(r, ACC: tl.constexpr):
     far = tl.exp(r) - 1
     if tl.float64 == ACC:
         return far
-    tail = 1 + r / 5 * (1 + r / 6 * (1 + r / 7 * (1 + r / 8)))
-    return tl.where(tl.abs(r) < 0.25, r * (1 + r / 2 * (1 + r / 3 * (1 + r / 4 * tail))), far)
+    # a division by a constant is compiled to a whole division
+    tail = 1.0 / 120 + r * (1.0 / 720 + r * (1.0 / 5040 + r * (1.0 / 40320)))
+    near = r * (1 + r * (0.5 + r * (1.0 / 6 + r * (1.0 / 24 + r * tail))))
+    return tl.where(tl.abs(r) < 0.25, near, far)
 
 
 @jit
@@ -46,7 +48,7 @@ def log1p(x, ACC: tl.constexpr):
         return far
     y = x / (2 + x)
     y2 = y * y
-    near = 2 * y * (1 + y2 * (1.0 / 3 + y2 * (1.0 / 5 + y2 * (1.0 / 7 + y2 / 9))))
+    near = 2 * y * (1 + y2 * (1.0 / 3 + y2 * (1.0 / 5 + y2 * (1.0 / 7 + y2 * (1.0 / 9)))))
     return tl.where(tl.abs(x) < 0.25, near, far)
 
 
@@ -62,6 +64,13 @@ def against_mixture(r, BETA: tl.constexpr, ACC: tl.constexpr):
 
 
 @jit
+def ratio(s, u, numbers, T_INV: tl.constexpr):
+    """p and log(q / p) at temperature T; `numbers` are the teacher's (m_u, 1 / d_u, shift)."""
+    m_u, inv_d_u, shift = numbers
+    return exp_of(u - m_u, T_INV) * inv_d_u, (s - u) * T_INV - shift
+
+
+@jit
 def pull_of(q, p, r, centre, BETA: tl.constexpr, ACC: tl.constexpr):
     """(5), or (8) with the divergence's factor, without 1 / T, given r = log(q / p)."""
     if BETA == 0:
@@ -73,15 +82,23 @@ def pull_of(q, p, r, centre, BETA: tl.constexpr, ACC: tl.constexpr):
 
 
 @jit
+def exp_of(x, T_INV: tl.constexpr):
+    """exp(x / T). On a GPU exp is a product and exp2, so 1 / T takes no product of its own."""
+    if T_INV == 1:
+        return tl.exp(x)
+    return tl.exp2(x * (T_INV * 1.4426950408889634))
+
+
+@jit
 def exponentials(x, T_INV: tl.constexpr):
     """exp(x) and exp(x / T). At T = 2, the usual temperature, the first is a square."""
-    e_t = tl.exp(x * T_INV)
+    e_t = exp_of(x, T_INV)
     if T_INV == 1:
         e = e_t
     elif T_INV == 0.5:
         e = e_t * e_t
     else:
-        e = tl.exp(x)
+        e = exp_of(x, 1)
     return e, e_t
 
 
@@ -103,10 +120,17 @@ def load_logits(
         else:
             x += tl.load(bias_ptr + v).to(ACC)
     if CAP != 0:
-        x = CAP * tanh(x / CAP, ACC)
+        x = CAP * tanh(x * (1.0 / CAP), ACC)
         if MASKED:
             x = tl.where(v < V, x, float("-inf"))
     return x
+
+
+@jit
+def slope_of_cap(s, CAP: tl.constexpr):
+    """The derivative of the cap at a capped logit, (6)."""
+    share = s * (1.0 / CAP)
+    return 1 - share * share
 
 
 @jit
@@ -126,18 +150,60 @@ def store_gradient(dstudent_ptr, v, V, g, MASKED: tl.constexpr):
         tl.store(dstudent_ptr + v, g)
 
 
+# ------------------------------------------------------------------------- lanes
+#
+# A lane is what one thread reads of a row. Running numbers are kept per lane, and added up over
+# the lanes at the end. So the loops over blocks hold no barrier and no exchange between threads.
+
+
 @jit
-def raise_max(m, x):
-    """The new running maximum; 0 while all logits are -inf, so that inf - inf does not occur."""
-    top = tl.maximum(m, tl.max(x, axis=0))
-    return tl.where(top == float("-inf"), 0.0, top)
+def in_lanes(x, LANES: tl.constexpr):
+    """A block of columns (BLOCK_V,) as (R, L, E): R reads of E neighbours by each of L lanes.
+
+    `LANES` is (L, E). These are the columns that a thread has anyway, so nothing moves.
+    """
+    R: tl.constexpr = x.shape[0] // (LANES[0] * LANES[1])
+    return tl.reshape(x, (R, LANES[0], LANES[1]))
+
+
+@jit
+def lane_sum(x):
+    return tl.sum(tl.sum(x, axis=2), axis=0)
+
+
+@jit
+def lane_max(x):
+    return tl.max(tl.max(x, axis=2), axis=0)
+
+
+@jit
+def base_of(m):
+    """What exponents are relative to; 0 where all logits are -inf, as inf - inf is NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@jit
+def weighted(w, x):
+    """w x, where 0 * inf counts as 0, not NaN: a token of probability 0 costs nothing.
+
+    The choice is made before the product, so that product and sum are one instruction.
+    """
+    return w * tl.where(w > 0, x, 0.0)
 
 
 @jit
 def first_of(m, best, x, v, V):
-    """Column of the first maximum so far, given the maximum m before this block."""
-    top = tl.max(x, axis=0)
-    return tl.where(top > m, tl.min(tl.where(x == top, v, V), axis=0), best)
+    """Column of the first maximum of a lane so far, given its maximum m before this block."""
+    top = lane_max(x)
+    here = tl.where(x == top[None, :, None], v, V)
+    return tl.where(top > m, tl.min(tl.min(here, axis=2), axis=0), best)
+
+
+@jit
+def merge_lanes(m, best, V):
+    """The maximum of a row, its first column, and the base of each lane relative to the row's."""
+    top = tl.max(m, axis=0)
+    return base_of(top), tl.min(tl.where(m == top, best, V), axis=0), m - base_of(top)
 
 
 @jit

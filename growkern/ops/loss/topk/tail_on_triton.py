@@ -13,10 +13,11 @@ from growkern.ops.loss.rows.state import Rows
 from growkern.ops.loss.rows.triton_blocks import (
     exponentials,
     load_logits,
+    slope_of_cap,
     store_gradient,
     zero_row,
 )
-from growkern.ops.loss.rows.triton_kernel import INV_T, LABEL_SMOOTHING, MLM_ROW, SOFTCAP
+from growkern.ops.loss.rows.triton_sums import INV_T, LABEL_SMOOTHING, MLM_ROW, SOFTCAP
 
 # `TailFactors` of `topk/buckets.py`; a test compares them
 MAXIMUM, SOFTMAX, SOFTMAX_T, AT_LABEL, EVERYWHERE = map(tl.constexpr, range(5))
@@ -39,7 +40,7 @@ def _write_block(
     if MATHS[LABEL_SMOOTHING] != 0:
         g -= tail[EVERYWHERE]
     if CAP != 0:
-        g *= 1 - (s / CAP) * (s / CAP)
+        g *= slope_of_cap(s, CAP)
     store_gradient(dstudent_ptr, v, V, g, MASKED)
 
 
@@ -53,7 +54,7 @@ def tail_gradient_kernel(
     strides,  # rows of student, dstudent
     N,
     V,
-    MATHS: tl.constexpr,  # as in `rows/triton_kernel.py`
+    MATHS: tl.constexpr,  # as in `rows/triton_sums.py`
     ACC: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
