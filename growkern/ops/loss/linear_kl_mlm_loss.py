@@ -26,9 +26,9 @@ reference of the rows); `rows/options.py`, `rows/inputs.py` and `linear/heads.py
 `linear/op.py` (chunks, sweep and custom op); `linear/gemm.py`; `rows/op.py` (the table of row
 functions); `rows/state.py` (the numbers of a row). The row functions follow: on a CPU
 `rows/on_cpu.py`, `csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 12 files in all; on a GPU
-`rows/on_triton.py`, `rows/triton_{kernel,sums,blocks}.py`, 13 in all, or
-`rows/on_cuda.py` and `csrc/cuda/kl_mlm_rows.cu`, 11 in all. CONTRIBUTING.md says how these are
-counted. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
+`rows/on_triton.py`, `rows/triton_kernel.py`, `rows/triton_sums.py` and `rows/triton_blocks.py`, 13
+in all, or `rows/on_cuda.py` and `csrc/cuda/kl_mlm_rows.cu`, 11 in all. CONTRIBUTING.md says how
+these are counted. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
 
 Users call the function with all of its options in `growkern/train/loss/losses.py`.
 """

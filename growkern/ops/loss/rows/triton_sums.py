@@ -15,6 +15,7 @@ from growkern.ops.loss.rows.triton_blocks import (
     in_lanes,
     lane_max,
     lane_sum,
+    load_logits,
     merge_lanes,
     ratio,
     weighted,
@@ -47,7 +48,7 @@ def logits_of(
 ):  # fmt: skip
     """A block of the student's row (k = 0) or of that of a teacher."""
     CAP: tl.constexpr = MATHS[TEACHER_SOFTCAP if k else SOFTCAP]
-    return loadlogits(rows[k], biases[k], v, V, MASKED, CAP, ACC)
+    return load_logits(rows[k], biases[k], v, V, MASKED, CAP, ACC)
 
 
 @jit
@@ -130,10 +131,7 @@ def store_sums(
     factor, factor_t = exponentials(below, T_INV)
     rest, moment = tl.sum(rest * factor, axis=0), tl.sum(moment * factor, axis=0)
     total = tl.sum(total, axis=0)
-    if T_INV == 1:
-        d_t = rest + tl.exp(z_y - m)
-    else:
-        d_t = tl.sum(d_t * factor_t, axis=0)
+    d_t = rest + tl.exp(z_y - m) if T_INV == 1 else tl.sum(d_t * factor_t, axis=0)
     tl.store(state_ptr + N * MAXIMUM, m)
     tl.store(state_ptr + N * REST, rest)
     tl.store(state_ptr + N * SUM_T, d_t)
