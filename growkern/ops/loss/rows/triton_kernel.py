@@ -108,7 +108,7 @@ def _write_block(
     s = logits_of(rows, biases, 0, v, V, MASKED, MATHS, ACC)  # (BLOCK_V,)
     m, inv_d_t = numbers[0]
     per_e, at_y, everywhere = factors
-    e, e_t = exponentials(s - m, MATHS[INV_T])
+    e, e_t = exponentials(s - m, MATHS[INV_T], MATHS[BETA] == 0)
     g = tl.where(v == label, at_y, per_e * e)  # (4)
     if MATHS[LABEL_SMOOTHING] != 0:
         g -= everywhere  # (9)
