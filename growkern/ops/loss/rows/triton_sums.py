@@ -183,7 +183,7 @@ def ratios_of(
     """q of a block of columns, and `ratio` for each teacher."""
     s = logits_of(rows, biases, 0, v, V, MASKED, MATHS, ACC)
     m, inv_d_t = numbers[0]
-    q = exp_of(s - m, MATHS[INV_T]) * inv_d_t
+    q = tl.exp((s - m) * MATHS[INV_T]) * inv_d_t
     made = ()
     for k in tl.static_range(1, len(rows)):
         u = logits_of(rows, biases, k, v, V, MASKED, MATHS, ACC)
