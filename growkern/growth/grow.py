@@ -276,6 +276,17 @@ def grow_checkpoint(
     )
 
 
+def _grown_state(
+    grown: GrowthPlan, optimizer: Path | None, moments: str, limit: int
+) -> OptimizerStream | None:
+    """The optimizer state to write beside the weights, if there is one."""
+    if optimizer is not None:
+        return OptimizerStream(grown, optimizer, moments, limit)
+    if moments != "grow":
+        raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
+    return None
+
+
 def carry_out(
     make_plan: Callable[[], GrowthPlan],
     settings: Settings,
@@ -303,9 +314,7 @@ def carry_out(
     source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache
     check_modules(grown)
     workers = workers_within(grown, limit)
-    if optimizer is None and moments != "grow":
-        raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
-    state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
+    state = _grown_state(grown, optimizer, moments, limit)
     stored = grown.large.stored_names
     layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)
     with refusing(target):
