@@ -176,7 +176,6 @@ def rows_cases() -> list[AotCase]:
             "state_ptr": f"*{ACC}",
             "dstudent_ptr": f"*{grad}",
             "strides": ("i32",) * (2 + K),
-            "N": "i32",
             "V": "i32",
         }
         widths = {"fp64": 2, "fp32": 4, "bf16": 8}
@@ -187,7 +186,7 @@ def rows_cases() -> list[AotCase]:
         # the bias of a column stays in the cache from row to row
         traffic = 18.0 if bias else None
         case = AotCase(
-            f"kl_mlm rows {name}", kl_mlm_rows_kernel, signature, constants, ("N",), 8,
+            f"kl_mlm rows {name}", kl_mlm_rows_kernel, signature, constants, (), 8,
             MAX_REGISTERS, traffic=traffic, padded=name.startswith("linear"),
         )  # fmt: skip
         cases.append(case)

@@ -101,7 +101,6 @@ def rows_on_triton(
         state_SN,
         grad_NV,
         tuple(x.stride(0) for x in (student_NV, grad_NV, *teachers_NV)),
-        N,
         vocab,
         **_constants(maths, steps, parts),
         ACC=ACC,

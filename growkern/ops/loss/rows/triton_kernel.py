@@ -177,7 +177,6 @@ def kl_mlm_rows_kernel(
     state_ptr,  # (S, N)  in and out
     dstudent_ptr,  # (N, V)  out with GRAD
     strides,  # rows of student, dstudent, teachers
-    N,
     V,
     MATHS: tl.constexpr,  # numbers of the formulas, see the names above
     STEPS: tl.constexpr,  # what to do, see the names above
@@ -186,6 +185,7 @@ def kl_mlm_rows_kernel(
     LANES: tl.constexpr,  # threads, and neighbours that each reads at once: see `in_lanes`
 ):
     K: tl.constexpr = len(logit_ptrs) - 1
+    N = tl.num_programs(0)
     # int64: n * stride passes 2**31 at 65k rows x 32k vocabulary
     n = tl.program_id(0).to(tl.int64)
     rows = (logit_ptrs[0] + n * strides[STUDENT],)
