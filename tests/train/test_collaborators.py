@@ -19,7 +19,6 @@ from growkern.train.loop.objective import WHOLE, Objective
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import Batches, LabelledSteps
 from growkern.train.loss.inheritance import Teachers
-from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import EvaluationSums
 from growkern.train.optimizer.choose import OptimizerMaker
 from growkern.train.optimizer.options import OptimizerOptions
