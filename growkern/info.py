@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from growkern import package
 from growkern.growth.plan.pieces import usable_cores
@@ -36,8 +37,9 @@ class Info:
         for device in self.devices:
             table.add_row("device", device)
         for backend in self.backends:
-            state = "[green]live[/green]" if backend.live else "[yellow]not live[/yellow]"
-            table.add_row(f"backend {backend.name}", f"{state}: {backend.reason}")
+            state = ("live", "green") if backend.live else ("not live", "yellow")
+            why = Text.assemble(state, f": {backend.reason}")
+            table.add_row(f"backend {backend.name}", why)
         return table
 
 

@@ -645,7 +645,9 @@ def test_info_says_what_is_live_and_why(run):
     reference = facts["backends"][0]
     assert reference["name"] == "reference" and reference["live"]
     assert all(backend["reason"] for backend in facts["backends"])
-    assert "backend triton" in run("info")[1]
+    printed = run("info")[1]
+    assert "backend triton" in printed
+    assert "live: " in printed, "colours are no part of the text"
 
 
 def test_info_knows_a_source_tree_that_is_not_installed(monkeypatch):
