@@ -46,12 +46,16 @@ class HotCode:
         special: how many of these are special functions.
         loads: bytes per load -> number of loads.
         stores: bytes per store -> number of stores.
+        summing: how many instructions are in loops that load and store nothing: they add up.
+        exchanges: how many of these are barriers, or move data between threads.
     """
 
     instructions: int
     special: int
     loads: dict[int, int]
     stores: dict[int, int]
+    summing: int = 0
+    exchanges: int = 0
 
     def wide_share(self, wide: int, *, stores: bool = False) -> float:
         """Share of the bytes that are accessed `wide` or more bytes at a time.
@@ -106,7 +110,8 @@ def read_sass(text: str) -> HotCode:
             operation = "LDG from shared memory"
         lines.append(_Line(operation, width if base in _SASS_ACCESSES else 0))
     loops = _natural_loops(_successors(found))
-    return _hot(lines, loops, load="LDG", store="STG", special=("MUFU",))
+    exchanges = ("BAR", "SHFL", "STS", "LDS")
+    return _hot(lines, loops, load="LDG", store="STG", special=("MUFU",), exchanges=exchanges)
 
 
 def _successors(found: Sequence[tuple[str, str, str, str]]) -> list[list[int]]:
@@ -180,7 +185,14 @@ def read_gcn(text: str) -> HotCode:
             loops.setdefault(loop, []).append(len(lines))
         lines.append(_Line(name, width))
     special = ("v_exp", "v_rcp", "v_log", "v_rsq", "v_sqrt")
-    return _hot(lines, loops.values(), load="global_load", store="global_store", special=special)
+    return _hot(
+        lines,
+        loops.values(),
+        load="global_load",
+        store="global_store",
+        special=special,
+        exchanges=("ds_",),
+    )
 
 
 def _hot(
@@ -190,11 +202,15 @@ def _hot(
     load: str,
     store: str,
     special: tuple[str, ...],
+    exchanges: tuple[str, ...],
 ) -> HotCode:
     hot: set[int] = set()
+    summing: set[int] = set()
     for loop in loops:
         if any(lines[i].operation.startswith(load) for i in loop):
             hot |= set(loop)
+            if not any(lines[i].operation.startswith(store) for i in loop):
+                summing |= set(loop)
     code = [lines[i] for i in sorted(hot)] if hot else lines
 
     def widths(kind: str) -> dict[int, int]:
@@ -202,7 +218,12 @@ def _hot(
         return {width: found.count(width) for width in sorted(set(found), reverse=True)}
 
     return HotCode(
-        len(code), sum(x.operation.startswith(special) for x in code), widths(load), widths(store)
+        len(code),
+        sum(x.operation.startswith(special) for x in code),
+        widths(load),
+        widths(store),
+        len(summing),
+        sum(lines[i].operation.startswith(exchanges) for i in summing),
     )
 
 
@@ -217,8 +238,9 @@ def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -
         arch: the architecture, such as "sm_90".
 
     Returns:
-        "bytes per element", "instructions per element", "bound" (the limit) and "of bandwidth"
-        (at most this share of the memory bandwidth). For an unknown architecture "no estimate".
+        "bytes per element", "instructions per element", how many of them are in loops that add up,
+        the "exchanges" there, "bound" (the limit) and "of bandwidth" (at most this share of the
+        memory bandwidth). For an unknown architecture "no estimate".
     """
     if arch not in DEVICES:
         return {"no estimate": f"the rates of {arch} are not known"}
@@ -235,6 +257,8 @@ def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -
     return {
         "bytes per element": round(traffic, 2),
         "instructions per element": round(code.instructions / elements, 1),
+        "of them summing": round(code.summing / elements, 1),
+        "exchanges": code.exchanges,
         "bound": bound,
         "of bandwidth": round(seconds["memory"] / seconds[bound], 2),
     }

@@ -86,6 +86,20 @@ def test_growth_in_bfloat16_is_bound_by_the_memory_of_an_h200():
     assert not low
 
 
+def test_the_sums_of_a_row_are_kept_by_threads():
+    """On NVIDIA's chips, wherever rows begin at multiples of 16 bytes."""
+    rows = [row for row in read(KEPT)["rows"] if row["kernel"].startswith("kl_mlm rows")]
+    aligned = [row for row in rows if row["arch"] in ARCHS and not row["narrow"]]
+    assert {row["arch"] for row in aligned} == ARCHS
+    assert not [(row["kernel"], row["arch"]) for row in aligned if row["exchanges"]]
+    (headline,) = (
+        row["of them summing"]
+        for row in aligned
+        if (row["kernel"], row["arch"]) == ("kl_mlm rows linear, bf16 gradient", "sm_90")
+    )
+    assert headline <= 24
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_the_committed_table_is_what_these_kernels_compile_to(compiled, tmp_path):
     document = read(KEPT)
@@ -174,7 +188,10 @@ def test_hot_code_of_cuda_is_every_loop_over_columns():
     """Copies into shared memory and what reads them back. A block that was moved to the end belongs
     to its loop, and jumping back from there makes no loop of all that lies between."""
     code = read_sass(OUT_OF_LINE)
-    assert code == HotCode(8, 1, {16: 1}, {})
+    assert code == HotCode(8, 1, {16: 1}, {}, 8)
+    # so is what threads tell each other while they add up
+    told = read_sass(OUT_OF_LINE.replace("FADD R4, R4, R5", "SHFL.BFLY PT, R4, R5"))
+    assert (told.summing, told.exchanges) == (8, 1)
     # a copy that has become narrow is seen
     narrow = read_sass(OUT_OF_LINE.replace("BYPASS.128", "U16"))
     assert (narrow.loads, narrow.wide_share(16)) == ({2: 1}, 0.0)
