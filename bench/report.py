@@ -328,6 +328,7 @@ BLOCKS = {
     "grow-process": tables.grow_process,
     "carry": tables.carry,
     "gpu": gpu_table,
+    "predicted": tables.predicted,
     "linear-loss": tables.linear_loss,
     "beside-compile": tables.beside_compile,
     "drift": tables.drift,

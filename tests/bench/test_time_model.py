@@ -1,0 +1,53 @@
+"""The model of the loss's time counts what the sweep does."""
+
+import pytest
+
+from bench.shared import results, time_model
+
+
+def test_the_model_of_time_counts_the_passes():
+    """By hand: one product sums dW, of one chunk or of several, or two products do."""
+    N, V, H, H_t = 256, 1024, 64, 32
+    one = time_model.estimate((N, V, H, H_t))
+    assert one.chunks == one.products == 1
+    assert one.gemms == pytest.approx(
+        2 * N * V * (3 * H + H_t) / time_model.DTYPES["bfloat16"].flops
+    )
+    copy = time_model.COPY["H200"]
+    moved = N * V * (4 + 18 / 0.85)
+    assert sum(one.passes.values()) * copy == pytest.approx(moved)
+    assert one.extra_bytes == 8 * N * V + 2 * V * H
+    biased = time_model.estimate((N, V, H, H_t), bias=True)
+    assert (biased.seconds - one.seconds) * copy == pytest.approx(2 * N * V)
+    some = time_model.estimate((2048, V, H, H_t))
+    assert (some.chunks, some.products, some.passes["sums of dW"]) == (8, 1, 0)
+    # more rows than 1 GiB of dz
+    two = time_model.estimate((1 << 20, V, H, H_t))
+    assert two.products == 2
+    assert two.passes["sums of dW"] * copy == pytest.approx(16 * V * H)
+
+
+@pytest.mark.parametrize("row_kernel", time_model.ROW_KERNELS)
+@pytest.mark.parametrize("size, name", [(2, "bf16"), (4, "fp32")])
+def test_the_model_of_time_counts_the_bytes_of_the_machine_code(row_kernel, size, name):
+    prefix = "" if row_kernel == "Triton" else f"{row_kernel} "
+    kernel = f"{prefix}kl_mlm rows linear, {name} gradient"
+    (counted,) = {
+        row["bytes per element"]
+        for row in results.read(results.RESULTS / "aot.json")["rows"]
+        if (row["kernel"], row["arch"]) == (kernel, "sm_90")
+    }
+    assert time_model.ROW_KERNELS[row_kernel][size] + size == counted
+
+
+@pytest.mark.parametrize("dtype, most", [("float32", 0.01), ("tf32", 0.05)])
+def test_the_model_of_time_counts_the_products_of_float32_heads(dtype, most):
+    """1 GiB of dz is held. The first product writes dW, and each other reads and writes it."""
+    N, V, H, H_t = time_model.SHAPES[0]
+    one = time_model.estimate((N, V, H, H_t), dtype=dtype)
+    assert (one.chunks, one.products) == (32, 4)
+    copy = time_model.COPY["H200"]
+    moved = one.passes["sums of dW"] * copy
+    assert moved == pytest.approx(8 * V * H * 3)
+    assert one.passes["row kernel, Triton"] * 0.85 * copy == pytest.approx(28 * N * V)
+    assert one.passes["sums of dW"] <= most * one.gemms
