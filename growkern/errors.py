@@ -5,10 +5,10 @@ import errno
 import unicodedata
 from collections.abc import Iterable
 
-# Characters of a message, and of one with a word so long that it must be a path: two paths of
-# Linux's greatest length fit. A damaged file may hold names and values of any length: of a longer
+# Characters of a message, and of one with a path that is longer than a name: two paths of Linux's
+# greatest length fit. A damaged file may hold names and values of any length: of a longer
 # message only the two ends are kept.
-MOST, MOST_WITH_PATHS, LONG_WORD = 1000, 2 * 4096 + 1000, 255
+MOST, MOST_WITH_PATHS, LONGEST_NAME = 1000, 2 * 4096 + 1000, 255
 HEAD, TAIL = 600, 300
 
 
@@ -37,7 +37,8 @@ class GrowthError(ValueError):
 
     def __init__(self, message: object = "") -> None:
         text = clean(str(message))
-        has_path = any(len(word) > LONG_WORD for word in text.split())
+        words = [word for word in text.split() if len(word) > LONGEST_NAME]
+        has_path = any(max(map(len, word.split("/"))) <= LONGEST_NAME for word in words)
         most = MOST_WITH_PATHS if has_path else MOST
         super().__init__(text if len(text) <= most else f"{text[:HEAD]} ... {text[-TAIL:]}")
 
