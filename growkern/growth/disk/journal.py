@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -151,8 +152,8 @@ def _check_same(
         if found.get(what) != wanted.get(what):
             detail = _difference(found.get(what), wanted.get(what))
             raise GrowthError(
-                f"{file.parent} holds unfinished work with another {what}{detail}: repeat the run "
-                f"that began it, or start over with {start_over}"
+                f"{file.parent} holds unfinished work with another {_short(what)}{detail}: repeat "
+                f"the run that began it, or start over with {start_over}"
             )
 
 
@@ -161,7 +162,12 @@ def _difference(found: Any, wanted: Any) -> str:
         name = next(n for n in {**wanted, **found} if found.get(n) != wanted.get(n))
         if name in NAMED:
             return f" has {NAMED[name]}"
-        return f" ({name}{_difference(found.get(name), wanted.get(name))})"
+        return f" ({_short(name)}{_difference(found.get(name), wanted.get(name))})"
     if isinstance(found, (str, int, float)) and isinstance(wanted, (str, int, float)):
-        return f": {found}, now {wanted}"
+        return f": {_short(found)}, now {_short(wanted)}"
     return ""
+
+
+def _short(value: Any) -> str:
+    """A name or a value of a file, in a part of one line."""
+    return reprlib.repr(value).strip("'")
