@@ -121,7 +121,6 @@ def test_target_sizes_come_from_the_family_tables(run):
         (["plan", "x", "--hidden-size", "wide"], ["--hidden-size"]),
         (["plan", "not-there", "--hidden-size", "8"], ["not-there"]),
         (["train", "not-there.toml"], ["not-there.toml"]),
-        (["bench", "expnd"], ["did you mean 'expand'"]),
     ],
     ids=lambda value: " ".join(value),
 )
