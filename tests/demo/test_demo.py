@@ -35,7 +35,7 @@ def test_the_presets_train_through_both_stages_and_evaluate_at_the_end(preset, t
     tokenizer = demo.make_text(tmp_path / "text", 300, 40, 3000)
     (tmp_path / "seed").mkdir()
     demo.prepare(tmp_path / "seed", preset, 5, tokenizer)
-    from growkern.train.run.config import load_run
+    from growkern.train.run.file import load_run
 
     for name in demo.RUNS:
         run = load_run(tmp_path / "seed" / f"{name}.toml")
