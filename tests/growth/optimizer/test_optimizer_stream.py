@@ -467,8 +467,9 @@ def test_files_that_cannot_be_streamed_are_refused(tmp_path, monkeypatch):
         growkern.GrowthError, match=r"old\.pt: cannot be streamed: .* save it again"
     ):
         grow(source, tmp_path / "grown", optimizer=source / "old.pt")
-    monkeypatch.setattr(file_module, "sys", SimpleNamespace(byteorder="big"))
-    write_archive(state, source / "optimizer.pt", list)
+    with monkeypatch.context() as patched:
+        patched.setattr(file_module, "sys", SimpleNamespace(byteorder="big"))
+        write_archive(state, source / "optimizer.pt", list)
     with pytest.raises(growkern.GrowthError, match="another byte order"):
         grow(source, tmp_path / "grown")
 
