@@ -1,6 +1,5 @@
 """A wider hidden size whose new entries hold nothing, in place of copies (`stream="padded"`)."""
 
-import json
 
 import pytest
 import torch
@@ -141,19 +140,6 @@ def test_copies_and_a_padded_stream_compute_the_same():
         torch.testing.assert_close(x, outputs(copied)[name])
     old, new = copied.get_parameter("model.embed_tokens.weight").split(12, 1)
     assert torch.equal(old, new)
-
-
-def test_records_from_before_the_option_have_copies(tmp_path):
-    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
-    source.save_pretrained(tmp_path / "small")
-    small, large, again = (tmp_path / name for name in ("small", "large", "again"))
-    growkern.grow_checkpoint(small, large, hidden_size=24, stream="copies", progress=False)
-    record = json.loads((large / "lineage.json").read_text())
-    assert record["options"].pop("stream") == "copies"
-    (large / "lineage.json").write_text(json.dumps(record))
-    growkern.replay(large, small, again, progress=False)
-    weights = "model.safetensors"
-    assert (again / weights).read_bytes() == (large / weights).read_bytes()
 
 
 @pytest.mark.parametrize(

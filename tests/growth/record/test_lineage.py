@@ -253,7 +253,7 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path, 
     """A model of as many layers takes minutes to build."""
     grow(tmp_path)
     edit(tmp_path, lambda d: d[whose].update(num_hidden_layers=10_000))
-    with pytest.raises(growkern.GrowthError, match=r"num_hidden_layers=10000, but it has \d+ te"):
+    with pytest.raises(growkern.GrowthError, match=r"num_hidden_layers=10000, but the fi"):
         growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
 
 
