@@ -1,6 +1,5 @@
 """A wider hidden size whose new entries hold nothing, in place of copies (`stream="padded"`)."""
 
-
 import pytest
 import torch
 

@@ -6,8 +6,13 @@ import re
 import pytest
 import torch
 
-from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.loss.inherited import inherited_loss
+from growkern import (
+    GrowthError,
+    InheritanceSchedule,
+    TwoStageConfig,
+    TwoStageTrainer,
+    inherited_loss,
+)
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 

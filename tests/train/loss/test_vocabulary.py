@@ -100,13 +100,18 @@ def test_a_larger_head_is_refused_unless_its_tokenizer_is_the_students(tmp_path)
     # tokens that the student does not have are no contradiction
     for words in (WORDS, [*WORDS, *(f"w{i}" for i in range(VOCAB, 83))]):
         both = {**options, "teacher_tokenizer": tokenizer(words)}
-        assert start(tmp_path, build("gpt2", layers=1), teacher, **both)._vocabulary == VOCAB
+        assert (
+            start(tmp_path, build("gpt2", layers=1), teacher, **both).objective._vocabulary == VOCAB
+        )
 
 
 def test_a_vocabulary_that_grew_for_the_student_is_taken(tmp_path):
     teacher = build("gpt2", layers=1)
     student = growkern.grow(teacher, vocab_size=101)
-    assert start(tmp_path, student, teacher, processing_class=tokenizer())._vocabulary == VOCAB
+    assert (
+        start(tmp_path, student, teacher, processing_class=tokenizer()).objective._vocabulary
+        == VOCAB
+    )
 
 
 def test_a_cache_of_a_larger_vocabulary_is_refused(tmp_path):
