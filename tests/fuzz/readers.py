@@ -28,6 +28,7 @@ from growkern.growth.disk.journal import Journal
 from growkern.growth.optimizer.file import read_optimizer
 from growkern.growth.record.recorded import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
+from growkern.publish.manifest import MANIFEST, write_manifest
 from growkern.train.model.load import load_tokenizer
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.run.file import load_run
@@ -92,9 +93,7 @@ def prepare(folder: Path) -> None:
         collator=CausalLMCollator(TinyTokenizer()),
         **{"k": 3, "temperature": 1.0, "progress": False},
     )
-    # without checksums, what the other checks are worth
     shutil.copytree(folder / "cache", folder / "loose")
-    (folder / "loose" / "manifest.json").unlink()
     (folder / "run.toml").write_text(COMPLETE)
     (folder / "journal").write_text("".join(json.dumps(line) + "\n" for line in JOURNAL))
     (folder / "bins.yaml").write_text(BINS)
@@ -122,6 +121,9 @@ def _read_journal(folder: Path) -> None:
 
 
 def _read_cache(folder: Path) -> None:
+    # with the checksums of what is there: they would refuse it before the other checks
+    (folder / "loose" / MANIFEST).unlink()
+    write_manifest(folder / "loose")
     cache = growkern.TeacherCache(folder / "loose")
     tokens = torch.tensor([[1, 2, 3, 0]])
     cache.batch({"input_ids": tokens, "labels": tokens})
