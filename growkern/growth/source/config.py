@@ -175,8 +175,9 @@ def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
     if kind in supported_families():
         return f"; its text_config is a {kind}, which has a table: grow that part by itself"
     for name in EXPERTS:
-        if isinstance(config.get(name), int):
-            return f"; it is a mixture of experts ({name}={config[name]})"
+        # dense models of such a class say 0 or 1
+        if isinstance(count := config.get(name), int) and count > 1:
+            return f"; it is a mixture of experts ({name}={count})"
     names = _names_of(model_type)
     if not names:
         return ""

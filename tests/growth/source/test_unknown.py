@@ -20,6 +20,8 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         # sizes of a damaged file are not built
         ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: opt"),
         ("mixtral", MIXTRAL, r"it is a mixture of experts \(num_local_experts=4\)"),
+        # a class that may have experts, of which this model has none
+        ("xglm", {"num_experts": 0}, "nearest: opt"),
         ("mistral3", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, "llama, .*xlm-roberta$"),
         ("nobody", {}, "llama, .*xlm-roberta$"),
