@@ -43,8 +43,10 @@ def _has_launchers_in_c() -> bool:
     # from 3.7 on all kernels share one launcher
     if not hasattr(nvidia, "make_launcher"):
         return False
+    from triton.backends.nvidia.driver import library_dirs
+
     try:
-        nvidia.library_dirs()
+        library_dirs()
     except (AssertionError, OSError):
         return False  # there is no libcuda
     return True
