@@ -79,7 +79,7 @@ def _both(sizes: Any) -> dict[str, Any]:
 ALL = (
     # nine minutes, if each takes all its time
     Piece(
-        "versions", "versions of all that figures depend on, and clocks", 10, "launches.versions"
+        "versions", "versions of all that figures depend on, and clocks", 20, "launches.versions"
     ),
     Piece("launches", "compiles every launch, with one process per core", 90, "launches.fill"),
     Piece("smoke", "every launch once, beside float64", 80, "launches.smoke"),
@@ -129,6 +129,7 @@ ALL = (
     Piece(
         "train_llama", "a training step of a Llama of 1B with a teacher", 90, "on_gpu.train_step"
     ),
+    Piece("timeline", "where the time of the headline's step goes", 45, "on_gpu.timeline"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 90, "tune"),
     # for those who have hours
     Piece(

@@ -31,9 +31,11 @@ __all__ = [
     "turns_ms",
 ]
 
-# Zeroed before every timed call on a GPU. This empties its cache (60 MB). It also takes 0.2 ms,
-# in which the CPU queues the call, so that a small call is not timed by its launch.
+# Zeroed before every timed call on a GPU. This empties its cache (60 MB).
 FLUSH_BYTES = 1 << 30
+# Then the device waits for about a millisecond, in which the CPU queues the call. Without this a
+# call of several small kernels took 0.7 ms on an H100, most of it on the CPU.
+LEAD_CYCLES = 2_000_000
 # Called with every row as soon as it is measured, instead of saving a file at the end.
 # `bench.gpu` sets it.
 collector: Callable[[dict[str, Any]], None] | None = None
@@ -142,6 +144,7 @@ def _device_ms(call: Callable[[], Any]) -> Callable[[], float]:
     """Queue a call between two events. The returned function waits for them and reads the time."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
+    torch.cuda._sleep(LEAD_CYCLES)
     start.record()
     call()
     end.record()
