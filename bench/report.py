@@ -205,7 +205,8 @@ def gpu_table(results: Path) -> str:
     lines = []
     for what, piece, figure in GPU_ROWS:
         cells = [_gpu_cell(folder / f"{piece}.json", figure) for folder in folders]
-        lines.append([what, *cells])
+        if set(cells) != {NOTHING}:
+            lines.append([what, *cells])
     return table(["`python -m bench.gpu`", *names], lines)
 
 
@@ -296,6 +297,7 @@ def measured(results: Path) -> str:
         others = f"plain PyTorch: {errors['plain']:.0%}, with `torch.compile`: "
         others += f"{errors['torch.compile']:.0%}"
         lines.append([what, f"{errors['growkern']:.2%}", others])
+    lines += tables.measured_on_gpus(results)
     for words, name, system in (
         ("GPT-2, 4 x 64 to 4 x 128, the defaults", "table5", "fpi_padded"),
         ("BERT of the same sizes, the defaults", "table2", "fpi"),
@@ -328,6 +330,7 @@ BLOCKS = {
     "grow-process": tables.grow_process,
     "carry": tables.carry,
     "gpu": gpu_table,
+    "headline": tables.headline,
     "predicted": tables.predicted,
     "linear-loss": tables.linear_loss,
     "beside-compile": tables.beside_compile,

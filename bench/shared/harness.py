@@ -33,9 +33,9 @@ __all__ = [
 
 # Zeroed before every timed call on a GPU. This empties its cache (60 MB).
 FLUSH_BYTES = 1 << 30
-# Then the device waits for about a millisecond, in which the CPU queues the call. Without this a
+# Then the device waits while the CPU queues the call, but at most so many seconds. Without this a
 # call of several small kernels took 0.7 ms on an H100, most of it on the CPU.
-LEAD_CYCLES = 2_000_000
+MOST_LEAD, CYCLES_PER_SECOND = 0.05, 2e9
 # Called with every row as soon as it is measured, instead of saving a file at the end.
 # `bench.gpu` sets it.
 collector: Callable[[dict[str, Any]], None] | None = None
@@ -118,11 +118,15 @@ def turns_ms(
     Returns:
         Name -> milliseconds of each turn.
     """
-    timed = _device_ms if torch.cuda.is_available() and not wall else _wall_ms
+    on_device = torch.cuda.is_available() and not wall
     times: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}
+    leads = dict.fromkeys(calls, 0.0)
     for turn in range(repeats + 1):
         for name, call in calls.items():
-            elapsed = timed(call)
+            if on_device:
+                elapsed, leads[name] = _device_ms(call, leads[name])
+            else:
+                elapsed = _wall_ms(call)
             if turn:
                 times[name].append(elapsed)
     return {name: [read() for read in reads] for name, reads in times.items()}
@@ -140,20 +144,27 @@ def _wall_ms(call: Callable[[], Any]) -> Callable[[], float]:
     return lambda: elapsed
 
 
-def _device_ms(call: Callable[[], Any]) -> Callable[[], float]:
-    """Queue a call between two events. The returned function waits for them and reads the time."""
+def _device_ms(call: Callable[[], Any], lead: float) -> tuple[Callable[[], float], float]:
+    """Queue a call between two events, `lead` seconds before the device may begin.
+
+    Returns:
+        A function that waits for the events and reads the time, and the lead for the next turn:
+        twice what it took to queue the call.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda").zero_()
-    torch.cuda._sleep(LEAD_CYCLES)
+    torch.cuda._sleep(int(lead * CYCLES_PER_SECOND))
     start.record()
+    began = time.perf_counter()
     call()
+    queued = time.perf_counter() - began
     end.record()
 
     def read() -> float:
         end.synchronize()
         return start.elapsed_time(end)
 
-    return read
+    return read, min(2 * queued, MOST_LEAD)
 
 
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:

@@ -69,7 +69,7 @@ def liger_fused(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Ten
     from liger_kernel.transformers import LigerFusedLinearJSD
 
     return (1 - alpha) * liger_labels(student, teacher, labels, alpha) + alpha * (
-        LigerFusedLinearJSD(jsd_beta=0.0)(*student, *teacher)
+        LigerFusedLinearJSD(jsd_beta=0.0)(*student, *teacher, labels)
     )
 
 

@@ -1,4 +1,4 @@
-"""The tables of the documentation that show one result of a CPU each, all but those of training.
+"""The tables of the documentation that show one result each, all but those of training.
 
 `bench.report` writes them into the pages. Where a result is missing, a table has only its head.
 """
@@ -17,9 +17,27 @@ COMPARED = (("with a teacher", ""), ("labels alone", ", labels alone"))
 PROVIDERS = {
     "plain": "plain PyTorch",
     "torch.compile": "torch.compile of plain",
-    "liger jsd": "Liger-Kernel, fused linear JSD",
+    "liger jsd": "Liger-Kernel, chunked JSD",
     "growkern": "growkern",
     "growkern, float32 logits": "growkern with float32 logits",
+}
+# the same on a GPU
+ON_GPU = {
+    "GEMMs alone": "its matrix products alone",
+    "growkern": "growkern",
+    "growkern, CUDA graph": "growkern, in a CUDA graph",
+    "growkern, CUDA rows": "growkern, rows in CUDA C++",
+    "torch.compile": "torch.compile of plain",
+    "torch.compile, float32 logits": "torch.compile of plain, float32 logits",
+    "liger jsd": "Liger-Kernel, chunked JSD",
+    "liger kl": "plain logits and Liger-Kernel's KL",
+    "plain": "plain PyTorch",
+    "GEMMs alone, labels alone": "labels alone: its matrix products",
+    "growkern, labels alone": "labels alone: growkern",
+    "torch.compile, labels alone": "labels alone: torch.compile of plain",
+    "plain, labels alone": "labels alone: plain PyTorch",
+    "liger, labels alone": "labels alone: Liger-Kernel",
+    "cut_cross_entropy, labels alone": "labels alone: Cut Cross-Entropy",
 }
 
 
@@ -124,6 +142,44 @@ def linear_loss(results: Path) -> str:
     head = ["2048 rows, vocabulary 32 000, widths 768 and 512, 2 threads", "seconds"]
     head += ["times of `torch.compile`", "extra memory, MiB"]
     return table([*head, "error of the KL gradient at 5 % drift"], lines)
+
+
+def headline(results: Path) -> str:
+    """The fused loss on a GPU beside other implementations, at the sizes of a large head."""
+    lines = []
+    for path in sorted(results.glob("*/headline.json")):
+        document = quotable(path)
+        rows = {row["provider"]: row for row in document.get("rows", [])}
+        for name, words in ON_GPU.items():
+            row = rows.get(name, {})
+            if "wall s" in row:
+                memory = f"{row['extra MiB'] / 1024:.1f}" if "extra MiB" in row else "-"
+                error = f"{row['gradient error']:.1e}" if "gradient error" in row else "-"
+                gpu = document["machine"]["gpu"].split()[1]
+                lines.append([gpu, words, f"{1e3 * row['wall s']:.1f}", memory, error])
+    head = ["GPU", "8192 rows, V 128 256, widths 4096 and 2048, bfloat16", "ms"]
+    return table([*head, "extra memory, GiB", "gradient error"], lines)
+
+
+def measured_on_gpus(results: Path) -> list[list[str]]:
+    """Rows of the README's table: the loss and a training step on each GPU that was measured."""
+    lines = []
+    for document in (quotable(path) for path in sorted(results.glob("*/headline.json"))):
+        by_name = {row["provider"]: row for row in document.get("rows", [])}
+        own, *others = (
+            f"{1e3 * row['wall s']:.0f} ms, {row['extra MiB'] / 1024:.1f} GiB, gradient error "
+            f"{row['gradient error']:.1%}"
+            for row in (by_name[name] for name in ("growkern", "torch.compile", "liger jsd"))
+        )
+        what = f"loss of 8192 tokens, {document['machine']['gpu']}, bfloat16, one teacher"
+        beside = f"`torch.compile`: {others[0]}; Liger-Kernel's chunked JSD: {others[1]}"
+        lines.append([what, own, beside])
+    for document in (quotable(path) for path in sorted(results.glob("*/train_llama.json"))):
+        plain, ours = document.get("rows", [])
+        what = f"training step of a Llama of 1B with a teacher, {document['machine']['gpu']}"
+        cells = [f"{r['tokens/s']:,.0f} tokens/s, {r['peak GiB']:.0f} GiB" for r in (ours, plain)]
+        lines.append([what, cells[0], f"plain PyTorch: {cells[1]}"])
+    return lines
 
 
 def beside_compile(results: Path) -> str:
