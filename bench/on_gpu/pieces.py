@@ -129,7 +129,7 @@ ALL = (
     Piece(
         "train_llama", "a training step of a Llama of 1B with a teacher", 90, "on_gpu.train_step"
     ),
-    Piece("timeline", "where the time of the headline's step goes", 45, "on_gpu.timeline"),
+    Piece("timeline", "where the time of the headline's step goes", 45, "speed.timeline"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 90, "tune"),
     # for those who have hours
     Piece(

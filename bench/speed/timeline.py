@@ -6,7 +6,7 @@ everything is queued. "queue ms" is how long the host takes for that.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -61,7 +61,7 @@ def run(recorder: Recorder) -> None:
         _products(recorder, student, recorder.pick((256, 768, 2048, 8192), (4,)))
 
 
-def _halves(student: Any, teacher: Any, labels: Any) -> dict[str, Callable[[], Any]]:
+def _halves(student: Any, teacher: Any, labels: Any) -> Mapping[str, Callable[[], Any]]:
     """Two steps of half the rows, one after the other and side by side on two streams."""
     half = len(labels) // 2
     parts = []
@@ -87,7 +87,7 @@ def _halves(student: Any, teacher: Any, labels: Any) -> dict[str, Callable[[], A
     }
 
 
-def _times(recorder: Recorder, ways: dict[str, Callable[[], Any]], repeats: int) -> None:
+def _times(recorder: Recorder, ways: Mapping[str, Callable[[], Any]], repeats: int) -> None:
     """Queueing, device and wall time of steps, which take turns."""
     on_gpu = recorder.device == "cuda"
     wait = torch.cuda.synchronize if on_gpu else lambda: None
