@@ -43,6 +43,8 @@ IMPLEMENTATIONS = (
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
     *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
 )
+# the share of a head that rotary positions turn
+SHARES = ("partial_rotary_factor", "rotary_pct")
 DTYPES = ("dtype", "torch_dtype")
 # of transformers' config classes: they say how fields are read and where files are
 OF_THE_CLASS = {
@@ -169,7 +171,7 @@ def _of_number(name: str, value: Any) -> Iterator[str]:
         yield f"{name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62"
     elif name in POSITIVE and value <= 0:
         yield f"{name}={value} must be positive"
-    elif ("dropout" in name or name.endswith("pdrop")) and not 0 <= value <= 1:
+    elif not 0 <= value <= 1 and (name in SHARES or "dropout" in name or name.endswith("pdrop")):
         yield f"{name}={value} must lie in 0 .. 1"
     elif value > limits.get(name, value):
         yield f"{name}={value}: at most {limits[name]}"

@@ -54,6 +54,16 @@ CONFIGS = {
     "a method of a part": ({"text_config": {"to_dict": 1}}, "'to_dict' is no field"),
     "weights elsewhere": ({"transformers_weights": "/etc/passwd"}, "'transformers_weights' is no"),
     "negative dropout": ({"attention_dropout": -1}, "attention_dropout=-1"),
+    "more entries turned than a head has": (
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 9,
+            }
+        },
+        "partial_rotary_factor=9 must lie in 0 .. 1",
+    ),
     "2^40 positions": ({"max_position_embeddings": 1 << 40}, "max_position_embeddings"),
     "a quantised model": ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
 }
