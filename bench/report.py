@@ -7,7 +7,7 @@ It writes:
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
 - bench/results/aot.md and paper.md,
 - the PNGs of every GPU, beside its JSON,
-- bench/results/demo.png, paper-readme.png and those of paper.md.
+- bench/results/demo.png, readme.png and those of paper.md.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
 and why. `--take DIRECTORY` first brings in the results of another machine. It never replaces a
@@ -24,9 +24,9 @@ from typing import Any
 
 from bench.paper.briefs import BRIEFS, brief_text, savings
 from bench.paper.committed import committed
-from bench.paper.page import draw_for_readme, write_page
+from bench.paper.page import write_page
 from bench.shared import tables
-from bench.shared.pictures import demo_table, draw, draw_demo
+from bench.shared.pictures import demo_table, draw, draw_demo, draw_readme
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
 from growkern.families.load import load_family, supported_families
 from growkern.growth.plan.advice import measured as measurements
@@ -375,7 +375,7 @@ def main(argv: list[str]) -> int:
         page.write_text(with_blocks(page.read_text(), args.results))
     (args.results / "aot.md").write_text(aot_table(args.results))
     made = [*args.pages, args.results / "aot.md", *draw_demo(args.results)]
-    made += write_page(args.results) + draw_for_readme(args.results)
+    made += write_page(args.results) + draw_readme(args.results)
     for folder in gpus(args.results):
         made += draw(folder)
         for aside in sorted(folder.glob("*.aside.json")):

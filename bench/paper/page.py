@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.paper.committed import committed
-from bench.paper.compare import Pairs, Row, compared, is_base, runs_of, whole
+from bench.paper.compare import Pairs, Row, is_base, runs_of, whole
 from bench.paper.jobs import Job, all_needs
 from bench.paper.maps import maps_text
 from bench.paper.pictures import draw
@@ -15,8 +15,6 @@ from bench.paper.settings import FAMILIES, SETTINGS, Setting
 from bench.paper.systems import SYSTEMS
 from bench.paper.tables import heading, section, tables_in
 
-# the ways to grow that the README's picture compares, beside the baseline
-IN_README = ("direct_copy", "fpi", "aki", "fpi_padded")
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
 LEAST_LINES = 4
 PAGE = """# Training grown models, and training from scratch
@@ -86,19 +84,6 @@ def write_page(results: Path) -> list[Path]:
             made.append(results / _picture(name, size))
             draw(found, made[-1], title=heading(name, size))
     return made
-
-
-def draw_for_readme(results: Path) -> list[Path]:
-    """Draw the ways to grow a GPT-2. Returns the file, or nothing if there are no runs."""
-    found = compared(lines_of("table5", "tiny") or [], "table5", committed(results))
-    shown = {
-        line: pairs for line, pairs in found.items() if line.system in IN_README or is_base(pairs)
-    }
-    if not shown or not _has_picture(shown):
-        return []
-    picture = results / "paper-readme.png"
-    draw(shown, picture, title="Growth of a GPT-2 to twice its width")
-    return [picture]
 
 
 def _settings(found: Iterable[Setting]) -> str:

@@ -1,4 +1,4 @@
-"""Draws the demo's curves and makes its table; of one GPU draws time, memory and limits."""
+"""Draws the README's picture, the demo's curves and those of a GPU; makes the demo's table."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import transformers
+from matplotlib.patches import Rectangle
+
 from bench.shared.results import quotable, read, table
+from growkern import plan
 from growkern.plot.curve import Curve
+from growkern.plot.figure import COLORS, GREY, new_figure
 from growkern.plot.groups import HEADS, groups_of, savings_cells
 from growkern.plot.losses import draw as draw_losses
+from growkern.plot.units import NOTHING
+from growkern.plot.weights import unit_panels
 
 Row = dict[str, Any]
+# points: a picture of 1500 pixels is shown with 640
+READABLE = 13
 
 
 def draw(folder: Path) -> list[Path]:
@@ -61,6 +70,71 @@ def draw_demo(results: Path) -> list[Path]:
     title = f"GPT-2, 4 layers of width 128, {found['machine']['devices'][0]}"
     draw_losses(curves, results / "demo.png", title=title, sources=sources, paired=True)
     return [results / "demo.png"]
+
+
+def draw_readme(results: Path) -> list[Path]:
+    """Draw the README's picture: losses of the demo, and where grown units come from."""
+    if not (found := read(results / "demo.json")):
+        return []
+    figure = new_figure(4.4)
+    _draw_demo_losses(figure.add_axes((0.06, 0.15, 0.53, 0.70)), found)
+    _draw_units(figure)
+    figure.savefig(results / "readme.png")
+    return [results / "readme.png"]
+
+
+def _draw_demo_losses(axes: Any, found: Row) -> None:
+    """Means over the seeds of the small model, the grown one and the one from scratch."""
+    large, small = _demo_curves(found)
+    spent = small[0].flops[-1]
+    for name, start, color, dashes, words, place in (
+        ("source", 0.0, GREY, "-", "small model", (0.05, 4.15)),
+        ("scratch", 0.0, "black", (0, (4, 2)), "large model, from scratch", (1.45, 4.62)),
+        ("FPI", spent, COLORS[1], "-", "large model, grown", (1.3, 3.98)),
+    ):
+        runs = [curve for curve in (*small, *large) if curve.name == name]
+        flops = min((curve.flops for curve in runs), key=len)
+        losses = zip(*(curve.losses[: len(flops)] for curve in runs), strict=True)
+        x, y = [(start + f) / 1e12 for f in flops], [sum(each) / len(each) for each in losses]
+        axes.plot(x, y, color=color, linestyle=dashes, marker="o", linewidth=2.5)
+        axes.text(*place, words, color=color, fontsize=READABLE)
+    axes.set_ylim(3.9, 5.45)
+    axes.set_xlabel("training FLOPs, 1e12", fontsize=READABLE)
+    axes.tick_params(labelsize=READABLE - 2)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    rows = [row for row in found["rows"] if row["run"] == "FPI"]
+    saved, counted = (
+        sum(row[key] for row in rows) / len(rows) for key in ("saving", "saving_with_source")
+    )
+    words = f"validation loss: {saved:.0%} fewer FLOPs to the loss from scratch,\n"
+    words += f"{counted:.0%} fewer with the small model's own training counted"
+    axes.set_title(words, fontsize=READABLE, loc="left")
+
+
+def _draw_units(figure: Any) -> None:
+    """The units of a tiny GPT-2 grown with the defaults, in the colours of their sources."""
+    sizes = {"vocab_size": 8, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, n_embd=4, n_layer=1, n_head=2, n_inner=6)
+    small = transformers.GPT2LMHeadModel(config)
+    panels = unit_panels(plan(small, n_embd=8, n_head=4, n_inner=9))
+    names = {"n_embd": "hidden units", "n_head": "heads", "n_inner": "neurons"}
+    figure.text(0.65, 0.87, "where each unit comes from", fontsize=READABLE)
+    for i, panel in enumerate(panels):
+        axes = figure.add_axes((0.65, 0.60 - 0.245 * i, 0.33, 0.2))
+        axes.set_xlim(0, panel.sources.shape[1])
+        axes.set_ylim(2.1, 0)
+        axes.axis("off")
+        axes.text(0, -0.12, names[panel.title], fontsize=READABLE - 1)
+        for top, sources in ((0.0, range(panel.count)), (1.1, panel.sources[0].tolist())):
+            for x, source in enumerate(sources):
+                is_new = source == NOTHING
+                color = "white" if is_new else COLORS[1 + source % (len(COLORS) - 1)]
+                box = Rectangle((x + 0.04, top), 0.92, 0.95, facecolor=color, edgecolor=GREY)
+                axes.add_patch(box)
+                words = "0" if is_new else "abcdef"[source]
+                middle = (x + 0.5, top + 0.5)
+                axes.text(*middle, words, ha="center", va="center", fontsize=READABLE - 2)
 
 
 def _curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:

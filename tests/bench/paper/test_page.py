@@ -5,11 +5,10 @@ import re
 
 import pytest
 
-from bench.paper import page as page_module
 from bench.paper.briefs import brief_text
 from bench.paper.compare import compared, interval, runs_of, saved, title_of
 from bench.paper.jobs import RATE_SEED, source_of
-from bench.paper.page import IN_README, draw_for_readme, minutes_of, page_text, write_page
+from bench.paper.page import minutes_of, page_text, write_page
 from bench.paper.pictures import draw
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import best_rate
@@ -133,17 +132,6 @@ def test_the_page_shows_a_picture_of_every_table(tmp_path):
         line = whole[f"| FPI, padded stream, source of {steps} steps"]
         assert line.endswith(f"|{'|'.join(cells)}| 3 |")
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-
-
-def test_the_picture_of_the_readme_compares_ways_to_grow(tmp_path, monkeypatch):
-    assert draw_for_readme(tmp_path) == []
-    lines = lines_of("table5", "tiny")
-    rows = list(rows_for(lines, [[(4.0, 3.8, 3.5)]] * len(lines)))
-    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
-    shown = []
-    monkeypatch.setattr(page_module, "draw", lambda found, *_, **__: shown.extend(found))
-    assert draw_for_readme(tmp_path) == [tmp_path / "paper-readme.png"]
-    assert [line.system for line in shown] == ["scratch", *IN_README]
 
 
 def test_lines_that_lack_seeds_are_named(tmp_path):
