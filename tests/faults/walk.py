@@ -4,7 +4,8 @@ This process imports everything and does the work once: another time takes milli
 interpreter takes seconds. A case arms the library `shim.c` to fail the N-th file operation in one
 of five ways and does the work; N goes from 1 to the end. Where more than seven operations in a row
 read or write the same open file by the same call, it takes the first two, three in the middle and
-the last two; with EVERY on the command line it takes all. A kill strikes a fork of this process.
+the last two. A walk with a stride of three takes every third of those, others for each way.
+With EVERY on the command line it takes all. A kill strikes a fork of this process.
 Each case must end as "done", "refused in one line" or "killed", and without memory as "starved", in
 one line too.
 Then the work is repeated without a fault and must be done to the byte. A repeat depends on the disk
@@ -162,7 +163,10 @@ class Walk:
 
     Attributes:
         armed: the folder below which operations fail.
+        stride: one in so many operations is struck, unless EVERY is asked for.
     """
+
+    stride = 1
 
     def __init__(self, work: Work, folder: Path, shim: ctypes.CDLL, without: int = 0) -> None:
         """Does the work once, unarmed.
@@ -212,7 +216,9 @@ class Walk:
                 rows[-1].append(number)
             else:
                 rows.append([number])
-        return [number for row in rows for number in _some(row)]
+        # the ways share the operations among them
+        first = list(self.work.kinds).index(kind) % self.stride
+        return [number for row in rows for number in _some(row)][first :: self.stride]
 
     def _case(self, kind: str, number: int) -> tuple[str, list[str]]:
         self._reset()

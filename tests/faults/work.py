@@ -197,7 +197,11 @@ WORKS = {
 }
 
 
-def main(walk=Walk):
+class Sample(Walk):
+    stride = 3
+
+
+def main(walk=Sample):
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
