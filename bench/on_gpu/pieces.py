@@ -6,6 +6,7 @@ A piece is a module with ``run(recorder)``, or a benchmark with ``main()``. A be
 its rows with `harness.show_and_save`, accept --no-test, and keep its sizes in module constants.
 """
 
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class Piece:
     def run(self, recorder: Recorder) -> None:
         needs(*self.needs)
         module = importlib.import_module(f"bench.{self.module}")
+        # Each sample collects garbage. What the imports made is none, and takes longer than a step.
+        gc.freeze()
         if hasattr(module, "run"):
             module.run(recorder)
             return
