@@ -138,7 +138,9 @@ class Workplace:
             yield from ((job, prepared(job)()) for job in jobs)
             return
         threads = max(1, torch.get_num_threads() // at_once)
-        context = multiprocessing.get_context("spawn")
+        # workers are forks of one Python, which imports everything once
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         waiting, running, undone = list(jobs), dict[Future[float], Job](), set(jobs)
         with ProcessPoolExecutor(at_once, context, _begin_worker, (threads,)) as pool:
             while undone:
