@@ -41,7 +41,7 @@ CASES = {
         small("llama", optim="rmsprop"),
     ],
     4: [
-        *(small(family, **option) for family in FAMILIES for option in OPTIONS),
+        *(small(family, **option) for family, option in zip(FAMILIES, OPTIONS, strict=False)),
         *(small(family, **TOGETHER) for family in FAMILIES),
         *(small(family, **NARROW) for family in FAMILIES),
         Case("bert", accumulation=2, replicas=2),
