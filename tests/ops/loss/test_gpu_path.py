@@ -499,7 +499,7 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
     with NothingWaits():
         labels = torch.empty(N, dtype=torch.int64, device="meta")
         rows = RowInputs(labels, *kinds_and_weights(labels, torch.empty(())))
-        _, _, *grads = op_module.cleared_outputs(heads[0], rows.weights, False, [True] * 3)
+        _, _, *grads = op_module.empty_outputs(heads[0], rows.weights, False, [True] * 3)
         op_module.sweep(heads, rows, settings, grads)
     assert [x.dtype for x in grads] == [torch.float32 if dtype == torch.float16 else dtype] * 3
 
@@ -721,7 +721,7 @@ def memory_of_a_sweep(N, V, H, H_t, monkeypatch, dtype=torch.bfloat16, **limits)
     sizes = Sizes(V, V, **limits)
     settings = Settings(sizes, Maths(), False, False, want, torch.float32, "", "triton")
     with MostMemory([x for head in heads for x in head]) as found:
-        _, _, *grads = op_module.cleared_outputs(heads[0], rows.weights, False, want)
+        _, _, *grads = op_module.empty_outputs(heads[0], rows.weights, False, want)
         op_module.sweep(heads, rows, settings, [*grads[:2], None])
     return found.peak
 

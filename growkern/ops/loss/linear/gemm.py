@@ -16,11 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from growkern.ops.backend import native
 from growkern.ops.backend.dtypes import acc_torch_dtype
-from growkern.ops.loss.linear.heads import Sizes, rows_of_chunk
+from growkern.ops.loss.linear.heads import (
+    Head,
+    Settings,
+    Sizes,
+    held_rows,
+    held_rows_on_cpu,
+    rows_of_chunk,
+    slices,
+)
 from growkern.ops.loss.rows.vocab_parallel import add_up
 
 # bytes of a head that are converted at a time. On a CPU this costs 10 % of the GEMM if the piece
@@ -117,6 +124,35 @@ def chunk_size(
     return max(1, -(-rows // n_chunks)), tile if tile < sizes.columns else 0
 
 
+def row_counts(
+    heads: Sequence[Head],
+    R: int,
+    settings: Settings,
+    grads: Sequence[Tensor | None],
+    columns: int,
+    *,
+    on_cpu: bool,
+) -> tuple[int, int, int]:
+    """Rows per chunk, columns per tile, and rows whose dz is held for one product (0: none).
+
+    A row of logits has `columns` in memory.
+    """
+    x_NH, sizes, widths = heads[0].hidden, settings.sizes, [h.hidden.shape[1] for h in heads]
+    logit, number = settings.logits_dtype.itemsize, x_NH.element_size()
+    C, size = chunk_size(R, widths, x_NH, logit, sizes)
+    whole, wants_dw = max(sizes.vocab, 1), grads[1] is not None
+    wanted = wants_dw if on_cpu else number <= 4 and any(grad is not None for grad in grads)
+    if not wanted or size or sizes.chunk_bytes or gemm_dtype(x_NH) != x_NH.dtype:
+        return C, size or whole, 0
+    # rows of chunks whose logits take less than dW
+    fitting = (widths[0] * number - 1) // (len(heads) * logit)
+    if on_cpu:
+        chunk, held = held_rows_on_cpu(R, fitting, number, whole)
+        return chunk if held else C, whole, held
+    C, held = held_rows(R, widths, number, columns)
+    return max(C, 1), whole, held or (R if fitting >= C and wants_dw else 0)
+
+
 # ---------------------------------------------------------------------- products
 
 
@@ -202,9 +238,8 @@ def _tiles(weight_VH: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tenso
     held = TILE_BYTES if weight_VH.is_cpu else GPU_TILE_BYTES
     size = max(1, min(V, held // (H * dtype.itemsize)))
     buffer = weight_VH.new_empty(size, H, dtype=dtype)
-    for start in range(0, V, size):
-        tile = slice(start, min(V, start + size))
-        yield tile, buffer[: tile.stop - start].copy_(weight_VH[tile])
+    for tile in slices(0, V, size):
+        yield tile, buffer[: tile.stop - tile.start].copy_(weight_VH[tile])
 
 
 # -------------------------------------------------------------------------- sums
@@ -219,47 +254,21 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return fresh
 
 
-class HeldRows:
-    """dz and hidden states of several chunks, so that one product of each kind does for all."""
-
-    def __init__(self, rows: int, columns: int, x_NH: Tensor) -> None:
-        self.x_GH = x_NH.new_empty(rows, x_NH.shape[1])
-        # and one more number, like the memory of logits
-        self.flat = x_NH.new_empty(rows * columns + 1)
-        native.advise_huge_pages(self.flat)
-        self.columns, self.count = columns, 0
-
-    def room(self, x_CH: Tensor) -> Tensor:
-        """Flat memory for dz of a chunk with these hidden states, and one more number."""
-        start = self.count
-        self.count += len(x_CH)
-        self.x_GH[start : self.count] = x_CH
-        return self.flat[start * self.columns : self.count * self.columns + 1]
-
-    def take(self, vocab: int) -> tuple[Tensor, Tensor]:
-        """dz (G, V) and hidden states (G, H) of all rows that are held; then none is."""
-        # a process may hold no column at all
-        dz_GV = self.flat[:-1].view(len(self.x_GH), self.columns)[: self.count, :vocab]
-        count, self.count = self.count, 0
-        return dz_GV, self.x_GH[:count]
-
-
 class GradientSums:
     """Sums dX, dW and db of (2) over chunks; db in float32 or wider, dW in `dw_dtype`.
 
     Chunks bring columns 0 .. vocab - 1 of dW and db; the other columns are 0. With `rounds_dx` they
-    bring all columns, and one product makes their dX in its own dtype.
+    bring all columns, and one product makes their dX in its own dtype: in place, if `rows` is a
+    slice.
     """
 
     rounds_dx = False
+    rows: Tensor | slice  # of the chunks whose dX is being added up
 
-    def __init__(
-        self, grads: Sequence[Tensor | None], vocab: int, padded: bool, dw_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, grads: Sequence[Tensor | None], vocab: int, dw_dtype: torch.dtype) -> None:
         self.grads, self.first_chunk = grads, True
-        dx, dw, db = grads
+        self.dx, dw, db = grads
         self.wanted = any(grad is not None for grad in grads)
-        self.dx = F.pad(dx, (0, 0, 0, 1)) if dx is not None and padded else dx
         self.dw = dw if dw is None else _in_dtype(dw, dw_dtype)
         self.db = db if db is None else _in_dtype(db, acc_torch_dtype(db))
         # the first chunk writes the rest: clearing 94 MiB would take as long as adding a chunk
@@ -271,7 +280,8 @@ class GradientSums:
     def add(self, dz_CV: Tensor, x_CH: Tensor, weight_VH: Tensor, columns: slice) -> None:
         acc = acc_torch_dtype(x_CH)
         if self.dx is not None and self.rounds_dx:
-            self.dx_CH = x_CH.new_empty(x_CH.shape, dtype=self.dx.dtype)
+            whole, dtype = isinstance(self.rows, slice), self.dx.dtype
+            self.dx_CH = self.dx[self.rows] if whole else torch.empty_like(x_CH, dtype=dtype)
             _add_product(dz_CV, weight_VH[columns], self.dx_CH, fresh=True)
         elif self.dx is not None:
             if self.dx_CH is None:
@@ -283,23 +293,24 @@ class GradientSums:
             db = dz_CV.sum(0, dtype=acc)
             self.db[columns] = db if self.first_chunk else db.add_(self.db[columns])
 
-    def store_rows(self, rows_C: Tensor, group: str, unscale: Tensor | None) -> None:
-        """Store dX of rows whose tiles have all been added, summed over the ranks of `group`."""
+    def store_rows(self, group: str, unscale: Tensor | None) -> None:
+        """Store dX of `rows` whose tiles have all been added, summed over the ranks of `group`."""
         self.first_chunk = False
         if self.dx is None or self.dx_CH is None:
             return
         if group:
             add_up(self.dx_CH, group)
-        dx_CH = self.dx_CH if unscale is None else self.dx_CH * unscale
-        self.dx.index_copy_(0, rows_C, dx_CH.to(self.dx.dtype))
+        if unscale is not None:
+            self.dx_CH *= unscale
+        if isinstance(self.rows, Tensor):
+            self.dx.index_copy_(0, self.rows, self.dx_CH.to(self.dx.dtype))
+        elif not self.rounds_dx:
+            self.dx[self.rows] = self.dx_CH
         self.dx_CH = None
 
     def store(self, unscale: Tensor | None) -> None:
-        """Round the sums to the memory of the gradients."""
-        dx, *by_column = self.grads
-        if dx is not None and self.dx is not None and self.dx is not dx:
-            dx.copy_(self.dx[:-1])
-        for total, grad in zip((self.dw, self.db), by_column, strict=True):
+        """Round the sums to the memory of the gradients of a head."""
+        for total, grad in zip((self.dw, self.db), self.grads[1:], strict=True):
             if total is None or grad is None:
                 continue
             if unscale is not None:

@@ -95,6 +95,16 @@ ROWS_OF_TILES = 256
 ROWS_OF_CPU_CHUNK = 128
 
 
+def slices(start: int, stop: int, size: int) -> list[slice]:
+    """The whole numbers from `start` to `stop`, cut into slices of `size`."""
+    return [slice(k, min(stop, k + size)) for k in range(start, stop, size)]
+
+
+def some_rows(x: Tensor, rows_C: Tensor | slice) -> Tensor:
+    """Rows of `x` by their indices."""
+    return x[rows_C] if isinstance(rows_C, slice) else x.index_select(0, rows_C)
+
+
 def rows_of_chunk(H: int, teachers: Sequence[int], balance: int) -> int:
     """Rows of a chunk that make accumulating dW cheap, see `chunk_size`."""
     return max(1, round(80 * H * balance / (6 * H + 2 * sum(teachers))))
@@ -178,10 +188,14 @@ def logit_memory(
         flat = flat[: flat.numel() // ratio * ratio].view(dtype)
         if flat.numel() >= heads * each:
             return [flat[k * each : k * each + numbers + 1] for k in range(heads)]
-    memory = [like.new_empty(numbers + 1, dtype=dtype) for _ in range(heads)]
-    for flat in memory:
-        advise_huge_pages(flat)
-    return memory
+    return [fresh_memory(like, numbers + 1, dtype) for _ in range(heads)]
+
+
+def fresh_memory(like: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
+    """Flat memory on the device of `like`."""
+    flat = like.new_empty(numbers, dtype=dtype)
+    advise_huge_pages(flat)
+    return flat
 
 
 def empty_outputs(
@@ -200,16 +214,6 @@ def empty_outputs(
         for x, wish in zip(student, want, strict=True)
     )
     return loss, rows_SN, dx, dw, db
-
-
-def cleared_outputs(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`empty_outputs` filled with zeros, except dW and db: a sweep writes those whole."""
-    outputs = empty_outputs(*arguments)
-    loss, rows_SN, dx, dw, _ = outputs
-    advise_huge_pages(dw)
-    for x in (loss, rows_SN, dx):
-        x.zero_()
-    return outputs
 
 
 # ------------------------------------------------------------------- checks

@@ -1,8 +1,9 @@
 """The custom op of the linear loss, and its autograd. It processes the rows with a term in chunks.
 
-Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: N rows, R live
-rows, those with a term (on a GPU: places for them), C rows of one chunk, H width, V vocabulary,
-K teachers, W = 1 + K terms, T = 2 W numbers of a row that `terms` gives, S numbers of its state.
+Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: N rows, R rows
+of the products (all with a term, and on a GPU also others), C rows of one chunk, G rows whose
+gradients one product makes, H width, V vocabulary, K teachers, W = 1 + K terms, T = 2 W numbers of
+a row that `terms` gives, S numbers of its state.
 """
 
 import functools
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch.nn import functional as F
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import GPU_BACKENDS
@@ -21,18 +21,23 @@ from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.scale import scale_in_place
 from growkern.ops.backend.transforms import Rules, apply, is_last_backward, refuse_second_derivative
-from growkern.ops.loss.linear.gemm import GradientSums, HeldRows, chunk_size, gemm_dtype, project
+from growkern.ops.loss.linear.gemm import (
+    GradientSums,
+    gemm_dtype,
+    project,
+    row_counts,
+)
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
     as_arguments,
-    cleared_outputs,
     empty_outputs,
+    fresh_memory,
     from_arguments,
     heads_of,
-    held_rows,
-    held_rows_on_cpu,
     logit_memory,
+    slices,
+    some_rows,
 )
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
@@ -55,33 +60,33 @@ def may_ask(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor, int]:
-    """Indices of the rows with a term, (R,), and R. The index N marks an unused place.
+def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor | None, int]:
+    """Indices (R,) of rows, among them all with a term, and R. None: all rows in their order.
 
-    On a GPU their number is not read: a prefix sum puts them into `max_rows` (or N) places.
+    On a GPU the number of live rows is not read. A prefix sum puts them before the others, of which
+    some fill the `max_rows` places; without `max_rows` all rows are taken.
 
     Raises:
         GrowthError: on a CPU, more rows than `max_rows` have a term. A GPU asserts it.
     """
     N = kind_N.numel()
+    R = min(max_rows, N) if max_rows else N
+    on_cpu = may_ask(kind_N.device)
+    if R == N and not on_cpu:
+        return None, N
     live_N = kind_N > 0
-    if may_ask(kind_N.device):
+    if on_cpu:
         rows_R = live_N.nonzero().squeeze(1)
-        if max_rows and rows_R.numel() > max_rows:
+        if rows_R.numel() > R:
             raise GrowthError(
                 f"{rows_R.numel()} rows contribute to the loss, but max_rows={max_rows}: raise "
                 "max_rows"
             )
-        return rows_R, rows_R.numel()
-    R = min(max_rows, N) if max_rows else N
-    place_N = live_N.cumsum(0) - 1
-    if max_rows:
-        torch._assert_async(live_N.sum() <= R, "more rows have a term than max_rows")
-    # rows without a term go to the place behind the last one
-    rows_R = torch.full((R + 1,), N, dtype=torch.int64, device=kind_N.device)
-    place_N = torch.where(live_N, place_N.clamp(max=R), R)
-    rows_R.scatter_(0, place_N, torch.arange(N, device=kind_N.device))
-    return rows_R[:R], R
+        return (rows_R if rows_R.numel() < N else None), rows_R.numel()
+    before_N, row_N = live_N.cumsum(0), torch.arange(N, device=kind_N.device)
+    torch._assert_async(before_N[-1] <= R, "more rows have a term than max_rows")
+    place_N = torch.where(live_N, before_N - 1, before_N + (N - 1 - row_N))
+    return torch.empty_like(row_N).scatter_(0, place_N, row_N)[:R], R
 
 
 def row_columns(columns: int, device: torch.device) -> int:
@@ -109,26 +114,21 @@ class Chunk:
     def __init__(
         self,
         heads: Sequence[Head],
-        rows_C: Tensor,
+        rows_C: Tensor | slice,
+        x_CH: Tensor,
         row_inputs: RowInputs,
         settings: Settings,
         memory: Sequence[Tensor],
         shape: tuple[int, int],
     ) -> None:
-        N = len(heads[0].hidden)
-        # unused places read the last row
-        self.source_C = rows_C.clamp(max=N - 1)
-        self.hidden = [head.hidden.index_select(0, self.source_C) for head in heads]
-        if not may_ask(rows_C.device):
-            # their hidden states are set to 0: their gradient is 0, but 0 * NaN would make dW NaN
-            for x_CH in self.hidden:
-                x_CH.masked_fill_((rows_C == N)[:, None], 0)
+        self.rows_C = rows_C
+        self.hidden = [x_CH, *(some_rows(head.hidden, rows_C) for head in heads[1:])]
         self.heads, self.settings = heads, settings
         self.labels_C, self.kind_C, self.drows_WC = row_inputs
         # a tile takes the first columns of every row of its buffer
-        self.buffers = [flat[:-1].view(shape)[: len(rows_C)] for flat in memory]
+        self.buffers = [flat[:-1].view(shape)[: len(x_CH)] for flat in memory]
         self.computed: slice | None = None  # the columns that the buffers hold
-        self.room: Tensor | None = None  # memory for the gradient, as `HeldRows` gives it
+        self.room: Tensor | None = None  # memory for the gradient and one more number, if held
 
     def tile(self, columns: slice) -> Rows:
         """The logits of some columns, computed unless the buffers still hold them."""
@@ -141,7 +141,8 @@ class Chunk:
             self.computed = columns
         has_bias = at_rows and any(head.bias.numel() for head in self.heads)
         biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
-        (z_CV, *teachers_CV), labels_C = logits, self.labels_C - columns.start
+        (z_CV, *teachers_CV), labels_C = logits, self.labels_C
+        labels_C = labels_C - columns.start if columns.start else labels_C
         maths, parts = self.settings.maths, self.settings.parts
         rows = Rows(z_CV, teachers_CV, labels_C, self.kind_C, z_CV.shape[1], maths, parts)
         return rows._replace(biases=biases) if has_bias else rows
@@ -176,9 +177,13 @@ class Chunk:
         self.run(rows, self.state_SC, self.steps._replace(grad=True), self.drows_WC, dz_CV)
         return dz_CV
 
-    def terms(self) -> Tensor:
-        """The rows' terms, (T, C), after all reading and writing."""
-        return terms(self.state_SC, self.kind_C, self.settings.maths, self.settings.parts)
+    def found(self) -> Tensor:
+        """The rows' state, (S, C), after all reading and writing."""
+        return self.state_SC
+
+    def terms(self, state_SR: Tensor, kind_R: Tensor) -> Tensor:
+        """The terms of all rows, (T, R), from what was `found` in each chunk."""
+        return terms(state_SR, kind_R, self.settings.maths, self.settings.parts)
 
 
 # ------------------------------------------------------------------------- sweep
@@ -191,7 +196,7 @@ def sweep(
     grads: Sequence[Tensor | None],
     make_chunk: Callable[..., Chunk] = Chunk,
 ) -> Tensor:
-    """Return the terms of all rows, (T, N), and fill `grads`: dX (zeros on entry), dW and db.
+    """Return the terms of all rows, (T, N), and fill `grads`: dX, dW and db.
 
     Args:
         heads: of the student and of each teacher.
@@ -200,64 +205,59 @@ def sweep(
         grads: memory for each gradient, or None if it is not wanted.
         make_chunk: `Chunk` or a subclass.
     """
-    labels_N, kind_N, weight_WN = row_inputs
-    student, (W, N) = heads[0], weight_WN.shape
+    student, (W, N) = heads[0], row_inputs.weights.shape
     x_NH, vocab = student.hidden, settings.sizes.vocab
-    rows_R, R = live_rows(kind_N, settings.sizes.max_rows)
-    C, size, G = _row_counts(heads, R, settings, grads)
-    tiles = [slice(v, min(vocab, v + size)) for v in range(0, max(vocab, 1), size)]
+    rows_R, R = live_rows(row_inputs.kinds, settings.sizes.max_rows)
+    if grads[0] is not None and (not R or rows_R is not None):
+        grads[0].zero_()
+    on_cpu, columns = may_ask(x_NH.device), row_columns(max(vocab, 1), x_NH.device)
+    C, size, G = row_counts(heads, R, settings, grads, columns, on_cpu=on_cpu)
+    tiles = slices(0, vocab, size) or [slice(0, 0)]  # a process may hold no column at all
     shape = (min(C, R), row_columns(tiles[0].stop, x_NH.device))
-    held = HeldRows(min(G, R), shape[1], x_NH) if G else None
-    on_gpu, dw_dtype, free = not may_ask(x_NH.device), acc_torch_dtype(x_NH), None
+    dw_dtype, free = acc_torch_dtype(x_NH), None
+    # dz of several chunks, so that one product of each kind does for all, and one more number
+    held = fresh_memory(x_NH, min(G, R) * shape[1] + 1, x_NH.dtype) if G else None
     if max(C, G) >= R and x_NH.dtype != torch.float16:
         # one product computes all of dW. It adds in float32 and rounds once, as it writes dW
         dw_dtype, free = gemm_dtype(x_NH), grads[1] if held is not None else None
     memory = logit_memory(len(heads), math.prod(shape), x_NH, settings, free)
-    sums = GradientSums(grads, vocab if R else 0, on_gpu, dw_dtype)
+    sums = GradientSums(grads, vocab if R else 0, dw_dtype)
     # ranks add up float32 numbers
     sums.rounds_dx = held is not None and not settings.group
-    # unused places read row N, which is of kind 0, and write there
-    weight_WN, unscale = fit_to_dtype(weight_WN, x_NH.dtype, settings.maths)
-    padded = [F.pad(x, (0, 1)) for x in (labels_N, kind_N, weight_WN)]
-    terms_TP = weight_WN.new_zeros(2 * W, N + 1, dtype=settings.logits_dtype)
-    for rows_G in rows_R.split(G or C) if R else ():
-        for rows_C in rows_G.split(C):
-            inputs_C = RowInputs(*(x[..., rows_C] for x in padded))
-            chunk = make_chunk(heads, rows_C, inputs_C, settings, memory, shape)
+    weight_WN, unscale = fit_to_dtype(row_inputs.weights, x_NH.dtype, settings.maths)
+    inputs_R, found = row_inputs._replace(weights=weight_WN), []
+    if rows_R is not None:
+        inputs_R = RowInputs(*(x.index_select(-1, rows_R) for x in inputs_R))
+    for at_G in slices(0, R, G or C):
+        sums.rows = at_G if rows_R is None else rows_R[at_G]
+        x_GH = some_rows(x_NH, sums.rows)
+        if not on_cpu:
+            # rows without a term: their dz is 0, but 0 * NaN would make dW NaN
+            x_GH = torch.where(inputs_R.kinds[at_G, None] > 0, x_GH, 0)
+        for at_C in slices(at_G.start, at_G.stop, C):
+            here = slice(at_C.start - at_G.start, at_C.stop - at_G.start)
+            inputs_C = RowInputs(*(x[..., at_C] for x in inputs_R))
+            rows_C, x_CH = at_C if rows_R is None else rows_R[at_C], x_GH[here]
+            chunk = make_chunk(heads, rows_C, x_CH, inputs_C, settings, memory, shape)
             if held is not None:
-                chunk.room = held.room(chunk.hidden[0])
+                chunk.room = held[here.start * shape[1] : here.stop * shape[1] + 1]
             chunk.read(tiles, sums.wanted)
             # backwards, as the buffers still hold the logits of the last tile
             for columns in reversed(tiles) if sums.wanted else ():
                 dz_CV = chunk.write(columns)
                 if held is None:
-                    sums.add(dz_CV, chunk.hidden[0], student.weight, columns)
-            terms_TP[:, rows_C] = chunk.terms().to(terms_TP.dtype)
+                    sums.add(dz_CV, x_CH, student.weight, columns)
+            found.append(chunk.found())
         if held is not None:
-            sums.add(*held.take(vocab), student.weight, tiles[0])
-        sums.store_rows(rows_G, settings.group, unscale)
+            dz_GV = held[: len(x_GH) * shape[1]].view(len(x_GH), shape[1])[:, :vocab]
+            sums.add(dz_GV, x_GH, student.weight, tiles[0])
+        sums.store_rows(settings.group, unscale)
     sums.store(unscale)
-    return terms_TP[:, :N]
-
-
-def _row_counts(
-    heads: Sequence[Head], R: int, settings: Settings, grads: Sequence[Tensor | None]
-) -> tuple[int, int, int]:
-    """Rows per chunk, columns per tile, and rows whose dz is held for one product (0: none)."""
-    x_NH, sizes, widths = heads[0].hidden, settings.sizes, [h.hidden.shape[1] for h in heads]
-    logit, number = settings.logits_dtype.itemsize, x_NH.element_size()
-    C, size = chunk_size(R, widths, x_NH, logit, sizes)
-    whole, wants_dw, on_cpu = max(sizes.vocab, 1), grads[1] is not None, may_ask(x_NH.device)
-    wanted = wants_dw if on_cpu else number <= 4 and any(grad is not None for grad in grads)
-    if not wanted or size or sizes.chunk_bytes or gemm_dtype(x_NH) != x_NH.dtype:
-        return C, size or whole, 0
-    # rows of chunks whose logits take less than dW
-    fitting = (widths[0] * number - 1) // (len(heads) * logit)
-    if on_cpu:
-        chunk, held = held_rows_on_cpu(R, fitting, number, whole)
-        return chunk if held else C, whole, held
-    C, held = held_rows(R, widths, number, row_columns(whole, x_NH.device))
-    return max(C, 1), whole, held or (R if fitting >= C and wants_dw else 0)
+    terms_TN = weight_WN.new_zeros(2 * W, N)
+    if not R:
+        return terms_TN
+    terms_TR = chunk.terms(torch.cat(found, 1), inputs_R.kinds).to(weight_WN.dtype)
+    return terms_TR if rows_R is None else terms_TN.index_copy_(1, rows_R, terms_TR)
 
 
 # ---------------------------------------------------------------------------- op
@@ -297,17 +297,17 @@ def swept(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs of the op, from one sweep over `heads`, the student's first."""
     weight_WN = row_inputs.weights
-    outputs = cleared_outputs(heads[0], weight_WN, settings.per_row, settings.want)
-    loss, rows_SN, *grads = outputs
+    _, _, *grads = empty_outputs(heads[0], weight_WN, settings.per_row, settings.want)
+    advise_huge_pages(grads[1])
     wanted = [
         grad if wish and not settings.per_row else None
         for grad, wish in zip(grads, settings.want, strict=True)
     ]
     with torch.autocast(weight_WN.device.type, enabled=False):
-        rows_SN.copy_(sweep(heads, row_inputs, settings, wanted, make_chunk))
-    loss_N = weighted(weight_WN, rows_SN)
-    loss.copy_(loss_N if settings.per_row else loss_N.sum())
-    return outputs
+        rows_TN = sweep(heads, row_inputs, settings, wanted, make_chunk)
+    loss_N = weighted(weight_WN, rows_TN)
+    dx, dw, db = grads
+    return loss_N if settings.per_row else loss_N.sum(), rows_TN, dx, dw, db
 
 
 @linear_kl_mlm_op.register_fake

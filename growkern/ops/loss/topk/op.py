@@ -14,7 +14,7 @@ from torch import Tensor, library
 
 from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.transforms import Rules
-from growkern.ops.loss.linear.heads import Head
+from growkern.ops.loss.linear.heads import Head, some_rows
 from growkern.ops.loss.linear.op import (
     SCHEMA,
     Chunk,
@@ -80,7 +80,7 @@ class _TopkChunk(Chunk):
         kl_C = (self.kind_C & KL_ROW) > 0
         known = [
             teacher_probabilities(
-                [x.index_select(0, self.source_C) for x in pair], kl_C, self.sizes.total,
+                [some_rows(x, self.rows_C) for x in pair], kl_C, self.sizes.total,
                 self.settings.drop_tail, self.maths.beta,
             )
             for pair in _pairs(topk)
@@ -150,8 +150,11 @@ class _TopkChunk(Chunk):
         flat[place_CU] = tokens_CU.to(flat.dtype)
         return dz_CV
 
-    def terms(self) -> Tensor:
+    def found(self) -> Tensor:
         return self.solved.terms_TC
+
+    def terms(self, terms_TR: Tensor, _: Tensor) -> Tensor:
+        return terms_TR
 
 
 topk_kl_mlm_op.register_fake(fake_of_op)
