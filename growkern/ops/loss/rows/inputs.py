@@ -125,11 +125,12 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
             n_mlm, n_kl = options.num_items
     alpha = options.alpha
     alpha = _alpha_beside(alpha, kind_N).to(dtype) if isinstance(alpha, Tensor) else alpha
-    row_N = 1 if options.row_weights is None else options.row_weights.to(dtype)
-    one_N = torch.ones_like(kind_N, dtype=dtype)
+    given = options.row_weights
+    row_N = torch.ones_like(kind_N, dtype=dtype) if given is None else given.to(dtype)
     # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
-    weights = [torch.where(mlm_N, one_N * row_N * (1 - alpha) / n_mlm, 0)]
-    kl_weight_N = torch.where(kl_N, one_N * row_N * alpha / n_kl, 0)
+    weights = [torch.where(mlm_N, row_N * (1 - alpha) / n_mlm, 0)]
+    if options.teacher_weights:
+        kl_weight_N = torch.where(kl_N, row_N * alpha / n_kl, 0)
     weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
     return torch.stack(weights).to(dtype)
 
@@ -153,7 +154,7 @@ def row_inputs(
     weight_WN = term_weights(counted_N, options, acc_torch_dtype(x))
     kind_N = live_kinds(counted_N, options.row_weights)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
-    return RowInputs(labels_N - shard.start, kind_N, weight_WN)
+    return RowInputs(labels_N - shard.start if shard.start else labels_N, kind_N, weight_WN)
 
 
 # an op, so that a compiled graph checks the values too
