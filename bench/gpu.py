@@ -242,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--document", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--toy", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=math.inf, help=argparse.SUPPRESS)
     parser.add_argument("--alive", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
 
@@ -253,7 +254,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.alive is not None:
             die_with_writer(args.alive)
         (piece,) = chosen([args.here])
-        return int(run_here(piece, args.document, toy=args.toy) not in ("ok", "skipped"))
+        status = run_here(piece, args.document, toy=args.toy, limit_s=args.limit)
+        return int(status not in ("ok", "skipped"))
     if args.list:
         for piece in PIECES:
             console.print(f"{piece.name:<26}{piece.limit_s:>4} s  {piece.about}", highlight=False)

@@ -123,6 +123,10 @@ def _suite_figure(rows: Sequence[Row]) -> str | None:
     return f"{passed} passed, {skipped} skipped" if rows else None
 
 
+def _early_figure(rows: Sequence[Row]) -> str | None:
+    return (_first(rows, what="early saving", system="grown") or {}).get("words")
+
+
 # what was measured, the piece it is read from, and how to word its figure
 GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("`expand` against float64", "check_expand", _checks_figure),
@@ -154,6 +158,10 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("`linear_kl_mlm_loss`, bfloat16, 25 600 rows, width 2048", "scaling", _gemm_figure),
     ("training step, BERT-base and a teacher", "train_bert", _step_figure),
     ("training step, Llama of 1B and a teacher", "train_llama", _step_figure),
+    *(
+        (f"GPT-2 grown to 110 million parameters, seed {n}", f"gpt_110m_{n}", _early_figure)
+        for n in (1, 2, 3)
+    ),
 )
 
 

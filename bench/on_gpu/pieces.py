@@ -134,6 +134,16 @@ ALL = (
     ),
     Piece("timeline", "where the time of the headline's step goes", 45, "speed.timeline"),
     Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 90, "tune"),
+    # commands of their own, each for ten minutes: the same with three seeds
+    *(
+        Piece(
+            f"gpt_110m_{seed}",
+            f"early saving: GPT-2 grown to 110 million parameters, seed {seed}",
+            580,
+            "gpt_110m.seed",
+        )
+        for seed in (1, 2, 3)
+    ),
     # for those who have hours
     Piece(
         "bench_linear_bert",

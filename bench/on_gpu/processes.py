@@ -7,6 +7,7 @@ and logs are packed into an archive, again and again.
 import contextlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -28,9 +29,9 @@ from bench.shared import results
 from bench.shared.recorder import Recorder, Skip
 
 
-def run_here(piece: Piece, path: Path, *, toy: bool) -> str:
+def run_here(piece: Piece, path: Path, *, toy: bool, limit_s: float = math.inf) -> str:
     """Run a piece in this process, write its document to `path`, and return its status."""
-    recorder = Recorder(piece.name, path, toy=toy)
+    recorder = Recorder(piece.name, path, toy=toy, limit_s=limit_s)
     try:
         interpreter.allow_new_numpy()
         interpreter.convert_as_gpus()
@@ -78,10 +79,10 @@ class _Forked:
     not share anything.
     """
 
-    def __init__(self, piece: Piece, path: Path, log: Path) -> None:
+    def __init__(self, piece: Piece, path: Path, log: Path, limit_s: float) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        arguments = (piece.name, path, log)
+        arguments = (piece.name, path, log, limit_s)
         self._process = context.Process(target=_run_forked, args=arguments)
         self._process.start()
         self.pid: int = self._process.pid or 0
@@ -99,7 +100,7 @@ class _Forked:
         return self._process.exitcode
 
 
-def _run_forked(name: str, path: Path, log: Path) -> None:
+def _run_forked(name: str, path: Path, log: Path, limit_s: float) -> None:
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -110,16 +111,24 @@ def _run_forked(name: str, path: Path, log: Path) -> None:
         os.dup2(out.fileno(), 2)
     (piece,) = chosen([name])
     interpreter.make_quick()
-    sys.exit(run_here(piece, path, toy=True) not in ("ok", "skipped"))
+    sys.exit(run_here(piece, path, toy=True, limit_s=limit_s) not in ("ok", "skipped"))
 
 
 class _Started(subprocess.Popen):
     """A piece in a new Python. It gets the reading end of a pipe that closes when we end."""
 
-    def __init__(self, piece: Piece, path: Path, log: Path, env: dict[str, str], toy: bool) -> None:
+    def __init__(
+        self,
+        piece: Piece,
+        path: Path,
+        log: Path,
+        limit_s: float,
+        env: dict[str, str],
+        toy: bool,
+    ) -> None:
         theirs, self._ours = os.pipe()
         command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
-        command += ["--alive", str(theirs)]
+        command += ["--alive", str(theirs), "--limit", str(limit_s)]
         if piece.own_python:
             # Triton reads this at its first import, which comes before the piece's own code.
             env = {name: value for name, value in env.items() if name != "TRITON_INTERPRET"}
@@ -168,9 +177,9 @@ def run_apart(
     log, start = path.with_suffix(".log"), time.perf_counter()
     path.unlink(missing_ok=True)
     if forked and not piece.own_python:
-        child: Any = _Forked(piece, path, log)
+        child: Any = _Forked(piece, path, log, limit_s)
     else:
-        child = _Started(piece, path, log, env, toy)
+        child = _Started(piece, path, log, limit_s, env, toy)
     try:
         timed_out = _wait(child, piece, path, start + limit_s, console)
     finally:

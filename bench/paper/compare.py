@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.paper.jobs import RATE_SEED
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed
-from bench.paper.runs import best_rate
 from bench.paper.systems import SYSTEMS
 from growkern.plot.curve import first_crossing
 from growkern.train.evaluation.interval import ratio_interval
@@ -59,6 +58,16 @@ def saved(runs: Sequence[Row], baseline: Sequence[Row], *, with_source: bool = F
 def is_early(runs: Sequence[Row], baseline: Sequence[Row]) -> bool:
     """Whether the shortest run reaches the loss already, so that at least `saved` is saved."""
     return bool(runs[0]["losses"][-1] <= baseline[-1]["losses"][-1])
+
+
+def best_rate(rows: Iterable[Row]) -> float:
+    """The learning rate of the run with the lowest final loss. NaN is no loss."""
+
+    def loss(row: Row) -> float:
+        last = float(row["losses"][-1])
+        return math.inf if math.isnan(last) else last
+
+    return float(min(rows, key=loss)["rate"])
 
 
 def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:

@@ -275,13 +275,3 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
         if name in rows:
             rows[name]["accuracy"] = found["accuracy"]
     return rows
-
-
-def best_rate(rows: Iterable[dict[str, Any]]) -> float:
-    """The learning rate of the run with the lowest final loss. NaN is no loss."""
-
-    def loss(row: dict[str, Any]) -> float:
-        last = float(row["losses"][-1])
-        return math.inf if math.isnan(last) else last
-
-    return float(min(rows, key=loss)["rate"])

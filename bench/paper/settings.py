@@ -329,6 +329,18 @@ SMALL_GPT = Setting(
     validation_tokens=150_000,
     precision="bf16",
 )
+# The sizes of base-gpt, for the minutes of `bench.gpt_110m`, which finds the steps by a probe. The
+# rate was never tried.
+GPT_110M = replace(
+    SMALL_GPT,
+    name="gpt-110m",
+    source=Size(12, 512, 8),
+    target=Size(12, 768, 12),
+    rates=(1e-3,),
+    source_rate=1e-3,
+    length=512,
+    vocab=32_768,
+)
 # As many tokens in a step. Rates are guessed from those of the tiny sizes: never tried.
 SMALL_BERT = replace(
     SMALL_GPT,

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import math
 import os
 import time
 import traceback
@@ -37,11 +38,12 @@ class Recorder:
         path: the file of the document.
         toy: whether to take toy sizes. The code is the same.
         device: "cuda", or "cpu" in a dry run.
+        limit_s: seconds after which the piece is killed.
         document: status ("running", "ok", "failed" or "skipped"), machine, rows and failures.
     """
 
-    def __init__(self, name: str, path: Path, *, toy: bool) -> None:
-        self.path, self.toy = path, toy
+    def __init__(self, name: str, path: Path, *, toy: bool, limit_s: float = math.inf) -> None:
+        self.path, self.toy, self.limit_s = path, toy, limit_s
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.started = time.perf_counter()
         self.document: dict[str, Any] = {

@@ -6,12 +6,11 @@ import re
 import pytest
 
 from bench.paper.briefs import brief_text
-from bench.paper.compare import compared, interval, runs_of, saved, title_of
+from bench.paper.compare import best_rate, compared, interval, runs_of, saved, title_of
 from bench.paper.jobs import RATE_SEED, source_of
 from bench.paper.page import minutes_of, page_text, write_page
 from bench.paper.pictures import draw
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
-from bench.paper.runs import best_rate
 from bench.paper.tables import report, table
 from bench.shared.results import write
 from tests.plot.runs import drawn as drawn_figure

@@ -1,0 +1,111 @@
+"""Runs of 110 million parameters in minutes, here at a toy size or with made-up numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.gpt_110m import seed, training
+from bench.shared.recorder import Recorder
+
+
+def row(steps, loss, *, is_end=True):
+    return {"steps": steps, "flops": 10.0 * steps, "loss": loss, "ends a run": is_end}
+
+
+SCRATCH = [row(0, 9.0, is_end=False), row(80, 2.5, is_end=False), row(100, 3.0)]
+
+
+def test_the_saving_is_read_between_the_ends_of_two_runs():
+    """The trunk is below scratch's loss earlier, but a trunk is no run that has ended."""
+    grown = [row(20, 3.5), row(30, 2.0, is_end=False), row(60, 2.7), row(100, 2.5)]
+    found = seed.saving(grown, SCRATCH, source_flops=400.0)
+    # the loss falls by 0.8 in 40 steps, so 3.0 comes after 25 of them
+    assert found["saved"] == pytest.approx(1 - 45 / 100)
+    assert found["source counted"] == pytest.approx(1 - 85 / 100)
+    assert found["words"].startswith("55.0% of the FLOPs saved, 15.0% with")
+    assert seed.saving([row(25, 2.9), row(100, 2.5)], SCRATCH, 0.0)["words"].startswith(
+        "at least 75"
+    )
+    missed = seed.saving([row(25, 3.4), row(100, 3.1)], SCRATCH, 400.0)
+    assert missed["saved"] is None and "not reached" in missed["words"]
+
+
+def test_the_steps_fill_the_time():
+    source_s, target_s, evaluation_s = 0.04, 0.08, 0.3
+    steps = seed.steps_for(200.0, source_s, target_s, evaluation_s)
+    # branches of a quarter, a half and three quarters, each over its last fifth
+    in_all = steps * (source_s + 2 * target_s) + 0.2 * 1.5 * steps * target_s
+    evaluations = 3 * (training.EVALUATIONS + 1) + len(seed.ENDS)
+    spent = in_all + evaluations * evaluation_s
+    one_more = seed.UNIT * (source_s + 2.3 * target_s)
+    assert spent <= seed.PLANNED * 200.0 < spent + one_more and steps % seed.UNIT == 0
+    assert seed.steps_for(1.0, source_s, target_s, evaluation_s) == seed.UNIT
+
+
+def toy_place(tmp_path, **changes):
+    recorder = Recorder("gpt_110m_1", tmp_path / "rows.json", toy=True)
+    setting = replace(seed.TOY, **changes)
+    tokens = torch.randint(4, setting.vocab, (64, setting.length))
+    text = training.Text(tokens[:48], tokens[48:], {})
+    losses = training.head_loss
+    return training.Place(recorder, setting, 1, text, losses, "eager", torch.arange(48))
+
+
+@pytest.mark.parametrize("is_grown", [False, True])
+def test_a_branch_leaves_its_trunk_as_it_was(tmp_path, is_grown):
+    place = toy_place(tmp_path)
+    last = []
+    for ends in ((1.0,), (0.5, 1.0)):
+        model = place.untrained(place.setting.source)
+        model = place.grown(model, **place.setting.target_sizes()) if is_grown else model
+        one = training.Training(place, "one", model, 40)
+        one.run(ends)
+        last.append(one.rows[-1])
+        assert [row["steps"] for row in one.rows if row["ends a run"]] == [40 * x for x in ends]
+    for key in ("steps", "flops", "loss"):
+        assert last[0][key] == last[1][key]
+
+
+def test_growth_inside_a_run_keeps_the_loss_and_costs_what_it_runs(tmp_path):
+    place = toy_place(tmp_path)
+    model = place.untrained(place.setting.target, 2)
+    one = training.Training(place, "one", model, 40)
+    for step in range(10):
+        one.step(step)
+    before, small = one.validate(), one.step_flops
+    one.grow(n_layer=4)
+    # autocast rounds to bfloat16
+    assert one.validate() == pytest.approx(before, abs=1e-3)
+    one.step(10)
+    assert one.step_flops > small and one.flops == 10 * small + one.step_flops
+    moments = one.optimizer.state[one.model.transformer.wte.weight]
+    assert moments["step"] == 11
+
+
+def test_flops_are_those_of_the_weights_and_of_attention(tmp_path):
+    place = toy_place(tmp_path)
+    setting = place.setting
+    B, S, H, V = setting.batch, setting.length, setting.target.width, setting.vocab
+    one = training.Training(place, "one", place.untrained(setting.target), 40)
+    layer = 12 * H * H
+    # masked pairs count, too
+    attention = 4 * H * S
+    own = B * S * setting.target.layers * (2 * layer + attention) + 2 * B * (S - 1) * H * V
+    assert one.step_flops == pytest.approx(3 * own)
+
+
+def test_without_time_left_only_three_systems_train(tmp_path):
+    recorder = Recorder("gpt_110m_2", tmp_path / "rows.json", toy=True, limit_s=seed.RESERVE_S + 1)
+    seed.run(recorder)
+    rows = recorder.document["rows"]
+    trained = list(dict.fromkeys(row["system"] for row in rows if "loss" in row))
+    assert trained == ["source", "scratch", "grown"]
+    assert [row["system"] for row in rows if row.get("what") == "left out"] == [
+        "DirectCopy",
+        "2 to 4 layers",
+    ]
+    (plan,) = (row for row in rows if row.get("what") == "plan")
+    assert plan["tokens of a run"] == plan["steps"] * 4 * 16 and plan["seed"] == 2
+    (found,) = (row for row in rows if row.get("what") == "early saving")
+    assert f"(early: {plan['tokens per parameter']:.2f} tokens per parameter)" in found["words"]
