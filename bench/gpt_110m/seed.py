@@ -94,7 +94,8 @@ def read_text(recorder: Recorder, setting: Setting) -> Text:
     }
     rows = VALIDATION * setting.batch
     validation = validation[:: max(1, len(validation) // rows)][:rows]
-    return Text(train, validation, facts)
+    # with other strides than in training the head would be compiled again
+    return Text(train, validation.contiguous(), facts)
 
 
 def curve(rows: Sequence[Row], source_flops: float = 0.0) -> list[Row]:

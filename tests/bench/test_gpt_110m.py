@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+from bench import report
 from bench.gpt_110m import seed, training
 from bench.shared.recorder import Recorder
 
@@ -95,9 +97,20 @@ def test_flops_are_those_of_the_weights_and_of_attention(tmp_path):
     assert one.step_flops == pytest.approx(3 * own)
 
 
-def test_without_time_left_only_three_systems_train(tmp_path):
+def test_without_time_left_only_three_systems_train(tmp_path, monkeypatch):
+    """All is compiled before the steps are chosen."""
+    torch._dynamo.reset()
+    probe, graphs = seed.probe, []
+
+    def probe_and_count(place):
+        found = probe(place)
+        graphs.append(dict(counters["stats"]))
+        return found
+
+    monkeypatch.setattr(seed, "probe", probe_and_count)
     recorder = Recorder("gpt_110m_2", tmp_path / "rows.json", toy=True, limit_s=seed.RESERVE_S + 1)
     seed.run(recorder)
+    assert graphs == [counters["stats"]]
     rows = recorder.document["rows"]
     trained = list(dict.fromkeys(row["system"] for row in rows if "loss" in row))
     assert trained == ["source", "scratch", "grown"]
@@ -109,3 +122,4 @@ def test_without_time_left_only_three_systems_train(tmp_path):
     assert plan["tokens of a run"] == plan["steps"] * 4 * 16 and plan["seed"] == 2
     (found,) = (row for row in rows if row.get("what") == "early saving")
     assert f"(early: {plan['tokens per parameter']:.2f} tokens per parameter)" in found["words"]
+    assert report._early_figure(rows) == found["words"]
