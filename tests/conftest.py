@@ -32,6 +32,9 @@ LONGEST = (
     "tests/bench/test_gpu.py",
     "tests/faults/test_walk.py",
     "tests/ops/backend/test_aot.py",
+    "tests/train/distributed/test_elastic.py",
+    "tests/train/distributed/test_parity.py",
+    "tests/bench/paper/test_tables.py",
 )
 # long paths then break no line of a command's output
 COLUMNS = "1000"

@@ -11,6 +11,7 @@ one failed.
 import argparse
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def _of_the_loss(launches: list[Any]) -> list[tuple[int, float, str, str]]:
 
 
 def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str, Any]]:
-    """Every step-th case from the first one on, of those whose name contains `only`."""
+    """Every step-th case from the first one on, of those whose name `only` matches."""
     from bench.launches.cases import all_cases
     from bench.launches.driver import absent_gpu
     from bench.launches.sources import all_cases as listed_cases
@@ -56,7 +57,7 @@ def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str,
     tables = [(case, source_of(case)) for case in listed_cases()]
     rows = []
     with absent_gpu(arch) as launches:
-        named = (case for case in all_cases("cpu") if only in case.name)
+        named = (case for case in all_cases("cpu") if re.search(only, case.name))
         for number, case in enumerate(named):
             if number % step != first:
                 continue
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("directory", type=Path, help="directory of the cache")
     parser.add_argument("--arch", default="sm_90", help="architecture (default: sm_90)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases with such a name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     args = parser.parse_args(argv)
     os.environ.update(cache_variables(args.directory))
