@@ -5,8 +5,9 @@
 #   bash bench/run_gpu.sh OUT SECONDS [options of bench.gpu]
 #
 # OUT/results.tgz is complete whenever the machine stops. The most valuable pieces come first
-# (bench/on_gpu/pieces.py): nine minutes for the first line, three for the second. The third trains GPT-2
-# of 110 million parameters. The fourth needs no GPU. A piece that has finished does not run again.
+# (bench/on_gpu/pieces.py): nine minutes for the first line, three for the second. The third trains
+# GPT-2 of 110 million parameters. The fourth needs no GPU. A piece that has finished does not run
+# again.
 #
 #   bash bench/run_gpu.sh OUT 540 --wheels wheels
 #   bash bench/run_gpu.sh OUT 165 --wheels wheels --only train_llama --only tune_kl_mlm_rows
