@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FULL = "full_attention"
+# what a pattern tells apart: layers with full attention, or those without positions (a 0)
+MARKED = ("full_attention", 0)
 
 
 def _is_full_first(layer: int, period: int) -> bool:
@@ -48,7 +49,8 @@ class OlderKey:
         of: where the new form holds the same: names separated by dots.
         form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
             attention: every n-th, beginning with the first (`full_first`) or ending with the last
-            of n (`full_last`), or the first n (`full_until`).
+            of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
+            where those have a 0.
         when: the flag of the config without which software ignores the key.
     """
 
@@ -89,7 +91,7 @@ class OlderKey:
             return now
         if type(now) is int and self.describes(kinds, now):
             return now
-        value = self._candidate([i for i, kind in enumerate(kinds) if kind == FULL], len(kinds))
+        value = self._candidate([i for i, kind in enumerate(kinds) if kind in MARKED], len(kinds))
         return value if self.describes(kinds, value) else None
 
     def _candidate(self, full: Sequence[int], layers: int) -> int:
@@ -105,7 +107,7 @@ class OlderKey:
         is_full = PATTERNS[self.form]
         if value < 1 and self.form != "full_until":
             return False
-        return all((kind == FULL) == is_full(i, value) for i, kind in enumerate(kinds))
+        return all((kind in MARKED) == is_full(i, value) for i, kind in enumerate(kinds))
 
     def _scaling(self, rope: Any) -> dict[str, Any] | None:
         kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"

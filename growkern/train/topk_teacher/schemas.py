@@ -20,9 +20,13 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from growkern.errors import GrowthError
 from growkern.train.topk_teacher.facts import MOST_IDS, ROUNDING
 
+# the largest float32: rows are stored as such
+MOST = float(np.finfo(np.float32).max)
 # (log-prob, token id) of the likeliest tokens of each position but the last
 Rows = list[list[tuple[float, int]]]
 
@@ -33,7 +37,7 @@ def _row(entry: Iterable[tuple[Any, Any]]) -> list[tuple[float, int]]:
     for logprob, token in entry:
         if type(token) is not int or not 0 <= token < MOST_IDS:
             raise ValueError(f"{reprlib.repr(token)} is no token id")
-        if logprob is None or (type(logprob) is float and not math.isfinite(logprob)):
+        if logprob is None or (type(logprob) is float and not abs(logprob) <= MOST):
             # fewer tokens than k have a probability above 0, or the teacher's weights are damaged
             raise GrowthError(
                 f"token {token} with {logprob}, which is no log-prob: give a smaller k, or check "
@@ -108,7 +112,7 @@ class Vllm:
         Raises:
             KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError: it has
                 another schema, or belongs to another prompt.
-            GrowthError: a log-prob is null or not finite.
+            GrowthError: a log-prob is null, or not finite as a float32.
         """
         entries = answer["choices"][0]["prompt_logprobs"]
         # the prompt's own token is always among the entries

@@ -252,6 +252,11 @@ PATTERNS = {
     "modernbert all full": (
         "ModernBertForMaskedLM", "global_attn_every_n_layers", PLAIN * 6, 1, 9, 1,
     ),
+    "olmo3": ("Olmo3ForCausalLM", "sliding_window_pattern", TWO[:1] * 5 + PLAIN, 6, 7, 7),
+    "smollm3": ("SmolLM3ForCausalLM", "no_rope_layer_interval", [1] * 5 + [0], 6, 7, 7),
+    "smollm3 repeated": (
+        "SmolLM3ForCausalLM", "no_rope_layer_interval", [1, 1, 0] * 2, 3, 9, None,
+    ),
     "qwen2": ("Qwen2ForCausalLM", "max_window_layers", PLAIN * 3 + TWO[:1] * 3, 3, 8, 4),
     "qwen3": ("Qwen3ForCausalLM", "max_window_layers", PLAIN * 6, 6, 8, 8),
 }  # fmt: skip
@@ -260,7 +265,9 @@ PATTERNS = {
 @pytest.mark.parametrize("case", PATTERNS)
 def test_patterns_of_layers_follow_layer_types_or_go(case, tmp_path):
     class_name, key, layers, now, count, then = PATTERNS[case]
-    config = {**SIX, "layer_types": layers}
+    config = {**SIX, "no_rope_layers" if 0 in layers else "layer_types": layers}
+    if class_name.startswith("Smol"):
+        config["pad_token_id"] = 0
     if class_name.startswith("Qwen"):
         config |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": now}
     if class_name.startswith("Modern"):

@@ -423,6 +423,11 @@ ROW = [(1, -1.0), (2, -2.0), (3, -3.0)]
             r"gives token \d+ with nan, which is no log-prob: give a smaller k, or",
         ),
         (
+            # a float64 that is -inf as a float32
+            [*ROW, (4, -4e300)],
+            r"gives token \d+ with -4e\+300, which is no log-prob: give a smaller k, or",
+        ),
+        (
             [*ROW, (4, float("-inf"))],
             r"gives token \d+ with -inf, which is no log-prob: give a smaller k, or",
         ),
