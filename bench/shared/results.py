@@ -109,15 +109,18 @@ def clocks() -> dict[str, str]:
 def git_facts() -> dict[str, Any]:
     """The commit of these sources, and whether they differ from it ("dirty").
 
-    Without git the commit comes from GROWKERN_COMMIT, and "dirty" is None: nobody can tell.
+    GROWKERN_COMMIT names the commit of sources that were copied here, also where git knows an
+    earlier one. "dirty" is then None: nobody can tell. Nor can anybody without git.
     """
+    if copied := os.environ.get("GROWKERN_COMMIT"):
+        return {"commit": copied, "dirty": None}
     # Results and prose do not count. Otherwise writing the first result would make the sources of
     # the second one look changed.
     changed = ("git", "status", "--porcelain", "--untracked-files=no", "--", "growkern", "csrc")
     status = _output(*changed, "bench", "tests", ":!bench/results", ":!*.md")
     commit = _output("git", "rev-parse", "--short", "HEAD")
     return {
-        "commit": commit or os.environ.get("GROWKERN_COMMIT", "unknown"),
+        "commit": commit or "unknown",
         "dirty": None if status is None else bool(status),
     }
 
