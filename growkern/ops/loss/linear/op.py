@@ -177,12 +177,12 @@ class Chunk:
         self.run(rows, self.state_SC, self.steps._replace(grad=True), self.drows_WC, dz_CV)
         return dz_CV
 
-    def found(self) -> Tensor:
+    def result(self) -> Tensor:
         """The rows' state, (S, C), after all reading and writing."""
         return self.state_SC
 
     def terms(self, state_SR: Tensor, kind_R: Tensor) -> Tensor:
-        """The terms of all rows, (T, R), from what was `found` in each chunk."""
+        """The terms of all rows, (T, R), from the `result` of each chunk."""
         return terms(state_SR, kind_R, self.settings.maths, self.settings.parts)
 
 
@@ -225,7 +225,7 @@ def sweep(
     # ranks add up float32 numbers
     sums.rounds_dx = held is not None and not settings.group
     weight_WN, unscale = fit_to_dtype(row_inputs.weights, x_NH.dtype, settings.maths)
-    inputs_R, found = row_inputs._replace(weights=weight_WN), []
+    inputs_R, results = row_inputs._replace(weights=weight_WN), []
     if rows_R is not None:
         inputs_R = RowInputs(*(x.index_select(-1, rows_R) for x in inputs_R))
     for at_G in slices(0, R, G or C):
@@ -247,7 +247,7 @@ def sweep(
                 dz_CV = chunk.write(columns)
                 if held is None:
                     sums.add(dz_CV, x_CH, student.weight, columns)
-            found.append(chunk.found())
+            results.append(chunk.result())
         if held is not None:
             dz_GV = held[: len(x_GH) * shape[1]].view(len(x_GH), shape[1])[:, :vocab]
             sums.add(dz_GV, x_GH, student.weight, tiles[0])
@@ -256,7 +256,7 @@ def sweep(
     terms_TN = weight_WN.new_zeros(2 * W, N)
     if not R:
         return terms_TN
-    terms_TR = chunk.terms(torch.cat(found, 1), inputs_R.kinds).to(weight_WN.dtype)
+    terms_TR = chunk.terms(torch.cat(results, 1), inputs_R.kinds).to(weight_WN.dtype)
     return terms_TR if rows_R is None else terms_TN.index_copy_(1, rows_R, terms_TR)
 
 

@@ -150,7 +150,7 @@ class _TopkChunk(Chunk):
         flat[place_CU] = tokens_CU.to(flat.dtype)
         return dz_CV
 
-    def found(self) -> Tensor:
+    def result(self) -> Tensor:
         return self.solved.terms_TC
 
     def terms(self, terms_TR: Tensor, _: Tensor) -> Tensor:
