@@ -23,6 +23,7 @@ MOST_LINEAGE_BYTES = 64_000_000
 EARLIER = "earlier_growths"
 # key of every grown model's config. transformers keeps it, wherever a model is saved
 GROWN_KEY = "grown_by_growkern"
+FIX = "copy it from the grown model"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,23 @@ class History:
 
     plan: Any = field(default=None, repr=False)
     records: tuple[Any, ...] = field(default=(), repr=False)
+
+    @property
+    def lost(self) -> str:
+        """Why a growth is not known; "" if there is a record of each."""
+        if self.plan is not None:
+            lost: str = self.plan.source.history.lost
+            return lost
+        last = self.records[-1] if self.records else ""
+        return last if isinstance(last, str) else ""
+
+
+def forgotten(why: str) -> str:
+    """What a lost record means, as a clause."""
+    return (
+        f"the source was grown before, and how is not known ({why}), so the factors of "
+        "growth_lr_multipliers count from this growth alone"
+    )
 
 
 def history_of(model: Any) -> History:
@@ -73,21 +91,21 @@ def history_in(directory: Path | None, config: Any) -> History:
     file = (directory or Path()) / LINEAGE_FILE
     try:
         if directory is not None and file.is_file():
-            return history_from(read_json(file, MOST_LINEAGE_BYTES, "lineage"))
+            return history_from(file, read_json(file, MOST_LINEAGE_BYTES, "lineage"))
     except GrowthError as error:
-        return History(records=(str(error),))
+        return History(records=(f"{error}: {FIX}",))
     if getattr(config, GROWN_KEY, False):
-        return History(records=(f"{file} is missing: copy it from the grown model",))
+        return History(records=(f"{file} is missing: {FIX}",))
     return History()
 
 
-def history_from(lineage: Any) -> History:
+def history_from(file: Path, lineage: Any) -> History:
     """The growths of a model, from the content of its lineage file."""
     if not isinstance(lineage, dict):
-        return History(records=(f"its {LINEAGE_FILE} is damaged",))
+        return History(records=(f"{file} is damaged: {FIX}",))
     earlier = lineage.get(EARLIER)
     # sentences in a file are not printed
-    lost = f"its {LINEAGE_FILE} lacks the record of an earlier growth"
+    lost = f"{file} lacks the record of an earlier growth"
     records = earlier if isinstance(earlier, list) else [None]
     earlier = [record if isinstance(record, dict) else lost for record in records]
     own = {key: value for key, value in lineage.items() if key != EARLIER}

@@ -20,7 +20,7 @@ from growkern.growth.optimizer.checks import (
     check_loaded_group,
     check_state_dict,
 )
-from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.growth.optimizer.moments import growth_lr_multipliers, warn_of_unknown_growth
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.optimizer.steps import (
     Uniform,
@@ -115,6 +115,8 @@ class GrowthAdamW(torch.optim.AdamW):
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan
         factors = growth_lr_multipliers(plan)
+        if matched:
+            warn_of_unknown_growth(plan)
         self._factors: dict[Tensor, Factors] = {}
         self._uniform: dict[Tensor, Uniform | None] = {}
         self._is_old: dict[Tensor, bool | None] = {}

@@ -6,7 +6,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.optimizer.moments import entry_factors, has_known_gradient, is_new
 from growkern.growth.plan.finding import Finding
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.record.recorded import plan_of_source
+from growkern.growth.record.recorded import unknown_growth
 
 
 def moment_findings(plan: PlanOfModel, *, optimizer: str = "adamw") -> tuple[Finding, ...]:
@@ -50,11 +50,8 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
             "growth_clip_norm_ also counts how copies differ, so its norm is larger than the "
             "source's"
         )
-    if unknown := _unknown_growth(plan):
-        reasons.append(
-            f"the source was grown before, and how is not known ({unknown}), so the factors of "
-            "growth_lr_multipliers count from this growth alone"
-        )
+    if unknown := unknown_growth(plan):
+        reasons.append(unknown)
     if reasons:
         return [Finding("approximate", "moments", "; ".join(reasons))]
     but = ", but for the parts named below" if _exceptions(plan) else ""
@@ -63,17 +60,6 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
         "growth_clip_norm_, as their plain norm counts every copy"
     )
     return [Finding("exact", "moments", why)]
-
-
-def _unknown_growth(plan: GrowthPlan) -> str:
-    """Why a growth before this one is not known; "" if all are."""
-    earlier: GrowthPlan | None = plan
-    try:
-        while earlier is not None:
-            earlier = plan_of_source(earlier)
-    except GrowthError as error:
-        return str(error)
-    return ""
 
 
 def _exceptions(plan: GrowthPlan) -> list[Finding]:

@@ -45,17 +45,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.record.recorded import plan_of_source
+from growkern.growth.record.recorded import plan_of_source, unknown_growth
 from growkern.ops.expand.op import expand
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
@@ -117,10 +118,18 @@ def growth_lr_multipliers(plan: PlanOfModel) -> dict[str, EntryFactors]:
     try:
         before = plan_of_source(plan)
     except GrowthError:
-        # `moment_findings` says so
+        # `moment_findings` and `warn_of_unknown_growth` say so
         before = None
     earlier = {} if before is None else growth_lr_multipliers(before)
     return {task.name: entry_factors(plan, task, earlier) for task in plan.tasks}
+
+
+def warn_of_unknown_growth(plan: GrowthPlan) -> None:
+    """Warn if the factors lack those of a growth before this one."""
+    if unknown := unknown_growth(plan):
+        # at this line, so that two optimizers of one model say it once
+        line = f"{unknown}; if it stays unknown, train with AdamW"
+        warnings.warn(line, GrowthWarning, stacklevel=1)
 
 
 def entry_factors(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import check_state_dict
-from growkern.growth.optimizer.moments import growth_lr_multipliers
+from growkern.growth.optimizer.moments import growth_lr_multipliers, warn_of_unknown_growth
 from growkern.growth.optimizer.steps import factors_of, loss_of
 from growkern.growth.plan.growth_plan import PlanOfModel
 
@@ -67,6 +67,8 @@ class GrowthMuon(torch.optim.Muon):
         super().__init__(params, lr, weight_decay, **options)
         self.plan, self.matched = plan, matched
         factors = growth_lr_multipliers(plan)
+        if matched:
+            warn_of_unknown_growth(plan)
         self._factors: dict[Tensor, Mapping[str, float]] = {}
         for group in self.param_groups:
             if "param_names" not in group:

@@ -1,4 +1,4 @@
-"""What software other than transformers makes of a grown directory, and generation of the target.
+"""What other software, generation and growkern's optimizers make of the target.
 
 Some runtimes compute sizes, or the kind of a layer, that transformers reads from the config. A
 family's table says which, in [runtimes].
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from growkern.growth.history import forgotten
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.space.layers import (
     computed_head_dim,
@@ -20,8 +21,8 @@ PORTABLE = "portable=True (--portable)"
 
 
 def portability(plan: Blueprint) -> tuple[str, ...]:
-    """What to know before the target generates or other software loads it, one sentence each."""
-    parts = (_older_keys, _kinds, _head_dim, _scale, _vocabulary, _cache, _chosen)
+    """What to know before the target generates, trains or is loaded elsewhere, as sentences."""
+    parts = (_older_keys, _kinds, _head_dim, _scale, _vocabulary, _cache, _chosen, _lost)
     return tuple(line for part in parts for line in part(plan))
 
 
@@ -116,3 +117,9 @@ def _chosen(plan: Blueprint) -> Iterator[str]:
     if field := plan.small.family.attention.field:
         chosen.append(f"{field}={getattr(plan.target_config, field)}")
     yield f"portable: {'; '.join(chosen) or 'nothing to choose in this family'}"
+
+
+def _lost(plan: Blueprint) -> Iterator[str]:
+    """A growth of the source without a record."""
+    if (lost := plan.source.history.lost) and not plan.options.is_baseline:
+        yield forgotten(lost)

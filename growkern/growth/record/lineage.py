@@ -156,7 +156,7 @@ def records_in(history: History) -> list[Any]:
     if history.plan is None:
         return [record if isinstance(record, dict) else None for record in history.records]
     text = lineage_text(history.plan, Settings(), {}, trained=True)
-    return [*history_from(json.loads(text)).records]
+    return [*history_from(Path(LINEAGE_FILE), json.loads(text)).records]
 
 
 def keep_lineage(history: History, directory: Path) -> None:

@@ -24,7 +24,9 @@ from growkern.growth.history import (
     MOST_LINEAGE_BYTES,
     History,
     directory_of,
+    forgotten,
     history_from,
+    history_in,
 )
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
@@ -116,7 +118,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             DTYPES[data["source_dtype"]],
             _read_config(file, data["source_config"]),
             _read_config(file, data["target_config"]),
-            History(records=history_from(data).records[1:]),
+            History(records=history_from(file, data).records[1:]),
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")
@@ -202,14 +204,19 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     Args:
         model: from `growkern.grow` or `growkern.grow_into`, or loaded by `from_pretrained` from a
             directory that growkern wrote.
+
+    Raises:
+        GrowthError: the record of its growth is missing or damaged.
     """
     plan = getattr(model, "growth_plan", None)
     if plan is not None:
         return plan
     directory = directory_of(model)
-    if directory is None or not has_record(directory):
-        return None
-    return recorded_plan(read_lineage(directory))
+    if directory is not None and has_record(directory):
+        return recorded_plan(read_lineage(directory))
+    if lost := history_in(directory, getattr(model, "config", None)).lost:
+        raise GrowthError(lost)
+    return None
 
 
 def plan_of_source(plan: GrowthPlan) -> GrowthPlan | None:
@@ -229,6 +236,17 @@ def plan_of_source(plan: GrowthPlan) -> GrowthPlan | None:
         raise GrowthError(f"the {plan.small.class_name} is not as its growth made it")
     # the steps of random weights follow no source
     return None if earlier.options.is_baseline else earlier
+
+
+def unknown_growth(plan: GrowthPlan) -> str:
+    """What the optimizer lacks, if a growth before this one is not known; "" if all are."""
+    earlier: GrowthPlan | None = plan
+    try:
+        while earlier is not None:
+            earlier = plan_of_source(earlier)
+    except GrowthError as error:
+        return forgotten(str(error))
+    return ""
 
 
 def misfit(plan: GrowthPlan, model: Any) -> str | None:

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.growth.history import History, history_of
 from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.combined import CombinedOptimizer
 from growkern.growth.optimizer.muon import GrowthMuon
@@ -176,7 +177,7 @@ def _plan_of(model: Any, choice: str) -> GrowthPlan | None:
         warnings.warn(f"trains with {name}, because {error}", GrowthWarning, stacklevel=4)
         return None
     if plan is None and needed:
-        if any(growth_plan_of(part) is not None for part in model.children()):
+        if any(history_of(part) != History() for part in model.children()):
             raise GrowthError(
                 "optimizer is 'growth-adamw', whose factors belong to one growth, but the parts of "
                 f"{type(model).__name__} were grown one by one: set optimizer to 'adamw' or 'muon'"

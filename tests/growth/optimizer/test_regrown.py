@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -225,6 +226,19 @@ def damage(directory):
     (directory / "lineage.json").write_text("{")
 
 
+def cut(directory):
+    file = directory / "lineage.json"
+    file.write_text(file.read_text()[:3000])
+
+
+def empty(directory):
+    (directory / "lineage.json").write_text("null")
+
+
+def keep(directory):
+    pass
+
+
 def edit(**changes):
     def change(directory):
         file = directory / "lineage.json"
@@ -256,6 +270,55 @@ def test_a_growth_that_is_not_known_is_said(chain, tmp_path, change, why):
     assert "how is not known" in found.why and "\x1b" not in found.why
     # the last growth counts alone
     assert growth_lr_multipliers(plan)
+
+
+def said(make):
+    """What is warned of the growths of a source while something is made."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    return made, [str(one.message) for one in caught if "how is not known" in str(one.message)]
+
+
+@pytest.mark.parametrize("name", ["large", "small"])
+@pytest.mark.parametrize("change", [keep, empty, cut, lose])
+def test_a_lost_record_is_said_in_the_plan_and_by_the_optimizers(name, change, chain, tmp_path):
+    place = tmp_path / name
+    if name == "small":
+        change = keep
+    change(place)
+    sizes = {**EVEN, **WIDEST}
+    growkern.grow_checkpoint(place, tmp_path / "new", progress=False, **sizes)
+    plans = [
+        growkern.plan(place, **sizes),
+        growkern.grow(loaded(place), **sizes).growth_plan,
+        # what was lost before is known to be lost later
+        growth_plan_of(loaded(tmp_path / "new")),
+    ]
+    for number, plan in enumerate(plans):
+        model = loaded(tmp_path / "new")
+        makers = [
+            lambda model=model, plan=plan: growkern.GrowthAdamW(model.named_parameters(), plan),
+            lambda model=model, plan=plan: growkern.GrowthMuon(
+                [(n, p) for n, p in model.named_parameters() if p.ndim == 2], plan
+            ),
+        ]
+        for make in makers:
+            _, lines = said(make)
+            assert len(lines) == (change is not keep)
+            where = tmp_path / "new" if number == 2 else place
+            assert all(str(where / "lineage.json") in line for line in lines)
+            assert all("AdamW" in line for line in lines)
+        _, lines = said(
+            lambda model=model, plan=plan: growkern.GrowthAdamW(
+                model.named_parameters(), plan, matched=False
+            )
+        )
+        assert not lines
+        notes = [line for line in plan.portability() if "how is not known" in line]
+        assert len(notes) == (change is not keep)
+    shown = "how is not known" in " ".join(str(plans[0]).split())
+    assert shown == (change is not keep)
 
 
 def saved_elsewhere(model, place):
@@ -330,7 +393,11 @@ def test_a_model_of_the_hub_has_the_growths_of_its_snapshot(
     model.name_or_path = "somebody/large"
     if not has_lineage:
         lose(snapshot)
-    assert (growth_plan_of(model) is not None) == has_lineage
+    if has_lineage:
+        assert growth_plan_of(model) is not None
+    else:
+        with pytest.raises(growkern.GrowthError, match=r"lineage\.json is missing"):
+            growth_plan_of(model)
     found = growkern.moment_findings(growkern.plan(model, **EVEN, **WIDEST))[0]
     assert found.level == ("exact" if has_lineage else "approximate"), found.why
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import transformers
 import growkern
 from growkern import GrowthAdamW, GrowthError, OptimizerOptions, TwoStageTrainer
 from growkern.errors import GrowthWarning
+from tests.train.run.test_run import save_tokenizer
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build
 
@@ -128,6 +130,43 @@ def test_a_damaged_lineage_is_said(tmp_path):
     assert type(optimizer_of(trainer)) is torch.optim.AdamW
     with pytest.raises(GrowthError, match="not a growth record"):
         trained(loaded, tmp_path, optimizer="growth-adamw")
+
+
+@pytest.mark.parametrize("text", ["null", "cut", None, "whole"])
+def test_a_lost_lineage_is_said_in_every_training(text, tmp_path):
+    """Training of the grown model, and a run that grows it again."""
+    source, _ = grown()
+    source.float().save_pretrained(tmp_path / "small")
+    growkern.grow_checkpoint(
+        tmp_path / "small", tmp_path / "large", progress=False, **TWICE["llama"]
+    )
+    file = tmp_path / "large" / "lineage.json"
+    whole = file.read_text()
+    file.unlink()
+    if text is not None:
+        file.write_text({"cut": whole[:3000], "whole": whole}.get(text, text))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "large")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trained(loaded, tmp_path / "plain")
+    lines = [str(one.message) for one in caught if issubclass(one.category, GrowthWarning)]
+    said = [line for line in lines if "trains with AdamW, because" in line and str(file) in line]
+    assert len(said) == (text != "whole")
+    assert isinstance(optimizer_of(trainer), GrowthAdamW) == (text == "whole")
+    (tmp_path / "c.txt").write_text("w1 w2 w3 w4 w5 w6\n" * 50)
+    save_tokenizer(tmp_path / "large")
+    (tmp_path / "run.toml").write_text(
+        f"[growth]\nsource = '{tmp_path / 'large'}'\nnum_hidden_layers = 3\n"
+        f"[data]\ntrain = ['{tmp_path / 'c.txt'}']\nsequence_length = 8\n"
+        "[training]\nsteps = 1\nbatch_size = 2\nlearning_rate = 1e-3\n"
+        f"[output]\ndirectory = '{tmp_path / 'out'}'\n"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        growkern.run(tmp_path / "run.toml", progress=False)
+    lines = [str(one.message) for one in caught if "how is not known" in str(one.message)]
+    assert len(lines) == (text != "whole")
+    assert all(str(file) in line for line in lines)
 
 
 def test_a_model_that_was_changed_since_trains_with_adamw(tmp_path):
