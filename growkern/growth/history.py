@@ -17,6 +17,8 @@ from growkern.bounded import read_json
 from growkern.errors import GrowthError
 
 LINEAGE_FILE, CHECKSUMS_FILE, CARD_FILE = "lineage.json", "checksums.json", "README.md"
+# keys that every lineage file has
+NEEDED = ("options", "settings", "tensors", "dtype", "source_dtype")
 # an entry has 500 bytes; there is one for each tensor
 MOST_LINEAGE_BYTES = 64_000_000
 # the key of a record with those of the growths before it, the latest first

@@ -1,27 +1,27 @@
 """Says which directories may be deleted because something new takes their place.
 
 Every command that deletes follows this rule: a directory may go if growkern recognises each file in
-it. A record lists the file, or its name is one that only such a directory has. One file that is not
-known keeps the whole directory. The user can then delete that file by hand, and growkern cannot
-bring one back.
+it. A record of growkern lists the file, or its name is one that only such a directory has. A
+`manifest.json` of another program is no record. One file that is not known keeps the whole
+directory. The user can then delete that file by hand, and growkern cannot bring one back.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.publish.manifest import MANIFEST
-
-# of a record
-MOST_BYTES = 64_000_000
+from growkern.publish.manifest import ALGORITHM, MANIFEST, MOST_BYTES, read_manifest
 
 
 def why_kept(
-    directory: Path, what: str, is_known: Callable[[PurePosixPath], bool], *records: str
+    directory: Path,
+    what: str,
+    is_known: Callable[[PurePosixPath], bool],
+    recorded: Collection[str] = (),
 ) -> str | None:
     """Why a directory must not be deleted, as a phrase about it; None if it may be.
 
@@ -31,30 +31,40 @@ def why_kept(
         directory: what it should be, or anything else.
         what: the kind of directory, for the phrase: "a teacher cache".
         is_known: whether a file, a link or an empty folder is one of that kind, by its path inside.
-        records: names of files in it that list others, such as `MANIFEST`.
+        recorded: paths of the files that records of growkern in it list, see `recorded_in`.
 
     Raises:
         OSError: it cannot be read.
     """
     if directory.is_symlink() or not directory.is_dir():
         return "it is no directory"
-    recorded = {name for record in records for name in recorded_in(directory, record)}
+    is_foreign = _has_foreign_manifest(directory)
     for path in _files(directory):
         file = PurePosixPath(path.relative_to(directory).as_posix())
         is_recorded = file.as_posix() in recorded and not file.parts[0].startswith(".")
-        if not (is_recorded or is_known(file)):
+        if not (is_recorded or is_known(file)) or (is_foreign and str(file) == MANIFEST):
             return f"{file} is no file of {what} (delete it or move it away by hand)"
     return None
 
 
-def recorded_in(directory: Path, record: str = MANIFEST) -> set[str]:
-    """The files that growkern noted when it wrote a directory; none if the record is damaged."""
+def recorded_in(directory: Path) -> set[str]:
+    """The files that the manifest of a directory lists, and itself; none if it is not one of ours.
+
+    A damaged manifest lists none.
+    """
     try:
-        found = read_json(directory / record, MOST_BYTES, "record")
+        return {*read_manifest(directory), MANIFEST}
     except GrowthError:
         return set()
-    files = found.get("files") if isinstance(found, dict) else None
-    return {*files} if isinstance(files, dict) else set()
+
+
+def _has_foreign_manifest(directory: Path) -> bool:
+    """Whether another program wrote the manifest. One of ours may be damaged or empty."""
+    try:
+        found = read_json(directory / MANIFEST, MOST_BYTES, "manifest")
+    except GrowthError:
+        return False
+    return bool(found) and not (isinstance(found, dict) and found.get("algorithm") == ALGORITHM)
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -515,14 +515,15 @@ def test_grow_refuses_what_it_cannot_do(run, checkpoint, tmp_path):
     assert_bad_input(run("grow", checkpoint, target, "--method", "fpy"), "did you mean 'fpi'")
     assert not target.exists()
     target.mkdir()
+    (tmp_path / "empty").mkdir()
     (target / "precious").touch()
-    assert_bad_input(run("grow", checkpoint, target, *SIZES), "large exists", "no config.json")
+    assert_bad_input(run("grow", checkpoint, target, *SIZES), "large exists", "no record in it")
     (target / "precious").rename(target / "vocab.txt")
     (target / "config.json").write_text('{"model_type": "bert"}')
-    assert_bad_input(run("grow", checkpoint, target, *SIZES), "--overwrite")
-    (target / "config.json").unlink()
-    (target / "vocab.txt").rename(target / "precious")
-    assert [p.name for p in target.iterdir()] == ["precious"]
+    again = run("grow", checkpoint, target, *SIZES, "--overwrite")
+    assert_bad_input(again, "no record in it", "move it away", "another directory")
+    assert sorted(p.name for p in target.iterdir()) == ["config.json", "vocab.txt"]
+    assert_bad_input(run("grow", checkpoint, tmp_path / "empty", *SIZES), "--overwrite")
 
 
 def test_grow_takes_the_optimizer_along(run, checkpoint, tmp_path):

@@ -112,7 +112,7 @@ WRITING = [
     Use(f"grow {{bert}} {{new}} {WIDE} --moments reset", ("moments", "optimizer")),
     Use(f"grow {{bert}} {{new}} {WIDE} --moments grow", ("--moments", "give --optimizer")),
     Use("fold {bert} {new}", ("lineage.json", "give a grown checkpoint", "--lineage")),
-    Use("fold {large} {bert}", ("exists", "--overwrite")),
+    Use("fold {large} {bert}", ("exists", "another directory")),
     Use("replay {text} {bert} {new}", ("text", "growth record")),
     Use("replay {bert}/config.json {bert} {new}", ("growth record", "give a grown checkpoint")),
     Use("replay {bert} {bert} {new}", ("no lineage.json", "give a grown checkpoint")),

@@ -79,6 +79,7 @@ def start_fold(folder):
 def start_fold_over(folder):
     start_fold(folder)
     tiny(1).save_pretrained(folder / "target")
+    write_manifest(folder / "target")
 
 
 def fold(folder, **how):
@@ -168,6 +169,7 @@ def start_export(folder):
 def start_export_over(folder):
     start_export(folder)
     tiny(1).save_pretrained(folder / "target")
+    write_manifest(folder / "target")
 
 
 def export_run(folder):

@@ -68,6 +68,20 @@ def test_a_file_that_no_record_lists_keeps_the_whole_directory(out, name):
     assert snapshot(out) == before
 
 
+@pytest.mark.parametrize("place", [".", "checkpoint-4"])
+def test_a_manifest_of_another_program_lists_nothing_and_stays(out, place):
+    files = dict.fromkeys((p.name for p in (out / place).iterdir()), 1) | {"thesis.txt": 1}
+    (out / place / "thesis.txt").write_text("mine")
+    manifest = out / place / "manifest.json"
+    manifest.write_text(json.dumps({"name": "my web app", "files": files}))
+    for left in ("thesis.txt", "nothing"):
+        before = snapshot(out)
+        with pytest.raises(GrowthError, match=r"is no file of .*by hand"):
+            overwrite(out)
+        assert snapshot(out) == before
+        (out / place / left).unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize(
     "marker",
     [

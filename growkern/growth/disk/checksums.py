@@ -134,7 +134,7 @@ def refuse_changed(file: Path) -> None:
     record = file.with_name(CHECKSUMS_FILE)
     if not record.is_file():
         return
-    recorded = _read_record(record)["files"].get(file.name)
+    recorded = read_checksums(record)["files"].get(file.name)
     if recorded is not None and recorded != checksum_file(file.parent, file.name):
         raise GrowthError(
             f"{file} has changed since the growth: take a copy whose checksum is that in {record}"
@@ -169,7 +169,7 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
         source: the directory it was grown from, its tensors to be compared too; None: it is not
             there.
     """
-    record = _read_record(directory / CHECKSUMS_FILE)
+    record = read_checksums(directory / CHECKSUMS_FILE)
     wrong = [*_wrong_files(directory, record["files"])]
     try:
         headers = open_source(directory, allow_nonfinite=True).headers
@@ -225,7 +225,12 @@ def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]
             yield f"{file}: weights were added"
 
 
-def _read_record(file: Path) -> dict[str, Any]:
+def read_checksums(file: Path) -> dict[str, Any]:
+    """The record of checksums in a file.
+
+    Raises:
+        GrowthError: there is none, or it is damaged or another program's.
+    """
     if not file.is_file():
         raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
     try:

@@ -1,8 +1,8 @@
 """Checks a growth's target, makes the workplace beside it, and says what may be replaced.
 
-A directory may be replaced if it is a checkpoint: a model's config is in it, and every file is one
-that growkern recorded when it wrote the directory, or has one of the names that transformers or
-sentence-transformers give to weights, tokenizers and the like.
+A directory may be replaced if it is a checkpoint that growkern wrote: its record lists every file
+but the card, which nobody edited. `save_pretrained` of a grown model records a lineage only, which
+stands for the files that it writes. A model of another program has no record and is never replaced.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from pathlib import Path, PurePosixPath
 
 from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.growth.disk.sentence import CONFIG_FILE
-from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
-from growkern.growth.source.formats import MODEL_FILES
-from growkern.growth.source.stamps import module_folders
+from growkern.growth.disk.checksums import read_checksums
+from growkern.growth.disk.stamp import is_unedited, read_card
+from growkern.growth.history import (
+    CARD_FILE,
+    CHECKSUMS_FILE,
+    LINEAGE_FILE,
+    MOST_LINEAGE_BYTES,
+    NEEDED,
+)
 from growkern.publish import replaceable, workplace
-from growkern.publish.manifest import MANIFEST
+from growkern.publish.replaceable import recorded_in
 
 KIND = "growing"
 
@@ -39,7 +44,7 @@ def sweep(target: Path) -> None:
 
 
 def may_replace(directory: Path) -> bool:
-    """Whether a directory is a checkpoint or empty: nothing else is ever replaced."""
+    """Whether a directory is a checkpoint of growkern or empty: nothing else is ever replaced."""
     return why_kept(directory) is None
 
 
@@ -59,8 +64,8 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise GrowthError(f"{target} exists and holds the source itself: give another directory")
     if why := why_kept(target):
         raise GrowthError(
-            f"{target} exists and holds something other than a checkpoint, which is never "
-            f"replaced: {why}: give another directory"
+            f"{target} exists and holds something other than a checkpoint of growkern, which "
+            f"is never replaced: {why}: give another directory"
         )
     if not overwrite:
         raise GrowthError(f"{target} exists: give another directory or overwrite (--overwrite)")
@@ -80,25 +85,18 @@ def check_space(target: Path, size: int) -> None:
     workplace.check_space(target, KIND, size)
 
 
-# of a config or a record
-MOST_BYTES = 16_000_000
-# of a model, besides weights and the files that growkern recorded. Only whole names: the user's own
-# files could have any that begins or ends like these. The state of a training is not among them
-KNOWN = (
-    *MODEL_FILES,
-    *(LINEAGE_FILE, CHECKSUMS_FILE, MANIFEST),
-    # the card and the terms
-    *(CARD_FILE, ".gitattributes", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE"),
+# what `save_pretrained` of a grown model writes beside its lineage, which lists no files
+SAVED = re.compile(
+    r"config\.json|generation_config\.json|lineage\.json"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
-SHARD = r"(-\d{5}-of-\d{5})?"
-WEIGHTS = rf"(model{SHARD}\.safetensors|pytorch_model{SHARD}\.bin)(\.index\.json)?"
 
 
 def why_kept(directory: Path) -> str | None:
     """Why a directory must not be deleted, as a phrase about it; None if it may be.
 
-    A directory may be deleted if it is empty, or the directory of a checkpoint and of nothing else.
-    Nothing whose name starts with `.git` is ever deleted, but for `.gitattributes`.
+    A directory may be deleted if it is empty, or if growkern recorded that it wrote it and every
+    file in it. Nothing whose name starts with a dot is ever deleted.
 
     Raises:
         OSError: it cannot be read.
@@ -107,17 +105,35 @@ def why_kept(directory: Path) -> str | None:
         return "it is no directory"
     if not any(directory.iterdir()):
         return None
-    try:
-        config = read_json(directory / CONFIG_FILE, MOST_BYTES, "config")
-    except GrowthError:
-        config = None
-    if not (isinstance(config, dict) and isinstance(config.get("model_type"), str)):
-        return f"it has no {CONFIG_FILE} of a model"
-    modules = module_folders(directory)
+    recorded = recorded_in(directory) | _with_checksums(directory)
+    # of a record that lists files, the lineage is one
+    is_grown = LINEAGE_FILE not in recorded and _is_grown(directory)
+    if not (recorded or is_grown):
+        return (
+            "no record in it says that growkern wrote it, as in a model of another program (move "
+            "it away by hand)"
+        )
 
     def is_known(file: PurePosixPath) -> bool:
-        is_module = len(file.parts) == 2 and file.parts[0] in modules
-        is_named = file.name in KNOWN or re.fullmatch(WEIGHTS, file.name) is not None
-        return is_named and (len(file.parts) == 1 or is_module)
+        if str(file) == CARD_FILE:
+            return is_unedited(read_card(directory / CARD_FILE))
+        return is_grown and SAVED.fullmatch(str(file)) is not None
 
-    return replaceable.why_kept(directory, "a checkpoint", is_known, CHECKSUMS_FILE, MANIFEST)
+    return replaceable.why_kept(directory, "a checkpoint", is_known, recorded)
+
+
+def _with_checksums(directory: Path) -> set[str]:
+    """The files that a growth recorded, and its record."""
+    try:
+        return {*read_checksums(directory / CHECKSUMS_FILE)["files"], CHECKSUMS_FILE}
+    except GrowthError:
+        return set()
+
+
+def _is_grown(directory: Path) -> bool:
+    """Whether a lineage of growkern is there."""
+    try:
+        found = read_json(directory / LINEAGE_FILE, MOST_LINEAGE_BYTES, "lineage")
+    except GrowthError:
+        return False
+    return isinstance(found, dict) and {"format", *NEEDED} <= found.keys()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -13,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from growkern.growth.disk.stamp import STAMPED, is_unedited, read_card, stamped
 from growkern.growth.history import CARD_FILE
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
@@ -22,8 +21,6 @@ from growkern.units import human
 
 # every card of a growth has this tag
 TAG = "growkern"
-# a card is read into memory
-MOST_CARD_BYTES = 1_000_000
 # what the source's card says that is true of the grown model too
 KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
 EMBEDDINGS = (
@@ -36,9 +33,6 @@ TRAINED = "and was trained or changed since."
 COMPARED, COMPARED_BEFORE = "Compared with its source:", "Before that, compared with its source:"
 RECORD = "`lineage.json` says where every weight comes from."
 RECORD_BEFORE = "`lineage.json` says where every weight came from when the model was grown."
-# the last line of a card that growkern wrote: the checksum of the lines above it
-STAMP = "<!-- growkern rewrites this file as long as nobody edits it: {} -->\n"
-STAMPED = re.compile(f"(.*\n){re.escape(STAMP).replace(re.escape('{}'), '([0-9a-f]{64})')}", re.S)
 
 
 def source_name(plan: GrowthPlan) -> str:
@@ -103,7 +97,7 @@ def write_card(text: str, directory: Path) -> None:
     Of such a file only the sentences that `note_training` changes are brought up to date.
     """
     file = directory / CARD_FILE
-    if os.path.lexists(file) and not _is_unedited(_text(file)):
+    if os.path.lexists(file) and not is_unedited(read_card(file)):
         note_training(directory, trained=False)
     else:
         file.write_text(text, encoding="utf-8")
@@ -146,7 +140,7 @@ def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str
         made,
         RECORD,
     ]
-    return _stamped("\n\n".join(lines) + "\n")
+    return stamped("\n\n".join(lines) + "\n")
 
 
 def note_training(directory: Path, *, trained: bool = True) -> None:
@@ -156,51 +150,31 @@ def note_training(directory: Path, *, trained: bool = True) -> None:
         trained: False: they are those of the growth again.
     """
     file = directory / CARD_FILE
-    before = text = _text(file)
+    before = text = read_card(file)
     pairs = ((UNTRAINED, TRAINED), (COMPARED, COMPARED_BEFORE), (RECORD, RECORD_BEFORE))
     swaps = [pair if trained else pair[::-1] for pair in pairs]
     if swaps[0][0] in text and swaps[-1][0] in text:
         for old, new in swaps:
             text = text.replace(old, new)
-        unedited = STAMPED.fullmatch(text) if _is_unedited(before) else None
-        file.write_text(_stamped(unedited[1]) if unedited else text, encoding="utf-8")
+        unedited = STAMPED.fullmatch(text) if is_unedited(before) else None
+        file.write_text(stamped(unedited[1]) if unedited else text, encoding="utf-8")
 
 
 def add_tags(tags: Sequence[str], directory: Path) -> None:
     """Add tags to the card in a directory. One that nobody edited still counts as unedited."""
     file = directory / CARD_FILE
-    text = _text(file)
+    text = read_card(file)
     if not tags or not text:
         return
-    unedited = STAMPED.fullmatch(text) if _is_unedited(text) else None
+    unedited = STAMPED.fullmatch(text) if is_unedited(text) else None
     card = ModelCard(unedited[1] if unedited else text, ignore_metadata_errors=True)
     card.data["tags"] = list(dict.fromkeys([*_listed(card.data.get("tags")), *tags]))
-    file.write_text(_stamped(str(card)) if unedited else str(card), encoding="utf-8")
-
-
-def _stamped(text: str) -> str:
-    """A card with the line that tells `_is_unedited` whether it was edited since."""
-    return text + STAMP.format(hashlib.sha256(text.encode()).hexdigest())
-
-
-def _is_unedited(text: str) -> bool:
-    """Whether a card is as growkern wrote it."""
-    found = STAMPED.fullmatch(text)
-    return found is not None and _stamped(found[1]) == text
-
-
-def _text(file: Path) -> str:
-    """A card; "" if there is none that can be read."""
-    try:
-        is_small = file.is_file() and file.stat().st_size <= MOST_CARD_BYTES
-        return file.read_text(encoding="utf-8") if is_small else ""
-    except (OSError, ValueError):
-        return ""
+    file.write_text(stamped(str(card)) if unedited else str(card), encoding="utf-8")
 
 
 def _kept(directory: Path | None) -> dict[str, Any]:
     """What the card of the source says of the grown model too."""
-    text = _text(directory / CARD_FILE) if directory else ""
+    text = read_card(directory / CARD_FILE) if directory else ""
     # huggingface_hub warns of a card without metadata, which is nothing to warn of here
     if not text.lstrip().startswith("---"):
         return {}

@@ -22,6 +22,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.history import (
     LINEAGE_FILE,
     MOST_LINEAGE_BYTES,
+    NEEDED,
     History,
     directory_of,
     forgotten,
@@ -40,7 +41,6 @@ from growkern.growth.space.spaces import Space
 
 T = TypeVar("T")
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
-NEEDED = ("options", "settings", "tensors", "dtype", "source_dtype")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 

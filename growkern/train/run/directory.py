@@ -109,7 +109,9 @@ def _why_kept(output: Path) -> str | None:
     """Why the directory of a run must not be deleted; None if it may be."""
     checkpoints = [path for path in output.iterdir() if re.fullmatch(CHECKPOINTS, path.name)]
     for path in checkpoints:
-        if why := why_kept(path, "a checkpoint", lambda file: str(file) == MANIFEST, MANIFEST):
+        if why := why_kept(
+            path, "a checkpoint", lambda file: str(file) == MANIFEST, recorded_in(path)
+        ):
             return f"{path.name}: {why}"
     # a run that is killed while it saves its model has no record of it yet
     saved = {name for path in checkpoints for name in recorded_in(path)}
@@ -123,7 +125,7 @@ def _why_kept(output: Path) -> str | None:
         is_log = first == LOGS and (is_logged or is_empty)
         return first in folders or is_saved or is_log
 
-    return why_kept(output, "a run", is_known, MANIFEST)
+    return why_kept(output, "a run", is_known, recorded_in(output))
 
 
 def is_finished(output: Path) -> bool:

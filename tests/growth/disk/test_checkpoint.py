@@ -409,20 +409,21 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
     with pytest.raises(growkern.GrowthError, match="exists") as refused:
         grow(source, target)
     assert "overwrite" not in str(refused.value)
-    for config in (None, '{"port": 8080}', '["model_type"]', "model_type"):
-        if config is not None:
-            (target / "config.json").write_text(config)
-        with pytest.raises(growkern.GrowthError, match=r"it has no config\.json of a model"):
-            grow(source, target, overwrite=True)
-    (target / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(growkern.GrowthError, match="no record in it says that growkern wrote it"):
+        grow(source, target, overwrite=True)
+    (target / "precious.txt").rename(tmp_path / "precious.txt")
+    grow(source, target)
+    (tmp_path / "precious.txt").rename(target / "precious.txt")
     with pytest.raises(growkern.GrowthError, match=r"precious\.txt is no file of a checkpoint"):
         grow(source, target, overwrite=True)
-    (target / "precious.txt").rename(target / "vocab.txt")
+    (target / "precious.txt").unlink()
+    (target / "vocab.txt").write_text("of the old growth")
+    before = snapshot(target)
     with pytest.raises(growkern.GrowthError, match="smaller"):
         grow(source, target, hidden_size=12, overwrite=True)
-    assert snapshot(target) == {"vocab.txt": b"mine", "config.json": b'{"model_type": "bert"}'}
     with pytest.raises(growkern.GrowthError, match=r"exists.*overwrite"):
         grow(source, target)
+    assert snapshot(target) == before
     grow(source, target, overwrite=True)
     assert snapshot(target)["vocab.txt"] == (source / "vocab.txt").read_bytes()
     (tmp_path / "config.json").write_text("{}")
@@ -438,17 +439,18 @@ FOREIGN += ["original/params.json", "onnx/model.onnx", "checkpoint-1/model.safet
 FOREIGN += ["1_Pooling/notes/config.json", "figure.png", "survey_results.json", "thesis.model"]
 FOREIGN += ["COPYING-thesis.txt", "tokenizer_experiments.md", "modeling_diary.py", "optimizer.pt"]
 FOREIGN += ["LICENSE-keys.pem", "vocab-of-the-talk.txt", "best.safetensors", "notes.jinja"]
-FOREIGN += ["model.gguf", "additional_chat_templates/tool.jinja"]
+FOREIGN += ["model.gguf", "additional_chat_templates/tool.jinja", "merges.txt", "LICENSE"]
+FOREIGN += [".gitattributes", "model-00001-of-00002.safetensors", "1_Pooling/config.json"]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_target_with_anything_else_in_it_is_not_replaced(source, tmp_path, name):
     target = tmp_path / "grown"
-    shutil.copytree(source, target)
-    (target / "modules.json").write_text('[{"path": "1_Pooling", "type": "Pooling"}]')
+    grow(source, target)
     # a record of ours must not give away what is in .git
-    files = {"files": {".git/HEAD": {}, ".git": {}}}
-    (target / "manifest.json").write_text(json.dumps(files))
+    record = json.loads((target / "checksums.json").read_text())
+    record["files"] |= {".git/HEAD": "", ".git": ""}
+    (target / "checksums.json").write_text(json.dumps(record))
     (target / name).parent.mkdir(exist_ok=True, parents=True)
     (target / name).mkdir() if name.endswith("/") else (target / name).write_text("mine")
     before = snapshot(target)
@@ -457,27 +459,72 @@ def test_a_target_with_anything_else_in_it_is_not_replaced(source, tmp_path, nam
     assert snapshot(target) == before and (target / name).exists()
 
 
+@pytest.mark.parametrize("saved", ["by transformers", "names alone", "foreign records"])
+def test_a_model_of_another_program_is_not_replaced(source, tmp_path, saved):
+    """Names that every model has are no record of ours, nor are records of other programs."""
+    target = tmp_path / "theirs"
+    target.mkdir()
+    files = {"config.json": '{"model_type": "bert"}', "vocab.txt": "my words", "merges.txt": "x"}
+    if saved == "by transformers":
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        files = {}
+    elif saved == "foreign records":
+        record = json.dumps({"name": "my web app", "files": {"thesis.txt": 1, "config.json": 1}})
+        files |= dict.fromkeys(("manifest.json", "checksums.json", "lineage.json"), record)
+        files["thesis.txt"] = "mine"
+    for name, text in {**files, "README.md": "my thesis"}.items():
+        (target / name).write_text(text)
+    before = snapshot(target)
+    grow(source, tmp_path / "grown")
+    for replace in (
+        lambda: grow(source, target, overwrite=True),
+        lambda: growkern.fold(tmp_path / "grown", target, progress=False, overwrite=True),
+    ):
+        with pytest.raises(growkern.GrowthError, match=r"no record .*move it away.*another dir"):
+            replace()
+    assert snapshot(target) == before
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "manifest.json", "README.md"])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_foreign_manifest_or_card_keeps_a_grown_model(source, tmp_path, name, in_memory):
+    target = tmp_path / "grown"
+    if in_memory:
+        growkern.grow(source, hidden_size=48).save_pretrained(target)
+        assert not (target / "checksums.json").exists()
+    else:
+        grow(source, target)
+    text = json.dumps({"name": "my web app", "files": {"thesis.txt": 1}})
+    (target / ("README.md" if name == "README.md" else "manifest.json")).write_text(text)
+    if name == "thesis.txt":
+        (target / name).write_text("mine")
+    before = snapshot(target)
+    with pytest.raises(growkern.GrowthError, match=r"(manifest\.json|README\.md) is no file of a"):
+        grow(source, target, overwrite=True)
+    assert snapshot(target) == before
+
+
 def test_checkpoints_of_every_kind_are_replaced(source, tmp_path):
-    """Those with the usual names, and all that growth wrote, whatever names the source had."""
+    """All that growth, a fold and `save_pretrained` wrote, whatever names the source had."""
     target = tmp_path / "grown"
     (source / "figure.png").write_text("of the source")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("x")
     grow(source, target)
     assert (target / "figure.png").is_file()
-    names = ["merges.txt", "spiece.model", "tokenizer.model.v3", "LICENSE.txt"]
-    names += [".gitattributes", "chat_template.jinja", "model-00001-of-00002.safetensors"]
-    for name in names:
-        (target / name).write_text("x")
-    (target / "pytorch_model.bin").symlink_to(source, target_is_directory=True)
+    (target / "figure.png").unlink()
+    (target / "figure.png").symlink_to(source, target_is_directory=True)
     grow(source, target, overwrite=True)
-    assert not {*names} & {*snapshot(target)} and (target / "figure.png").is_file()
+    assert not (target / "figure.png").is_symlink() and (target / "figure.png").is_file()
     assert (source / "config.json").is_file()
     folded = tmp_path / "folded"
     growkern.fold(target, folded, progress=False)
     growkern.fold(target, folded, progress=False, overwrite=True)
     growkern.grow(source, hidden_size=48).save_pretrained(folded)
     grow(source, folded, overwrite=True)
+    in_memory = tmp_path / "in memory"
+    growkern.grow(source, hidden_size=48).save_pretrained(in_memory)
+    grow(source, in_memory, overwrite=True)
 
 
 def test_a_full_disk_is_noticed_before_and_survived_during(source, tmp_path, monkeypatch):

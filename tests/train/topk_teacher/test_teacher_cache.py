@@ -334,6 +334,14 @@ def test_a_kill_while_the_old_cache_is_deleted(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+def test_a_cache_with_a_manifest_of_another_program_is_not_replaced(tmp_path):
+    make(tmp_path / "c")
+    (tmp_path / "c" / "manifest.json").write_text('{"name": "my web app", "files": {}}')
+    with pytest.raises(GrowthError, match=r"manifest\.json is no file of a teacher cache"):
+        make(tmp_path / "c", k=4, overwrite=True)
+    assert "my web app" in (tmp_path / "c" / "manifest.json").read_text()
+
+
 @pytest.mark.parametrize(
     "name", ["notes.md", "runs/model.bin", "empty/", "rows-x.safetensors", "model.safetensors"]
 )
@@ -342,7 +350,9 @@ def test_a_cache_with_anything_else_in_it_is_not_replaced(tmp_path, name):
     (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "c" / name).mkdir() if name.endswith("/") else (tmp_path / "c" / name).touch()
     # nor if a record names it
-    (tmp_path / "c" / "manifest.json").write_text(json.dumps({"files": {name: {}}}))
+    record = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    record["files"][name] = {"bytes": 0, "checksum": ""}
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps(record))
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     with pytest.raises(GrowthError, match=f"{name.strip('/')} is no file of a teacher cache"):
         make(tmp_path / "c", k=4, overwrite=True)
