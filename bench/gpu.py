@@ -200,7 +200,7 @@ def positive(text: str) -> float:
 
 def wheels_in(text: str) -> Path:
     """A directory of wheels, as an argument."""
-    if not any(Path(text).glob("*.whl")):
+    if not any(path.is_file() for path in Path(text).glob("*.whl")):
         raise argparse.ArgumentTypeError(f"{text} holds no *.whl")
     return Path(text)
 

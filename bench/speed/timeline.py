@@ -20,7 +20,7 @@ from bench.shared.harness import interleaved_ms
 from bench.shared.loss_measure import growkern, make_inputs
 from bench.shared.recorder import Recorder
 from bench.speed.linear_kl_mlm_loss import SHAPES, gemms_alone, growkern_cuda, growkern_labels
-from growkern.ops.loss.linear import op
+from growkern.ops.loss.linear import gemm
 
 # the device waits so many cycles, some 20 ms, while the host queues a step
 LEAD = 40_000_000
@@ -51,7 +51,7 @@ def run(recorder: Recorder) -> None:
     with recorder.attempt("chunks"):
         for rows in recorder.pick((256, 512, 1024, 2048, 4096), (2,)):
             whole = -(-shape[0] // rows) * rows
-            with mock.patch.object(op, "held_rows", lambda *_, sizes=(rows, whole): sizes):
+            with mock.patch.object(gemm, "held_rows", lambda *_, sizes=(rows, whole): sizes):
                 some = {f"{rows} rows a chunk": ways["growkern"]}
                 _times(recorder, some, recorder.pick(3, 1))
     if recorder.device == "cuda":
