@@ -19,7 +19,7 @@ from tests.growth.models import BERT, GPT2, LLAMA
 from tests.growth.plan.test_matrix import FAMILIES
 
 # parts can run side by side, and one failure names its part
-PARTS, PART = 4, 25
+PARTS, PART = 8, 25
 GEMMA = FAMILIES["gemma2"][1]
 UNSET = {"suppress_tokens": None}
 

@@ -412,7 +412,7 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
     with pytest.raises(growkern.GrowthError, match="no record in it says that growkern wrote it"):
         grow(source, target, overwrite=True)
     (target / "precious.txt").rename(tmp_path / "precious.txt")
-    grow(source, target)
+    grow(source, target, overwrite=True)
     (tmp_path / "precious.txt").rename(target / "precious.txt")
     with pytest.raises(growkern.GrowthError, match=r"precious\.txt is no file of a checkpoint"):
         grow(source, target, overwrite=True)
