@@ -214,7 +214,8 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     directory = directory_of(model)
     if directory is not None and has_record(directory):
         return recorded_plan(read_lineage(directory))
-    if lost := history_in(directory, getattr(model, "config", None)).lost:
+    # a model without a directory, such as a pair of grown ones, never had a record of its own
+    if directory is not None and (lost := history_in(directory, model.config).lost):
         raise GrowthError(lost)
     return None
 
