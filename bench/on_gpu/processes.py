@@ -207,7 +207,8 @@ def ended(path: Path, name: str, status: str, why: str) -> dict[str, Any]:
     if document["status"] not in ("ok", "skipped"):
         with contextlib.suppress(OSError):
             text = path.with_suffix(".log").read_text(errors="replace")
-            document["log"] = text.splitlines()[-60:]
+            # a result is for everybody: where the sources lay on that machine is nobody's business
+            document["log"] = text.replace(f"{results.ROOT}/", "").splitlines()[-60:]
     return document
 
 

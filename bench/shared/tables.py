@@ -166,19 +166,27 @@ def measured_on_gpus(results: Path) -> list[list[str]]:
     lines = []
     for document in (quotable(path) for path in sorted(results.glob("*/headline.json"))):
         by_name = {row["provider"]: row for row in document.get("rows", [])}
-        own, *others = (
-            f"{1e3 * row['wall s']:.0f} ms, {row['extra MiB'] / 1024:.1f} GiB, gradient error "
-            f"{row['gradient error']:.1%}"
-            for row in (by_name[name] for name in ("growkern", "torch.compile", "liger jsd"))
-        )
-        what = f"loss of 8192 tokens, {document['machine']['gpu']}, bfloat16, one teacher"
-        beside = f"`torch.compile`: {others[0]}; Liger-Kernel's chunked JSD: {others[1]}"
-        lines.append([what, own, beside])
+        cells = {
+            name: f"{1e3 * row['wall s']:.0f} ms, {row['extra MiB'] / 1024:.1f} GiB, gradient "
+            f"error {row['gradient error']:.1%}"
+            for name in ("growkern", "torch.compile", "liger jsd")
+            if "gradient error" in (row := by_name.get(name, {}))
+        }
+        if "growkern" in cells:
+            own = cells.pop("growkern")
+            what = f"loss of 8192 tokens, {document['machine']['gpu']}, bfloat16, one teacher"
+            names = {"torch.compile": "`torch.compile`", "liger jsd": "Liger-Kernel's chunked JSD"}
+            others = (f"{names[name]}: {cell}" for name, cell in cells.items())
+            lines.append([what, own, "; ".join(others)])
     for document in (quotable(path) for path in sorted(results.glob("*/train_llama.json"))):
-        plain, ours = document.get("rows", [])
-        what = f"training step of a Llama of 1B with a teacher, {document['machine']['gpu']}"
-        cells = [f"{r['tokens/s']:,.0f} tokens/s, {r['peak GiB']:.0f} GiB" for r in (ours, plain)]
-        lines.append([what, cells[0], f"plain PyTorch: {cells[1]}"])
+        by_name = {row["provider"]: row for row in document.get("rows", [])}
+        if {"growkern", "plain"} <= by_name.keys():
+            what = f"training step of a Llama of 1B with a teacher, {document['machine']['gpu']}"
+            own, plain = (
+                f"{row['tokens/s']:,.0f} tokens/s, {row['peak GiB']:.0f} GiB"
+                for row in (by_name["growkern"], by_name["plain"])
+            )
+            lines.append([what, own, f"plain PyTorch: {plain}"])
     return lines
 
 

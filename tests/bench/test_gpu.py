@@ -479,3 +479,10 @@ def test_wheels_are_unpacked_for_the_pieces(tmp_path):
         wheel.writestr("peer/__init__.py", "x = 1\n")
     site = gpu.unpack_wheels(tmp_path, tmp_path / "site")
     assert (site / "peer" / "__init__.py").is_file()
+
+
+def test_the_log_of_a_piece_names_files_as_the_checkout_does(tmp_path):
+    """A result is committed: it does not say where the sources lay on that machine."""
+    (tmp_path / "x.log").write_text(f"{results.ROOT}/bench/tune.py:73: UserWarning\n")
+    document = processes.ended(tmp_path / "x.json", "x", "crashed", "exit code 1")
+    assert document["log"] == ["bench/tune.py:73: UserWarning"]

@@ -4,7 +4,7 @@ import re
 
 from bench import report, tune
 from bench.paper.page import page_text
-from bench.shared import pictures, results
+from bench.shared import pictures, results, tables
 from tests.bench.documents import document
 
 ROOT = results.ROOT
@@ -41,6 +41,23 @@ def test_figures_come_from_good_runs_of_real_sizes(tmp_path):
         results.write(path, document(rows=[EXPAND], **changes))
         assert "0.90" not in report.gpu_table(tmp_path)
     assert "failed" not in report.gpu_table(tmp_path), "a dry run is no result"
+
+
+def test_the_readme_quotes_only_what_a_gpu_measured(tmp_path):
+    """A piece that failed, or a peer that is missing, leaves the table as it is."""
+    ours = {"provider": "growkern", "wall s": 0.05, "extra MiB": 2048.0, "gradient error": 0.002}
+    peer = ours | {"provider": "liger jsd", "wall s": 0.06}
+    absent = {"provider": "torch.compile", "why not": "no compiler"}
+    path = tmp_path / "nvidia-h200" / "headline.json"
+    results.write(path, document(rows=[ours, absent, peer]))
+    ((_, own, others),) = tables.measured_on_gpus(tmp_path)
+    assert own == "50 ms, 2.0 GiB, gradient error 0.2%"
+    assert others == "Liger-Kernel's chunked JSD: 60 ms, 2.0 GiB, gradient error 0.2%"
+    assert len(tables.headline(tmp_path).splitlines()) == 4
+    results.write(path.with_name("train_llama.json"), document(rows=[]))
+    for changes in ({"status": "failed"}, {"rows": [absent, peer]}):
+        results.write(path, document(**({"rows": [ours, peer]} | changes)))
+        assert tables.measured_on_gpus(tmp_path) == []
 
 
 def test_a_failed_check_reads_failed(tmp_path):

@@ -26,7 +26,7 @@ from growkern.errors import GrowthError
 from growkern.train.topk_teacher.facts import MOST_IDS, ROUNDING
 
 # the largest float32: rows are stored as such
-MOST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 # (log-prob, token id) of the likeliest tokens of each position but the last
 Rows = list[list[tuple[float, int]]]
 
@@ -37,7 +37,7 @@ def _row(entry: Iterable[tuple[Any, Any]]) -> list[tuple[float, int]]:
     for logprob, token in entry:
         if type(token) is not int or not 0 <= token < MOST_IDS:
             raise ValueError(f"{reprlib.repr(token)} is no token id")
-        if logprob is None or (type(logprob) is float and not abs(logprob) <= MOST):
+        if logprob is None or (type(logprob) is float and not abs(logprob) <= LARGEST):
             # fewer tokens than k have a probability above 0, or the teacher's weights are damaged
             raise GrowthError(
                 f"token {token} with {logprob}, which is no log-prob: give a smaller k, or check "
