@@ -50,7 +50,8 @@ $(INSTALLED): pyproject.toml CMakeLists.txt $(COMPILED_FROM) $(PACKAGES)
 	@touch $@
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  --max-worker-restart 0 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -100,6 +100,8 @@ def test_flops_are_those_of_the_weights_and_of_attention(tmp_path):
 def test_without_time_left_only_three_systems_train(tmp_path, monkeypatch):
     """All is compiled before the steps are chosen."""
     torch._dynamo.reset()
+    # `seed` sets it for its process, which here is that of all tests
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     probe, graphs = seed.probe, []
 
     def probe_and_count(place):

@@ -8,6 +8,7 @@ one begins, so a run can be resumed behind any batch.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -107,6 +108,10 @@ class TokenStream(IterableDataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
+        if info is not None:
+            # threads do not survive the fork that made this worker: a tokenizer that was told to
+            # use them would wait for ever
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
         lane = 0 if info is None else info.id
         start = self.places.get(lane, Place())
         rows = self._rows(start)

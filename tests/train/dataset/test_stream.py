@@ -94,7 +94,10 @@ def loader_of(stream, workers):
     def collate(rows):
         return {"rows": [row["input_ids"].tolist() for row in rows], "pass": rows[0]["pass"]}
 
-    return DataLoader(stream, BATCH, collate_fn=PlacingCollator(collate), num_workers=workers)
+    collator = PlacingCollator(collate)
+    # a worker that waits for ever is a failure, not the end of all tests
+    timeout = 60 if workers else 0
+    return DataLoader(stream, BATCH, collate_fn=collator, num_workers=workers, timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +117,14 @@ def test_batches_after_a_kill_are_those_without_one(make, workers, processes):
         resumed.places, drop = again.starts()
         found = itertools.islice(loader_of(resumed, workers), drop, drop + 5)
         assert [x["rows"] for x in found] == [x["rows"] for x in straight[i + 1 : i + 6]]
+
+
+def test_workers_read_though_the_tokenizer_used_threads_before(make, monkeypatch):
+    """Then a fork leaves the tokenizer without them, and nothing tells it."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    TOKENIZER(TEXTS * 4)
+    batches = itertools.islice(loader_of(make(), 2), 4)
+    assert [len(batch["rows"]) for batch in batches] == [BATCH] * 4
 
 
 def test_data_workers_share_the_files(make):
