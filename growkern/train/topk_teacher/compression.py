@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ KINDS = {"int": int, "str": str, "bool": bool}
 MOST_BITS = 63
 # a config has some 500 bytes
 MOST_BYTES = 10_000
+# a config has five: the stream, the document, its table, the list of bins, a bin
+MOST_LEVELS = 10
 # errors of the YAML reader and of fields that are no config
 UNREADABLE = (AttributeError, TypeError, ValueError, LookupError, RecursionError)
 
@@ -152,8 +155,7 @@ def read_compression(file: Path) -> Compression:
 
     content = read_bounded(file, MOST_BYTES, "compression config")
     try:
-        for event in yaml.parse(content, Loader=yaml.SafeLoader):
-            _check_plain(event)
+        _check_plain(yaml.parse(content, Loader=yaml.SafeLoader))
         table = yaml.safe_load(content)
         if not isinstance(table, dict):
             raise ValueError(f"it holds a {type(table).__name__}, not a table of fields")
@@ -170,16 +172,25 @@ def read_compression(file: Path) -> Compression:
     return found
 
 
-def _check_plain(event: Any) -> None:
-    """Refuse what makes a short text large, or takes a value for what it is not.
+def _check_plain(events: Iterable[Any]) -> None:
+    """Refuse what makes a short text large or slow, or takes a value for what it is not.
+
+    Args:
+        events: of the parser, which reads no further than it is asked to.
 
     Raises:
         ValueError: a part of the text is no plain value.
     """
-    if getattr(event, "tag", None):
-        raise ValueError(f"it has the tag {reprlib.repr(event.tag)}: write values without tags")
-    if getattr(event, "value", None) == "<<" or type(event).__name__ == "AliasEvent":
-        raise ValueError("it has an alias or a merge (<<): write each value where it stands")
+    level = 0
+    for event in events:
+        kind = type(event).__name__
+        if getattr(event, "tag", None):
+            raise ValueError(f"it has the tag {reprlib.repr(event.tag)}: write values without tags")
+        if getattr(event, "value", None) == "<<" or kind == "AliasEvent":
+            raise ValueError("it has an alias or a merge (<<): write each value where it stands")
+        level += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if level > MOST_LEVELS:
+            raise ValueError(f"it is nested in more than {MOST_LEVELS} levels")
 
 
 def _check_kinds(one: Compression | Bin) -> None:

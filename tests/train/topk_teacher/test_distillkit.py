@@ -185,10 +185,10 @@ def test_other_directories_are_refused(tmp_path):
 
 
 DEEP = {
-    "flow": ("[" * 9_000, ""),
-    "map": ("{a: " * 2_000, ""),
-    "block": ("- " * 4_900, ""),
-    "lines": ("\n".join(" " * i + "a:" for i in range(120)), ""),
+    "flow": ("[" * 9_000, "more than 10 levels"),
+    "map": ("{a: " * 2_000, "more than 10 levels"),
+    "block": ("- " * 4_900, "more than 10 levels"),
+    "lines": ("\n".join(" " * i + "a:" for i in range(120)), "more than 10 levels"),
     "aliases": (
         "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 60)),
         "it has an alias or a merge",
