@@ -2,9 +2,6 @@
 
 import hashlib
 import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,8 +18,9 @@ from bench.paper.plans import TABLES, lines_of
 from bench.paper.runs import ROWS, rows_of, take_over
 from bench.paper.settings import MICRO_GPT, SIZES
 from bench.paper.systems import job_of
-from bench.shared.results import RESULTS, ROOT, append_row, read, write
+from bench.shared.results import RESULTS, append_row, read, write
 from growkern.errors import GrowthError, GrowthWarning
+from tests import warm
 
 OLD, NEW = {"train_bytes": 1000, "validation_bytes": 50}, {"train_bytes": 900}
 
@@ -321,39 +319,22 @@ def test_known_runs_are_not_trained_again_for_their_accuracies(tmp_path, monkeyp
         assert asked["jobs"] == systems
 
 
-# saves every four steps, where a usual run saves every minute
-SAVING = """
-from dataclasses import replace
-from bench.paper import __main__ as command, systems
-from bench.paper.systems import run_of
-def saving(job):
-    run = run_of(job)
-    return replace(run, training=replace(run.training, save_every=4, save_minutes=0))
-systems.run_of = saving
-command.main()
-"""
-
-
 def test_a_killed_command_resumes_and_ends_where_it_would_have(lines, tmp_path):
-    call = [sys.executable, "-c", SAVING, "table5", "--size", "micro", "--seeds", "1"]
-    call += ["--systems", "scratch", "direct_copy", "--workers", "1", "--text", str(lines), "--dir"]
+    call = ["table5", "--size", "micro", "--seeds", "1", "--systems", "scratch", "direct_copy"]
+    call += ["--workers", "1", "--text", lines, "--dir"]
 
-    def start(folder):
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen([*call, str(tmp_path / folder)], cwd=ROOT, **quiet)
+    def run(folder, pattern):
+        return warm.run("tests.bench.paper.saving", pattern, *call, tmp_path / folder).returncode
 
-    whole, killed = start("whole"), start("killed")
     # in the middle of a run whose source is done
-    until = time.monotonic() + 600
-    while not (found := [*(tmp_path / "killed").glob("*/direct_copy-32-*-seed1/checkpoint-8")]):
-        assert killed.poll() is None and time.monotonic() < until
-        time.sleep(0.01)
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL
+    middle = tmp_path / "killed" / "*" / "direct_copy-32-*-seed1" / "checkpoint-8"
+    assert run("killed", middle) == -signal.SIGKILL
     before = rows_of(tmp_path / "killed")
-    (name,) = (f"{one.parts[-3]}/{one.parts[-2]}" for one in found)
+    (found,) = (tmp_path / "killed").glob(str(middle.relative_to(tmp_path / "killed")))
+    name = f"{found.parts[-3]}/{found.parts[-2]}"
     assert name not in before and len(before) > 2
-    assert start("killed").wait() == 0 and whole.wait() == 0
+    nothing = tmp_path / "nothing"
+    assert run("killed", nothing) == 0 and run("whole", nothing) == 0
     ends = [rows_of(tmp_path / folder) for folder in ("whole", "killed")]
     first, second = (
         {one["name"]: (one["steps"], one["losses"], one["flops"]) for one in end.values()}
