@@ -18,8 +18,8 @@ template <class Args> Args arguments_of(void (*)(Args));
 using Args = decltype(arguments_of({name}));
 void call(const void* args) {{ {name}(*static_cast<const Args*>(args)); }}
 extern "C" const char* emulate(const void* args, unsigned blocks, unsigned threads, unsigned bytes,
-                               unsigned cluster, bool eager) {{
-    return growkern::emulation::run(call, args, blocks, threads, bytes, cluster, eager);
+                               bool eager) {{
+    return growkern::emulation::run(call, args, blocks, threads, bytes, eager);
 }}
 """
 # of a whole run of tests: its workers and the processes they start compile a variant once

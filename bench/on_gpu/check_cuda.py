@@ -1,6 +1,6 @@
-"""Checks the CUDA C++ kernels against float64, with the same checks as the Triton kernels.
+"""Checks `expand` in CUDA C++ against its reference, with the same checks as the Triton kernel.
 
-Without a GPU their source runs in the emulator that the tests have. With one, all kernels are first
+Without a GPU its source runs in the emulator that the tests have. With one, all variants are first
 compiled, with one thread per core: their compiler takes longer than the checks.
 """
 
@@ -16,16 +16,15 @@ from unittest import mock
 import torch
 
 from bench.launches import cuda_emulator
-from bench.on_gpu import check_expand, check_loss
+from bench.on_gpu import check_expand
 from bench.on_gpu.check_expand import check_case, named
 from bench.shared.inputs import in_nan, make_case
 from bench.shared.recorder import Recorder, Skip, fill_new_memory
 from growkern.ops.backend import nvrtc
-from growkern.ops.expand import on_cuda as expand_on_cuda
-from growkern.ops.loss.rows import on_cuda as rows_on_cuda
+from growkern.ops.expand import on_cuda
 
-# Shared memory of a block, in bytes: that of sm_90, and so little that toy rows need two blocks.
-LIMIT, SHARED_ROWS = 227 << 10, 2600
+# shared memory of a block on sm_90, in bytes
+LIMIT = 227 << 10
 
 
 class _Noted(Exception):
@@ -45,12 +44,6 @@ def run(recorder: Recorder) -> None:
 
 
 def _checks(recorder: Any) -> None:
-    if recorder.device == "cuda" and torch.cuda.get_device_capability()[0] < 9:
-        recorder.add({"case": "rows of the loss", "why not": "need clusters, sm_90"})
-    else:
-        for check in check_loss.CHECKS:
-            with recorder.attempt(check.__name__.strip("_")):
-                check(recorder, "cuda")
     for check in (_matrices, _host, _layouts):
         with recorder.attempt(check.__name__.strip("_")):
             check(recorder, "cuda")
@@ -69,9 +62,7 @@ def planned(recorder: Recorder) -> list[nvrtc.Kernel]:
         attempt=lambda case: contextlib.suppress(Exception),
         **{name: getattr(recorder, name) for name in ("device", "pick", "toy")},
     )
-    with contextlib.ExitStack() as patches:
-        for module in (expand_on_cuda, rows_on_cuda):
-            patches.enter_context(mock.patch.object(module, "launch", note))
+    with mock.patch.object(on_cuda, "launch", note):
         _checks(nothing)
     return list(found)
 
@@ -86,18 +77,11 @@ def _kernels(recorder: Recorder) -> Iterator[None]:
         return
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise Skip("needs a GPU, or a C++ compiler to emulate one")
-    with contextlib.ExitStack() as patches:
-        for module in (expand_on_cuda, rows_on_cuda):
-            patches.enter_context(mock.patch.object(module, "why_not", lambda: ""))
-            patches.enter_context(mock.patch.object(module, "launch", cuda_emulator.emulate))
-        limits = {rows_on_cuda: SHARED_ROWS, expand_on_cuda: LIMIT}
-        for module, limit in limits.items():
-            given = mock.patch.object(module, "shared_limit", lambda device, n=limit: n)
-            patches.enter_context(given)
-        patches.enter_context(mock.patch.object(rows_on_cuda, "_too_old", lambda device: ""))
-        for op in ("loss.kl_mlm_loss", "loss.linear_kl_mlm_loss", "expand.op"):
-            name = f"growkern.ops.{op}.choose_backend"
-            patches.enter_context(mock.patch(name, lambda requested, *_, **__: requested))
+    here = {"why_not": lambda: "", "shared_limit": lambda device: LIMIT}
+    with (
+        mock.patch.multiple(on_cuda, launch=cuda_emulator.emulate, **here),
+        mock.patch("growkern.ops.expand.op.choose_backend", lambda requested, *_: requested),
+    ):
         yield
 
 

@@ -30,7 +30,7 @@ def run(recorder: Recorder) -> None:
     fill_new_memory()
     for check in CHECKS:
         with recorder.attempt(check.__name__.strip("_")):
-            check(recorder, "triton")
+            check(recorder)
 
 
 # ----------------------------------------------------------------- ready logits
@@ -42,7 +42,6 @@ def check_rows(
     student: Tensor,
     teacher: Tensor,
     labels: Tensor,
-    backend: str = "triton",
     alpha: float = ALPHA,
     temperature: float = T,
 ) -> None:
@@ -50,7 +49,7 @@ def check_rows(
     N, V = student.shape
     given = (student, teacher, labels, alpha, temperature)
     with recorder.attempt(name):
-        loss, grad = _loss_and_gradient(*given, backend)
+        loss, grad = _loss_and_gradient(*given)
         truth, squares, norm = 0.0, 0.0, 0.0
         for part in (slice(i, i + LOGITS_PART // V + 1) for i in range(0, N, LOGITS_PART // V + 1)):
             some = (student[part].double(), teacher[part].double(), labels[part], *given[3:])
@@ -68,7 +67,12 @@ def check_rows(
 
 
 def _loss_and_gradient(
-    student: Tensor, teacher: Tensor, labels: Tensor, alpha: float, temperature: float, backend: str
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    alpha: float,
+    temperature: float,
+    backend: str = "triton",
 ) -> tuple[float, Tensor]:
     z = student.detach().requires_grad_()
     options = {"alpha": alpha, "temperature": temperature, "backend": backend}
@@ -77,7 +81,7 @@ def _loss_and_gradient(
     return loss.item(), grad
 
 
-def _rows(recorder: Recorder, backend: str) -> None:
+def _rows(recorder: Recorder) -> None:
     rng = torch.Generator(recorder.device).manual_seed(0)
     # the vocabularies of BERT and GPT-2 are not multiples of 16; the last two pass 2**31 elements
     vocabularies = recorder.pick((30_522, 50_257, 128_256, 262_144, 262_145), (50, 4097))
@@ -85,17 +89,17 @@ def _rows(recorder: Recorder, backend: str) -> None:
         for V in vocabularies:
             student, teacher = make_logits(recorder.pick(256, 3), V, dtype, rng)
             labels = make_labels(len(student), V, rng)
-            check_rows(recorder, "rows", student, teacher, labels, backend)
+            check_rows(recorder, "rows", student, teacher, labels)
             for alpha, temperature in OTHERS if V in vocabularies[:1] else ():
                 name = f"rows, alpha {alpha}, temperature {temperature}"
-                check_rows(recorder, name, student, teacher, labels, backend, alpha, temperature)
+                check_rows(recorder, name, student, teacher, labels, alpha, temperature)
     for N, V in recorder.pick(((16_900, 128_256), (8_200, 262_144)), ((5, 33),)):
         student, teacher = make_logits(N, V, torch.bfloat16, rng)
         labels = make_labels(N, V, rng)
-        check_rows(recorder, "2**31 logits", student, teacher, labels, backend)
+        check_rows(recorder, "2**31 logits", student, teacher, labels)
 
 
-def close_teacher(recorder: Recorder, backend: str) -> None:
+def close_teacher(recorder: Recorder) -> None:
     """The error of the KL gradient when the student is only 1, 5 or 20 % from its teacher."""
     rng = torch.Generator(recorder.device).manual_seed(3)
     for V in recorder.pick((1000, 30_522, 262_144), (1000,)):
@@ -105,14 +109,14 @@ def close_teacher(recorder: Recorder, backend: str) -> None:
             labels = torch.zeros(len(teacher), dtype=torch.int64, device=rng.device)
             given = (teacher + drift * moved, teacher)
             with recorder.attempt(f"drift {drift}"):
-                _, grad = _loss_and_gradient(*given, labels, 1.0, T, backend)
+                _, grad = _loss_and_gradient(*given, labels, 1.0, T)
                 wide = (x.double() for x in given)
                 _, exact = _loss_and_gradient(*wide, labels, 1.0, T, "reference")
                 error = frobenius(grad, exact)
                 recorder.check(f"drift {drift}: gradient", error, BARS[torch.float32], shape=f"{V}")
 
 
-def _padded_and_strided(recorder: Recorder, backend: str) -> None:
+def _padded_and_strided(recorder: Recorder) -> None:
     """Vocabularies with different padding, filled with NaN; gaps between rows and columns."""
     rng = torch.Generator(recorder.device).manual_seed(1)
     N, V = recorder.pick((64, 50_257), (3, 41))
@@ -123,11 +127,11 @@ def _padded_and_strided(recorder: Recorder, backend: str) -> None:
             place = torch.full(wide, float("nan"), dtype=dtype, device=rng.device)
             z = place[:, :V] if name == "padded" else place[:, ::2]
             z.copy_(student)
-            check_rows(recorder, name, z, teacher, labels, backend)
+            check_rows(recorder, name, z, teacher, labels)
         padded = torch.full((N, V + 47), float("nan"), dtype=dtype, device=rng.device)
         padded[:, :V] = student
         padded.requires_grad_()
-        options = {"alpha": ALPHA, "temperature": T, "vocab_size": V, "backend": backend}
+        options = {"alpha": ALPHA, "temperature": T, "vocab_size": V, "backend": "triton"}
         with recorder.attempt("gradient of padding"):
             loss = kl_mlm_loss(padded, teacher, labels, **options)
             (grad,) = torch.autograd.grad(loss, padded)
@@ -138,7 +142,7 @@ def _padded_and_strided(recorder: Recorder, backend: str) -> None:
 # -------------------------------------------------------------------- the heads
 
 
-def _linear(recorder: Recorder, backend: str) -> None:
+def _linear(recorder: Recorder) -> None:
     """The linear loss as a whole, in one chunk and in many, with and without `max_rows`."""
     rng = torch.Generator(recorder.device).manual_seed(2)
     shapes = recorder.pick(
@@ -149,7 +153,7 @@ def _linear(recorder: Recorder, backend: str) -> None:
         for dtype in recorder.pick(tuple(BARS), (torch.bfloat16, torch.float32)):
             student, teacher = make_heads(N, V, H, H_t, dtype, rng)
             labels = make_labels(N, V, rng)
-            # the default on a GPU, here for the emulator as well
+            # the default on a GPU, here on a CPU as well
             ways: dict[str, dict[str, Any]] = {"linear": {"logits_dtype": torch.float32}}
             # many chunks, without room for ignored rows
             chunks = {"chunk_bytes": 8 * V * max(2, N // 5), "max_rows": int((labels >= 0).sum())}
@@ -157,7 +161,7 @@ def _linear(recorder: Recorder, backend: str) -> None:
             truth: list[Tensor] = []
             for name, options in ways.items():
                 with recorder.attempt(name):
-                    made = _linear_gradients(student, teacher, labels, backend, **options)
+                    made = _linear_gradients(student, teacher, labels, "triton", **options)
                     # after the loss, which may fail
                     wide = ([x.double() for x in head] for head in (student, teacher))
                     truth = truth or _linear_gradients(*wide, labels, "reference")

@@ -86,7 +86,7 @@ ALL = (
     ),
     Piece("launches", "compiles every launch, with one process per core", 90, "launches.fill"),
     Piece("smoke", "every launch once, beside float64", 80, "launches.smoke"),
-    Piece("check_cuda", "the CUDA C++ kernels against float64", 45, "on_gpu.check_cuda"),
+    Piece("check_cuda", "expand in CUDA C++ against its reference", 45, "on_gpu.check_cuda"),
     Piece(
         "headline",
         "the loss from hidden states at its largest shape in bfloat16, beside its GEMMs",

@@ -24,9 +24,9 @@ from growkern.ops.loss.linear.heads import held_rows
 COPY = {"H100": 3.0e12, "H200": 4.3e12}
 # what the row kernel reaches of it
 ROWS = 0.85
-# bytes per logit that the row kernels read, by the size of a number of the gradient: float32 logits
-# of both heads, twice or once. Triton reads them once more to correct a float32 gradient
-ROW_KERNELS = {"Triton": {2: 16, 4: 24}, "CUDA": {2: 8, 4: 8}}
+# bytes per logit that the row kernel reads, by the size of a number of the gradient: float32 logits
+# of both heads, twice, and once more to correct a float32 gradient
+ROW_BYTES = {2: 16, 4: 24}
 
 
 class Numbers(NamedTuple):
@@ -76,7 +76,6 @@ def estimate(
     *,
     dtype: str = "bfloat16",
     bias: bool = False,
-    row_kernel: str = "Triton",
     gpu: str = "H200",
 ) -> Estimate:
     """The time of a forward and backward pass with one teacher."""
@@ -91,11 +90,10 @@ def estimate(
     if products > 1 and size == 2:
         # it becomes bfloat16 in the end. The rate of a GEMM includes writing 2 bytes
         summed += 2 + 6
-    rows = f"row kernel, {row_kernel}"
     moved = {
         # the rate of a GEMM includes writing as many bytes as the inputs have
         f"logits in float32 instead of {dtype}": 2 * (4 - size) * logits,
-        rows: (ROW_KERNELS[row_kernel][size] + size) * logits,
+        "row kernel": (ROW_BYTES[size] + size) * logits,
         "sums of dW": summed * V * H,
     }
     if bias:
@@ -105,7 +103,7 @@ def estimate(
     in_dw = products == 1 and 8 * chunk * V <= dw
     dz = size * V * (min(held, N) or (N if in_dw else 0))
     memory = dz + dw + (0 if in_dw else 8 * chunk * V)
-    rate = dict.fromkeys(moved, COPY[gpu]) | {rows: ROWS * COPY[gpu]}
+    rate = dict.fromkeys(moved, COPY[gpu]) | {"row kernel": ROWS * COPY[gpu]}
     passes = {name: n / rate[name] for name, n in moved.items() if n or size == 2}
     gemms = 2 * N * V * (3 * H + H_t) / flops
     return Estimate(-(-N // chunk), products, gemms, passes, memory)
@@ -116,11 +114,10 @@ def predicted() -> list[list[str]]:
     lines = []
     for gpu in COPY:
         for shape in SHAPES:
-            made = {name: estimate(shape, row_kernel=name, gpu=gpu) for name in ROW_KERNELS}
-            gemms = made["Triton"].gemms
-            shares = [f"{one.seconds / gemms:.2f}" for one in made.values()]
+            made = estimate(shape, gpu=gpu)
             words = "{} rows, V {}, widths {} and {}".format(*shape)
-            lines.append([gpu, words, f"{1e3 * gemms:.2f}", *shares])
+            share = made.seconds / made.gemms
+            lines.append([gpu, words, f"{1e3 * made.gemms:.2f}", f"{share:.2f}"])
     return lines
 
 
@@ -133,13 +130,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the heads")
     parser.add_argument("--bias", action="store_true", help="heads with biases")
-    parser.add_argument("--row-kernel", choices=ROW_KERNELS, default="Triton")
     parser.add_argument("--gpu", choices=COPY, default="H200")
     args = parser.parse_args(argv)
     for shape in [tuple(args.shape)] if args.shape else SHAPES:
-        made = estimate(
-            shape, dtype=args.dtype, bias=args.bias, row_kernel=args.row_kernel, gpu=args.gpu
-        )
+        made = estimate(shape, dtype=args.dtype, bias=args.bias, gpu=args.gpu)
         print("{} rows, V {}, widths {} and {}".format(*shape), f"in {made.chunks} chunks:")
         lines = {"GEMMs": made.gemms, **made.passes, "together": made.seconds}
         for name, seconds in lines.items():

@@ -39,8 +39,6 @@ SHAPES = {
 # as masked training labels its rows; of the first shape, on a CPU
 MASKED = 0.15
 DRIFT, T, IGNORED = 0.05, 2.0, -100
-# not the default: a failure is noted in its row
-CUDA_ROWS = "growkern, CUDA rows"
 
 
 def bytes_moved(N, V, element, alone):
@@ -71,10 +69,6 @@ def growkern(student, teacher, labels, alpha):
     return kl_mlm_loss(student, teacher, labels, alpha=alpha, temperature=T)
 
 
-def growkern_cuda(student, teacher, labels, alpha):
-    return kl_mlm_loss(student, teacher, labels, alpha=alpha, temperature=T, backend="cuda")
-
-
 def plain_labels(student, teacher, labels, alpha):
     return F.cross_entropy(student.float(), labels)
 
@@ -87,8 +81,6 @@ def losses(with_compile):
     """The losses to compare, each as (name, loss, whether it has no teacher, peer or None)."""
     both = {"plain": plain, "growkern": growkern}
     alone = {"plain": plain_labels, "growkern": growkern_labels}
-    if DEVICE == "cuda":
-        both[CUDA_ROWS] = growkern_cuda
     if with_compile:
         both["torch.compile"] = torch.compile(plain)
         alone["torch.compile"] = torch.compile(plain_labels)
@@ -125,7 +117,7 @@ def measured(shape, labelled, dtype, with_compile, repeats):
     moved = {"copy": 2 * teacher.nbytes}
     for name, fn, alone, peer in losses(with_compile):
         error = partial(error_of, fn, 0.0 if alone else 1.0, shape[1], dtype)
-        ours = name.startswith("growkern") and name != CUDA_ROWS
+        ours = name.startswith("growkern")
         providers.append(Provider(name, partial(step, fn), error, peer, ours))
         moved[name] = bytes_moved(*shape, student.element_size(), alone)
     rows = in_turns(providers, repeats)

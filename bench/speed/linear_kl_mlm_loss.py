@@ -41,8 +41,6 @@ SHAPES = {
     + [(N, 128_256, 4096, 2048) for N in (8192, 256, 2048)],
 }
 DTYPES = (torch.bfloat16, torch.float32)
-# not the default: a failure is noted in its row
-CUDA_ROWS = "growkern, CUDA rows"
 
 
 class Float32Logits(torch.autograd.Function):
@@ -72,8 +70,6 @@ def plain_float32(student, teacher, labels, alpha):
 growkern_float32 = partial(growkern, logits_dtype=torch.float32)
 # float64 products, too
 growkern_float64 = partial(growkern, logits_dtype=torch.float64)
-# the row kernel in CUDA C++
-growkern_cuda = partial(growkern, backend="cuda")
 
 
 def plain_labels(student, teacher, labels, alpha):
@@ -98,10 +94,7 @@ def gemms_alone(student, teacher, labels, alpha):
 
 def losses(with_compile, dtype, bias=False):
     """The losses to compare, each as (name, loss, alpha, alpha of its error, peer or None)."""
-    both = {"growkern": growkern}
-    if DEVICE == "cuda" and dtype != torch.float32:
-        both[CUDA_ROWS] = growkern_cuda
-    both["plain"] = plain
+    both = {"growkern": growkern, "plain": plain}
     alone = {"growkern": growkern_labels, "plain": plain_labels}
     if dtype == torch.float32:
         both["growkern, float32 logits"] = growkern_float32
@@ -165,7 +158,7 @@ def providers(shape, dtype, with_compile, bias=False):
         Provider(
             name, partial(step, fn, alpha),
             partial(error_of, fn, error_alpha, *shape[1:], dtype, bias), peer,
-            ours=name.startswith("growkern") and name != CUDA_ROWS,
+            ours=name.startswith("growkern"),
         )
         for name, fn, alpha, error_alpha, peer in losses(with_compile, dtype, bias)
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from bench.shared import results
 from bench.shared.harness import interleaved_ms
 from bench.shared.loss_measure import growkern, make_inputs
 from bench.shared.recorder import Recorder
-from bench.speed.linear_kl_mlm_loss import SHAPES, gemms_alone, growkern_cuda, growkern_labels
+from bench.speed.linear_kl_mlm_loss import SHAPES, gemms_alone, growkern_labels
 from growkern.ops.loss.linear import gemm
 
 # the device waits so many cycles, some 20 ms, while the host queues a step
@@ -39,13 +39,12 @@ def run(recorder: Recorder) -> None:
     ways = {
         "GEMMs alone": partial(gemms_alone, student, teacher, labels, 0.5),
         "growkern": partial(step, growkern, 0.5),
-        "CUDA rows": partial(step, recorder.pick(growkern_cuda, growkern), 0.5),
         "GEMMs alone, labels alone": partial(gemms_alone, student, teacher, labels, 0.0),
         "labels alone": partial(step, growkern_labels, 0.0),
     }
     with recorder.attempt("steps"):
         _times(recorder, ways, recorder.pick(5, 1))
-    for name in ("growkern", "CUDA rows", "labels alone"):
+    for name in ("growkern", "labels alone"):
         with recorder.attempt(f"kernels of {name}"):
             _kernels(recorder, name, ways[name])
     with recorder.attempt("chunks"):

@@ -1,5 +1,4 @@
-// Building blocks of the CUDA kernels: types, copies into shared memory, sums over warps and
-// blocks.
+// Building blocks of CUDA kernels: types, and copies into shared memory.
 //
 // It includes nothing, so that NVRTC can compile it. On a CPU the functions that need PTX come from
 // bench/launches/cuda_on_cpu.h instead, so that tests run the source that GPUs run.
@@ -74,47 +73,11 @@ __device__ inline void copy_async(void* shared, const void* global) {
                      : "memory");
 }
 
-// ends a group of this thread's copies
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// waits until all but the last `pending` groups of this thread have arrived
-__device__ inline void wait_copies(int pending) {
-    switch (pending) {
-        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); return;
-        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); return;
-        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); return;
-        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); return;
-        default: asm volatile("cp.async.wait_group 0;" ::: "memory");
-    }
-}
+// waits until this thread's copies have arrived
+__device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // whether the launch promised alignment; a device checks nothing, the emulation on a CPU does
 __device__ inline constexpr bool promised_aligned(const void*, int) { return ALIGNED; }
-
-// the two halves of a barrier of all threads of a cluster of blocks
-__device__ inline void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// reads the shared memory of another block of the cluster, at the address that `mine` has here
-__device__ inline float load_of_block(const float* mine, int rank) {
-#if __CUDA_ARCH__ >= 900
-    u32 at = static_cast<u32>(__cvta_generic_to_shared(mine));
-    float x;
-    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-    return x;
-#else
-    return *mine;
-#endif
-}
 
 }  // namespace growkern
 #endif
@@ -140,8 +103,6 @@ template <class T>
 __device__ inline T from_acc(double x) { return narrow<T>(static_cast<float>(x)); }
 template <>
 __device__ inline double from_acc<double>(double x) { return x; }
-
-__device__ inline float minus_inf() { return __uint_as_float(0xff800000u); }
 
 // n values that are loaded and stored together
 template <class T, int n>
@@ -181,43 +142,6 @@ __device__ inline void copy_row(T* to, const T* from, int n) {
         copy_chunks<T, sizeof(T) <= 4 ? 4 : 8>(to, from, n);
     else
         copy_scalars(to, from, 0, n);
-}
-
-struct Sum {
-    __device__ static float neutral() { return 0; }
-    __device__ static float of(float a, float b) { return a + b; }
-};
-struct Max {
-    __device__ static float neutral() { return minus_inf(); }
-    __device__ static float of(float a, float b) { return fmaxf(a, b); }
-};
-struct Min {
-    __device__ static float neutral() { return -minus_inf(); }
-    __device__ static float of(float a, float b) { return fminf(a, b); }
-};
-
-// every thread of the warp gets the n results
-template <class Op, int n>
-__device__ inline void reduce_warp(float (&x)[n]) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2)
-#pragma unroll
-        for (int i = 0; i < n; ++i) x[i] = Op::of(x[i], __shfl_xor_sync(0xffffffffu, x[i], step));
-}
-
-// every thread of the block gets the n results; `scratch` has room for n floats of each warp
-template <class Op, int n>
-__device__ inline void reduce_block(float (&x)[n], float* scratch) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    reduce_warp<Op>(x);
-    for (int i = 0; i < n; ++i)
-        if (lane == 0) scratch[warp * n + i] = x[i];
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < n; ++i) x[i] = lane < warps ? scratch[lane * n + i] : Op::neutral();
-    // the caller may write to `scratch` again at once
-    __syncthreads();
-    reduce_warp<Op>(x);
 }
 
 }  // namespace growkern

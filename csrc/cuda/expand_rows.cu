@@ -294,8 +294,7 @@ expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
         IN* beside = shared + (a.C + 7) / 8 * 8;
         if (weight) copy_row(shared, weight, a.C), weight = shared;
         if (upper) copy_row(beside, upper, a.C), upper = beside;
-        commit_copies();
-        wait_copies(0);
+        wait_copies();
         __syncthreads();
     }
     const int step = WIDTH * THREADS;

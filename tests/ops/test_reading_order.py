@@ -40,7 +40,6 @@ FILES = {
         *(*LINEAR, f"{ROWS}/on_triton.py"),
         *(f"{ROWS}/triton_{name}.py" for name in ("kernel", "sums", "blocks")),
     },
-    ("linear_kl_mlm_loss", "cuda"): {*(*LINEAR, f"{ROWS}/on_cuda.py", "csrc/cuda/kl_mlm_rows.cu")},
 }
 # they hold no mathematics: one picks the instruction set, one orders rows and columns
 NOT_COUNTED = {f"csrc/cpu/{name}.cpp" for name in ("native", "expand", "pages")}

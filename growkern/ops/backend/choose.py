@@ -10,8 +10,9 @@ from growkern.errors import GrowthError
 from growkern.ops.backend import native, nvrtc
 from growkern.ops.backend.launch import HAS_TRITON
 
-BACKENDS = ("reference", "cpu", "triton", "cuda")
-GPU_BACKENDS = ("triton", "cuda")
+# every op has the first three, `expand` all
+COMMON = ("reference", "cpu", "triton")
+BACKENDS = (*COMMON, "cuda")
 
 
 class Backend(NamedTuple):
@@ -70,14 +71,14 @@ def _why_not(name: str) -> str:
 def choose_backend(
     requested: str | None,
     device: torch.device,
-    supported: Sequence[str] = BACKENDS,
+    supported: Sequence[str] = COMMON,
 ) -> str:
     """The backend that runs an op on tensors of a device.
 
     Args:
         requested: a name of BACKENDS. None or "": "triton" on a GPU, "cpu" on a CPU, and
-            "reference" where these cannot run. "cuda" must be requested, because its speed has
-            not been measured yet.
+            "reference" where these cannot run. "cuda" is for `expand` alone and must be requested,
+            because its speed has not been measured yet.
         device: of the tensors.
         supported: the backends that the op has for these dtypes; "reference" is always one.
 

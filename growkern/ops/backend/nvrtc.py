@@ -23,9 +23,7 @@ from growkern.package import folders
 from growkern.whole import write_whole
 
 # of CUfunction_attribute, in cuda.h
-MAX_DYNAMIC_SHARED_BYTES, NON_PORTABLE_CLUSTERS = 8, 14
-# every device that has clusters allows this many blocks in one; more need an attribute
-PORTABLE_CLUSTER = 8
+MAX_DYNAMIC_SHARED_BYTES = 8
 # names of csrc/cuda/device.h
 TYPES = {
     torch.float32: "float",
@@ -55,13 +53,11 @@ class Grid(NamedTuple):
         blocks: of threads.
         threads: of a block.
         shared_bytes: dynamic shared memory of a block.
-        cluster: blocks of a cluster, as the kernel was compiled for.
     """
 
     blocks: int
     threads: int
     shared_bytes: int = 0
-    cluster: int = 1
 
 
 def aligned(*numbers: int, to: int = 16) -> bool:
@@ -247,27 +243,20 @@ def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
     return function
 
 
-@cache
-def _allowed(kernel: Kernel, device: int) -> dict[int, int]:
-    """The attributes of a kernel that `_allow` has set so far."""
-    return {}
+# by kernel and device: the shared memory that `_allow` has set so far
+_allowed: dict[tuple[Kernel, int], int] = {}
 
 
-def _allow(kernel: Kernel, device: int, shared_bytes: int, cluster: int) -> None:
-    """Allow a kernel more shared memory and larger clusters than kernels have by default.
+def _allow(kernel: Kernel, device: int, shared_bytes: int) -> None:
+    """Allow a kernel more shared memory than kernels have by default.
 
-    Limits only rise: after a smaller one the driver would refuse the launches that need more.
+    The limit only rises: after a smaller one the driver would refuse the launches that need more.
     """
-    wanted = {
-        MAX_DYNAMIC_SHARED_BYTES: shared_bytes,
-        NON_PORTABLE_CLUSTERS: int(cluster > PORTABLE_CLUSTER),
-    }
-    allowed = _allowed(kernel, device)
-    for attribute, value in wanted.items():
-        if value > allowed.get(attribute, 0):
-            status = _driver().cuFuncSetAttribute(_function(kernel, device), attribute, value)
-            _check_driver(status, f"attribute {attribute} = {value} of {kernel.name}")
-            allowed[attribute] = value
+    if shared_bytes > _allowed.get((kernel, device), 0):
+        function = _function(kernel, device)
+        status = _driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+        _check_driver(status, f"{shared_bytes} bytes of shared memory for {kernel.name}")
+        _allowed[kernel, device] = shared_bytes
 
 
 def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.device) -> None:
@@ -281,7 +270,7 @@ def launch(kernel: Kernel, grid: Grid, args: ctypes.Structure, device: torch.dev
     with torch.cuda.device(index):
         _use_context(index)
         function = _function(kernel, index)
-        _allow(kernel, index, grid.shared_bytes, grid.cluster)
+        _allow(kernel, index, grid.shared_bytes)
         address = ctypes.c_void_p(ctypes.addressof(args))
         status = _driver().cuLaunchKernel(
             function,

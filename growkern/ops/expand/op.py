@@ -45,7 +45,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, library
 
-from growkern.ops.backend.choose import choose_backend
+from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.native import advise_huge_pages
@@ -132,7 +132,7 @@ def _run(call: ExpandCall, backend: str) -> None:
     check_ranges(call)
     check_no_overlap(call)
     if call.out.numel():
-        KERNELS[choose_backend(backend, call.out.device)](call)
+        KERNELS[choose_backend(backend, call.out.device, BACKENDS)](call)
 
 
 # `Inputs` in PyTorch's schema language

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.ops.backend.choose import choose_backend
+from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.expand.call import ExpandCall, Inputs
 from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand_call
@@ -94,6 +94,6 @@ class WorkList(Work):
 
 def work_on(device: torch.device, backend: str | None) -> Work:
     """A work list where `expand` would launch Triton kernels; else one call after another."""
-    if choose_backend(backend, device) == "triton":
+    if choose_backend(backend, device, BACKENDS) == "triton":
         return WorkList()
     return OneByOne(backend)

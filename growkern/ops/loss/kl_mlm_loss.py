@@ -39,7 +39,7 @@ Reading order: the reference and the function here, then `rows/options.py` (opti
 `rows/inputs.py` (labels and rows), `rows/op.py` (custom op), `rows/state.py` (the numbers of a
 row), and the row function of a backend: `rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU;
 for a GPU `rows/on_triton.py`, `rows/triton_kernel.py`, `rows/triton_sums.py` and
-`rows/triton_blocks.py`, or `rows/on_cuda.py` and `csrc/cuda/kl_mlm_rows.cu`.
+`rows/triton_blocks.py`.
 
 Users call the function with all of its options in `growkern/train/loss/losses.py`.
 """

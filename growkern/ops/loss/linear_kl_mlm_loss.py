@@ -27,8 +27,8 @@ reference of the rows); `rows/options.py`, `rows/inputs.py` and `linear/heads.py
 functions); `rows/state.py` (the numbers of a row). The row functions follow: on a CPU
 `rows/on_cpu.py`, `csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 12 files in all; on a GPU
 `rows/on_triton.py`, `rows/triton_kernel.py`, `rows/triton_sums.py` and `rows/triton_blocks.py`, 13
-in all, or `rows/on_cuda.py` and `csrc/cuda/kl_mlm_rows.cu`, 11 in all. CONTRIBUTING.md says how
-these are counted. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
+in all. CONTRIBUTING.md says how these are counted. Heads that are spread over ranks also use
+`rows/vocab_parallel.py`.
 
 Users call the function with all of its options in `growkern/train/loss/losses.py`.
 """

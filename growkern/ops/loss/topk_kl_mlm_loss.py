@@ -63,7 +63,7 @@ from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, row_inputs
 from growkern.ops.loss.rows.options import LossCall, Maths, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import refuse_reference
-from growkern.ops.loss.topk.op import TAIL_GRADIENTS, TOPK_KL_MLM
+from growkern.ops.loss.topk.op import TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
     check_tail,
     check_topk,
@@ -141,7 +141,7 @@ def topk_kl_mlm_loss(
     drop_tail = check_tail(call.tail, checked.maths.beta)
     head = (student_hidden, student_weight, student_bias)
     (student,), shard = checked_heads(head, [], None, None, call)
-    chosen = choose_backend(call.backend, labels.device, ("reference", *TAIL_GRADIENTS))
+    chosen = choose_backend(call.backend, labels.device)
     if shard.group:
         refuse_reference(chosen)
     vocab = check_vocabulary(call.vocab_size, len(student.weight), [], shard)

@@ -1,6 +1,5 @@
 """Compiling csrc/*.cu and launching it; an emulation stands in for the driver."""
 
-import ctypes
 import os
 import re
 import shutil
@@ -16,9 +15,8 @@ from bench.shared.cuda_cases import cuda_cases
 from growkern.errors import GrowthError
 from growkern.ops.backend import nvrtc
 from growkern.ops.backend.nvrtc import Grid
-from growkern.ops.loss.rows.on_cuda import RowsArgs, plan, rows_kernel
-from growkern.ops.loss.rows.state import Maths, Rows, Steps, n_numbers
-from tests.ops.loss.loss_inputs import make_logits
+from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.on_cuda import ExpandRowsArgs, plan
 
 CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 NVCC = next((str(p) for p in [CUDA_HOME / "bin/nvcc"] if p.is_file()), shutil.which("nvcc"))
@@ -29,11 +27,9 @@ CASES = {case.name: case for case in cuda_cases("sm_90")}
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc: set CUDA_HOME or put it on PATH")
-@pytest.mark.parametrize(
-    "name", ["CUDA kl_mlm rows two teachers, capped, parts", "CUDA expand AKI, noise bf16"]
-)
-def test_nvcc_agrees_that_nothing_is_spilled(name, tmp_path, record_property):
-    kernel, registers = CASES[name].kernel, CASES[name].registers
+def test_nvcc_agrees_that_nothing_is_spilled(tmp_path, record_property):
+    case = CASES["CUDA expand AKI, noise bf16"]
+    kernel, registers = case.kernel, case.registers
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (90, 100)]
     flags = [*kernel.flags, "-fatbin", "-Xptxas=-v", *targets]
     source = nvrtc.source_folder() / f"{kernel.name}.cu"
@@ -83,8 +79,8 @@ def test_a_changed_source_or_header_is_compiled_again(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(nvrtc.nvrtc() is None, reason="no NVRTC: PyTorch's CUDA wheels bring it")
 def test_nvrtc_says_why_it_does_not_compile():
-    with pytest.raises(GrowthError, match=r"kl_mlm_rows.cu for sm_90: .*error"):
-        nvrtc.compile_cubin(rows_kernel({"TEACHERS": 1, "STUDENT": "quad"}), "sm_90")
+    with pytest.raises(GrowthError, match=r"expand_rows.cu for sm_90: .*error"):
+        nvrtc.compile_cubin(nvrtc.Kernel("expand_rows", (("IN", "quad"),)), "sm_90")
 
 
 def test_nvrtc_is_found_beside_pytorch_and_in_a_toolkit(tmp_path, monkeypatch):
@@ -139,9 +135,8 @@ class FakeDriver:
         assert (y, z, ty, tz, extra) == (1, 1, 1, 1, None)
         self.stream = stream.value
         self.launched_on.append(self.current_device.index)
-        args = RowsArgs.from_address(params._obj.value)
-        cluster = dict(self.kernel.macros)["CLUSTER"]
-        emulate(self.kernel, Grid(blocks, threads, shared.value, cluster), args)
+        args = ExpandRowsArgs.from_address(params._obj.value)
+        emulate(self.kernel, Grid(blocks, threads, shared.value), args)
         return 0
 
     def cuGetErrorString(self, status, text):
@@ -158,70 +153,64 @@ class FakeDriver:
 
 @pytest.fixture
 def launched(monkeypatch, current_device):
-    """A plan of two rows over two blocks, and the driver that gets it."""
-    student, teachers, labels = make_logits(2, 100, torch.float32, "cpu")
-    rows = Rows(student, teachers, labels, torch.tensor([2, 2]), 100, Maths(), False)
-    state_SN = torch.empty(n_numbers(1), 2)
-    made = plan(rows, state_SN, Steps(sums=True), None, None, 3000)
-    assert made.grid.cluster == 2
+    """A plan of two rows, and the driver that gets it."""
+    made = plan(ExpandCall(torch.empty(2, 9), torch.randn(2, 9)))
     driver = FakeDriver(made.kernel, current_device)
-    for cached in (nvrtc._function, nvrtc._allowed):
-        cached.cache_clear()
+    nvrtc._function.cache_clear()
+    monkeypatch.setattr(nvrtc, "_allowed", {})
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
     monkeypatch.setattr(nvrtc, "cached_cubin", lambda kernel, arch: arch.encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current_device.index)
     streams = [SimpleNamespace(cuda_stream=77 + index) for index in range(2)]
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
-    yield made, state_SN, driver
-    for cached in (nvrtc._function, nvrtc._allowed):
-        cached.cache_clear()
+    yield made, driver
+    nvrtc._function.cache_clear()
+
+
+def assert_done(made):
+    weight, _, out, *_ = made.tensors
+    assert torch.equal(out, weight)
 
 
 def test_launch_reaches_the_kernel_through_the_driver(launched):
-    made, state_SN, driver = launched
+    made, driver = launched
     device = torch.device("cuda", 0)
     for _ in range(2):
         nvrtc.launch(made.kernel, made.grid, made.args, device)
-    assert driver.calls.count("cuModuleLoadData") == 1 and b"kl_mlm_rows" in driver.calls
+    assert driver.calls.count("cuModuleLoadData") == 1 and b"expand_rows" in driver.calls
     assert driver.attributes == {nvrtc.MAX_DYNAMIC_SHARED_BYTES: made.grid.shared_bytes}
     assert driver.stream == 77
-    assert state_SN[7].tolist() == [100.0, 100.0]
+    assert_done(made)
     # a thread that has no context gets one
     assert "cuCtxSetCurrent" in driver.calls
 
 
 def test_a_smaller_launch_leaves_a_larger_one_its_shared_memory(launched):
     """The limit is the kernel's: a narrow weight comes between two wide ones in a model."""
-    made, state_SN, driver = launched
+    made, driver = launched
     larger = made.grid._replace(shared_bytes=made.grid.shared_bytes + 4096)
     for grid in (larger, made.grid, larger):
-        state_SN.zero_()
+        made.tensors[2].zero_()
         nvrtc.launch(made.kernel, grid, made.args, torch.device("cuda", 0))
-        assert state_SN[7].tolist() == [100.0, 100.0]
+        assert_done(made)
     assert driver.attributes == {nvrtc.MAX_DYNAMIC_SHARED_BYTES: larger.shared_bytes}
 
 
 @pytest.mark.parametrize("given, expected", [(0, 0), (1, 1), (None, 0)])
 def test_a_kernel_is_launched_on_the_device_of_its_tensors(given, expected, launched):
     """With the current device, which is another one, it would be the wrong memory."""
-    made, _, driver = launched
+    made, driver = launched
     device = torch.device("cuda") if given is None else torch.device("cuda", given)
     nvrtc.launch(made.kernel, made.grid, made.args, device)
     assert driver.launched_on == [expected] and driver.stream == 77 + expected
     assert driver.current_device.index == 0
 
 
-def test_a_large_cluster_asks_for_leave(launched):
-    made, _, driver = launched
-    nvrtc._allow(made.kernel, 0, 1000, 16)
-    assert driver.attributes[nvrtc.NON_PORTABLE_CLUSTERS] == 1
-
-
 def test_what_the_driver_refuses_is_told(launched, monkeypatch):
-    made, _, driver = launched
+    made, driver = launched
     monkeypatch.setattr(driver, "cuModuleLoadData", lambda *args: 209, raising=False)
-    with pytest.raises(RuntimeError, match=r"loading kl_mlm_rows: no binary for this GPU \(209\)"):
+    with pytest.raises(RuntimeError, match=r"loading expand_rows: no binary for this GPU \(209\)"):
         nvrtc.launch(made.kernel, made.grid, made.args, torch.device("cuda", 0))
 
 
@@ -233,18 +222,3 @@ def test_reasons(monkeypatch):
     assert "pip install nvidia-cuda-nvrtc" in nvrtc.reason()
     monkeypatch.setattr(nvrtc, "source_folder", lambda: None)
     assert "sources of csrc" in nvrtc.reason()
-
-
-def test_structures_are_laid_out_alike():
-    """The emulated kernel reads what Python wrote: here the last field, past every padding."""
-    student, _, labels = make_logits(1, 16, torch.float32, "cpu")
-    rows = Rows(student, [], labels, torch.tensor([1]), 16, Maths(z_loss=0.5), False)
-    state_SN = torch.empty(n_numbers(0), 1)
-    weights, grad = torch.ones(1, 1), torch.empty(1, 16)
-    made = plan(rows, state_SN, Steps(sums=True, grad=True), weights, grad, 227 << 10)
-    emulate(made.kernel, made.grid, made.args)
-    z = student.double().requires_grad_()
-    lse = z.logsumexp(-1)
-    (expected,) = torch.autograd.grad(lse - z[0, labels] + 0.5 * lse**2, z)
-    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-6)
-    assert ctypes.sizeof(made.args) % 8 == 0

@@ -11,7 +11,6 @@ from growkern.ops.expand.on_cpu import ExpandArgs
 from growkern.ops.expand.on_cuda import ExpandRowsArgs
 from growkern.ops.loss.linear.gemm import GemmArgs
 from growkern.ops.loss.rows.on_cpu import KlMlmArgs
-from growkern.ops.loss.rows.on_cuda import MAX_TEACHERS, RowsArgs
 
 CSRC = Path(__file__).parents[3] / "csrc"
 MIRRORED = [
@@ -20,7 +19,6 @@ MIRRORED = [
     (ExpandRowsArgs, "cuda/expand_rows.cu"),
     (GemmArgs, "cpu/gemm.h"),
     (KlMlmArgs, "cpu/kl_mlm.h"),
-    (RowsArgs, "cuda/kl_mlm_state.h"),
 ]
 TYPES = {
     "int64_t": ctypes.c_int64,
@@ -48,9 +46,7 @@ def fields_of(source: str, name: str) -> list[tuple[str, type]]:
         pointer = "*" in first
         kind = ctypes.c_void_p if pointer else TYPES[first.split()[0]]
         for declared in (first.split()[-1], *map(str.strip, others)):
-            field, _, count = declared.partition("[")
-            assert count in ("", "MAX_TEACHERS]")
-            fields.append((field, kind * MAX_TEACHERS if count else kind))
+            fields.append((declared, kind))
     return fields
 
 
@@ -67,7 +63,7 @@ def test_every_structure_is_compared():
 
 
 def test_the_reader_sees_types_and_order():
-    source = "struct X {\n    const T* a[MAX_TEACHERS];  // (2,)\n    bool b, c;\n    float d;\n};"
+    source = "struct X {\n    const T* a;  // (2,)\n    bool b, c;\n    float d;\n};"
     one = fields_of(source, "X")
-    kinds = (ctypes.c_void_p * MAX_TEACHERS, ctypes.c_bool, ctypes.c_bool, ctypes.c_float)
+    kinds = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool, ctypes.c_float)
     assert one == list(zip("abcd", kinds, strict=True))

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 import growkern.ops
 from bench.launches import aot_cases
-from bench.launches.cuda_emulator import emulate
 from bench.shared.loss_measure import plain
 from growkern import kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, Part, Rule
@@ -28,7 +27,6 @@ from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes, held_rows
-from growkern.ops.loss.rows import on_cuda
 from growkern.ops.loss.rows.inputs import row_kinds, term_weights
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
@@ -36,6 +34,8 @@ from growkern.ops.loss.rows.options import LossCall, check_options
 from growkern.ops.loss.rows.state import Maths, RowInputs, Rows, Steps, n_numbers
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
 from tests.ops.loss.loss_inputs import relative_error
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
 # ------------------------------------------------------------------ unused places
 
@@ -141,7 +141,7 @@ def launches_on(device):
     scale.scale_in_place(made(6), made(), by_triton=True)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, current_device):
     """Triton takes the current device: with tensors on another one that is the wrong memory."""
@@ -545,36 +545,21 @@ WHOLE = (Steps(sums=True, grad=True),)
 APART = (Steps(sums=True), Steps(grad=True))
 
 
-@pytest.fixture(params=["triton", "cuda"])
-def backend(request, monkeypatch):
-    """Triton interpreted, or CUDA C++ in the emulator."""
-    if request.param == "triton" and not HAS_TRITON:
-        pytest.skip("Triton is not installed")
-    monkeypatch.setattr(on_cuda, "why_not", lambda: "")
-    monkeypatch.setattr(on_cuda, "_too_old", lambda device: "")
-    # two blocks share a row of 301 columns and two teachers
-    monkeypatch.setattr(on_cuda, "shared_limit", lambda device: 4000)
-    monkeypatch.setattr(on_cuda, "launch", lambda *args: emulate(*args))
-    for op in ("kl_mlm_loss", "linear_kl_mlm_loss"):
-        name = f"growkern.ops.loss.{op}.choose_backend"
-        monkeypatch.setattr(name, lambda requested, *_, **__: requested)
-    return request.param
-
-
-def results(run, rows, steps):
+def results(rows, steps):
     """State and gradient after the steps."""
     N, K = len(rows.labels_N), len(rows.teachers_NV)
     state, drows = torch.zeros(n_numbers(K), N), torch.linspace(0.5, 1.5, (1 + K) * N)
     grad = torch.full((N, rows.vocab), float("nan"))
     for step in steps:
-        run(rows, state, step, drows.view(1 + K, N), grad)
+        rows_on_triton(rows, state, step, drows.view(1 + K, N), grad)
     return state, grad
 
 
+@needs_triton
 @pytest.mark.parametrize("steps", [WHOLE, APART], ids=["together", "apart"])
 @pytest.mark.parametrize("has", [(True, True, True), (True, False, True), (False, True, False)])
 @pytest.mark.parametrize("V, cap", [(301, 0.0), (64, 20.0)])
-def test_a_bias_is_added_to_each_logit(backend, steps, has, V, cap):
+def test_a_bias_is_added_to_each_logit(steps, has, V, cap):
     N, dtypes = 4, (torch.bfloat16, torch.float32, torch.bfloat16)
     logits = [3 * torch.randn(N, V) for _ in has]
     biases = [
@@ -582,17 +567,17 @@ def test_a_bias_is_added_to_each_logit(backend, steps, has, V, cap):
     ]
     labels, kind = torch.tensor([0, V - 1, 5, 7]), torch.tensor([3, 3, 1, 0]).int()
     rows = Rows(logits[0], logits[1:], labels, kind, V, Maths(2.0, cap, cap, 0, 0.1), True)
-    run = ROW_FUNCTIONS[backend]
-    actual = results(run, rows._replace(biases=biases), steps)
+    actual = results(rows._replace(biases=biases), steps)
     added = [z if b is None else z + b.float() for z, b in zip(logits, biases, strict=True)]
-    expected = results(run, rows._replace(student_NV=added[0], teachers_NV=added[1:]), steps)
+    expected = results(rows._replace(student_NV=added[0], teachers_NV=added[1:]), steps)
     # a bias of 16 bits changes which columns a thread reads, and so the order of the sums
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
+@needs_triton
 @pytest.mark.parametrize("stride", [1, 3])
-def test_heads_with_biases_take_no_pass_of_their_own(stride, backend, monkeypatch):
+def test_heads_with_biases_take_no_pass_of_their_own(stride, monkeypatch):
     """The product of a head gets no bias; loss and gradients are those of the reference."""
     N, V = 6, 70
     biases = [torch.randn(V, stride)[:, 0] for _ in range(2)]
@@ -610,10 +595,9 @@ def test_heads_with_biases_take_no_pass_of_their_own(stride, backend, monkeypatc
         project(x, weight, bias, z, *rest)
 
     monkeypatch.setattr(op_module, "project", spied)
-    for each in (backend, "reference"):
+    for each in ("triton", "reference"):
         (x, w, b), (u, v, c) = given, heads[1]
         options = {"temperature": 2.0, "backend": each, "logits_dtype": torch.float64}
-        options |= {"logits_dtype": torch.float32} if backend == "cuda" else {}
         loss = linear_kl_mlm_loss(x, w, u, v, labels, student_bias=b, teacher_bias=c, **options)
         found.append([loss, *torch.autograd.grad(loss, given)])
     assert set(seen) == {0}
@@ -658,7 +642,7 @@ def test_the_last_backward_copies_no_gradient(by, factor):
         torch.testing.assert_close(same, exact, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 1024, 3000])
 def test_scaling_rounds_once(dtype, n, monkeypatch):

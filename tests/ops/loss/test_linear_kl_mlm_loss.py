@@ -548,6 +548,7 @@ def test_chunks_follow_the_memory_and_the_rows():
         ({"chunk_bytes": 0}, "chunk_bytes"),
         ({"max_rows": 3}, "max_rows=3"),
         ({"logits_dtype": torch.bfloat16}, "logits_dtype must be"),
+        ({"backend": "cuda"}, "use reference or cpu or triton"),
     ],
     ids=str,
 )

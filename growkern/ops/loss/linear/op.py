@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, library
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.choose import GPU_BACKENDS
 from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.native import advise_huge_pages
@@ -104,7 +103,7 @@ class Chunk:
             logits of each head.
     """
 
-    biases_at_rows: Sequence[str] = GPU_BACKENDS
+    biases_at_rows: Sequence[str] = ("triton",)
 
     def __init__(
         self,
@@ -367,7 +366,7 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                 student, teachers = heads[: len(Head._fields)], heads[len(Head._fields) :]
                 _, _, *saved = op(student, teachers, *rows, anchor, *as_arguments(settings))
             dloss = dloss.new_ones(())
-        by_triton = ctx.settings.backend in GPU_BACKENDS
+        by_triton = ctx.settings.backend == "triton"
         if is_last_backward(saved):
             # no copy: dW is the largest tensor here
             for x in saved:

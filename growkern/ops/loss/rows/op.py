@@ -14,7 +14,6 @@ from growkern.ops.backend.namespace import NAMESPACE
 from growkern.ops.backend.native import advise_huge_pages
 from growkern.ops.backend.transforms import Rules, apply, refuse_second_derivative
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu
-from growkern.ops.loss.rows.on_cuda import rows_on_cuda
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.state import (
     Maths,
@@ -26,11 +25,7 @@ from growkern.ops.loss.rows.state import (
     terms,
 )
 
-ROW_FUNCTIONS: dict[str, RowFunction] = {
-    "cpu": rows_on_cpu,
-    "triton": rows_on_triton,
-    "cuda": rows_on_cuda,
-}
+ROW_FUNCTIONS: dict[str, RowFunction] = {"cpu": rows_on_cpu, "triton": rows_on_triton}
 
 # ----------------------------------------------------------------------- op
 

@@ -85,9 +85,8 @@ class LossCall(NamedTuple):
             same options, and gets the same loss and the gradient of its own slice. The ranks
             exchange a few numbers per row.
         vocab_start: with ``group``, this rank's first column; ``vocab_size`` is then required.
-        backend: "reference", "cpu" (the compiled library), "triton" or "cuda" (CUDA C++ for sm_90
-            and later; only on request, as it has not been measured yet). Default: the fastest for
-            the device; "reference" where the compiled library or Triton is missing.
+        backend: "reference", "cpu" (the compiled library) or "triton". Default: the fastest for the
+            device; "reference" where the compiled library or Triton is missing.
     """
 
     alpha: float | Tensor = 0.5

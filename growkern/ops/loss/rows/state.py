@@ -4,9 +4,9 @@ A reading of a row's logits leaves a few sums, the state. States of slices of th
 into the state of the whole row. A slice may be a tile that one device processes in turn, or the
 columns that one rank of a process group holds.
 
-The compiled library, Triton and CUDA keep the same numbers in the same order: see the enums of
-`csrc/cpu/kl_mlm.h` and `csrc/cuda/kl_mlm_state.h`, and the constants of `rows/triton_sums.py`.
-A test compares them. Equations are numbered in `kl_mlm_loss.py`.
+The compiled library and Triton keep the same numbers in the same order: see the enums of
+`csrc/cpu/kl_mlm.h` and the constants of `rows/triton_sums.py`. A test compares them.
+Equations are numbered in `kl_mlm_loss.py`.
 
 Shape letters used in this file: N rows, V columns of a slice, K teachers, L slices, W = 1 + K
 terms, S numbers of a row.
