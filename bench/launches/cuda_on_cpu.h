@@ -6,14 +6,11 @@
 // said about speed or registers.
 #pragma once
 //
-// It is compiled once per variant of a kernel, so it includes little: <functional> and <algorithm>
-// would take more time than all the rest.
+// It is compiled once per variant of a kernel, so it includes headers of C only: <vector> alone
+// would take as much time as the kernel.
 #include <setjmp.h>
+#include <string.h>
 #include <ucontext.h>
-
-#include <cmath>
-#include <cstring>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -39,12 +36,15 @@ struct Copy {
     int bytes;
 };
 
+constexpr unsigned STACK = 64 << 10, MOST_COPIES = 256;
+
 struct Fibre {
     ucontext_t context;  // where it starts; later `place` is where it resumes
     jmp_buf place;
-    std::vector<char> stack;
+    alignas(16) char stack[STACK];
     Index thread;
-    std::vector<Copy> copies;
+    Copy copies[MOST_COPIES];
+    unsigned n_copies;
     bool started, done;
 };
 
@@ -57,11 +57,10 @@ struct Launch {
 
 inline Launch launch;
 inline Index block;
-inline std::vector<Chunk> shared;
+inline Chunk* shared;
 inline Fibre* here;
 inline jmp_buf scheduler;
 inline const char* error;
-constexpr size_t STACK = 64 << 10;
 
 inline void fail(const char* message) {
     if (!error) error = message;
@@ -81,26 +80,23 @@ inline void go_on() {
 
 inline void run_fibre() {
     launch.kernel(launch.args);
-    if (!here->copies.empty()) fail("a thread ended before its copies arrived");
+    if (here->n_copies) fail("a thread ended before its copies arrived");
     here->done = true;
     give_way();
 }
 
 inline void start(Fibre& fibre, unsigned thread) {
     fibre.thread = {thread};
-    fibre.copies.clear();
+    fibre.n_copies = 0;
     fibre.started = fibre.done = false;
-    fibre.stack.resize(STACK);
     getcontext(&fibre.context);
-    fibre.context.uc_stack = {fibre.stack.data(), 0, STACK};
+    fibre.context.uc_stack = {fibre.stack, 0, STACK};
     fibre.context.uc_link = nullptr;
     makecontext(&fibre.context, run_fibre, 0);
 }
 
 // every thread runs to the next barrier, until all have ended
-inline void run_block(std::vector<Fibre>& fibres) {
-    const unsigned threads = fibres.size();
-    std::memset(shared.data(), 0xff, sizeof(Chunk) * shared.size());
+inline void run_block(Fibre* fibres, unsigned threads) {
     for (unsigned i = 0; i < threads; ++i) start(fibres[i], i);
     for (unsigned ended = 0; ended < threads && !error;) {
         if (ended) return fail("threads wait at a barrier that others never reach");
@@ -117,13 +113,19 @@ inline const char* run(void (*kernel)(const void*), const void* args, unsigned g
                        unsigned threads, unsigned shared_bytes, bool eager) {
     launch = {{threads}, eager, kernel, args};
     error = nullptr;
-    shared.resize((shared_bytes + 15) / 16);
-    std::vector<Fibre> fibres(threads);
-    for (block = {0}; block.x < grid && !error; ++block.x) run_block(fibres);
+    const unsigned chunks = (shared_bytes + 15) / 16;
+    shared = new Chunk[chunks];
+    Fibre* fibres = new Fibre[threads];
+    for (block = {0}; block.x < grid && !error; ++block.x) {
+        memset(shared, 0xff, sizeof(Chunk) * chunks);
+        run_block(fibres, threads);
+    }
+    delete[] fibres;
+    delete[] shared;
     return error;
 }
 
-inline void arrive(const Copy& copy) { std::memcpy(copy.to, copy.from, copy.bytes); }
+inline void arrive(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
 
 }  // namespace growkern::emulation
 
@@ -131,14 +133,16 @@ inline void arrive(const Copy& copy) { std::memcpy(copy.to, copy.from, copy.byte
 
 inline float __uint_as_float(unsigned x) {
     float y;
-    std::memcpy(&y, &x, 4);
+    memcpy(&y, &x, 4);
     return y;
 }
 inline unsigned __float_as_uint(float x) {
     unsigned y;
-    std::memcpy(&y, &x, 4);
+    memcpy(&y, &x, 4);
     return y;
 }
+
+inline float fabsf(float x) { return __builtin_fabsf(x); }
 
 inline void __syncthreads() { growkern::emulation::give_way(); }
 
@@ -157,16 +161,16 @@ inline u32 bf16_bits_of_two(float low, float high) {
 inline u16 f16_bits(float x) {
     const _Float16 y = static_cast<_Float16>(x);
     u16 bits;
-    std::memcpy(&bits, &y, 2);
+    memcpy(&bits, &y, 2);
     return bits;
 }
 inline float f16_value(u16 bits) {
     _Float16 y;
-    std::memcpy(&y, &bits, 2);
+    memcpy(&y, &bits, 2);
     return static_cast<float>(y);
 }
 
-inline void* dynamic_shared() { return emulation::shared.data(); }
+inline void* dynamic_shared() { return emulation::shared; }
 
 template <int BYTES>
 void copy_async(void* shared, const void* global) {
@@ -176,8 +180,10 @@ void copy_async(void* shared, const void* global) {
     const Copy copy = {shared, global, BYTES};
     if (launch.eager)
         arrive(copy);
+    else if (here->n_copies == MOST_COPIES)
+        fail("a thread has more copies than there is room for");
     else
-        here->copies.push_back(copy);
+        here->copies[here->n_copies++] = copy;
 }
 
 inline bool promised_aligned(const void* pointer, int bytes) {
@@ -188,8 +194,8 @@ inline bool promised_aligned(const void* pointer, int bytes) {
 
 inline void wait_copies() {
     using namespace emulation;
-    for (const Copy& copy : here->copies) arrive(copy);
-    here->copies.clear();
+    for (unsigned i = 0; i < here->n_copies; ++i) arrive(here->copies[i]);
+    here->n_copies = 0;
 }
 
 }  // namespace growkern
