@@ -103,7 +103,7 @@ def _expand(recorder: Recorder) -> None:
     """The default of growth, one tensor and as growth does: both axes gathered, routed columns."""
     rng = torch.Generator(recorder.device).manual_seed(0)
     sizes = recorder.pick([(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)], [(9, 20, 17, 70)])
-    widths, warps = recorder.pick(((512, 1024, 2048, 4096), (2, 4, 8)), ((32,), (4,)))
+    widths, warps = recorder.pick(((512, 1024, 2048, 4096), (4, 8, 16)), ((32,), (4,)))
     choices = list(
         _products(BLOCK_M=recorder.pick((8, 16, 32), (4,)), BLOCK_N=widths, num_warps=warps)
     )

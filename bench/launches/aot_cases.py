@@ -10,12 +10,15 @@ from growkern.ops.backend import scale
 from growkern.ops.backend.launch import tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE
 from growkern.ops.expand.many import N_FIELDS, expand_many_kernel
-from growkern.ops.expand.on_triton import BLOCK_M as EXPAND_BLOCK_M
-from growkern.ops.expand.on_triton import EXACT, GATHER, columns_of_block, expand_kernel
+from growkern.ops.expand.on_triton import EXACT, GATHER, block_of, expand_kernel
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, lanes_of, maths_constant, most_columns
 from growkern.ops.loss.rows.state import Maths, Steps
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_kernel
+
+# of a large matrix
+EXPAND_BLOCK = block_of(8192)
+EXPAND_WARPS = EXPAND_BLOCK.pop("num_warps")
 
 
 class AotCase(NamedTuple):
@@ -74,7 +77,7 @@ def expand_cases() -> list[AotCase]:
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
         constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
-        constants |= {"BLOCK_M": EXPAND_BLOCK_M, "BLOCK_N": columns_of_block(size), "LARGER": 1.0}
+        constants |= EXPAND_BLOCK | {"LARGER": 1.0}
         noisy = {"noise": (factor, "*i32", "*i32")}
         routed = {"noise": ("*i32", "*i32", "*i32")}
         ways = (
@@ -89,7 +92,7 @@ def expand_cases() -> list[AotCase]:
         # float64 is for tests
         for name, signature, noise in ways[: 1 if dtype == "fp64" else None]:
             case = AotCase(f"expand {name} {dtype}", expand_kernel, signature, {}, options=EXACT)
-            case = case._replace(constexprs=constants | {"NOISE": noise})
+            case = case._replace(constexprs=constants | {"NOISE": noise}, num_warps=EXPAND_WARPS)
             # twice as wide: four elements written for each one read
             cases.append(
                 case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size)
@@ -102,13 +105,14 @@ def expand_many_cases() -> list[AotCase]:
     like = ("*bf16", "*bf16", "*i64", "*fp32", "*i32")
     signature: dict[str, Any] = {"table_ptr": "*i64", "call_ptr": "*i32", "like": like}
     constants = {"ACC": tl.float32, "N_FIELDS": N_FIELDS}
-    constants |= {"BLOCK_M": EXPAND_BLOCK_M, "BLOCK_N": columns_of_block(2), "LARGER": 1.0}
+    constants |= EXPAND_BLOCK | {"LARGER": 1.0}
     return [
         AotCase(
             f"expand many {name} bf16",
             expand_many_kernel,
             signature,
             constants | {"UPPER": upper, "NOISE": noise, "SCALED": scaled, "WIDE": True},
+            num_warps=EXPAND_WARPS,
             options=EXACT,
             narrow=GATHER,
             traffic=2.5,

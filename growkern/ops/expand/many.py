@@ -24,11 +24,10 @@ from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.checks import check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import (
-    BLOCK_M,
     EXACT,
     ROUTED_COLS,
     ROUTED_ROWS,
-    columns_of_block,
+    block_of,
     expand_block,
 )
 
@@ -257,12 +256,8 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     first = calls[0]
     acc, tl_acc = acc_dtype(first.wider)
     device = first.out.device
-    choice = launch_choice(
-        "expand_many", first.out, max(call.out.shape[1] for call in calls),
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=columns_of_block(first.out.element_size()),
-        num_warps=4,
-    )  # fmt: skip
+    widest = max(call.out.shape[1] for call in calls)
+    choice = launch_choice("expand_many", first.out, widest, **block_of(widest))
     longest = max(max(*call.out.shape) for call in calls)
     # stand for every map and scale that is None
     index, factors = _Packed(torch.int64, torch.arange(longest)), _Packed(acc, torch.ones(longest))

@@ -18,8 +18,6 @@ from growkern.ops.expand.call import (
 )
 from growkern.ops.expand.hashes import keys_of_call
 
-# rows of a block where no sweep has chosen them; they share what is loaded of its columns
-BLOCK_M = 16
 # kinds of noise, for kernels: these read no global numbers but constexpr
 NOISY_ROWS, NOISY_COLS = tl.constexpr(ROW_NOISE), tl.constexpr(COL_NOISE)
 ROUTED_ROWS, ROUTED_COLS = tl.constexpr(ROW_ROUTING), tl.constexpr(COL_ROUTING)
@@ -227,9 +225,14 @@ def expand_kernel(
 EXACT = {"enable_fp_fusion": False, "sanitize_overflow": False}
 
 
-def columns_of_block(out_bytes: int) -> int:
-    """Columns of a block: 16 bytes of the result per thread of 128, and 32 for 8-byte elements."""
-    return max(512, 2048 // out_bytes)
+def block_of(columns: int) -> dict[str, int]:
+    """The block where no sweep has chosen one, for a result of so many columns.
+
+    Its rows share what is loaded of its columns. Blocks are wide because gathered elements lie in
+    pieces of 32 bytes: each block of a row fetches nearly all pieces of the source row again.
+    """
+    size = max(512, min(2048, next_power_of_2(columns)))
+    return {"BLOCK_M": 16, "BLOCK_N": size, "num_warps": max(4, size // 256)}
 
 
 def expand_on_triton(call: ExpandCall) -> None:
@@ -237,8 +240,7 @@ def expand_on_triton(call: ExpandCall) -> None:
     call = call.with_alike_columns()
     M, N = call.out.shape
     acc, tl_acc = acc_dtype(call.wider)
-    block_n = columns_of_block(call.out.element_size())
-    choice = launch_choice("expand", call.out, N, BLOCK_M=BLOCK_M, BLOCK_N=block_n, num_warps=4)
+    choice = launch_choice("expand", call.out, N, **block_of(N))
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
     launch(
         expand_kernel,
