@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from growkern.growth.record.verify import verify as verify
     from growkern.growth.replay import replay as replay
     from growkern.growth.sharded.grow_into import grow_into as grow_into
+    from growkern.growth.widen import widen as widen
+    from growkern.growth.widen import widening as widening
     from growkern.ops.expand.call import Routing as Routing
     from growkern.ops.expand.op import expand as expand
     from growkern.train.dataset.load import load_data as load_data
@@ -79,6 +81,8 @@ _MODULE_OF = {
     "verify": "growkern.growth.record.verify",
     "Routing": "growkern.ops.expand.call",
     "expand": "growkern.ops.expand.op",
+    "widen": "growkern.growth.widen",
+    "widening": "growkern.growth.widen",
     "kl_mlm_loss": "growkern.train.loss.losses",
     "linear_kl_mlm_loss": "growkern.train.loss.losses",
     "GrowthAdamW": "growkern.growth.optimizer.adamw",

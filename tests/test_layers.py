@@ -61,6 +61,7 @@ PARTS = {
         "models",
         "source",
         "space",
+        "widen",
         "plan",
         "tensors",
         "disk",

@@ -48,6 +48,13 @@ def _check_factor(name: str, x: Tensor, n: int, device: torch.device) -> None:
 
 
 def _check_weight(weight: Tensor, upper: Tensor | None) -> None:
+    if isinstance(weight, torch.nn.Module):
+        raise GrowthError(
+            f"expand takes a tensor, got {type(weight).__name__}: use expand(layer.weight, ...), "
+            "or growkern.widen(small, large) for whole modules"
+        )
+    if not isinstance(weight, Tensor):
+        raise GrowthError(f"weight must be a tensor, got {type(weight).__name__}")
     if weight.ndim not in (1, 2):
         raise GrowthError(f"weight must have 1 or 2 dimensions, got shape {tuple(weight.shape)}")
     if weight.dtype not in DTYPES:
@@ -116,6 +123,11 @@ def _check_out(call: ExpandCall, shape: tuple[int, ...], device: torch.device) -
 
 
 def _check_routing(routing: Routing, shape: list[int], device: torch.device) -> None:
+    if not isinstance(routing, Routing):
+        raise GrowthError(
+            f"routing must be a growkern.Routing, got {routing!r}: growkern.widening(source_shape, "
+            "target_shape) makes it, with the index maps that belong to it"
+        )
     dim, copies, amplitude = routing
     if dim not in (0, 1):
         raise GrowthError(f"routing.dim must be 0 (rows) or 1 (columns), got {dim}")

@@ -1,0 +1,158 @@
+"""Widens a PyTorch module of any class exactly: `expand` with arguments made from sizes.
+
+Entry i of an axis that grows is a copy of entry i mod source. Linear layers read copies, so each of
+their weights is routed to one of them, and the copies add up to what the small layer read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growkern.errors import GrowthError, nearest
+from growkern.growth.space import maps
+from growkern.growth.space.spaces import copies
+from growkern.ops.expand.call import Routing
+from growkern.ops.expand.op import expand
+
+Shape = tuple[int, ...] | list[int]
+
+
+def widening(source: Shape, target: Shape, *, reads: bool = True, fused: int = 1) -> dict[str, Any]:
+    """Arguments of `expand` that take a weight of one shape to a larger shape, exactly.
+
+    Args:
+        source, target: shapes of one weight, (rows, columns) or (entries,).
+        reads: True for the matrix of a linear layer, whose columns read an input of copies. False
+            for an embedding, whose columns are copies themselves. Of no effect on a vector.
+        fused: how many matrices of equal size lie one below the other, such as 3 for queries, keys
+            and values. Copies stay within each of them.
+
+    Returns:
+        The keywords `rows`, `cols` and `routing`, as far as the shapes need them.
+
+    Raises:
+        GrowthError: a shape that is no larger one, or rows that `fused` does not divide.
+    """
+    if len(source) != len(target) or len(source) not in (1, 2) or fused < 1:
+        raise GrowthError(
+            f"widening takes two shapes of 1 or 2 sizes, and fused >= 1: got {tuple(source)}, "
+            f"{tuple(target)}, fused={fused}"
+        )
+    if any(a < 1 or a > b for a, b in zip(source, target, strict=True)):
+        raise GrowthError(f"shape {tuple(source)} cannot become {tuple(target)}: no size may fall")
+    if source[0] % fused or target[0] % fused:
+        raise GrowthError(f"fused={fused} does not divide {source[0]} and {target[0]} rows")
+    result: dict[str, Any] = {}
+    if source[0] < target[0]:
+        part = maps.cyclic(source[0] // fused, target[0] // fused)
+        result["rows"] = torch.cat([part + i * (source[0] // fused) for i in range(fused)])
+    if len(source) == 2 and source[1] < target[1]:
+        result["cols"] = maps.cyclic(source[1], target[1])
+        if reads:
+            result["routing"] = Routing(1, copies(result["cols"], source[1]).copies)
+    return result
+
+
+@torch.no_grad()
+def widen(small: nn.Module, large: nn.Module, *, fused: dict[str, int] | None = None) -> nn.Module:
+    """Fill a wider module with the weights of a trained one, so that both compute the same.
+
+    Both are of one class, and may be a whole model or a single layer. Known layers are `nn.Linear`,
+    `nn.Embedding`, `nn.MultiheadAttention`, and norms (any module whose parameters are vectors).
+
+    A norm grows to a multiple of its size, because all entries then have equally many copies. An
+    attention gets more heads of the same size, and as many query heads for each key head as before.
+    All other widths may be any.
+
+    Args:
+        small: the trained module.
+        large: the module to fill; it has the names of `small`, and no smaller size.
+        fused: `fused` of `widening` for layers of a name, such as {"qkv": 3}. The name is the last
+            part of the layer's path.
+
+    Returns:
+        `large`.
+
+    Raises:
+        GrowthError: names that differ, a tied weight, or a parameter that cannot be widened
+            exactly. Nothing is written then.
+    """
+    fused = fused or {}
+    _check_names(small, large, fused)
+    jobs = []
+    for path, layer in small.named_modules():
+        for name, weight in layer.named_parameters(recurse=False):
+            full, out = f"{path}.{name}".lstrip("."), large.get_submodule(path).get_parameter(name)
+            parts = fused.get(path.rpartition(".")[2], 1)
+            try:
+                jobs.append((weight, out, _arguments(full, layer, weight, out, parts)))
+            except GrowthError as error:
+                raise GrowthError(f"{full} of {type(layer).__name__}: {error}") from None
+    for i, (weight, out, arguments) in enumerate(jobs):
+        if not arguments:
+            out.copy_(weight)
+            continue
+        # a seed of its own: each layer routes to other copies
+        out.copy_(expand(weight.cpu(), **arguments, seed=i, out_dtype=out.dtype))
+    return large
+
+
+def _check_names(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> None:
+    """Refuse modules that differ in more than widths."""
+    ours = dict(small.named_parameters(remove_duplicate=False))
+    theirs = dict(large.named_parameters(remove_duplicate=False))
+    if ours.keys() != theirs.keys():
+        raise GrowthError(
+            f"only one of small and large has {sorted(ours.keys() ^ theirs.keys())[:5]}: build "
+            "both with the same class and the same number of layers"
+        )
+    names = {path.rpartition(".")[2] for path, _ in small.named_modules()}
+    for name in fused.keys() - names:
+        raise GrowthError(f"fused names {name!r}, which is no layer{nearest(name, names)}")
+    first: dict[int, str] = {}
+    for name, x in theirs.items():
+        other = first.setdefault(id(x), name)
+        if other != name and x.shape != ours[name].shape:
+            raise GrowthError(
+                f"{other} and {name} are one parameter, but one writes copies and the other reads "
+                "them: build `large` with two parameters, and give `small` two as well"
+            )
+    held = dict(large.named_buffers())
+    for name, x in small.named_buffers():
+        if name not in held or held[name].shape != x.shape:
+            raise GrowthError(
+                f"buffer {name} differs in shape, but `widen` fills parameters alone: build "
+                "`large` without it, or fill that layer with growkern.expand"
+            )
+
+
+def _arguments(name: str, layer: nn.Module, weight: Tensor, out: Tensor, fused: int) -> Any:
+    """`widening` for one parameter of a layer."""
+    source, target = tuple(weight.shape), tuple(out.shape)
+    if source == target:
+        return {}
+    is_attention = isinstance(layer, nn.MultiheadAttention)
+    is_matrix = isinstance(layer, nn.Linear) or (is_attention and name.endswith("proj_weight"))
+    if is_attention and ".in_proj" in f".{name}":
+        fused = 3
+    if isinstance(layer, nn.Embedding) and source[0] != target[0]:
+        raise GrowthError(
+            f"{source[0]} rows cannot become {target[0]}, as `widen` adds no tokens: give `large` "
+            "the same number"
+        )
+    if isinstance(layer, nn.Linear | nn.Embedding | nn.MultiheadAttention):
+        return widening(source, target, reads=is_matrix, fused=fused)
+    if len(source) != 1:
+        raise GrowthError(
+            f"whether a weight of shape {source} reads copies is not known here: fill it with "
+            "growkern.expand(weight, **growkern.widening(...))"
+        )
+    if target[0] % source[0]:
+        raise GrowthError(
+            f"{target[0]} entries are no multiple of {source[0]}. A norm needs equally many copies "
+            f"of each entry, as with {source[0] * max(2, round(target[0] / source[0]))}"
+        )
+    return widening(source, target)

@@ -1,0 +1,118 @@
+"""`widen`: a wider module of any class computes what the small one does, and its copies part."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import growkern
+from growkern import GrowthError
+
+
+class Block(nn.Module):
+    """Attention of heads of 4 with fused projections, and a gated FFN."""
+
+    def __init__(self, width, heads, hidden):
+        super().__init__()
+        self.norm, self.ffn_norm = nn.RMSNorm(width, eps=1e-6), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 12 * heads), nn.Linear(4 * heads, width)
+        self.gate_up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(-2, -3) for y in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(-2, -3).flatten(-2))
+        gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    def __init__(self, width, heads, hidden, is_tied=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
+        self.block, self.norm = Block(width, heads, hidden), nn.LayerNorm(width)
+        # PyTorch's own layer, behind norms, with 2 heads of 4 in 8
+        self.theirs = nn.TransformerEncoderLayer(width, width // 4, hidden, 0.0, batch_first=True)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.theirs(self.block(self.embed(tokens)))))
+
+
+FUSED = {"qkv": 3, "gate_up": 2}
+
+
+def made(*sizes, **options):
+    torch.manual_seed(sum(sizes))
+    model = Model(*sizes, **options).double()
+    for x in model.parameters():
+        nn.init.normal_(x, std=0.5)
+    return model
+
+
+def test_a_wider_model_computes_the_same_and_its_copies_learn_apart():
+    small, large = made(8, 2, 10), made(16, 3, 17)
+    assert growkern.widen(small, large, fused=FUSED) is large
+    tokens = torch.arange(20).view(2, 10) % 11
+    logits = large(tokens)
+    torch.testing.assert_close(logits, small(tokens), rtol=1e-12, atol=1e-12)
+    # 2 of 3 heads, and 7 of 17 hidden units, are copies of others
+    F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1).flatten()).backward()
+    for layer, units in ((large.block.qkv, 12), (large.block.gate_up, 17)):
+        gradient = layer.weight.grad[:units]
+        apart = (gradient[:, None] - gradient).norm(dim=-1) + torch.eye(units)
+        assert apart.min() > 1e-9
+    for moved in (large.embed, large.norm):
+        assert (moved.weight.grad[..., :8] != moved.weight.grad[..., 8:]).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arguments_from_sizes_keep_sums_exactly(dtype):
+    weight = torch.randn(6, 5).to(dtype)
+    given = growkern.widening((6, 5), (9, 12), fused=3)
+    wide = growkern.expand(weight, **given)
+    assert given["rows"].tolist() == [0, 1, 0, 2, 3, 2, 4, 5, 4]
+    summed = torch.zeros(9, 5, dtype=torch.float64)
+    summed.index_add_(1, torch.arange(12) % 5, wide.double())
+    assert torch.equal(summed, weight.double()[given["rows"]])
+    assert growkern.widening((4,), (4,)) == {}
+    assert growkern.widening((7, 4), (7, 8), reads=False).keys() == {"cols"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "fused", "message"),
+    [
+        ((12, 3, 10), {}, FUSED, r"norm\.weight of .*Norm: 12 entries are no multiple of 8"),
+        ((16, 2, 8), {}, FUSED, r"gate_up\.weight of Linear: .* no size may fall"),
+        ((16, 4, 10), {"is_tied": True}, FUSED, "are one parameter"),
+        ((16, 4, 10), {}, {"gkv": 3}, "did you mean 'qkv'"),
+        ((16, 4, 10), {}, {"qkv": 5}, "fused=5 does not divide"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_before_writing(sizes, options, fused, message):
+    small, large = made(8, 2, 10), made(*sizes, **options)
+    before = {name: x.clone() for name, x in large.state_dict().items()}
+    with pytest.raises(GrowthError, match=message):
+        growkern.widen(small, large, fused=fused)
+    assert all(torch.equal(x, before[name]) for name, x in large.state_dict().items())
+
+
+def test_other_modules_are_refused_by_name():
+    small = nn.Sequential(nn.Conv1d(2, 2, 1))
+    with pytest.raises(GrowthError, match=r"0\.weight of Conv1d.*growkern\.widening"):
+        growkern.widen(small, nn.Sequential(nn.Conv1d(4, 4, 1)))
+    with pytest.raises(GrowthError, match="only one of small and large has"):
+        growkern.widen(small, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(GrowthError, match="1 rows cannot become 2"):
+        growkern.widen(nn.Embedding(1, 2), nn.Embedding(2, 2))
+    with pytest.raises(GrowthError, match="buffer running_mean"):
+        growkern.widen(nn.BatchNorm1d(2), nn.BatchNorm1d(4))
+
+
+def test_expand_says_what_to_pass():
+    with pytest.raises(GrowthError, match=r"got Linear: use expand\(layer\.weight"):
+        growkern.expand(nn.Linear(2, 2))
+    with pytest.raises(GrowthError, match=r"routing must be a .*Routing, got True"):
+        growkern.expand(torch.zeros(2, 2), routing=True)
