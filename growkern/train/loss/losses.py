@@ -128,9 +128,10 @@ def kl_mlm_loss(
             waits for the value. A changing float needs ``dynamic=True`` for one graph, and is
             compiled again at 0 and 1.
         temperature: of the softmax of student and teachers in the KL term.
-        divergence: "forward", KL(teacher || student). "reverse", KL(student || teacher): it is
-            infinite if the teacher gives probability 0 to a token and the student does not. "jsd",
-            the generalised Jensen-Shannon divergence of GKD (Agarwal et al. 2024).
+        divergence: "forward", KL(teacher || student), infinite if the student alone gives
+            probability 0 to a token. "reverse", KL(student || teacher), infinite if the teacher
+            alone does. "jsd", the generalised Jensen-Shannon divergence of GKD (Agarwal et al.
+            2024), always finite. A token of probability 0 in both adds nothing.
         beta: of "jsd", in (0, 1). Default: 0.5.
         ignore_index: the label of rows without the MLM term.
         kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
