@@ -29,7 +29,6 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.options import Divergence, KLRows
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.model.head import (
-    HeadInputs,
     check_causal,
     check_head,
     common_softcap,
@@ -37,6 +36,7 @@ from growkern.train.model.head import (
     teacher_inputs,
 )
 from growkern.train.model.load import is_causal
+from growkern.train.model.projection import HeadInputs
 from growkern.train.objectives.language_modeling import Collator
 
 Decay = Literal["linear", "constant", "switch"]

@@ -20,7 +20,6 @@ from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.inheritance import check_same_objective
 from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary
 from growkern.train.model.head import (
-    HeadInputs,
     check_causal,
     check_head,
     evaluating,
@@ -28,6 +27,7 @@ from growkern.train.model.head import (
     teacher_inputs,
 )
 from growkern.train.model.load import PRETRAINING, is_causal
+from growkern.train.model.projection import HeadInputs, is_linear, projected
 
 # models that passed the checks, by the part that they play
 _checked: dict[str, WeakSet[Any]] = {"model": WeakSet(), "teacher": WeakSet()}
@@ -45,6 +45,8 @@ def head_of_pair(pair: tuple[Tensor, Any]) -> HeadInputs:
     hidden, head = pair
     if isinstance(head, Tensor):
         return HeadInputs(hidden, head, None)
+    if is_linear(head):
+        return projected(head, hidden)
     return HeadInputs(hidden, head.weight, getattr(head, "bias", None))
 
 

@@ -15,7 +15,7 @@ that BART adds after the projection joins the bias of the projection.
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,9 @@ from torch import Tensor, nn
 from growkern.errors import GrowthError
 from growkern.growth.sharded.placement import free_gathered
 from growkern.ops.loss.rows.options import IGNORE_INDEX
+from growkern.train.model.projection import HeadInputs, is_linear, projected
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-class HeadInputs(NamedTuple):
-    """The inputs of an output projection."""
-
-    hidden: Tensor  # (..., H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
 
 
 # attributes of models or configs that change the logits, each with the value that changes nothing
@@ -125,12 +118,12 @@ def head_swap(model: Any, function: HeadFunction) -> Iterator[None]:
     head, scale, added = model.get_output_embeddings(), _scale_of(model), _added_bias(model)
 
     def forward(hidden: Tensor) -> Tensor:
-        bias = head.bias
+        hidden, weight, bias = projected(head, hidden)
         if added is not None:
             bias = added[0] if bias is None else bias + added[0]
         if scale != 1:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        return function(hidden, head.weight, bias)
+        return function(hidden, weight, bias)
 
     with _neutral(model), _shadowed(head, forward):
         yield
@@ -233,7 +226,7 @@ def check_head(model: Any) -> None:
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
-    if head is None or type(head).forward is not nn.Linear.forward:
+    if not is_linear(head):
         found = "none" if head is None else type(head).__name__
         raise GrowthError(
             f"{name} has no linear output projection (found: {found}): "

@@ -11,6 +11,7 @@ from growkern import (
     grow,
     grow_checkpoint,
     inherited_loss,
+    kl_mlm_loss,
     plan,
 )
 from growkern import run as train
@@ -45,6 +46,44 @@ def test_the_loss_takes_the_model_with_its_adapters():
             assert p.grad is None
     with pytest.raises(GrowthError, match=r"PeftModelForCausalLM: .* its base_model.model"):
         inherited_loss(model, None, data)
+
+
+@pytest.mark.parametrize("way", ["lora", "saved", "off", "merged"])
+def test_the_loss_takes_a_head_with_an_adapter(way):
+    """On the body and on the head, against PEFT's own logits."""
+    model, teacher, data = build("llama", layers=2), build("llama", layers=2), batch()
+    modules = ["q_proj"] if way == "saved" else ["q_proj", "lm_head"]
+    saved = {"modules_to_save": ["lm_head"]} if way == "saved" else {}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, r=2, **saved)
+    model = randomise(peft.get_peft_model(model, config), 5).double()
+    randomise(teacher.double(), 6)
+    if way == "off":
+        model.base_model.disable_adapter_layers()
+    if way == "merged":
+        model.merge_adapter()
+    inner = model.base_model.model
+    options = {"alpha": 0.5, "temperature": 2.0}
+    loss = inherited_loss(inner, teacher, data, **options)
+    pair = model(input_ids=data["input_ids"]).logits, teacher(input_ids=data["input_ids"]).logits
+    logits = [x[:, :-1].flatten(0, 1) for x in pair]
+    labels = data["labels"][:, 1:].flatten()
+    expected = kl_mlm_loss(logits[0], logits[1].detach(), labels, **options)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    if way in ("lora", "saved"):
+        trained = [x for x in model.parameters() if x.requires_grad]
+        assert len(trained) == {"lora": 6, "saved": 5}[way]
+        ours, theirs = (torch.autograd.grad(x, trained) for x in (loss, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    hidden = inner.model(input_ids=data["input_ids"]).last_hidden_state
+    as_pair = inherited_loss((hidden, inner.lm_head), teacher, data, causal=True, **options)
+    torch.testing.assert_close(as_pair, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_an_adapter_of_another_kind_on_the_head_is_refused():
+    config = peft.LoraConfig(target_modules=["lm_head"], r=2, use_dora=True)
+    model = peft.get_peft_model(build("llama", layers=1), config)
+    with pytest.raises(GrowthError, match=r"adapter 'default' .* is not plain LoRA"):
+        inherited_loss(model.base_model.model, None, batch())
 
 
 @pytest.mark.parametrize("inner", [False, True])
