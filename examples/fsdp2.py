@@ -1,4 +1,4 @@
-"""Grows a model in place on shards (FSDP2), and trains it beside the model that it grew from.
+"""Grows a model into shards (FSDP2) from a distributed checkpoint, and trains it in a plain loop.
 
 `torchrun --nproc_per_node 2 examples/fsdp2.py`. No process ever holds the whole large model: it is
 built without memory, sharded block by block, and each process computes its own part.
@@ -9,48 +9,54 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 
 import growkern
 
+SHARDED = growkern.DistributedOptions(sharding="fsdp")
+
 
 def main() -> None:
-    # the same source in all processes; usually it is a checkpoint directory
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    small = transformers.GPT2LMHeadModel(config)
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0, "architectures": ["GPT2LMHeadModel"]}
+    config = transformers.GPT2Config(**sizes)
+    small = growkern.shard(transformers.GPT2LMHeadModel(config), SHARDED)
 
-    target = growkern.plan(small, n_embd=64, n_head=4, n_layer=4).target_config
+    # a checkpoint as pretraining leaves it, in a folder that all processes see
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    source = f"{folder[0]}/small"
+    if dist.get_rank() == 0:
+        config.save_pretrained(source)
+    dcp.save(small.state_dict(), checkpoint_id=source)
+
+    target = growkern.plan(source, n_embd=64, n_head=4, n_layer=4).target_config
     with torch.device("meta"):
         large = transformers.GPT2LMHeadModel(target)
-    growkern.shard(large, growkern.DistributedOptions(sharding="fsdp"))
-    growkern.grow_into(large, small)
+    growkern.shard(large, SHARDED)  # or fully_shard calls of your own
+    growkern.grow_into(large, source)
 
-    # text that counts upwards from a random number
-    tokens = (torch.randint(64, (640, 1)) + torch.arange(16)) % 64
-    rows = [{"input_ids": x, "labels": x} for x in tokens]
-    where = {"use_cpu": not torch.accelerator.is_available(), "save_strategy": "no"}
-    trainer = growkern.TwoStageTrainer(
-        large,
-        transformers.TrainingArguments(
-            tempfile.mkdtemp(),
-            max_steps=40,
-            per_device_train_batch_size=16 // dist.get_world_size(),
-            learning_rate=1e-2,
-            **where,
-        ),
-        two_stage=growkern.TwoStageConfig(layers_per_block=2, stage1_steps=10),
-        inheritance=growkern.InheritanceSchedule(rate=0.5, end_step=20),
-        teacher=growkern.shard(small, growkern.DistributedOptions(sharding="fsdp")),
-        train_dataset=rows,
-        eval_dataset=rows[:64],
-    )
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    after = trainer.evaluate()["eval_loss"]
-    if trainer.is_world_process_zero():
-        print(f"loss {before:.2f} -> {after:.2f} in {trainer.state.global_step} steps", flush=True)
+    optimizer = torch.optim.AdamW(large.parameters(), lr=1e-2)
+    stages = growkern.TwoStageConfig(layers_per_block=2, stage1_steps=10)
+    schedule = growkern.InheritanceSchedule(rate=0.5, end_step=20)
+    ranks, losses = dist.get_world_size(), []
+    for step in range(40):
+        # text that counts upwards from a random number; each process has its own rows
+        rows = torch.randint(64, (16, 1)).tensor_split(ranks)[dist.get_rank()]
+        tokens = ((rows + torch.arange(16)) % 64).to(small.device)
+        batch = {"input_ids": tokens, "labels": tokens}
+        with stages.sub_model(large, step):
+            loss = growkern.inherited_loss(large, small, batch, alpha=schedule.rate_at(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(growkern.inherited_loss(large, None, batch).item())
+
+    dcp.save(large.state_dict(), checkpoint_id=f"{folder[0]}/large")
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} in 40 steps", flush=True)
     # gloo's threads now and then abort a process that leaves in the ordinary way
     os._exit(0)
 

@@ -1,7 +1,9 @@
-"""TRL's on-policy distillation with growkern's loss in the place of its own.
+"""TRL's trainers with a teacher and growkern's loss.
 
 `python examples/trl_distillation.py` lets a tiny model learn from a teacher on text that it writes
 itself. A grown model can be taught by a larger one in the same way.
+
+`TaughtTrainer` is `trl.SFTTrainer` with a teacher beside the labels: copy it into your script.
 
 `FusedDistillationTrainer` takes the arguments of `trl.DistillationTrainer`. The loss and its
 gradients are those of TRL, more exact in bfloat16. TRL's metric "entropy" is not computed.
@@ -15,9 +17,22 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import Tensor
-from trl import DistillationConfig, DistillationTrainer
+from trl import DistillationConfig, DistillationTrainer, SFTTrainer
 
 import growkern
+
+
+class TaughtTrainer(SFTTrainer):
+    """`trl.SFTTrainer` with a frozen `teacher`, an attribute that you set."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}
+        # gradients are averaged over processes, but the labels are counted over all of them
+        items = num_items_in_batch and num_items_in_batch / self.accelerator.num_processes
+        loss = growkern.inherited_loss(model, self.teacher, batch, alpha=0.5, num_items=items)
+        return (loss, {}) if return_outputs else loss
 
 
 def divergence_of(beta: float) -> dict[str, Any]:

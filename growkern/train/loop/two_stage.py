@@ -1,13 +1,16 @@
 """The two stages of a training run: random sub-models first, then the whole model."""
 
+import contextlib
 import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch import nn
+
 from growkern.errors import GrowthError
 from growkern.seeds import check_seed
-from growkern.train.model.sub_model import Part
+from growkern.train.model.sub_model import Part, layer_stacks, model_depth, only
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,20 @@ class TwoStageConfig:
     def part_of(self, depth: int) -> Part:
         """The part that trains when so many layers run."""
         return Part(depth, self.layers_per_block, self.embeddings)
+
+    def sub_model(self, model: nn.Module, step: int) -> contextlib.AbstractContextManager[None]:
+        """Stage 1 in a loop of your own: inside, only the part of a step runs and trains.
+
+        Compute the loss inside. In stage 2 nothing changes. The gradients of all other layers stay
+        None, so DistributedDataParallel needs `find_unused_parameters=True`.
+
+        Args:
+            model: a model of transformers, which may be wrapped or sharded.
+            step: optimizer step, counted from 0.
+
+        Raises:
+            GrowthError: the model has no list of transformer blocks, or the length of stage 1 is in
+                epochs, see `in_steps`.
+        """
+        stacks = layer_stacks(model)
+        return only(self.part(step, model_depth(stacks)), stacks)

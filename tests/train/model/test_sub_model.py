@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from growkern import GrowthError
+from growkern import GrowthError, TwoStageConfig
 from growkern.train.model.sub_model import Part, layer_stacks, model_depth, sub_model
 from tests.train.tiny import FAMILIES, VOCAB, batch, build, stack_of
 
@@ -50,6 +50,24 @@ def test_equals_the_truncated_model_bit_for_bit(family, depth):
             assert p.grad is None, name
         else:
             assert torch.equal(p.grad, gradients[name]), name
+
+
+def test_the_stages_of_a_loop_of_ones_own():
+    """Each step is the part that the trainer would take; then the whole model."""
+    stages, model = TwoStageConfig(layers_per_block=2, stage1_steps=6), build("llama", layers=4)
+    inputs, seen = batch(), set()
+    for step in range(8):
+        depth = stages.depth(step, 4) or 4
+        seen.add(depth)
+        model.zero_grad()
+        with stages.sub_model(model, step):
+            logits = backward(model, inputs)
+        with torch.no_grad():
+            assert torch.equal(logits, truncated(model, depth)(inputs["input_ids"]).logits)
+        layers = enumerate(stack_of(model))
+        trained = [i for i, layer in layers if layer.mlp.up_proj.weight.grad is not None]
+        assert trained == list(range(depth - 2 if step < 6 else 0, depth))
+    assert seen == {2, 4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
