@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import reprlib
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
+
+
+class Limit(NamedTuple):
+    """The values that a number may have."""
+
+    inside: Callable[[float], bool]
+    must: str  # the same in words
+
+
+# written so that NaN fails. math.isinf cannot be traced by torch.compile
+POSITIVE = Limit(lambda x: 0 < x < math.inf, "be positive and finite")
+NOT_NEGATIVE = Limit(lambda x: 0 <= x < math.inf, "be 0 or more, and finite")
+SHARE = Limit(lambda x: 0 <= x <= 1, "lie in [0, 1]")
+
+
+def between(least: int, most: int) -> Limit:
+    """The limit of a whole number."""
+    return Limit(lambda x: least <= x <= most, f"lie in {least} .. {most}")
+
+
+def choices(kind: Any) -> tuple[Any, ...]:
+    """The values that a type names, if it is a Literal or one of several types."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    return tuple(value for one in typing.get_args(kind) for value in choices(one))
+
+
+def check_fields(record: Any, section: str = "") -> None:
+    """Check the fields of a dataclass: its numbers by its `LIMITS`, and its texts by their types.
+
+    Args:
+        record: an instance of the dataclass.
+        section: of a run file, for the message.
+    """
+    kinds = typing.get_type_hints(type(record))
+    for name, value in vars(record).items():
+        full = f"{section}.{name}" if section else name
+        if value is None and type(None) in typing.get_args(kinds[name]):
+            continue
+        limit = record.LIMITS.get(name)
+        if limit is not None and not limit.inside(value):
+            raise GrowthError(f"{full} is {value}: it must {limit.must}")
+        known = choices(kinds[name])
+        if known and value not in known:
+            raise GrowthError(f"{full} is {reprlib.repr(value)}{nearest(str(value), known)}")
 
 
 def whole_number(name: str, value: Any, wanted: str = "a whole number") -> int:

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from growkern.arguments import check_kind, real_number
-from growkern.errors import GrowthError, nearest
+from growkern.arguments import SHARE, Limit, check_fields, check_kind, real_number
+from growkern.errors import GrowthError
 from growkern.ops.expand.limits import MOST_AMPLITUDE
 from growkern.seeds import check_seed
 
@@ -77,6 +76,12 @@ class GrowthOptions:
             query_pre_attn_scalar to head_dim. Sizes that do not allow this are refused.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        **dict.fromkeys(("noise", "carry"), SHARE),
+        "routing": Limit(lambda x: 0 <= x <= MOST_AMPLITUDE, f"lie in [0, {MOST_AMPLITUDE:g}]"),
+        "identity_gain": Limit(lambda x: 0 < x <= 1, "lie in (0, 1]"),
+    }
+
     method: Method = "fpi"
     depth: Depth = "auto"
     scheme: Scheme = "exact"
@@ -99,9 +104,6 @@ class GrowthOptions:
         if self.depth == "auto":
             is_copied = self.scheme == "paper" or self.is_baseline
             object.__setattr__(self, "depth", "stack" if is_copied else DEFAULT_DEPTH)
-        for name, most in (("noise", 1.0), ("routing", MOST_AMPLITUDE), ("carry", 1.0)):
-            if not 0 <= getattr(self, name) <= most:
-                raise GrowthError(f"{name}={getattr(self, name):g} is outside 0 .. {most:g}")
         for name in ("noise", "routing"):
             unset = getattr(GrowthOptions, name)
             if getattr(self, name) != unset and self.symmetry != name:
@@ -112,8 +114,6 @@ class GrowthOptions:
         if self.stream == "padded" and (self.scheme == "paper" or self.is_baseline):
             other = 'scheme="paper"' if self.scheme == "paper" else f"method={self.method!r}"
             raise GrowthError(f"stream='padded' has no effect with {other}: leave it out")
-        if not 0 < self.identity_gain <= 1:
-            raise GrowthError(f"identity_gain={self.identity_gain:g} must be above 0 and at most 1")
 
     def _check_kinds(self) -> None:
         """Check every field by its type, and store numbers of other libraries as Python's."""
@@ -125,10 +125,7 @@ class GrowthOptions:
                 check_kind(name, value, bool, "True or False")
             elif name == "seed":
                 object.__setattr__(self, name, check_seed(value))
-            elif not isinstance(value, str) or value not in CHOICES[name]:
-                raise GrowthError(
-                    f"{name}={reprlib.repr(value)}{nearest(str(value), CHOICES[name])}"
-                )
+        check_fields(self)
 
     @property
     def shares_add_up(self) -> bool:
@@ -152,7 +149,8 @@ class GrowthOptions:
 
 
 # the type of every option, and the choices of those that are not numbers
-KINDS = get_type_hints(GrowthOptions)
+_HINTS = get_type_hints(GrowthOptions)
+KINDS = {field.name: _HINTS[field.name] for field in fields(GrowthOptions)}
 CHOICES = {name: get_args(kind) for name, kind in KINDS.items() if get_args(kind)}
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

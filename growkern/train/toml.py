@@ -86,11 +86,12 @@ def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") 
         GrowthError: unknown or missing keys, wrong types, or values that the class refuses.
     """
     place = f"{file}: [{key}]" if key else file
-    kinds = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    kinds = {name: hints[name] for name in fields}
     for name in table:
         if name not in kinds:
             raise GrowthError(f"{place} has no key {reprlib.repr(name)}{nearest(name, kinds)}")
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     missing = [n for n, f in fields.items() if n not in table and f.default is dataclasses.MISSING]
     if missing:
         raise GrowthError(f"{place} lacks {', '.join(map(repr, missing))}")

@@ -28,7 +28,7 @@ def grown():
     ],
 )
 def test_every_option_is_checked_by_its_type(option, value):
-    with pytest.raises(GrowthError, match=f"^{option}[= ].*(expected|allowed|outside|mean)"):
+    with pytest.raises(GrowthError, match=f"^{option}[= ].*(expected|allowed|must|mean)"):
         GrowthOptions(**{option: value})
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
+from growkern.arguments import Limit, between, check_fields
 from growkern.errors import GrowthError
-from growkern.train.objectives.names import Objective, check_spans, default_share, row_length
+from growkern.train.objectives.names import SPANS, Objective, default_share, row_length
 from growkern.train.rules import OF_BARE_ROWS, check
 
 # more tokens than any row has
@@ -61,6 +63,14 @@ class DataSection:
         GrowthError: a value is out of range, or options contradict each other.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        # one token has no other one to predict it from
+        "sequence_length": between(2, MOST),
+        "shuffle_window": between(0, MOST),
+        "masking_probability": Limit(lambda x: 0 < x <= 1, "lie in (0, 1]"),
+        "mean_span_length": SPANS,
+    }
+
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] | dict[str, tuple[str, ...]] = ()
     dataset: str | None = None
@@ -91,18 +101,7 @@ class DataSection:
         check("data", self)
         if self.dataset is None and not self.train:
             raise GrowthError("give data.train (files) or data.dataset (a data set)")
-        if not 2 <= self.sequence_length <= MOST:
-            raise GrowthError(
-                f"data.sequence_length is {self.sequence_length}: it must be in 2 .. {MOST}, "
-                "because one token has no other one to predict it from"
-            )
-        if not 0 <= self.shuffle_window <= MOST:
-            raise GrowthError(f"data.shuffle_window is {self.shuffle_window}: it must be 0 or more")
-        if not 0 < self.share <= 1:
-            raise GrowthError(
-                f"data.masking_probability is {self.masking_probability}: it must be in (0, 1]"
-            )
-        check_spans(self.mean_span_length)
+        check_fields(self, "data")
         if self.row_length < 2:
             raise GrowthError(
                 f"data.sequence_length is {self.sequence_length}, too short for data.objective = "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from growkern.arguments import Limit, check_fields
 from growkern.errors import GrowthError
 from growkern.train.rules import check
 
@@ -40,6 +41,8 @@ class DistributedOptions:
         GrowthError: options that exclude each other, or tensor parallelism.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {"replicas": Limit(lambda x: x >= 1, "be positive")}
+
     sharding: Literal["ddp", "fsdp"] = "ddp"
     replicas: int = 1
     param_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -52,22 +55,11 @@ class DistributedOptions:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name, choices in {
-            "sharding": ("ddp", "fsdp"),
-            "param_dtype": ("fp32", "bf16"),
-            "reduce_dtype": ("fp32", "bf16"),
-        }.items():
-            if getattr(self, name) not in choices:
-                raise GrowthError(
-                    f"distributed.{name} is {getattr(self, name)!r}: it must be "
-                    f"{' or '.join(map(repr, choices))}"
-                )
+        check_fields(self, "distributed")
         if self.tensor_parallel != 1:
             raise GrowthError(
                 f"distributed.tensor_parallel is {self.tensor_parallel}: {NO_TENSOR_PARALLELISM}"
             )
-        if self.replicas < 1:
-            raise GrowthError(f"distributed.replicas is {self.replicas}: it must be positive")
         check("distributed", self)
 
 

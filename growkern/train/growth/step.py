@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
-from growkern.arguments import check_steps
+from growkern.arguments import NOT_NEGATIVE, Limit, check_steps
 from growkern.errors import GrowthError
 from growkern.growth.keywords import GrowthKeywords
 from growkern.growth.optimizer.checks import Moments
@@ -50,6 +50,11 @@ class GrowthStep(GrowthOptions):
         GrowthError: a value is unknown or out of range, or the values contradict each other.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        **GrowthOptions.LIMITS,
+        **dict.fromkeys(("at_step", "rewarm_steps", "new_layers_steps"), NOT_NEGATIVE),
+    }
+
     sizes: dict[str, int]
     at_step: int = 0
     source: str | None = None
@@ -63,9 +68,6 @@ class GrowthStep(GrowthOptions):
         if self.new_layers_steps and self.depth == "auto":
             object.__setattr__(self, "depth", "stack")
         super().__post_init__()
-        for name in ("at_step", "rewarm_steps", "new_layers_steps"):
-            if getattr(self, name) < 0:
-                raise GrowthError(f"{name} is {getattr(self, name)}: it must be 0 or more")
         if not self.sizes:
             raise GrowthError("a growth needs sizes, such as num_hidden_layers = 12")
         if self.moments is None:

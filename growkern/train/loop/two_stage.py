@@ -4,12 +4,13 @@ import contextlib
 import hashlib
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
+from growkern.arguments import NOT_NEGATIVE, Limit, between, check_fields
 from growkern.errors import GrowthError
-from growkern.seeds import check_seed
+from growkern.seeds import MOST_SEED
 from growkern.train.model.sub_model import Part, layer_stacks, model_depth, only
 
 
@@ -33,6 +34,12 @@ class TwoStageConfig:
         GrowthError: a value is out of range.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        "layers_per_block": Limit(lambda x: x >= 1, "be positive"),
+        **dict.fromkeys(("stage1_steps", "stage1_epochs"), NOT_NEGATIVE),
+        "seed": between(0, MOST_SEED),
+    }
+
     layers_per_block: int
     stage1_steps: int | None = None
     seed: int = 0
@@ -40,18 +47,9 @@ class TwoStageConfig:
     stage1_epochs: float | None = None
 
     def __post_init__(self) -> None:
-        if self.layers_per_block < 1:
-            raise GrowthError(f"layers_per_block is {self.layers_per_block}: it must be positive")
+        check_fields(self)
         if (self.stage1_steps is None) == (self.stage1_epochs is None):
             raise GrowthError("give either stage1_steps or stage1_epochs")
-        for name in ("stage1_steps", "stage1_epochs"):
-            value = getattr(self, name)
-            # written so that NaN fails
-            if value is not None and not 0 <= value < math.inf:
-                raise GrowthError(f"{name} is {value}: it must not be negative")
-        check_seed(self.seed, "two_stage.seed")
-        if self.embeddings not in ("frozen", "bottom"):
-            raise GrowthError(f"embeddings is {self.embeddings!r}: it must be 'frozen' or 'bottom'")
 
     def in_steps(self, steps_per_epoch: int) -> "TwoStageConfig":
         """The same stages with the length of stage 1 in optimizer steps, rounded up."""

@@ -14,17 +14,16 @@ Adam scales up to full steps. So r_0 is 0.5 by default: the labels' gradient is 
 rounding of bfloat16.
 """
 
-import math
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from growkern.errors import GrowthError, nearest
+from growkern.arguments import POSITIVE, SHARE, Limit, check_fields
+from growkern.errors import GrowthError
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.options import Divergence, KLRows
 from growkern.train.distributed.shard import is_sharded
@@ -64,6 +63,12 @@ class InheritanceSchedule:
         GrowthError: a value is out of range.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        "rate": SHARE,
+        "temperature": POSITIVE,
+        "beta": Limit(lambda x: 0 < x < 1, "lie in (0, 1)"),
+    }
+
     rate: float = 0.5
     end_step: int | None = None
     temperature: float = 2.0
@@ -74,12 +79,7 @@ class InheritanceSchedule:
     decay: Decay = "linear"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate <= 1:
-            raise GrowthError(f"inheritance rate is {self.rate}: it must be in [0, 1]")
-        if self.decay not in typing.get_args(Decay):
-            raise GrowthError(
-                f"decay is {self.decay!r}{nearest(self.decay, typing.get_args(Decay))}"
-            )
+        check_fields(self)
         if self.decay == "constant":
             if self.end_step is not None:
                 raise GrowthError(
@@ -91,20 +91,11 @@ class InheritanceSchedule:
                 f"inheritance end_step is {self.end_step}: give the optimizer step at which the "
                 "rate reaches 0, for example 0.44 of all steps"
             )
-        # written so that NaN fails, as below
-        if not 0 < self.temperature < math.inf:
-            raise GrowthError(f"inheritance temperature is {self.temperature}: it must be positive")
-        if self.kl_rows not in ("labels", "all"):
-            raise GrowthError(f"kl_rows is {self.kl_rows!r}: it must be 'labels' or 'all'")
         if self.teacher_weights is not None and not (abs(sum(self.teacher_weights) - 1) <= 1e-6):
             raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
-        known = typing.get_args(Divergence)
-        if self.divergence not in known:
-            raise GrowthError(f"divergence is {self.divergence!r}{nearest(self.divergence, known)}")
-        if self.beta is not None and (self.divergence != "jsd" or not 0 < self.beta < 1):
+        if self.beta is not None and self.divergence != "jsd":
             raise GrowthError(
-                f"beta is {self.beta} with divergence {self.divergence!r}: beta belongs to 'jsd' "
-                "and must be in (0, 1)"
+                f"beta is {self.beta} with divergence {self.divergence!r}: beta belongs to 'jsd'"
             )
 
     def rate_at(self, step: int) -> float:

@@ -7,12 +7,13 @@ words of the docstrings are written here.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from growkern.arguments import Limit, check_fields
 from growkern.errors import GrowthError
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as of_logits
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as of_heads
@@ -548,15 +549,14 @@ class LossOptions:
         GrowthError: a value is out of range.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {name: LIMITS[name] for name in LABEL_OPTIONS}
+
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     row_weights: str | None = None
 
     def __post_init__(self) -> None:
-        for name in LABEL_OPTIONS:
-            value = getattr(self, name)
-            if not LIMITS[name].inside(value):
-                raise GrowthError(f"{name} is {value}: it must {LIMITS[name].must}")
+        check_fields(self)
 
     def arguments(self) -> dict[str, float]:
         """The arguments of `growkern.inherited_loss`: all options but the name of the weights."""

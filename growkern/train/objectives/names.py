@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ_TO_SEQ,
 )
 
+from growkern.arguments import Limit
 from growkern.errors import GrowthError, nearest
 
 Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "pairs", "rtd"]
@@ -144,12 +145,14 @@ def raw_length(length: int, share: float, mean_span: float) -> int:
     return low if low > 1 else 0
 
 
+SPANS = Limit(lambda x: 1 <= x < math.inf, "be 1 or more")
+
+
 def check_spans(mean_span: float) -> None:
     """Refuse a mean length of spans that is none.
 
     Raises:
         GrowthError: it is not a number of 1 or more.
     """
-    # written so that NaN fails
-    if not 1 <= mean_span < math.inf:
-        raise GrowthError(f"mean_span_length is {mean_span}: it must be 1 or more")
+    if not SPANS.inside(mean_span):
+        raise GrowthError(f"mean_span_length is {mean_span}: it must {SPANS.must}")

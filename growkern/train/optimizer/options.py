@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from growkern.errors import GrowthError, nearest
+from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fields
 from growkern.train.rules import check
 
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw", "muon"]
-# Muon's own names for its rules, with which it fits its learning rate to the shape of a matrix
-RULES = ("original", "match_rms_adamw")
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,14 @@ class OptimizerOptions:
         GrowthError: a value is out of range.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        "rewarm_steps": NOT_NEGATIVE,
+        "rewarm_peak": POSITIVE,
+        "muon_lr": NOT_NEGATIVE,
+        "momentum": Limit(lambda x: 0 <= x < 1, "lie in [0, 1)"),
+        "ns_steps": between(1, 99),
+    }
+
     rewarm_steps: int = 0
     rewarm_peak: float = 1.3
     muon_lr: float | None = None
@@ -41,20 +46,7 @@ class OptimizerOptions:
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
 
     def __post_init__(self) -> None:
-        # all written so that NaN fails
-        ranges = {
-            "rewarm_steps": (self.rewarm_steps >= 0, "0 or more"),
-            "rewarm_peak": (0 < self.rewarm_peak < math.inf, "positive"),
-            "muon_lr": (self.muon_lr is None or 0 <= self.muon_lr < math.inf, "0 or more"),
-            "momentum": (0 <= self.momentum < 1, "at least 0 and below 1"),
-            "ns_steps": (1 <= self.ns_steps < 100, "at least 1 and below 100"),
-        }
-        for name, (fits, needed) in ranges.items():
-            if not fits:
-                raise GrowthError(f"optimizer.{name} is {getattr(self, name)}: it must be {needed}")
-        if self.adjust_lr_fn not in RULES:
-            found = self.adjust_lr_fn
-            raise GrowthError(f"optimizer.adjust_lr_fn is {found!r}{nearest(found, RULES)}")
+        check_fields(self, "optimizer")
 
     def check_fits(self, choice: str) -> None:
         """Refuse options of another optimizer than the chosen one.

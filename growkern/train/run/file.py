@@ -20,16 +20,15 @@ The sections of the file and their keys:
 Paths are relative to the folder of the file.
 """
 
-import math
 import reprlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from growkern.arguments import check_steps
+from growkern.arguments import NOT_NEGATIVE, Limit, between, check_fields, check_steps
 from growkern.errors import GrowthError
-from growkern.seeds import MOST_NUMPY_SEED, check_seed
+from growkern.seeds import MOST_NUMPY_SEED
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep, check_order, from_table
@@ -41,13 +40,6 @@ from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.rules import check
 from growkern.train.toml import read_toml, to_dataclass
 from growkern.train.topk_teacher.teacher import TeacherSection
-
-LARGEST = {
-    **dict.fromkeys(("steps", "batch_size", "accumulation", "warmup_steps"), MOST),
-    **dict.fromkeys(("log_every", "eval_every", "save_every", "keep_checkpoints"), MOST),
-    # every worker is a process
-    "data_workers": 1024,
-}
 
 
 @dataclass(frozen=True)
@@ -84,6 +76,17 @@ class TrainingSection:
         GrowthError: a value is out of range.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        **dict.fromkeys(("steps", "batch_size", "accumulation"), between(1, MOST)),
+        **dict.fromkeys(("log_every", "keep_checkpoints"), between(1, MOST)),
+        **dict.fromkeys(("warmup_steps", "eval_every", "save_every"), between(0, MOST)),
+        **dict.fromkeys(("learning_rate", "weight_decay"), NOT_NEGATIVE),
+        **dict.fromkeys(("max_grad_norm", "save_minutes"), NOT_NEGATIVE),
+        "seed": between(0, MOST_NUMPY_SEED),
+        # every worker is a process
+        "data_workers": between(0, 1024),
+    }
+
     steps: int
     batch_size: int = 32
     accumulation: int = 1
@@ -104,22 +107,7 @@ class TrainingSection:
     data_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulation", "log_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise GrowthError(f"training.{name} is {getattr(self, name)}: it must be positive")
-        for name in (
-            *("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm"),
-            *("eval_every", "save_every", "save_minutes", "data_workers"),
-        ):
-            # written so that NaN fails
-            if not 0 <= getattr(self, name) < math.inf:
-                raise GrowthError(f"training.{name} is {getattr(self, name)}: it must be 0 or more")
-        for name, most in LARGEST.items():
-            if getattr(self, name) > most:
-                raise GrowthError(
-                    f"training.{name} is {getattr(self, name)}: it must be at most {most}"
-                )
-        check_seed(self.seed, "training.seed", MOST_NUMPY_SEED)
+        check_fields(self, "training")
         check_steps(self.steps, {"training.warmup_steps": self.warmup_steps}, "training.steps")
 
 

@@ -187,9 +187,11 @@ def _options_class(tree: ast.Module, text: str, declared: dict[str, str]) -> str
         for x in node.body
         if isinstance(x, ast.FunctionDef)
     ]
+    limits = "dict[str, Limit]] = {name: LIMITS[name] for name in LABEL_OPTIONS}"
     body = "\n\n".join(methods)
     return (
-        f'@dataclass(frozen=True)\nclass LossOptions:\n    """{docstring}"""\n\n{fields}'
+        f'@dataclass(frozen=True)\nclass LossOptions:\n    """{docstring}"""\n\n'
+        f"    LIMITS: ClassVar[{limits}\n\n{fields}"
         f"    row_weights: str | None = None\n\n{body}"
     )
 

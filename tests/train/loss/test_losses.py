@@ -1,5 +1,6 @@
 """The options of the losses are declared once: signatures, docstrings and a run file follow."""
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_every_option_is_explained(name):
 
 
 def test_section_loss_of_a_run_file_has_the_declared_options():
-    fields = {name: x.default for name, x in LossOptions.__dataclass_fields__.items()}
+    fields = {x.name: x.default for x in dataclasses.fields(LossOptions)}
     assert list(fields) == [*LABEL_OPTIONS, "row_weights"]
     for name in LABEL_OPTIONS:
         default = LossCall._field_defaults[name]

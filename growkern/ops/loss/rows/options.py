@@ -6,13 +6,14 @@ functions and classes users and editors see, and `csrc/maths.h`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from growkern.arguments import NOT_NEGATIVE, POSITIVE, SHARE, Limit
 from growkern.errors import GrowthError
 from growkern.ops.backend.dtypes import check_tensors
 
@@ -141,25 +142,13 @@ class Maths(NamedTuple):
         return self._replace(softcap=0.0, label_smoothing=0.0)
 
 
-class Limit(NamedTuple):
-    """The values that an option may have."""
-
-    inside: Callable[[float], bool]
-    must: str  # the same in words
-
-
-def _positive(x: float) -> bool:
-    return 0 < x < math.inf  # math.isinf cannot be traced
-
-
-_CAP = Limit(_positive, "be positive and finite, or None for no cap")
-# written so that NaN fails
+_CAP = POSITIVE._replace(must=f"{POSITIVE.must}, or None for no cap")
 LIMITS = {
-    "temperature": Limit(_positive, "be positive and finite"),
+    "temperature": POSITIVE,
     "softcap": _CAP,
     "teacher_softcap": _CAP,
     "label_smoothing": Limit(lambda x: 0 <= x < 1, "lie in [0, 1)"),
-    "z_loss": Limit(lambda x: 0 <= x < math.inf, "be 0 or more"),
+    "z_loss": NOT_NEGATIVE,
 }
 # how the term of a label is computed: also without a teacher, and in section [loss] of a run file
 LABEL_OPTIONS = ("label_smoothing", "z_loss")
@@ -190,7 +179,7 @@ def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
         if alpha.ndim != 0 or alpha.requires_grad:
             raise GrowthError("alpha must be a float or a 0-d tensor without gradient: detach it")
     else:
-        _check_number("alpha", alpha, Limit(lambda x: 0 <= x <= 1, "lie in [0, 1]"))
+        _check_number("alpha", alpha, SHARE)
     if teacher is None:
         teachers = []
     else:
