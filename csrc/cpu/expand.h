@@ -9,6 +9,10 @@
 #include "../line_hash.h"
 #include "native.h"
 
+// compiled once for each type, not again in every kernel that calls it: these kernels have 16 pairs
+// of types, and every call is about hundreds of columns
+#define GROWKERN_ONCE __attribute__((noinline))
+
 namespace growkern {
 
 // the same fields in the same order as in growkern/ops/expand/on_cpu.py

@@ -15,7 +15,7 @@ namespace {
 
 // ------------------------------------------------------------------- output
 
-template <class Out>
+template <class Out> GROWKERN_ONCE
 void put(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Out* from) {
     const ExpandArgs& a = *p.args;
     Out* to = static_cast<Out*>(a.out) + i * a.out_stride_m + j0 * a.out_stride_n;
@@ -50,7 +50,7 @@ struct Values {
 };
 
 // computes the products, and the results of both signs, of output row i
-template <class In, class Out, class Acc>
+template <class In, class Out, class Acc> GROWKERN_ONCE
 void find_values(const ExpandPlan& p, int64_t i, int64_t j0, int64_t n, const Piece<In>* pieces,
                  int64_t n_pieces, const SignSteps& signs, Values<Out>& values) {
     const ExpandArgs& a = *p.args;
@@ -103,7 +103,7 @@ inline SignSteps find_signs(const ExpandPlan& p) {
 
 // Computes output columns j0 .. j0 + n - 1 from `pieces` and writes them to every output row that
 // reads the s-th source row. With `copies` output elements are elements of the pieces, or 0.
-template <class In, class Out, class Acc>
+template <class In, class Out, class Acc> GROWKERN_ONCE
 void emit(const ExpandPlan& p, int64_t s, int64_t j0, int64_t n, const Piece<In>* pieces,
           int64_t n_pieces, const SignSteps& signs, bool copies) {
     const ExpandArgs& a = *p.args;

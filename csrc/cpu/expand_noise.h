@@ -157,7 +157,7 @@ inline void for_hashes(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, F 
 }
 
 // chooses by (3) for output row i, columns j0 .. j0 + n - 1
-template <class Out>
+template <class Out> GROWKERN_ONCE
 void choose_signs(const ExpandArgs& a, int64_t i, int64_t j0, int64_t n, const Out* above,
                   const Out* below, Out* __restrict y) {
     for_hashes(a, i, j0, n, [=](int64_t j, uint32_t hash) {

@@ -31,7 +31,7 @@ inline Out share_of(const Shares<Out>& x, int64_t j, uint32_t hash, uint32_t mul
 }
 
 // the shares with amplitude 1 of output row i, columns j .. j + n - 1, which belong to one run
-template <class Out>
+template <class Out> GROWKERN_ONCE
 void route_run(const ExpandPlan& p, int64_t i, int64_t j, int64_t n, const Out* whole,
                Out* __restrict y) {
     const uint32_t mult = p.args->line_mult[i], last = p.chosen_last[j];
@@ -40,7 +40,7 @@ void route_run(const ExpandPlan& p, int64_t i, int64_t j, int64_t n, const Out* 
 }
 
 // the shares of output row i, columns j0 .. j0 + n - 1; src is the virtual row that row i reads
-template <class Out>
+template <class Out> GROWKERN_ONCE
 void route(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
            const Shares<Out>& x, Out* __restrict y) {
     const ExpandArgs& a = *p.args;
@@ -78,7 +78,7 @@ void route(const ExpandPlan& p, int64_t i, int64_t src, int64_t j0, int64_t n,
 }
 
 // (5) of hashes.py for n elements x
-template <class Out, class Acc>
+template <class Out, class Acc> GROWKERN_ONCE
 void find_shares(const Out* x, int64_t n, Acc share, Out* larger, Out* rest) {
     for (int64_t j = 0; j < n; ++j) {
         const Acc whole = static_cast<Acc>(decode(x[j]));

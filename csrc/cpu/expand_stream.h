@@ -24,6 +24,10 @@ enum HashKind {
     COLUMNS,   // factor number[j] + shift + offset[j]: lines are columns
 };
 
+// what routing of amplitude 1 chooses from, where an element is not the source's
+template <class Out>
+alignas(64) constexpr Out ZEROS[MAX_COLUMNS] = {};
+
 // one of the rows that are written together
 template <class Out>
 struct ChosenRow {
@@ -44,7 +48,7 @@ inline Out chosen_element(const ChosenRow<Out>& row, const ChosenColumns& of, in
     if (kind == COPIES) x -= of.offset[j];
     if (kind == COLUMNS) x += of.offset[j];
     const bool is_whole = x <= (kind == COPIES ? of.last[j] : row.last);
-    return one_of(row.whole[j], row.other ? row.other[j] : Out{}, is_whole);
+    return one_of(row.whole[j], row.other[j], is_whole);
 }
 
 #if defined(__AVX512F__)
@@ -106,13 +110,22 @@ inline __m512i chosen_line(const Out* whole, const Out* other, __mmask32 chosen)
 }
 #endif
 
+// writes columns from .. end - 1 of some rows
+template <HashKind kind, class Out> GROWKERN_ONCE
+void choose(int rows, const ChosenRow<Out>* row, const ChosenColumns& of, int64_t from,
+            int64_t end) {
+    for (int r = 0; r < rows; ++r) {
+        for (int64_t j = from; j < end; ++j) row[r].to[j] = chosen_element<kind>(row[r], of, j);
+    }
+}
+
 // Writes lines of 64 bytes past the caches, from column j to at most n; returns the first column
 // that is not written. The elements do not pass through memory: a load from a fresh store would
 // have to wait for the stores before it.
+#if defined(__AVX512F__)
 template <HashKind kind, bool has_other, int rows, class Out>
 int64_t stream_lines(const ChosenRow<Out>* row, const ChosenColumns& of, int64_t j, int64_t n) {
     constexpr int64_t N = LINE_BYTES / sizeof(Out);
-#if defined(__AVX512F__)
     const Out *whole[rows], *other[rows];
     Out* to[rows];
 #pragma GCC unroll 4
@@ -132,7 +145,13 @@ int64_t stream_lines(const ChosenRow<Out>* row, const ChosenColumns& of, int64_t
             _mm512_stream_si512(reinterpret_cast<__m512i*>(to[r] + j), x);
         }
     }
+    return j;
+}
 #else
+template <HashKind kind, class Out>
+int64_t stream_lines(int rows, const ChosenRow<Out>* row, const ChosenColumns& of, int64_t j,
+                     int64_t n) {
+    constexpr int64_t N = LINE_BYTES / sizeof(Out);
     for (; j + N <= n; j += N) {
         for (int r = 0; r < rows; ++r) {
             alignas(64) Out line[N];
@@ -141,38 +160,32 @@ int64_t stream_lines(const ChosenRow<Out>* row, const ChosenColumns& of, int64_t
                          reinterpret_cast<const char*>(line), LINE_BYTES);
         }
     }
-#endif
     return j;
 }
+#endif
 
-// Writes n elements of several rows. Stores go on while the next lines are computed: a long burst
+// Writes n elements of 1 to 4 rows. Stores go on while the next lines are computed: a long burst
 // of stores would wait for memory. All rows begin at the same place of a line.
-template <HashKind kind, bool has_other, int rows, class Out>
-void stream_rows(const ChosenRow<Out>* row, const ChosenColumns& of, int64_t n) {
-    const auto some = [&](int64_t from, int64_t end) {
-        for (int r = 0; r < rows; ++r) {
-            for (int64_t j = from; j < end; ++j) {
-                row[r].to[j] = chosen_element<kind>(row[r], of, j);
-            }
-        }
-    };
-    const int64_t head = (-reinterpret_cast<intptr_t>(row->to) & (LINE_BYTES - 1)) / sizeof(Out);
-    const int64_t j = smaller(head, n);
-    some(0, j);
-    some(stream_lines<kind, has_other, rows>(row, of, j, n), n);
-}
-
 template <HashKind kind, bool has_other, class Out>
 void stream_rows(int rows, const ChosenRow<Out>* row, const ChosenColumns& of, int64_t n) {
-    for (; rows >= 4; rows -= 4, row += 4) stream_rows<kind, has_other, 4>(row, of, n);
-    for (; rows >= 2; rows -= 2, row += 2) stream_rows<kind, has_other, 2>(row, of, n);
-    for (; rows; --rows, ++row) stream_rows<kind, has_other, 1>(row, of, n);
+    const int64_t head = (-reinterpret_cast<intptr_t>(row->to) & (LINE_BYTES - 1)) / sizeof(Out);
+    const int64_t j = smaller(head, n);
+    choose<kind>(rows, row, of, 0, j);
+    int64_t end = j;
+#if defined(__AVX512F__)
+    if (rows == 4) end = stream_lines<kind, has_other, 4>(row, of, j, n);
+    if (rows == 2 || rows == 3) end = stream_lines<kind, has_other, 2>(row, of, j, n);
+    if (rows % 2) end = stream_lines<kind, has_other, 1>(row + rows - 1, of, j, n);
+#else
+    end = stream_lines<kind>(rows, row, of, j, n);
+#endif
+    choose<kind>(rows, row, of, end, n);
 }
 
 template <class Out>
-void stream_rows(HashKind kind, int rows, const ChosenRow<Out>* row, const ChosenColumns& of,
-                 int64_t n) {
-    if (row->other) {
+void stream_rows(HashKind kind, bool has_other, int rows, const ChosenRow<Out>* row,
+                 const ChosenColumns& of, int64_t n) {
+    if (has_other) {
         if (kind == RUN) return stream_rows<RUN, true>(rows, row, of, n);
         if (kind == NUMBERS) return stream_rows<NUMBERS, true>(rows, row, of, n);
         return stream_rows<COLUMNS, true>(rows, row, of, n);
@@ -184,7 +197,7 @@ void stream_rows(HashKind kind, int rows, const ChosenRow<Out>* row, const Chose
 
 // Writes columns j0 .. j0 + n - 1 of output rows in memory, with noise or routed with amplitude 1.
 // With `is_run` these columns belong to one run.
-template <class Out>
+template <class Out> GROWKERN_ONCE
 void write_past_caches(const ExpandPlan& p, const RowToWrite<Out>* rows, int64_t n_rows,
                        int64_t j0, int64_t n, bool is_run) {
     const ExpandArgs& a = *p.args;
@@ -208,7 +221,8 @@ void write_past_caches(const ExpandPlan& p, const RowToWrite<Out>* rows, int64_t
     for (const RowToWrite<Out>* row = rows; row < rows + n_rows; ++row) {
         const int64_t i = row->row;
         Out* to = static_cast<Out*>(a.out) + i * a.out_stride_m + j0;
-        ChosenRow<Out> next = {row->whole, row->other, to, 0, 0, TOP_BIT - 1};
+        const Out* other = noisy ? row->other : ZEROS<Out>;
+        ChosenRow<Out> next = {row->whole, other, to, 0, 0, TOP_BIT - 1};
         if (by_row) {
             next.factor = a.line_mult[i], next.shift = a.line_key[i];
             if (kind == RUN && !noisy) next.shift -= *of.offset, next.last = *of.last;
@@ -219,12 +233,12 @@ void write_past_caches(const ExpandPlan& p, const RowToWrite<Out>* rows, int64_t
             next.factor = row->source, next.shift = -chosen.first, next.last = chosen.last;
         }
         if (n_held == MOST || (n_held && place(next) != place(held[0]))) {
-            stream_rows(kind, n_held, held, of, n);
+            stream_rows(kind, noisy, n_held, held, of, n);
             n_held = 0;
         }
         held[n_held++] = next;
     }
-    if (n_held) stream_rows(kind, n_held, held, of, n);
+    if (n_held) stream_rows(kind, noisy, n_held, held, of, n);
 }
 
 }  // namespace
