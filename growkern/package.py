@@ -6,6 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# the pages that messages point to
+DOCS = "https://github.com/growkern/growkern/blob/main/docs"
+
 
 def version() -> str:
     """The version of growkern, such as "0.1.0".

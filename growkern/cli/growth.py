@@ -51,7 +51,12 @@ def plan(
     growth: dict[str, Any],
     revision: Revision = None,
     as_json: AsJson = False,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes that will share the model.")] = 1,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also show maps, layers and every measurement.")
+    ] = False,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes (GPUs) that will share the model, with FSDP2.")
+    ] = 1,
     source_tokens: Annotated[
         float | None,
         typer.Option(
@@ -86,7 +91,7 @@ def plan(
         }
         print_json({**made.to_dict(), **more})
     else:
-        print_table(made.table(ranks, source_tokens, tokens))
+        print_table(made.table(ranks, source_tokens, tokens, verbose=verbose))
 
 
 @app.command()

@@ -349,8 +349,9 @@ SIZES = ["--hidden-size", 24, "--num-hidden-layers", 3, "--depth", "identity"]
 def test_plan_as_table_and_as_json(run, checkpoint):
     code, out, err = run("plan", checkpoint, *SIZES)
     assert code == 0, err
-    assert "24" in out
-    assert "training FLOPs that growth saved" not in out
+    assert out.startswith("approximate: ") and "24" in out
+    assert "training FLOPs that growth saved" not in out and "layers from" not in out
+    assert "layers from: 0 0* 1" in run("plan", checkpoint, *SIZES, "--verbose")[1]
     code, out, err = run("plan", checkpoint, *SIZES, "--identity-gain", 1e-8, "--json")
     assert code == 0, err
     assert json.loads(out)["exact"] is True and json.loads(out)["estimate"]["flops"] is None

@@ -175,6 +175,22 @@ class Blueprint:
         matrices = [t for t in model.tensors if any(axis.startswith("read:") for axis in t.axes)]
         return 6 * sum(math.prod(model.shapes[t.name]) for t in matrices)
 
+    def activations_per_token(self) -> int:
+        """Numbers that training the target keeps per token, at least: what its layers' matrices
+        read and write. Norms, dropout and attention matrices may add to it."""
+        large, total, seen = self.large, 0, set()
+        for tensor in large.own_tensors:
+            shape = large.shapes[tensor.name]
+            for axis, size in zip(tensor.axes, shape, strict=True):
+                if not axis.startswith("read:") or tensor.layer is None:
+                    continue
+                total += math.prod(shape) // size
+                # matrices that read the same activations keep them once
+                if (key := (tensor.stack, tensor.layer, axis)) not in seen:
+                    seen.add(key)
+                    total += size
+        return total
+
     def _model(self, which: str) -> ModelSpec:
         return self.large if which == "target" else self.small
 

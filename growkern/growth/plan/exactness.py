@@ -200,6 +200,14 @@ def _copies_differ(plan: Blueprint) -> bool:
     return is_eq16 or bool(_large_shares(plan))
 
 
+def advanced_kinds(plan: Blueprint) -> set[str]:
+    """Which of "heads" and "units" AKI takes from the next layer."""
+    moving = [s for s in plan.layout.family.spaces.values() if s.kind in ("heads", "units")]
+    return {
+        s.kind for s in moving if s.size != "stream" and plan.layout.next_layer_units(s.name).any()
+    }
+
+
 def _advanced(plan: Blueprint) -> list[Finding]:
     if plan.options.method != "aki":
         return []
@@ -210,10 +218,7 @@ def _advanced(plan: Blueprint) -> list[Finding]:
     if plan.options.aki == "eq16":
         why = "the new output rows of every matrix come from the next layer"
         return [Finding("changed", "aki", why, asked=True)]
-    moving = [s for s in plan.layout.family.spaces.values() if s.kind in ("heads", "units")]
-    kinds = {
-        s.kind for s in moving if s.size != "stream" and plan.layout.next_layer_units(s.name).any()
-    }
+    kinds = advanced_kinds(plan)
     if not kinds:
         return [Finding("exact", "aki", "no new heads or FFN units: same as fpi")]
     named = {"heads": "heads", "units": "FFN units"}

@@ -95,7 +95,8 @@ class GrowthPlan(Blueprint):
         self, tokens: float | None = None, source_tokens: float | None = None
     ) -> tuple[str, ...]:
         """At most three warnings from papers; see `growkern.growth.plan.advice.notes`."""
-        return warnings_of(self, tokens, source_tokens)
+        notes = warnings_of(self, tokens, source_tokens)
+        return tuple(f"{note.text} ({note.paper})" for note in notes)
 
     def portability(self) -> tuple[str, ...]:
         """What other software, and generation, make of the target (`plan.portable`)."""
@@ -126,16 +127,27 @@ class GrowthPlan(Blueprint):
         }
 
     def table(
-        self, ranks: int = 1, source_tokens: float | None = None, tokens: float | None = None
+        self,
+        ranks: int = 1,
+        source_tokens: float | None = None,
+        tokens: float | None = None,
+        *,
+        verbose: bool = False,
     ) -> Any:
-        """The plan as a rich renderable; arguments and errors as in `estimate`."""
+        """The plan as a rich renderable; arguments and errors as in `estimate`.
+
+        Args:
+            verbose: also show maps, the source of each layer, and every measurement.
+        """
+        notes = warnings_of(self, tokens, source_tokens)
         return plan_table(
             self,
             self.findings,
             self.estimate(ranks, tokens, source_tokens),
             ranks,
-            () if tokens is None else self.measurements(),
-            (*self.portability(), *self.advice(tokens, source_tokens)),
+            self.measurements(),
+            (*self.portability(), *(note.text for note in notes)),
+            verbose,
         )
 
 

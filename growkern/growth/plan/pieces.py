@@ -155,6 +155,9 @@ def estimate(
         rank_peak_bytes: peak memory of `grow_into` on one rank, from files, with its shard.
         training_bytes_per_rank: in float32, without activations: the "weights" of one rank, their
             "gradients", the "optimizer" (AdamW) and the source as a "teacher", sharded too.
+        activation_bytes_per_token: in float32, what training keeps for each token of a process's
+            batch, at least; without checkpointing, and without logits, which the loss of the
+            trainer never holds.
         flops_per_token: training FLOPs per token of the target.
         flops, source_flops: of training target and source on their tokens; None without tokens.
         expand_seconds: time to expand the weights on this machine's CPU, from a short probe.
@@ -183,6 +186,7 @@ def estimate(
             "optimizer": 2 * weights,
             "teacher": teacher,
         },
+        "activation_bytes_per_token": TRAINED_BYTES * plan.activations_per_token(),
         "flops_per_token": plan.flops_per_token(),
         "flops": tokens and plan.flops_per_token() * tokens,
         "source_flops": source_tokens and plan.flops_per_token("source") * source_tokens,

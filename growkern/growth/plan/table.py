@@ -1,7 +1,8 @@
-"""Renders a plan as rich tables, for `growkern plan` and `print(plan)`."""
+"""Renders a plan for `growkern plan` and `print(plan)`: the answer first, details on request."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,17 @@ from rich.text import Text
 from growkern import printing
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import Finding
+from growkern.package import DOCS
 from growkern.units import human
 
 # columns of a table in a text
 COLUMNS = 100
-LEVEL_STYLE = {"exact": "green", "approximate": "yellow", "changed": "red"}
+# from the best to the worst, with what each says about the large model
+LEVELS = {
+    "exact": ("green", " computes the same as the small one, up to rounding"),
+    "approximate": ("yellow", "'s outputs stay near the small one's (bounds below)"),
+    "changed": ("red", " computes something else than the small one"),
+}
 
 
 def as_text(table: Any) -> str:
@@ -34,28 +41,34 @@ def plan_table(
     ranks: int,
     measured: Sequence[Mapping[str, str]],
     notes: Sequence[str],
+    verbose: bool = False,
 ) -> Group:
-    """Sizes, findings, cost, measurements and notes of a plan.
+    """Whether a growth is exact, what it costs, why, and notes.
 
     Args:
         numbers: of `growkern.growth.plan.pieces.estimate`, for `ranks` processes.
-        measured: of `growkern.growth.plan.advice.measured.measurements`, if they are asked for.
+        measured: of `growkern.growth.plan.advice.measured.measurements`, shown with tokens.
+        verbose: also print maps, the layers' sources, and every measurement.
     """
-    maps = _table("maps", "space", "source", "target", "copies", "extra")
-    for name, row in plan.maps().items():
-        few, most = row["fewest"], row["most"]
-        copies = str(few) if few == most else f"{few}-{most}"
-        maps.add_row(name, str(row["source"]), str(row["target"]), copies, str(row["extra"] or ""))
-    kept = Table("part", "", "why", title="what is kept", title_justify="left")
-    for finding in findings:
-        level = Text(finding.level, style=LEVEL_STYLE[finding.level])
-        kept.add_row(finding.what, level, finding.why)
-    layers = [Text(line) for line in _layer_lines(plan)]
-    parts: list[Any] = [_sizes(plan), maps, *layers, kept, _cost(numbers, ranks)]
+    # the worst one decides the answer
+    by_level = sorted(findings, key=lambda one: list(LEVELS).index(one.level), reverse=True)
+    level = by_level[0].level if by_level else "exact"
+    style, meaning = LEVELS[level]
+    answer = Text.assemble((level, f"bold {style}"), f": the large model{meaning}")
+    parts: list[Any] = [answer, _sizes(plan, numbers)]
+    parts += [*_growing(numbers, verbose)]
+    each = "" if ranks == 1 else f", each of {ranks} processes (FSDP2)"
+    parts += [Text(f"training it: memory in float32{each}"), _training(numbers)]
+    if by_level:
+        parts.append(_why(by_level))
+    if verbose:
+        parts += [_maps(plan), *map(Text, _layer_lines(plan))]
     if numbers["flops"]:
-        parts.append(_training(numbers))
-        parts.append(_measured(measured))
-    return Group(*parts, *(Text(f"note: {line}", "yellow") for line in notes))
+        parts.append(_measured(measured, verbose))
+    parts += (Text(f"note: {line}", "yellow") for line in notes)
+    if not verbose:
+        parts.append(Text("maps, layers and every measurement: --verbose"))
+    return Group(*parts, Text(f"words and papers: {DOCS}/commands.md#reading-a-plan"))
 
 
 def _table(title: str, *columns: str, header: bool = True) -> Table:
@@ -66,57 +79,82 @@ def _table(title: str, *columns: str, header: bool = True) -> Table:
     return table
 
 
-def _sizes(plan: Blueprint) -> Table:
-    title = f"{plan.small.class_name}: {plan.options.method}"
-    table = _table(title, "", "source", "target")
+def _sizes(plan: Blueprint, numbers: Mapping[str, Any]) -> Table:
+    table = _table("", plan.small.class_name, "small", "large")
     for name, (old, new) in plan.size_changes().items():
         table.add_row(name, str(old), str(new) if old != new else "=")
     for name, count in (("parameters", plan.parameters), ("FLOPs/token", plan.flops_per_token)):
         table.add_row(name, human(count("source")), human(count("target")))
-    old_bytes = plan.parameters("source") * plan.source.dtype.itemsize
-    new_bytes = plan.parameters("target") * plan.dtype.itemsize
-    table.add_row("weights", f"{human(old_bytes)}B", f"{human(new_bytes)}B")
+    if numbers["flops"]:
+        small = numbers["source_flops"]
+        # 6 per token and weight of a matrix. Attention comes on top
+        words = "training FLOPs, without attention"
+        table.add_row(words, human(small) if small else "", human(numbers["flops"]))
     return table
 
 
-def _cost(numbers: Mapping[str, Any], ranks: int) -> Table:
-    table = _table("what it costs", "", "", header=False)
-    each = "" if ranks == 1 else f" on each of {ranks} ranks"
-    of = {name: f"{human(size)}B" for name, size in numbers["training_bytes_per_rank"].items()}
-    table.add_row(f"weights{each}", f"{human(numbers['rank_bytes'])}B")
-    table.add_row(
-        f"training{each}, float32: weights + gradients", f"{of['weights']} + {of['gradients']}"
-    )
-    table.add_row(f"training{each}, float32: moments of AdamW", of["optimizer"])
-    table.add_row(f"training{each}, float32: the source as a teacher", of["teacher"])
-    streamed, filled = (f"{human(numbers[f'{x}_peak_bytes'])}B" for x in ("stream", "rank"))
-    table.add_row("growing onto disk: memory, over PyTorch's own", streamed)
-    moved = [f"{human(numbers[f'{x}_bytes'])}B" for x in ("read", "disk")]
-    table.add_row("growing onto disk: to read and to write", " + ".join(moved))
-    seconds = f"{numbers['expand_seconds']:.2g} s"
-    table.add_row("growing onto disk: expanding alone, on this CPU", seconds)
-    table.add_row(f"growing into a model: memory{each}", filled)
-    return table
+def _growing(numbers: Mapping[str, Any], verbose: bool) -> list[Text]:
+    of = {name: f"{human(size)}B" for name, size in numbers.items() if name.endswith("_bytes")}
+    lines = [
+        f"growing it: reads {of['read_bytes']}, writes {of['disk_bytes']}, needs "
+        f"{of['stream_peak_bytes']} of memory besides PyTorch"
+    ]
+    if verbose:
+        seconds = numbers["expand_seconds"]
+        lines.append(f"  expanding the weights alone, on this CPU: {seconds:.2g} s")
+        lines.append(
+            f"  growing into a model, each process: {of['rank_bytes']} of weights, "
+            f"{of['rank_peak_bytes']} at the peak"
+        )
+    return [Text(line) for line in lines]
 
 
 def _training(numbers: Mapping[str, Any]) -> Table:
-    """6 FLOPs per token and weight of a matrix. Attention comes on top."""
-    table = _table("what training costs, without attention", "", "", header=False)
-    table.add_row("the target, from scratch or grown", f"{human(numbers['flops'])}FLOPs")
-    if numbers["source_flops"]:
-        share = numbers["source_flops"] / numbers["flops"]
-        table.add_row("the source", f"{human(numbers['source_flops'])}FLOPs")
-        table.add_row("the source, as a share of the target", f"{share:.2g}")
+    table = _table("", "", "", header=False)
+    of = numbers["training_bytes_per_rank"]
+    state = sum(of.values()) - of["teacher"]
+    for words, size in (
+        ("weights", of["weights"]),
+        ("gradients", of["gradients"]),
+        ("moments of AdamW", of["optimizer"]),
+        ("together", state),
+        ("the small model, if it teaches", of["teacher"]),
+        ("activations per token of a batch, at least", numbers["activation_bytes_per_token"]),
+    ):
+        table.add_row(words, f"{human(size)}B", end_section=words.startswith("moments"))
     return table
 
 
-def _measured(measured: Sequence[Mapping[str, str]]) -> Any:
+def _why(findings: Sequence[Finding]) -> Table:
+    table = Table("", "part", "why", title="why", title_justify="left", show_header=False)
+    for one in findings:
+        table.add_row(Text(one.level, style=LEVELS[one.level][0]), one.what, one.why)
+    return table
+
+
+def _maps(plan: Blueprint) -> Table:
+    maps = _table("maps", "space", "small", "large", "copies", "extra")
+    for name, row in plan.maps().items():
+        few, most = row["fewest"], row["most"]
+        copies = str(few) if few == most else f"{few}-{most}"
+        maps.add_row(name, str(row["source"]), str(row["target"]), copies, str(row["extra"] or ""))
+    return maps
+
+
+def _measured(measured: Sequence[Mapping[str, str]], verbose: bool) -> Any:
+    """What growth along these axes saved elsewhere: in one line, or as a table."""
+    what = "training FLOPs that growth saved elsewhere at equal loss, the source not counted"
     if not measured:
-        return Text("measured savings: none, neither in a paper nor by us, along these axes")
-    table = Table("growth", "saved", "model", "source", "date", title_justify="left")
-    table.title = "training FLOPs that growth saved at equal loss, the source not counted"
+        return Text(f"{what}: not measured for such a growth, neither in a paper nor by us")
+    if not verbose:
+        # "up to 35%", "38% ± 17%": the first number of each
+        shares = [int(re.findall(r"-?\d+", row["figure"])[0]) for row in measured]
+        return Text(f"{what}: {min(shares)}% to {max(shares)}%, {len(shares)} measurements")
+    table = Table("growth", "saved", "model", "date", title_justify="left")
+    table.title = what
     for row in measured:
-        table.add_row(*row.values())
+        own = " (own runs)" if row["citation"] == "own runs" else ""
+        table.add_row(row["axes"], row["figure"], f"{row['setting']}{own}", row["date"])
     return table
 
 
