@@ -56,6 +56,9 @@ MemoryLimit = Annotated[
 NoResume = Annotated[
     bool, typer.Option("--no-resume", help="Start again instead of resuming an interrupted run.")
 ]
+LineageFile = Annotated[
+    Path | None, typer.Option(help="lineage.json of the growth; default: the one in DST.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

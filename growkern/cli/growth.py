@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -10,6 +11,7 @@ import typer
 
 from growkern.cli.app import (
     AsJson,
+    LineageFile,
     MemoryLimit,
     NoResume,
     Overwrite,
@@ -124,6 +126,7 @@ def grow(
         str | None,
         typer.Option(help="Moments of --optimizer: grow | old_slices | reset.  \\[grow]"),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
     from growkern.growth.grow import grow_checkpoint
@@ -148,15 +151,48 @@ def grow(
         moments=cast(Any, moments or "grow"),
         **growth,
     )
-    print_growth(report)
-    if optimizer is not None and moments in (None, "grow"):
-        print_moments(report)
-    if text is None:
+    with_moments = optimizer is not None and moments in (None, "grow")
+    tell_growth(report, source, revision, compared, with_moments, as_json)
+
+
+def tell_growth(
+    report: Any,
+    source: Path,
+    revision: str | None,
+    compared: dict[str, Any],
+    with_moments: bool,
+    as_json: bool,
+) -> None:
+    """Print a growth, and verify it where there is a text to compare on; exit 1 if that fails.
+
+    Args:
+        report: of `growkern.grow_checkpoint`.
+        source, revision: as they were given.
+        compared: tokens and labels from `tokens_of`; empty without a text.
+        with_moments: whether the optimizer's moments were grown.
+    """
+    from growkern.growth.optimizer.findings import moment_findings
+    from growkern.growth.record.verify import verify as check
+
+    found = moment_findings(report.plan) if with_moments else ()
+    if not as_json:
+        print_growth(report)
+        for finding in found:
+            say(finding.line())
+    place, checked = report.plan.source.directory or source, None
+    if compared:
+        checked = check(place, report.directory, **compared)
+    if as_json:
+        more = {"moments": [asdict(one) for one in found]}
+        print_json({**report.to_dict(), **more, "verified": checked and checked.to_dict()})
+    elif checked:
+        show(checked)
+    else:
         at = [] if revision is None else ["--revision", revision]
         words = ["growkern", "verify", str(source), str(report.directory), *at]
         say(f"check the result with: {shlex.join(words)}")
-    else:
-        finish(report.plan.source.directory or source, report.directory, compared)
+    if checked and not checked.ok:
+        raise typer.Exit(1)
 
 
 def dtype_of(name: str | None) -> Any:
@@ -183,14 +219,6 @@ def print_growth(report: Any) -> None:
     say(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
 
 
-def print_moments(report: Any) -> None:
-    """Print the findings on the grown optimizer moments."""
-    from growkern.growth.optimizer.findings import moment_findings
-
-    for finding in moment_findings(report.plan):
-        say(finding.line())
-
-
 @app.command()
 def verify(
     source: Source,
@@ -199,9 +227,7 @@ def verify(
     ] = None,
     revision: Revision = None,
     text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
-    lineage: Annotated[
-        Path | None, typer.Option(help="lineage.json of the growth; default: the one in DST.")
-    ] = None,
+    lineage: LineageFile = None,
     checksums: Annotated[
         bool,
         typer.Option(
@@ -211,8 +237,10 @@ def verify(
             "checkpoint of it.",
         ),
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check that DST was grown from SRC: every tensor, then the outputs. Exit 1 if not."""
+    from growkern.growth.record.verify import verify as check
     from growkern.growth.source.hub import located
 
     silence_transformers()
@@ -222,16 +250,21 @@ def verify(
         options |= {} if target else {"--revision": revision}
         if given := [name for name, value in options.items() if value is not None]:
             raise GrowthError(f"{given[0]} has no effect with --checksums: give one of them")
-        compare_checksums(source, target, revision)
+        compare_checksums(source, target, revision, as_json)
         return
     if target is None:
         raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
     source = located(source, revision)
     compared = {} if text is None else tokens_of(source, text)
-    finish(source, target, {**compared, "lineage": lineage_there(lineage)})
+    report = check(source, target, **compared, lineage=lineage_there(lineage))
+    show(report, as_json)
+    if not report.ok:
+        raise typer.Exit(1)
 
 
-def compare_checksums(source: Path, target: Path | None, revision: str | None = None) -> None:
+def compare_checksums(
+    source: Path, target: Path | None, revision: str | None = None, as_json: bool = False
+) -> None:
     """Print the files and tensors that changed; exit 1 if any did.
 
     Args:
@@ -263,16 +296,20 @@ def compare_checksums(source: Path, target: Path | None, revision: str | None = 
         )
     if not is_grown:
         found = differences(place, weight_files())
-        wrong, checked = list(found.wrong), f"{found.checked} files"
-        print_uncovered(found.uncovered)
+        wrong, checked = list(found.wrong), {"files": found.checked}
+        uncovered = list(found.uncovered)
     else:
         report = verify_checksums(place, origin)
-        wrong = list(report.wrong)
+        wrong, checked, uncovered = list(report.wrong), dict(report.checked), []
+    if as_json:
+        print_json({"checked": checked, "changed": wrong, "uncovered": uncovered})
+    else:
+        print_uncovered(uncovered)
+        for difference in wrong:
+            say(f"changed: {difference}")
         counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
-        checked = ", ".join(f"{count} {counts[what]}" for what, count in report.checked.items())
-    for difference in wrong:
-        say(f"changed: {difference}")
-    say(f"{checked}: {len(wrong)} changed")
+        counted = ", ".join(f"{count} {counts[what]}" for what, count in checked.items())
+        say(f"{counted}: {len(wrong)} changed")
     if wrong:
         raise typer.Exit(1)
 
@@ -282,22 +319,6 @@ def print_uncovered(files: Sequence[str], most: int = 5) -> None:
     if files:
         more = f" and {len(files) - most} more" if len(files) > most else ""
         say(f"not covered by checksums: {', '.join(files[:most])}{more}")
-
-
-def finish(source: Path, target: Path, compared: dict[str, Any]) -> None:
-    """Compare a grown checkpoint with its source and print the result; exit 1 on failure.
-
-    Args:
-        source: the checkpoint that was grown.
-        target: the grown checkpoint.
-        compared: further arguments of `growkern.verify`: tokens and labels from `tokens_of`.
-    """
-    from growkern.growth.record.verify import verify as check
-
-    report = check(source, target, **compared)
-    show(report)
-    if not report.ok:
-        raise typer.Exit(1)
 
 
 def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from growkern.cli.app import (
+    LineageFile,
     MemoryLimit,
     NoResume,
     Overwrite,
@@ -28,9 +29,7 @@ from growkern.units import human
 def fold(
     target: Target,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the small checkpoint.")],
-    lineage: Annotated[
-        Path | None, typer.Option(help="lineage.json of the growth; default: the one in DST.")
-    ] = None,
+    lineage: LineageFile = None,
     overwrite: Overwrite = False,
     dtype: Annotated[
         str | None,

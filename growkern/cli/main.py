@@ -33,9 +33,25 @@ def one_line(error: BaseException) -> str:
     """The message of an error as one line."""
     # errors of the command-line parser; its class moves between versions of typer
     text = error.format_message() if hasattr(error, "format_message") else str(error)
+    text = _unknown_option(error) or text
     if is_out_of_memory(error):
         text = f"out of memory. {text}"
     return clean(f"growkern: {' '.join(text.split())}")
+
+
+def _unknown_option(error: Any) -> str | None:
+    """The message of an unknown option: the parser knows of spelling only, as of --hiden-size."""
+    name = getattr(error, "option_name", None)
+    if name is None or getattr(error, "ctx", None) is None:
+        return None
+    # --layers: --num-hidden-layers
+    word = name.strip("-").removesuffix("s")
+    options = (one.opts[0] for one in error.ctx.command.params)
+    near = [one for one in options if len(word) > 2 and one.startswith("-") and word in one]
+    meant = ", ".join(near or error.possibilities or ())
+    return f"No such option: {name}; " + (
+        f"did you mean {meant}?" if meant else "see the command with --help"
+    )
 
 
 def _format_warning(message: Any, category: Any, *place: Any, **options: Any) -> str:

@@ -2,25 +2,36 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from growkern.cli.app import app, lineage_there, print_table, silence_transformers
+from growkern.cli.app import (
+    AsJson,
+    LineageFile,
+    app,
+    lineage_there,
+    print_json,
+    print_table,
+    silence_transformers,
+)
 from growkern.errors import GrowthError
 from growkern.printing import say
 
 
+Runs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...",
+        help="Training directories, the first is the reference; with --attention or --weights "
+        "a checkpoint and the one grown from it.",
+    ),
+]
+
+
 @app.command()
 def plot(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...",
-            help="Training directories, the first is the reference; with --attention or --weights "
-            "a checkpoint and the one grown from it.",
-        ),
-    ],
+    directories: Runs,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -42,13 +53,12 @@ def plot(
             help="Training directory of the small model, to count its FLOPs too; again per seed.",
         ),
     ] = None,
-    lineage: Annotated[
-        Path | None,
-        typer.Option(help="lineage.json of the growth; default: the one of the grown checkpoint."),
-    ] = None,
+    lineage: LineageFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw loss against FLOPs, attention maps, or where the units of a grown model come from."""
     from growkern.plot.attention import plot_attention
+    from growkern.plot.groups import savings_rows, savings_table
     from growkern.plot.weights import plot_weights
     from growkern.train.dataset.text import read_text
 
@@ -60,6 +70,7 @@ def plot(
     if lineage_there(lineage) is not None and not is_growth:
         raise GrowthError("--lineage goes with --attention or --weights")
     silence_transformers()
+    groups: list[Any] = []
     if weights:
         if len(directories) != 2:
             raise GrowthError("--weights needs two checkpoints: the small one and the grown one")
@@ -70,16 +81,19 @@ def plot(
         plot_attention(directories, read_text(attention, 4096), out, lineage=lineage)
     else:
         out = out or Path("loss_vs_flops.png")
-        _plot_losses(directories, out, sources or [])
+        groups = _plot_losses(directories, out, sources or [])
+    if as_json:
+        print_json({"out": str(out), "runs": savings_rows(groups)})
+        return
+    if len(groups) > 1:
+        print_table(savings_table(groups))
     say(out)
 
 
-def _plot_losses(runs: list[Path], out: Path, sources: list[Path]) -> None:
-    from growkern.plot.groups import savings_table
+def _plot_losses(runs: list[Path], out: Path, sources: list[Path]) -> list[Any]:
     from growkern.plot.losses import lacks, plot_runs
 
     groups = plot_runs(runs, out, sources=sources)
     if lacking := lacks([curve for group in groups for curve in group.curves]):
         say(f"growkern: {lacking}", sys.stderr)
-    if len(groups) > 1:
-        print_table(savings_table(groups))
+    return groups

@@ -116,6 +116,12 @@ def savings_table(groups: Sequence[Group]) -> Table:
     return table
 
 
+def savings_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
+    """The table as JSON values, a row per name."""
+    heads = [head.replace("\n", " ") for head in HEADS]
+    return [dict(zip(heads, cells, strict=True)) for cells in savings_cells(groups)]
+
+
 def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
     """The cells under HEADS, a list for each name. Those of several seeds are ranges. (1)"""
     return [_cells(group, groups[0]) for group in groups]

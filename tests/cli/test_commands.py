@@ -15,7 +15,7 @@ import typer
 
 import growkern
 from growkern import package
-from growkern.cli.commands import app
+from growkern.cli.commands import GROUPS, app
 from growkern.cli.main import main
 from growkern.info import collect
 from growkern.train.model import load
@@ -72,20 +72,13 @@ def test_help_is_quick_and_names_every_command():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("[]")
-    for command in (
-        "plan",
-        "grow",
-        "verify",
-        "fold",
-        "replay",
-        "train",
-        "cache-teacher",
-        "eval",
-        "finetune",
-        "plot",
-        "info",
-    ):
-        assert f" {command} " in done.stdout
+    page = (Path(growkern.__file__).parents[1] / "docs" / "commands.md").read_text()
+    place = 0
+    for group, names in GROUPS.items():
+        assert f"{group}:" in page
+        place = done.stdout.index(f" {group} ", place)
+        for name in names:
+            place = done.stdout.index(f" {name} ", place)
 
 
 def test_module_and_script_are_the_same_command():
@@ -386,6 +379,12 @@ def test_grow_then_verify(run, checkpoint, tmp_path):
     code, out, err = run("grow", checkpoint, target, *SIZES, "--overwrite", "--text", text)
     assert code == 0, out + err
     assert "grown loss" in out
+    again = ["--overwrite", "--text", text, "--json"]
+    code, out, err = run("grow", checkpoint, target, *SIZES, *again)
+    grown, checked = json.loads(out), json.loads(run("verify", checkpoint, target, "--json")[1])
+    assert code == 0 and grown["directory"] == str(target) and grown["bytes_written"] > 0, err
+    assert grown["verified"]["ok"] and "grown loss" in grown["verified"]["outputs"]
+    assert checked["ok"] and checked["plan"] == grown["plan"]
 
 
 def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
@@ -405,6 +404,10 @@ def test_checksums_find_a_flipped_bit(run, checkpoint, tmp_path):
     file.write_bytes(raw)
     code, out, _ = run("verify", checkpoint, target, "--checksums")
     assert code == 1 and "1 changed" in out and str(file) in out
+    code, out, _ = run("verify", checkpoint, target, "--checksums", "--json")
+    assert code == 1 and str(file) in json.loads(out)["changed"][0]
+    code, out, _ = run("verify", checkpoint, target, "--json")
+    assert code == 1 and json.loads(out)["ok"] is False
 
 
 def test_the_printed_command_checks_the_result(run, checkpoint, tmp_path):
@@ -618,7 +621,9 @@ def test_train_from_a_file(run, checkpoint, tmp_path, monkeypatch):
     transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
     assert "finished" in run("train", file)[1]
     picture = tmp_path / "loss.png"
-    assert run("plot", tmp_path / "out", "--out", picture)[0] == 0
+    out = run("plot", tmp_path / "out", "--out", picture, "--json")[1]
+    assert json.loads(out)["out"] == str(picture)
+    assert [row["run"] for row in json.loads(out)["runs"]] == ["out"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert_bad_input(run("plot", tmp_path / "text"), "text")
     # it has no validation set

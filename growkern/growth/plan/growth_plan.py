@@ -174,6 +174,12 @@ class GrowthReport:
     seconds: float
     bytes_kept: int = 0
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        more = {"directory": str(self.directory), "plan": self.plan.to_dict()}
+        return {**numbers, **more, "portability": list(self.plan.portability())}
+
 
 def check_plan(plan: Any) -> None:
     """Refuse an argument in a plan's place that is none, such as the model itself."""

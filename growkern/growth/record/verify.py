@@ -98,6 +98,14 @@ class VerifyReport:
     def __str__(self) -> str:
         return as_text(self.table())
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values, with the plan's own."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        groups = [dataclasses.asdict(group) for group in self.groups]
+        # last, as it is long
+        plan = values.pop("plan").to_dict()
+        return {**values, "groups": groups, "plan": plan}
+
     def table(self) -> Any:
         """The report as a rich renderable."""
         return verify_table(self)
