@@ -18,7 +18,6 @@ from growkern.cli.app import (
 from growkern.errors import GrowthError
 from growkern.printing import say
 
-
 Runs = Annotated[
     list[Path],
     typer.Argument(
