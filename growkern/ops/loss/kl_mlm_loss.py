@@ -33,6 +33,15 @@ Label smoothing e and a z-loss c change the MLM term to
 
     MLM = lse(z) - (1 - e) z[y] - e * mean_v z + c * lse(z)^2                               (9)
 
+If the student has tokens that its teachers lack, and these know the first A = teacher_vocab_size,
+the KL term has
+
+    q_T = softmax(z[:A] / T)    p_k = softmax(u_k[:A] / T)                                  (10)
+
+and dKL_k/dz[v] = 0 for v >= A. It is 0 for a student that was grown exactly, and labels alone say
+how likely the new tokens are. Over all of z the KL would push them to 0, as p_k is 0 there, and the
+reverse KL would be infinite.
+
 Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 2 + 2 K terms.
 
 Reading order: the reference and the function here, then `rows/options.py` (options),
@@ -58,11 +67,17 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.dtypes import check_tensors
 from growkern.ops.backend.transforms import apply
-from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, row_inputs, shard_of_call
+from growkern.ops.loss.rows.inputs import (
+    check_vocabulary,
+    outcome,
+    over_columns,
+    row_inputs,
+    shard_of_call,
+)
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
-from growkern.ops.loss.rows.options import LossCall, Maths, as_teachers, check_options
+from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, Terms, weighted
-from growkern.ops.loss.rows.vocab_parallel import refuse_reference
+from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
 
 # logits of a teacher that the reference widens at a time: 128 MiB in float64
 REFERENCE_ELEMENTS = 1 << 24
@@ -186,19 +201,26 @@ def kl_mlm_loss(
     if shard.group:
         refuse_reference(chosen)
     widths = [t.shape[-1] for t in teachers]
-    vocab = check_vocabulary(call.vocab_size, student_logits.shape[-1], widths, shard)
+    columns = check_vocabulary(call, student_logits.shape[-1], widths, shard)
     student = ("student_logits", student_logits)
-    rows = row_inputs(call, checked, labels, student, vocab, shard)
+    rows = row_inputs(call, checked, labels, student, columns.vocab, shard)
 
     N = labels.numel()
     # -1 instead of N would fail on a rank without columns
     logits = [x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers)]
-    if chosen == "reference":
-        rows_RN = _reference_of_all(logits, rows, vocab, checked.maths)
-    else:
-        here = (rows.labels, rows.kinds, vocab, list(checked.maths), checked.parts)
-        rows_RN, _ = apply(KL_MLM_ROWS, logits[0], logits[1:], *here, shard.group, chosen)
-    loss_N = weighted(rows.weights, rows_RN)
+
+    def loss_of(
+        options: Options, vocab: int, shard: Shard, rows: RowInputs
+    ) -> tuple[Tensor, Tensor]:
+        here = logits if options.teacher_weights else logits[:1]
+        if chosen == "reference":
+            rows_RN = _reference_of_all(here, rows, vocab, options.maths)
+        else:
+            inputs = (rows.labels, rows.kinds, vocab, list(options.maths), options.parts)
+            rows_RN, _ = apply(KL_MLM_ROWS, here[0], here[1:], *inputs, shard.group, chosen)
+        return weighted(rows.weights, rows_RN), rows_RN
+
+    loss_N, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)
     loss = loss_N if call.reduction == "none" else loss_N.sum()
     return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
 

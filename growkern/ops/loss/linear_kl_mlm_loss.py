@@ -57,10 +57,15 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear.op import LINEAR_KL_MLM
-from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, row_inputs
-from growkern.ops.loss.rows.options import LossCall, Maths, as_teachers, check_options
+from growkern.ops.loss.rows.inputs import (
+    check_vocabulary,
+    outcome,
+    over_columns,
+    row_inputs,
+)
+from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import RowInputs, weighted
-from growkern.ops.loss.rows.vocab_parallel import refuse_reference
+from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
 
 # ---------------------------------------------------------------- reference
 
@@ -112,10 +117,18 @@ def linear_kl_mlm_loss(
         refuse_reference(chosen)
     student, *teachers = heads
     widths = [len(t.weight) for t in teachers]
-    vocab = check_vocabulary(call.vocab_size, len(student.weight), widths, shard)
-    rows = row_inputs(call, checked, labels, ("student_hidden", student_hidden), vocab, shard)
-    settings = settings_of(call, checked, student, vocab, shard, chosen)
-    loss, rows_RN = linear_loss_and_rows(student, teachers, rows, settings)
+    columns = check_vocabulary(call, len(student.weight), widths, shard)
+    named = ("student_hidden", student_hidden)
+    rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
+
+    def loss_of(
+        options: Options, vocab: int, shard: Shard, rows: RowInputs
+    ) -> tuple[Tensor, Tensor]:
+        settings = settings_of(call, options, student, vocab, shard, chosen)
+        here = teachers if options.teacher_weights else []
+        return linear_loss_and_rows(student, here, rows, settings)
+
+    loss, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)
     return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
 
 

@@ -24,6 +24,8 @@ as a whole and says nothing about its inside. `tail="renormalise"` replaces l by
 the teacher then gives probability 0 to all other tokens. The MLM term, T^2, alpha and the means are
 (1), (3), (4) and (9) of `kl_mlm_loss.py`. With several teachers, each has k + 1 buckets of its own.
 
+The token ids below `teacher_vocab_size` are all that q_T is over, as in (10) of `kl_mlm_loss.py`.
+
 Neither 1 - sum nor a teacher's row of V numbers is ever computed. Q is a sum over the tail, without
 the tokens of all teachers, and P is (2) in float64.
 
@@ -59,10 +61,10 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, reference_loss
-from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, row_inputs
-from growkern.ops.loss.rows.options import LossCall, Maths, as_teachers, check_options
+from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, over_columns, row_inputs
+from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
-from growkern.ops.loss.rows.vocab_parallel import refuse_reference
+from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
 from growkern.ops.loss.topk.op import TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
     check_tail,
@@ -144,11 +146,21 @@ def topk_kl_mlm_loss(
     chosen = choose_backend(call.backend, labels.device)
     if shard.group:
         refuse_reference(chosen)
-    vocab = check_vocabulary(call.vocab_size, len(student.weight), [], shard)
-    topk = check_topk(teacher_topk_ids, cached, student_hidden, shard.vocab or vocab)
-    rows = row_inputs(call, checked, labels, ("student_hidden", student_hidden), vocab, shard)
-    settings = settings_of(call, checked, student, vocab, shard, chosen, drop_tail)
-    loss, rows_RN = _loss_and_rows(student, topk, rows, settings)
+    columns = check_vocabulary(call, len(student.weight), [], shard)
+    total = shard.vocab or columns.vocab
+    known = min(total, call.teacher_vocab_size or total)
+    topk = check_topk(teacher_topk_ids, cached, student_hidden, known)
+    named = ("student_hidden", student_hidden)
+    rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
+
+    def loss_of(
+        options: Options, vocab: int, shard: Shard, rows: RowInputs
+    ) -> tuple[Tensor, Tensor]:
+        settings = settings_of(call, options, student, vocab, shard, chosen, drop_tail)
+        here = topk if options.teacher_weights else []
+        return _loss_and_rows(student, here, rows, settings)
+
+    loss, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)
     return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
 
 

@@ -129,8 +129,9 @@ class Objective:
         schedule, cached = self.inheritance, isinstance(self.teachers, TopKTeacher)
         if self.side is not None:
             self.side.items = add_up(accelerator, self.side.count(batches).to(device))
-        if schedule is not None and (schedule.kl_rows == "all" or cached):
-            kind: Any = {"causal": self.causal, "decoder": self.decoder}
+        known = self.teachers.known
+        if schedule is not None and (schedule.kl_rows == "all" or cached or known is not None):
+            kind: Any = {"causal": self.causal, "decoder": self.decoder, "known": known}
             rows = [count_kl_rows(batch, schedule.kl_rows, **kind) for batch in batches]
             self._kl_items = add_up(accelerator, sum(rows, torch.zeros((), device=device)))
 
@@ -219,6 +220,7 @@ class Objective:
             kl_rows=kl_rows,
             row_weights=column if weighted else None,
             decoder=self.decoder,
+            known=self.teachers.known if alpha > 0 else None,
         )
 
     def _options(
@@ -243,6 +245,7 @@ class Objective:
             schedule = self.inheritance
             options["temperature"] = schedule.temperature
             options["divergence"], options["beta"] = schedule.divergence, schedule.beta
+            options["teacher_vocab_size"] = self.teachers.known
             if masked and items is not None and self._kl_items is not None:
                 options["num_items"] = (options["num_items"], self._kl_items)
         return options
@@ -251,6 +254,9 @@ class Objective:
         rows, taught = run.rows, plan.alpha > 0
         labelled_BS = rows.labels_BS != IGNORE_INDEX
         kl_BS = rows.kl_rows if isinstance(rows.kl_rows, Tensor) else labelled_BS
+        if rows.untaught is not None:
+            before = rows.untaught + kl_BS.sum()
+            meter.add("kl_rows_lost", rows.untaught / before.clamp(min=1), before)
         if rows.weights_BS is not None:
             # the parts leave these rows out
             labelled_BS, kl_BS = (mask & (rows.weights_BS != 0) for mask in (labelled_BS, kl_BS))

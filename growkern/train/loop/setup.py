@@ -31,7 +31,7 @@ from growkern.train.loop.progress import use_named_progress
 from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import Batches, LabelledSteps
-from growkern.train.loss.inheritance import InheritanceSchedule
+from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import check_side, side_loss_of
 from growkern.train.loss.vocabulary import check_vocabularies
@@ -115,7 +115,9 @@ def prepare(
         model, loss, settings.inheritance, teachers, tokenizer, in_stages=two_stage
     )
     take_model(objective, optimizers, settings.two_stage, model)
-    check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
+    if isinstance(teachers, Teachers):
+        found = check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
+        teachers.known = found
     teachers.freeze(model, args.device)
     growths = GrowthInRun(growth, model, args, options)
     precision = set_precision(model, args, settings.precision)

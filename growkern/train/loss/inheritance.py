@@ -27,6 +27,7 @@ from growkern.errors import GrowthError
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.options import Divergence, KLRows
 from growkern.train.distributed.shard import is_sharded
+from growkern.train.loss.context import as_known
 from growkern.train.model.head import (
     check_causal,
     check_head,
@@ -114,6 +115,9 @@ class Teachers:
         models: with the same softcap; an empty list trains on the labels alone.
         weights: one per model, with sum 1; None weighs all alike.
 
+    Attributes:
+        known: tokens that all models know, if the student has further ones; else None.
+
     Raises:
         GrowthError: a model cannot be a teacher, or the models do not fit together.
     """
@@ -129,6 +133,7 @@ class Teachers:
         for model in self.models:
             check_head(model)
         self.softcap = common_softcap(map(softcap_of, self.models))
+        self.known: int | None = None
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
         """Move the teachers to a device and switch off dropout, gradients and caches.
@@ -164,7 +169,7 @@ class Teachers:
             check_same_objective(f"teacher {number} ({type(model).__name__})", model, causal)
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
-        """The number of vocabulary columns that mean the same token in every head.
+        """The number of vocabulary columns of the student that are not padding.
 
         Heads that are padded to different sizes agree on the ids of the tokenizer only.
 
@@ -188,10 +193,9 @@ class Teachers:
             raise GrowthError(
                 f"{differ}. If they differ in padding only, pass the tokenizer as processing_class"
             )
-        if len(tokenizer) > min(heads):
+        if len(tokenizer) > heads[0]:
             raise GrowthError(
-                f"{differ}, but the tokenizer has {len(tokenizer)} ids. Choose a teacher that has "
-                "all tokens of the student"
+                f"{differ}, but the tokenizer has {len(tokenizer)} ids: the student must have all"
             )
         return len(tokenizer)
 
@@ -213,6 +217,7 @@ class Teachers:
 
     def predict(self, inputs: dict[str, Any]) -> list[HeadInputs]:
         """Run the teachers; hidden states, weight and bias of each output projection."""
+        inputs = as_known(inputs, self.known)
         return [teacher_inputs(model, inputs) for model in self.models]
 
 

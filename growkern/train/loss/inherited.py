@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from growkern.train.loss.models import (
     softcap,
     unwrapped,
 )
-from growkern.train.loss.rows import LossRows, take_rows
+from growkern.train.loss.rows import take_rows
 from growkern.train.model.head import (
     IGNORE_INDEX,
     align_labels,
@@ -44,13 +44,15 @@ def inherited_loss(
     teacher_weights: Sequence[float] | None,
     row_weights: Tensor | None,
     vocab_size: int | None,
+    teacher_vocab_size: int | None,
     causal: bool | None,
     return_parts: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, LossParts]:
     """The loss behind `growkern.inherited_loss`, whose arguments and result it has."""
     teachers = [] if teacher is None else as_list(teacher)
-    check_models(model, teachers, vocab_size=vocab_size)
+    known = check_models(model, teachers, vocab_size=vocab_size)
+    known = teacher_vocab_size or known
     check_kind("batch", batch, Mapping, "a mapping with input_ids and labels")
     causal = shifts_labels(model, causal)
     if not teachers:
@@ -59,13 +61,19 @@ def inherited_loss(
     if row_weights is not None:
         inputs["row_weights"] = row_weights
     weights = None if row_weights is None else "row_weights"
+    runs = isinstance(alpha, Tensor) or alpha != 0
+    known = known if runs else None
     rows = take_rows(
-        inputs, causal=causal, kl_rows=kl_rows, row_weights=weights, decoder=is_two_stacks(model)
-    )
-    loss_function = _run_teachers(teachers, inputs, rows, alpha, teacher_weights)
+        inputs, causal=causal, kl_rows=kl_rows, row_weights=weights,
+        decoder=is_two_stacks(model), known=known,
+    )  # fmt: skip
+    # without a KL term no teacher runs
+    read = [predict(one, inputs, rows.labels_BS, known) for one in teachers] if runs else []
+    loss_function = loss_beside(read, teacher_weights, common_softcap(map(softcap, teachers)))
     options |= {
         **rows.options(),
         **{"alpha": alpha, "vocab_size": vocab_size, "softcap": softcap(model)},
+        "teacher_vocab_size": known,
         "return_parts": True,
     }
     seen: list[LossParts] = []
@@ -81,19 +89,6 @@ def inherited_loss(
         with head_swap(unwrapped(model), loss_of):
             loss = take_logits(model(**inputs_of(model, inputs, rows.labels_BS)))
     return (loss, seen[0]) if return_parts else loss
-
-
-def _run_teachers(
-    teachers: Sequence[Any],
-    inputs: dict[str, Any],
-    rows: LossRows,
-    alpha: float | Tensor,
-    teacher_weights: Sequence[float] | None,
-) -> Callable[..., Any]:
-    """The loss function beside the teachers' predictions; without a KL term they do not run."""
-    runs = isinstance(alpha, Tensor) or alpha != 0
-    predictions = [predict(one, inputs, rows.labels_BS) for one in teachers] if runs else []
-    return loss_beside(predictions, teacher_weights, common_softcap(map(softcap, teachers)))
 
 
 def count_labels(

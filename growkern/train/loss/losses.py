@@ -42,6 +42,7 @@ class RowKeywords(TypedDict, total=False):
     kl_rows: KLRows | Tensor
     teacher_weights: Sequence[float] | None
     vocab_size: int | None
+    teacher_vocab_size: int | None
     row_weights: Tensor | None
     softcap: float | None
     label_smoothing: float
@@ -99,6 +100,7 @@ def kl_mlm_loss(
     kl_rows: KLRows | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
     row_weights: Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
@@ -144,6 +146,10 @@ def kl_mlm_loss(
             other weights.
         vocab_size: columns from here on are padding, of student and teachers: they count as -inf
             and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
+        teacher_vocab_size: tokens that the teachers know, where the student has more. The KL term
+            is then over the softmax of these alone, so it moves no later token. A row whose label
+            is a later token has no KL term. The student's logits are computed twice. Default: the
+            teachers know all tokens.
         softcap, teacher_softcap: cap logits to c * tanh(z / c).
         label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
         z_loss: factor of the squared log of the softmax's denominator.
@@ -171,10 +177,11 @@ def kl_mlm_loss(
     return of_logits(
         student_logits, teacher_logits, labels, alpha=alpha, temperature=temperature,
         divergence=divergence, beta=beta, ignore_index=ignore_index, kl_rows=kl_rows,
-        teacher_weights=teacher_weights, vocab_size=vocab_size, row_weights=row_weights,
-        softcap=softcap, teacher_softcap=teacher_softcap, label_smoothing=label_smoothing,
-        z_loss=z_loss, reduction=reduction, num_items=num_items, return_parts=return_parts,
-        group=group, vocab_start=vocab_start, backend=backend,
+        teacher_weights=teacher_weights, vocab_size=vocab_size,
+        teacher_vocab_size=teacher_vocab_size, row_weights=row_weights, softcap=softcap,
+        teacher_softcap=teacher_softcap, label_smoothing=label_smoothing, z_loss=z_loss,
+        reduction=reduction, num_items=num_items, return_parts=return_parts, group=group,
+        vocab_start=vocab_start, backend=backend,
     )  # fmt: skip
 
 
@@ -227,6 +234,7 @@ def linear_kl_mlm_loss(
     kl_rows: KLRows | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
     row_weights: Tensor | None = None,
     softcap: float | None = None,
     teacher_softcap: float | None = None,
@@ -298,9 +306,10 @@ def linear_kl_mlm_loss(
         student_hidden, student_weight, teacher_hidden, teacher_weight, labels,
         student_bias=student_bias, teacher_bias=teacher_bias, alpha=alpha, temperature=temperature,
         divergence=divergence, beta=beta, ignore_index=ignore_index, kl_rows=kl_rows,
-        teacher_weights=teacher_weights, vocab_size=vocab_size, row_weights=row_weights,
-        softcap=softcap, teacher_softcap=teacher_softcap, label_smoothing=label_smoothing,
-        z_loss=z_loss, reduction=reduction, num_items=num_items, return_parts=return_parts,
+        teacher_weights=teacher_weights, vocab_size=vocab_size,
+        teacher_vocab_size=teacher_vocab_size, row_weights=row_weights, softcap=softcap,
+        teacher_softcap=teacher_softcap, label_smoothing=label_smoothing, z_loss=z_loss,
+        reduction=reduction, num_items=num_items, return_parts=return_parts,
         chunk_bytes=chunk_bytes, max_rows=max_rows, vocab_tile=vocab_tile,
         logits_dtype=logits_dtype, group=group, vocab_start=vocab_start, backend=backend,
     )  # fmt: skip
@@ -353,6 +362,7 @@ def topk_kl_mlm_loss(
     kl_rows: KLRows | Tensor = "labels",
     teacher_weights: Sequence[float] | None = None,
     vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
     row_weights: Tensor | None = None,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
@@ -406,11 +416,11 @@ def topk_kl_mlm_loss(
         student_hidden, student_weight, teacher_topk_ids, teacher_topk_logprobs, labels,
         student_bias=student_bias, alpha=alpha, temperature=temperature, divergence=divergence,
         beta=beta, ignore_index=ignore_index, kl_rows=kl_rows, teacher_weights=teacher_weights,
-        vocab_size=vocab_size, row_weights=row_weights, softcap=softcap,
-        label_smoothing=label_smoothing, z_loss=z_loss, tail=tail, reduction=reduction,
-        num_items=num_items, return_parts=return_parts, chunk_bytes=chunk_bytes, max_rows=max_rows,
-        vocab_tile=vocab_tile, logits_dtype=logits_dtype, group=group, vocab_start=vocab_start,
-        backend=backend,
+        vocab_size=vocab_size, teacher_vocab_size=teacher_vocab_size, row_weights=row_weights,
+        softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss, tail=tail,
+        reduction=reduction, num_items=num_items, return_parts=return_parts,
+        chunk_bytes=chunk_bytes, max_rows=max_rows, vocab_tile=vocab_tile,
+        logits_dtype=logits_dtype, group=group, vocab_start=vocab_start, backend=backend,
     )  # fmt: skip
 
 
@@ -424,6 +434,7 @@ class InheritedKeywords(TypedDict, total=False):
     teacher_weights: Sequence[float] | None
     row_weights: Tensor | None
     vocab_size: int | None
+    teacher_vocab_size: int | None
     max_rows: int | None
     causal: bool | None
     label_smoothing: float
@@ -466,6 +477,7 @@ def inherited_loss(
     teacher_weights: Sequence[float] | None = None,
     row_weights: Tensor | None = None,
     vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
     max_rows: int | None = None,
     causal: bool | None = None,
     return_parts: bool = False,
@@ -504,6 +516,9 @@ def inherited_loss(
             counts in the number that the loss is divided by; a masked label does not.
         vocab_size: columns that mean the same token in all models; later columns are padding. None:
             the tokenizers beside the models, or else their special ids, must agree.
+        teacher_vocab_size: tokens that the teachers know, if the student has more. A row whose
+            label or context holds a later token has no KL term, and the KL of other rows is over
+            the teachers' tokens alone. None: the tokenizers beside the models tell it.
         max_rows: at least the number of rows with a term, counted on the CPU. A GPU then spends
             nothing on the others.
         causal: for a pair only: whether it predicts the next token. None: its labels are aligned
@@ -527,8 +542,9 @@ def inherited_loss(
     return of_models(
         model, teacher, batch, alpha=alpha, temperature=temperature, num_items=num_items,
         divergence=divergence, beta=beta, kl_rows=kl_rows, teacher_weights=teacher_weights,
-        row_weights=row_weights, vocab_size=vocab_size, max_rows=max_rows, causal=causal,
-        return_parts=return_parts, label_smoothing=label_smoothing, z_loss=z_loss,
+        row_weights=row_weights, vocab_size=vocab_size, teacher_vocab_size=teacher_vocab_size,
+        max_rows=max_rows, causal=causal, return_parts=return_parts,
+        label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from transformers.models.auto.modeling_auto import (
 
 from growkern.errors import GrowthError
 from growkern.train.distributed.shard import check_sharding
+from growkern.train.loss.context import as_known
 from growkern.train.loss.inheritance import check_same_objective
-from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary
+from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, least
 from growkern.train.model.head import (
     check_causal,
     check_head,
@@ -31,8 +32,8 @@ from growkern.train.model.projection import HeadInputs, is_linear, projected
 
 # models that passed the checks, by the part that they play
 _checked: dict[str, WeakSet[Any]] = {"model": WeakSet(), "teacher": WeakSet()}
-# the students whose vocabulary a teacher has
-_students_of: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
+# teacher -> student with its vocabulary -> tokens that the teacher knows, None for all
+_known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, int | None]] = WeakKeyDictionary()
 
 
 def is_pair(model: Any) -> bool:
@@ -116,12 +117,15 @@ def inputs_of(model: Any, inputs: dict[str, Any], labels_BS: Tensor) -> dict[str
 
 
 @torch.no_grad()
-def predict(teacher: Any, inputs: dict[str, Any], labels_BS: Tensor) -> HeadInputs:
+def predict(
+    teacher: Any, inputs: dict[str, Any], labels_BS: Tensor, known: int | None = None
+) -> HeadInputs:
     """Run a teacher up to its output projection, in evaluation mode.
 
     Args:
         teacher: a model or a pair.
         inputs, labels_BS: as in `inputs_of`.
+        known: tokens that the teachers know; None: all.
     """
     if is_pair(teacher):
         hidden, weight, bias = head_of_pair(teacher)
@@ -129,7 +133,7 @@ def predict(teacher: Any, inputs: dict[str, Any], labels_BS: Tensor) -> HeadInpu
     inner = unwrapped(teacher)
     # the teacher may be the model in training
     with evaluating(inner):
-        return teacher_inputs(inner, inputs_of(inner, inputs, labels_BS))
+        return teacher_inputs(inner, as_known(inputs_of(inner, inputs, labels_BS), known))
 
 
 # ------------------------------------------------------------------- checks
@@ -166,13 +170,18 @@ def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> N
         check_causal(model)
 
 
-def check_models(model: Any, teachers: Sequence[Any], *, vocab_size: int | None = None) -> None:
+def check_models(
+    model: Any, teachers: Sequence[Any], *, vocab_size: int | None = None
+) -> int | None:
     """Check each model once, when it is first seen.
 
     Args:
         model: in training.
         teachers: models and pairs.
         vocab_size: columns that mean the same token in all; None compares the vocabularies.
+
+    Returns:
+        The tokens that all teachers know; None if these are all of the student's, as far as known.
 
     Raises:
         GrowthError: something is not a model; the student would be trained wrongly; or a teacher
@@ -181,12 +190,14 @@ def check_models(model: Any, teachers: Sequence[Any], *, vocab_size: int | None 
     _check_type("model", model)
     if not is_pair(model):
         _check_student(unwrapped(model))
+    found = []
     for teacher in teachers:
         _check_type("teacher", teacher)
         if not is_pair(teacher):
             _check_teacher(unwrapped(teacher), model)
             if vocab_size is None and not is_pair(model):
-                _check_vocabulary(unwrapped(teacher), unwrapped(model))
+                found.append(_known_tokens(unwrapped(teacher), unwrapped(model)))
+    return least(found)
 
 
 def _check_type(name: str, model: Any) -> None:
@@ -238,9 +249,9 @@ def _check_teacher(inner: Any, model: Any) -> None:
     _checked["teacher"].add(inner)
 
 
-def _check_vocabulary(teacher: Any, student: Any) -> None:
-    students = _students_of.setdefault(teacher, WeakSet())
+def _known_tokens(teacher: Any, student: Any) -> int | None:
+    students = _known.setdefault(teacher, WeakKeyDictionary())
     if student not in students:
         name = f"the teacher ({type(teacher).__name__})"
-        check_vocabulary(name, student, teacher, None, GIVE_SIZE)
-        students.add(student)
+        students[student] = check_vocabulary(name, student, teacher, None, GIVE_SIZE)
+    return students[student]

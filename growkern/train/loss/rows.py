@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from growkern.errors import GrowthError
+from growkern.train.loss.context import document_starts, taught_rows
 from growkern.train.loss.inheritance import KLRows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows, align_weights
 
@@ -31,6 +32,8 @@ class LossRows(NamedTuple):
     labels_BS: Tensor  # int64, -100 where there is none
     kl_rows: str | Tensor  # "labels", or a mask (B, S)
     weights_BS: Tensor | None
+    # rows that lost their KL term to a token that the teachers lack, 0-d; None: they know all
+    untaught: Tensor | None = None
 
     def options(self) -> dict[str, Any]:
         """The rows as arguments of the loss."""
@@ -44,10 +47,12 @@ def take_rows(
     kl_rows: KLRows,
     row_weights: str | None = None,
     decoder: bool = False,
+    known: int | None = None,
 ) -> LossRows:
     """Remove the labels and the row weights from a batch, and align them.
 
-    A position without a row of the teacher has no KL term. Its label keeps its own term.
+    A position without a row of the teacher has no KL term, nor has one whose label or context the
+    teachers lack. Its label keeps its own term.
 
     Args:
         inputs: the batch; what remains of it are the inputs of the model.
@@ -55,6 +60,7 @@ def take_rows(
         kl_rows: rows with a KL term: "labels", or "all" for every real token.
         row_weights: key of the weights; None if there are none.
         decoder: whether the rows belong to a decoder beside an encoder, whose tokens differ.
+        known: tokens that the teachers know; None: all.
 
     Raises:
         GrowthError: the batch has no labels, no weights, or no mask of the decoder's real tokens
@@ -65,35 +71,20 @@ def take_rows(
     weights_BS = None
     if row_weights is not None:
         weights_BS = align_weights(inputs.pop(row_weights), causal=causal)
-    if kl_rows != "all" and TEACHER_IDS not in inputs:
+    if kl_rows != "all" and TEACHER_IDS not in inputs and known is None:
         return LossRows(labels_BS, kl_rows, weights_BS)
     if decoder and kl_rows == "all":
         check_keys(inputs, DECODER_MASK)
-    rows = kl_mask(inputs, labels_BS, kl_rows, causal=causal, decoder=decoder)
-    return LossRows(labels_BS, rows, weights_BS)
-
-
-def kl_mask(
-    batch: Mapping[str, Any],
-    labels_BS: Tensor,
-    kl_rows: KLRows,
-    *,
-    causal: bool,
-    decoder: bool = False,
-) -> Tensor:
-    """The rows with a KL term, (B, S) bool.
-
-    Args:
-        batch: with the rows of the teacher, if it is known by its k likeliest tokens.
-        labels_BS: aligned.
-        kl_rows, causal, decoder: as in `take_rows`.
-    """
+    wanted_BS = labels_BS != IGNORE_INDEX
     if kl_rows == "all":
-        rows_BS = real_rows(batch, labels_BS, causal=causal, decoder=decoder)
-    else:
-        rows_BS = labels_BS != IGNORE_INDEX
-    ids_BSk = batch.get(TEACHER_IDS)
-    return rows_BS if ids_BSk is None else rows_BS & (ids_BSk[..., 0] >= 0)
+        wanted_BS = real_rows(inputs, labels_BS, causal=causal, decoder=decoder)
+    ids_BSk = inputs.get(TEACHER_IDS)
+    rows_BS = wanted_BS if ids_BSk is None else wanted_BS & (ids_BSk[..., 0] >= 0)
+    if known is None:
+        return LossRows(labels_BS, rows_BS, weights_BS)
+    taught_BS = taught_rows(inputs, labels_BS, known, causal=causal, decoder=decoder)
+    untaught = (wanted_BS & ~taught_BS).sum()
+    return LossRows(labels_BS, rows_BS & taught_BS, weights_BS, untaught)
 
 
 def check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
@@ -129,12 +120,17 @@ def real_rows(
     return align_rows(mask_BS, causal=causal)
 
 
-def count_kl_rows(
-    batch: Mapping[str, Any], kl_rows: KLRows, *, causal: bool, decoder: bool
-) -> Tensor:
-    """The number of rows with a KL term in a batch with its labels, 0-d; nothing waits for it."""
-    labels_BS = align_labels(batch["labels"], causal=causal)
-    return kl_mask(batch, labels_BS, kl_rows, causal=causal, decoder=decoder).sum()
+def count_kl_rows(batch: Mapping[str, Any], kl_rows: KLRows, **kind: Any) -> Tensor:
+    """The number of rows with a KL term in a batch with its labels, 0-d; nothing waits for it.
+
+    Args:
+        kind: the other arguments of `take_rows`.
+    """
+    rows = take_rows(dict(batch), kl_rows=kl_rows, **kind)
+    kl_rows_BS = (
+        rows.kl_rows if isinstance(rows.kl_rows, Tensor) else rows.labels_BS != IGNORE_INDEX
+    )
+    return kl_rows_BS.sum()
 
 
 def teacher_rows(batch: Mapping[str, Any], *, causal: bool) -> Tensor:
@@ -208,16 +204,6 @@ def _packed_pairs(batch: Mapping[str, Any]) -> int | None:
     ends = starts_BS.flatten().nonzero().flatten()
     lengths = torch.diff(ends, append=ends.new_tensor([starts_BS.numel()]))
     return int((lengths**2).sum())
-
-
-def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
-    """Where the sequences of a packed batch start, (B, S) bool. None if it is not packed."""
-    positions_BS = batch.get("position_ids")
-    if positions_BS is None or positions_BS.ndim != 2 or batch.get("attention_mask") is not None:
-        return None
-    starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
-    starts_BS[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
-    return starts_BS
 
 
 class CountingCollator:

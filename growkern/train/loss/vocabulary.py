@@ -33,16 +33,20 @@ GIVE_SIZE = (
 )
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """The SHA-256 of the tokenizer's table of tokens and ids."""
-    table = json.dumps(sorted(tokenizer.get_vocab().items()))
+def tokenizer_fingerprint(tokenizer: Any, ids: int | None = None) -> str:
+    """The SHA-256 of the tokenizer's table of tokens and ids, or of its first `ids`."""
+    items = tokenizer.get_vocab().items()
+    table = json.dumps(sorted(item for item in items if ids is None or item[1] < ids))
     return hashlib.sha256(table.encode()).hexdigest()
 
 
-def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
+def check_tokenizers(student: Any, teachers: Sequence[Any]) -> int | None:
     """Check that every teacher's tokenizer gives each token the same id as the student's.
 
     Tokens that only one of them has, such as an added padding token, are no difference.
+
+    Returns:
+        The tokens that all teachers know, if the student has further ones; else None.
 
     Raises:
         GrowthError: a tokenizer differs.
@@ -52,13 +56,13 @@ def check_tokenizers(student: Any, teachers: Sequence[Any]) -> None:
             "teacher_tokenizer is given without the student's tokenizer: pass that as "
             "processing_class"
         )
-    for number, teacher in enumerate(teachers):
-        _check_tokens(f"teacher {number}", student, teacher)
+    found = [_check_tokens(f"teacher {i}", student, one) for i, one in enumerate(teachers)]
+    return least(found)
 
 
 def check_vocabularies(
     student: Any, teachers: Sequence[Any], tokenizer: Any | None, teacher_tokenizer: Any | None
-) -> None:
+) -> int | None:
     """Check that the teachers of a trainer have the vocabulary of the student.
 
     Args:
@@ -67,26 +71,37 @@ def check_vocabularies(
         tokenizer: of the student; None if it was not given.
         teacher_tokenizer: one, or one for each teacher; None compares what lies beside the models.
 
+    Returns:
+        As `check_tokenizers`.
+
     Raises:
         GrowthError: a tokenizer or a vocabulary differs, or there is not one tokenizer for each
             teacher.
     """
     if teacher_tokenizer is None:
-        for number, teacher in enumerate(teachers):
-            name = f"teacher {number} ({type(teacher).__name__})"
-            check_vocabulary(name, student, teacher, tokenizer, GIVE_TOKENIZER)
-        return
+        names = [f"teacher {i} ({type(one).__name__})" for i, one in enumerate(teachers)]
+        return least(
+            [
+                check_vocabulary(name, student, teacher, tokenizer, GIVE_TOKENIZER)
+                for name, teacher in zip(names, teachers, strict=True)
+            ]
+        )
     given = as_list(teacher_tokenizer)
     if len(given) != len(teachers):
         raise GrowthError(
             f"{len(given)} teacher_tokenizer for {len(teachers)} teachers that run: give one each"
         )
-    check_tokenizers(tokenizer, given)
+    return check_tokenizers(tokenizer, given)
+
+
+def least(known: Sequence[int | None]) -> int | None:
+    """The tokens that all teachers know; None stands for all."""
+    return min((one for one in known if one is not None), default=None)
 
 
 def check_vocabulary(
     name: str, student: Any, teacher: Any, tokenizer: Any | None, remedy: str
-) -> None:
+) -> int | None:
     """Check that a teacher has the vocabulary of the student, as far as that can be known.
 
     Args:
@@ -96,14 +111,16 @@ def check_vocabulary(
         tokenizer: of the student; None takes the one beside its weights.
         remedy: completes "If all ids agree, ..." for messages.
 
+    Returns:
+        The tokens that the teacher knows, if its tokenizer is known and the student's has more.
+
     Raises:
         GrowthError: their tokenizers differ. Or one of them is unknown, and special ids or sizes
             differ.
     """
     own, other = tokenizer or _tokenizer_of(student), _tokenizer_of(teacher)
     if hasattr(own, "get_vocab") and other is not None:
-        _check_tokens(name, own, other)
-        return
+        return _check_tokens(name, own, other)
     ours, theirs = _special_ids(student), _special_ids(teacher)
     common = ours.keys() & theirs.keys()
     # one that agrees is enough: chat models end their text with another token than base models
@@ -117,6 +134,7 @@ def check_vocabulary(
     columns = _columns(teacher)
     if tokenizer is not None and columns != _columns(student):
         check_padding(name, columns, len(tokenizer), remedy)
+    return None
 
 
 def check_own_tokenizer(teacher: Any, tokenizer: Any) -> None:
@@ -148,7 +166,7 @@ def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
     differ = (
         f"{name} has a vocabulary of {columns} tokens, and the student's tokenizer has {tokens}"
     )
-    if free > 0 and columns not in sizes and not is_reserved:
+    if free < 0 or (free > 0 and columns not in sizes and not is_reserved):
         raise GrowthError(
             f"{differ}: padding does not explain the difference. If all ids agree, {remedy}"
         )
@@ -161,8 +179,8 @@ def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
         )
 
 
-def _check_tokens(name: str, student: Any, teacher: Any) -> None:
-    """Refuse a token with two ids, and an id with two tokens."""
+def _check_tokens(name: str, student: Any, teacher: Any) -> int | None:
+    """Refuse a token with two ids, and an id with two tokens; the result of `check_tokenizers`."""
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     tokens: dict[int, set[str]] = {}
     for token, i in ours.items():
@@ -177,6 +195,8 @@ def _check_tokens(name: str, student: Any, teacher: Any) -> None:
                 f"tokens): its token {token!r} has the id {i}, but {what} for the student. Every "
                 "token must have the same id in both"
             )
+    known = 1 + max(theirs.values(), default=-1)
+    return known if max(tokens, default=-1) >= known else None
 
 
 def _tokenizer_of(model: Any) -> Any | None:

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from growkern.train.loss.rows import document_starts, teacher_rows
+from growkern.train.loss.context import document_starts
+from growkern.train.loss.rows import teacher_rows
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 
 # stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss

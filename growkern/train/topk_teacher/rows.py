@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
+from growkern.train.loss.context import as_known
 from growkern.train.model.head import check_causal, check_head, head_inputs, reading, softcap_of
 from growkern.train.model.load import is_causal
 from growkern.train.objectives.language_modeling import Collator, EpochCollator
@@ -81,13 +82,14 @@ class Contents(NamedTuple):
     tokens: int  # of all examples together, without padding
 
 
-def survey(examples: Examples, rows: str, causal: bool, progress: bool) -> Contents:
+def survey(examples: Examples, rows: str, causal: bool, known: int, progress: bool) -> Contents:
     """Read all examples once, without running the teacher.
 
     Args:
         examples: to be read.
         rows: "labels" or "all".
         causal: whether the teacher predicts the next token.
+        known: tokens of the teacher.
         progress: whether to show a progress bar.
 
     Raises:
@@ -98,7 +100,7 @@ def survey(examples: Examples, rows: str, causal: bool, progress: bool) -> Conte
     with bar:
         for batch in examples.batches():
             keys.append(keys_of(batch))
-            counts.append(rows_of(batch, rows, causal).sum(1).numpy())
+            counts.append(rows_of(batch, rows, causal, known).sum(1).numpy())
             mask_BS = batch.get("attention_mask")
             tokens += batch["input_ids"].numel() if mask_BS is None else int(mask_BS.sum())
             bar.update(len(keys[-1]))
@@ -152,7 +154,7 @@ class ModelTeacher:
         """Run the model on a batch: ids (R, k) and log-probs (R, k) of the rows at `kept_BS`."""
         model = self.model
         inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
-        hidden, weight, bias = head_inputs(model, inputs)
+        hidden, weight, bias = head_inputs(model, as_known(inputs, header.vocab_size))
         return topk_of_head(
             hidden[kept_BS.to(model.device)], weight, bias, header.vocab_size, header.k,
             header.temperature, softcap_of(model),
@@ -236,7 +238,7 @@ def kept_rows(
             "batch of its own in the cache. Use growkern's MaskedLMCollator, or a data set that is "
             "masked already"
         )
-    kept_BS = rows_of(batch, header.rows, header.causal)
+    kept_BS = rows_of(batch, header.rows, header.causal, header.vocab_size)
     ids_Rk, log_p_Rk = teacher.top_k(batch, kept_BS, header)
     if not bool(torch.isfinite(log_p_Rk[:, 0]).all()):
         raise GrowthError("the teacher gives NaN or Inf: check its weights, or run it in float32")

@@ -5,10 +5,12 @@ Shape letters used in this file: k tokens per row.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from growkern.arguments import real_number, whole_number
 from growkern.errors import GrowthError, nearest
 from growkern.train.topk_teacher.apart import run_apart
-from growkern.train.topk_teacher.facts import CausalRows, Rows, causal_facts, fault_of
+from growkern.train.topk_teacher.facts import CausalRows, Rows, causal_facts, fault_of, no_rows
 from growkern.train.topk_teacher.http import KEY_VARIABLE, MOST_TEXT, Connection, check_url
 from growkern.train.topk_teacher.schemas import SCHEMAS, Schema
 
@@ -119,8 +121,17 @@ class ServedTeacher(CausalRows):
         return cards[name]
 
     def of_texts(self, texts: list[list[int]]) -> list[Rows]:
-        """Ask the server for the rows of several texts."""
-        return run_apart(self._rows_of, texts, self.concurrency)
+        """Ask the server for the rows of several texts, each up to the first token it lacks."""
+        limit = self.facts.vocab_size or math.inf
+        read = [list(takewhile(lambda token: token < limit, text)) for text in texts]
+        asked = [text for text in read if len(text) > 1]
+        answers = iter(run_apart(self._rows_of, asked, self.concurrency))
+        found = []
+        for text, known in zip(texts, read, strict=True):
+            ids, logprobs = next(answers) if len(known) > 1 else no_rows((0, self.k), torch.float32)
+            rest = no_rows((len(text) - 1 - len(ids), self.k), torch.float32)
+            found.append((torch.cat([ids, rest[0]]), torch.cat([logprobs, rest[1]])))
+        return found
 
     async def _rows_of(self, tokens: Sequence[int]) -> Rows:
         """The rows (len(tokens) - 1, k) of one prompt."""

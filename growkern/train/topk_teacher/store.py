@@ -40,6 +40,7 @@ from growkern.bounded import parse_json
 from growkern.errors import GrowthError
 from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import damage_of, read_manifest
+from growkern.train.loss.context import taught_rows
 from growkern.train.loss.rows import teacher_rows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, fault_of, no_rows
@@ -86,16 +87,18 @@ def unpack_ids(packed: np.ndarray, k: int, bits: int) -> np.ndarray:
 # ----------------------------------------------------------- rows of a batch
 
 
-def rows_of(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
+def rows_of(batch: dict[str, Any], rows: str, causal: bool, known: int) -> Tensor:
     """The positions of a batch that have a row in the cache.
 
     Args:
         batch: input_ids, labels and maybe attention_mask or position_ids, (B, S) each.
         rows: "labels" or "all".
         causal: whether the model predicts the next token.
+        known: tokens of the teacher.
 
     Returns:
-        (B, S) bool. A causal teacher has no row where it saw no token, even if a label is there.
+        (B, S) bool. A causal teacher has no row where it saw no token, even if a label is there. No
+        teacher has one whose label or context it lacks.
     """
     labels_BS, mask_BS = align_labels(batch["labels"], causal=causal), batch.get("attention_mask")
     if rows == "labels":
@@ -103,6 +106,7 @@ def rows_of(batch: dict[str, Any], rows: str, causal: bool) -> Tensor:
     else:
         mask_BS = torch.ones_like(labels_BS) if mask_BS is None else mask_BS
         wanted_BS = align_rows(mask_BS, causal=causal)
+    wanted_BS = wanted_BS & taught_rows(batch, labels_BS, known, causal=causal)
     return wanted_BS & teacher_rows(batch, causal=True) if causal else wanted_BS
 
 
@@ -342,7 +346,8 @@ class TeacherCache(TopKRows):
                 f"{self.directory}. It was made from other text, or with masks of another seed, "
                 "probability or epoch: make it again with the data and the collator of the run"
             )
-        kept_BS = rows_of(batch, self.header.rows, self.header.causal)
+        header = self.header
+        kept_BS = rows_of(batch, header.rows, header.causal, header.vocab_size)
         first_row = self._index["first_row"]
         counts = first_row[examples + 1] - first_row[examples]
         if not np.array_equal(kept_BS.sum(1).numpy(), counts):

@@ -78,6 +78,8 @@ class TopKTeacher:
 
     # no model runs, so there are no FLOPs to count
     models: tuple[()] = ()
+    # tokens that the teacher knows, if the student has further ones
+    known: int | None = None
 
     def __init__(self, rows: TopKRows, schedule: InheritanceSchedule) -> None:
         self.rows, facts = rows, rows.facts
@@ -114,7 +116,7 @@ class TopKTeacher:
             )
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
-        """The number of vocabulary columns that mean the same token in student and teacher.
+        """The number of vocabulary columns of the student that are not padding.
 
         Args:
             student: the model in training.
@@ -122,7 +124,7 @@ class TopKTeacher:
 
         Returns:
             The number of columns, or None when both vocabularies have the same size, or the
-            teacher's is unknown.
+            teacher's is unknown. `known` is set too.
 
         Raises:
             GrowthError: the tokenizers or the vocabularies cannot be matched.
@@ -130,27 +132,31 @@ class TopKTeacher:
         name, facts = self.rows.name, self.rows.facts
         columns = student.get_output_embeddings().weight.shape[0]
         self._columns = columns
-        if (
-            tokenizer is not None
-            and facts.tokenizer is not None
-            and tokenizer_fingerprint(tokenizer) != facts.tokenizer
+        self.known, size = None, facts.vocab_size
+        # the rows were made with this tokenizer, or with one that has its first tokens
+        if None not in (tokenizer, facts.tokenizer) and facts.tokenizer not in (
+            tokenizer_fingerprint(tokenizer),
+            tokenizer_fingerprint(tokenizer, size),
         ):
             raise GrowthError(
                 f"{name} was made with another tokenizer: every token must have the same id for "
                 "teacher and student"
             )
-        if facts.vocab_size is None or facts.vocab_size == columns:
+        if size is None or size == columns:
             return None
-        if facts.vocab_size > columns or tokenizer is None or facts.vocab_size < len(tokenizer):
+        if tokenizer is not None and facts.tokenizer and size < len(tokenizer) <= columns:
+            self.known = size
+            return len(tokenizer)
+        if size > columns or tokenizer is None or size < len(tokenizer):
             raise GrowthError(
-                f"{name} has a vocabulary of {facts.vocab_size} tokens, but the student's head has "
+                f"{name} has a vocabulary of {size} tokens, but the student's head has "
                 f"{columns} columns. If they differ in padding only, make it with "
                 "vocab_size=len(tokenizer) and pass the tokenizer as processing_class"
             )
         if facts.tokenizer is None:
             remedy = "make it with tokenizer=. Otherwise choose a teacher with that tokenizer"
-            check_padding(name, facts.vocab_size, len(tokenizer), remedy)
-        return facts.vocab_size
+            check_padding(name, size, len(tokenizer), remedy)
+        return size
 
     def collator(self, collator: Collator, dataset: Any) -> "TopKCollator":
         """Wrap a collator so that training batches hold the rows of the teacher.

@@ -158,7 +158,7 @@ def cache_teacher(
         teacher = ModelTeacher(model) if is_model else ReadTeacher(model, vocab_size)
         vocabulary = _vocabulary(teacher.columns, vocab_size, k)
         examples = Examples(dataset, collator, epochs, batch_size)
-        contents = survey(examples, rows, teacher.causal, progress)
+        contents = survey(examples, rows, teacher.causal, vocabulary, progress)
         header = CacheHeader(
             format=FORMAT,
             k=k,

@@ -29,7 +29,9 @@ OF_ALL = tuple(
 # options of the loss of a batch, in their order there, with what differs
 OF_BATCH = {
     **dict.fromkeys(("alpha", "temperature", "num_items", "divergence", "beta", "kl_rows")),
-    **dict.fromkeys(("teacher_weights", "row_weights", "vocab_size", "max_rows")),
+    **dict.fromkeys(
+        ("teacher_weights", "row_weights", "vocab_size", "teacher_vocab_size", "max_rows")
+    ),
     "causal": "bool | None = None",
     **{"return_parts": None, "temperature": "float = 2.0", "kl_rows": 'KLRows = "labels"'},
     **dict.fromkeys(LABEL_OPTIONS),

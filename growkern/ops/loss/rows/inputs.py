@@ -4,8 +4,8 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, W = 1 + K ter
 hold slices of the vocabulary.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, library
@@ -25,10 +25,38 @@ def shard_of_call(call: LossCall) -> Shard:
     return check_shard(call.group, call.vocab_start, call.vocab_size)
 
 
+class Columns(NamedTuple):
+    """Numbers of columns on this rank."""
+
+    vocab: int  # that are not padding
+    known: int | None  # that the teachers know; None: all, on every rank
+
+
 def check_vocabulary(
-    vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard = WHOLE
-) -> int:
-    """The number of columns here that are not padding, given the widths of all logits.
+    call: LossCall, student: int, teachers: Sequence[int], shard: Shard = WHOLE
+) -> Columns:
+    """The numbers of columns here, given the widths of all logits.
+
+    Raises:
+        GrowthError: the widths do not fit the options.
+    """
+    known = call.teacher_vocab_size
+    if known is None:
+        return Columns(_columns(call.vocab_size, student, teachers, shard), None)
+    if not isinstance(known, int) or known < 1:
+        raise GrowthError(f"teacher_vocab_size must be a positive integer, got {known!r}")
+    vocab = _columns(call.vocab_size, student, [], shard)
+    here = min(max(0, known - shard.start), vocab)
+    if min(teachers, default=here) < here:
+        raise GrowthError(
+            f"teacher_vocab_size={known}, but the teachers have {list(teachers)} columns here, "
+            f"fewer than {here}"
+        )
+    return Columns(vocab, here if known < (shard.vocab or vocab) else None)
+
+
+def _columns(vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard) -> int:
+    """The number of columns here that are not padding.
 
     Raises:
         GrowthError: the widths differ, and `vocab_size` does not say what is padding.
@@ -46,7 +74,8 @@ def check_vocabulary(
         if any(width != student for width in teachers):
             raise GrowthError(
                 f"student has {student} columns, teachers {list(teachers)}: pass vocab_size="
-                f"{min(widths)} if the rest is padding"
+                f"{min(widths)} if the rest is padding, or teacher_vocab_size if the student has "
+                "more tokens"
             )
         vocab_size = student
     if not 0 < vocab_size <= min(widths):
@@ -151,10 +180,42 @@ def row_inputs(
     name, x = student
     labels_N = check_labels(labels, x.shape[:-1], name, call.ignore_index)
     counted_N = row_kinds(labels_N.view(labels.shape), call.kl_rows, call.ignore_index, options)
+    if call.teacher_vocab_size is not None:
+        is_new_N = (labels_N >= call.teacher_vocab_size) & (labels_N != call.ignore_index)
+        counted_N = torch.where(is_new_N, counted_N & MLM_ROW, counted_N)
     weight_WN = term_weights(counted_N, options, acc_torch_dtype(x))
     kind_N = live_kinds(counted_N, options.row_weights)
     labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
     return RowInputs(labels_N - shard.start if shard.start else labels_N, kind_N, weight_WN)
+
+
+# the loss, 0-d or (N,), and the terms (R, N); without teachers if the options have no weights
+LossOf: TypeAlias = Callable[[Options, int, Shard, RowInputs], tuple[Tensor, Tensor]]
+
+
+def over_columns(
+    loss_of: LossOf,
+    call: LossCall,
+    options: Options,
+    columns: Columns,
+    shard: Shard,
+    rows: RowInputs,
+) -> tuple[Tensor, Tensor]:
+    """The loss and the terms: of the labels over all columns, of teachers over those they know."""
+    if columns.known is None or not options.teacher_weights or call.teacher_vocab_size is None:
+        return loss_of(options, columns.vocab, shard, rows)
+    labels_N, kind_N, weight_WN = rows
+    # the entropy is wanted of rows without a label too
+    own_N = kind_N if options.parts else kind_N & MLM_ROW
+    alone = options._replace(teacher_weights=())
+    loss, own_RN = loss_of(alone, columns.vocab, shard, RowInputs(labels_N, own_N, weight_WN[:1]))
+    kl_WN = torch.cat([torch.zeros_like(weight_WN[:1]), weight_WN[1:]])
+    known = shard._replace(vocab=min(shard.vocab, call.teacher_vocab_size))
+    kl, taught_RN = loss_of(
+        options, columns.known, known, RowInputs(labels_N, kind_N & KL_ROW, kl_WN)
+    )
+    own, taught = named_terms(own_RN), named_terms(taught_RN)
+    return loss + kl, taught._replace(mlm=own.mlm, entropy=own.entropy).stacked()
 
 
 # an op, so that a compiled graph checks the values too

@@ -53,6 +53,10 @@ class LossCall(NamedTuple):
             other weights.
         vocab_size: columns from here on are padding, of student and teachers: they count as -inf
             and get a gradient of exactly 0. Default: no padding; all must then be equally wide.
+        teacher_vocab_size: tokens that the teachers know, where the student has more. The KL term
+            is then over the softmax of these alone, so it moves no later token. A row whose label
+            is a later token has no KL term. The student's logits are computed twice. Default: the
+            teachers know all tokens.
         softcap, teacher_softcap: cap logits to c * tanh(z / c).
         label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
         z_loss: factor of the squared log of the softmax's denominator.
@@ -99,6 +103,7 @@ class LossCall(NamedTuple):
     kl_rows: KLRows | Tensor = "labels"
     teacher_weights: Sequence[float] | None = None
     vocab_size: int | None = None
+    teacher_vocab_size: int | None = None
     row_weights: Tensor | None = None
     softcap: float | None = None
     teacher_softcap: float | None = None
