@@ -39,7 +39,7 @@ def text(tmp_path):
 def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys):
     systems = ["scratch", "stackbert", "mslt", "fpi"]
     call = ["paper", "table5", "--size", "micro", "--seeds", "1", "--text", text]
-    call += ["--dir", str(tmp_path / "runs"), "--workers", "2", "--systems", *systems]
+    call += ["--dir", str(tmp_path / "runs"), "--workers", "1", "--systems", *systems]
     monkeypatch.setattr("sys.argv", call)
     command.main()
     first = capsys.readouterr().out
