@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from growkern.growth.plan.growth_plan import plan as plan
     from growkern.growth.record.fold_checkpoint import FoldReport as FoldReport
     from growkern.growth.record.fold_checkpoint import fold as fold
+    from growkern.growth.record.recorded import growth_plan_of as growth_plan_of
     from growkern.growth.record.verify import VerifyReport as VerifyReport
     from growkern.growth.record.verify import verify as verify
     from growkern.growth.replay import replay as replay
@@ -75,6 +76,7 @@ _MODULE_OF = {
     "grow_optimizer_into": "growkern.growth.optimizer.into",
     "growth_clip_norm_": "growkern.growth.optimizer.clip",
     "growth_lr_multipliers": "growkern.growth.optimizer.moments",
+    "growth_plan_of": "growkern.growth.record.recorded",
     "moment_findings": "growkern.growth.optimizer.findings",
     "plan": "growkern.growth.plan.growth_plan",
     "replay": "growkern.growth.replay",

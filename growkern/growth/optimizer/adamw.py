@@ -6,6 +6,7 @@ learning rate of their own. The factors come from `growkern.growth.optimizer.mom
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.optimizer.checks import (
     COUNTS,
     check_group,
@@ -54,6 +55,19 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def _warn_of_half(parameters: Iterable[Tensor]) -> None:
+    """Warn of weights that are too coarse to train."""
+    half = {x.dtype for x in parameters} & {torch.bfloat16, torch.float16}
+    if half:
+        warnings.warn(
+            f"the weights themselves are {min(map(str, half)).removeprefix('torch.')}: small steps "
+            "round to nothing, and the norms' weights stay where they are. Train float32 weights, "
+            "model.float(), under torch.autocast",
+            GrowthWarning,
+            stacklevel=3,
+        )
+
+
 class GrowthAdamW(torch.optim.AdamW):
     """AdamW with a learning rate and an eps of its own for every entry of a grown model.
 
@@ -73,7 +87,7 @@ class GrowthAdamW(torch.optim.AdamW):
 
     Args:
         params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`.
-        plan: the model's `growth_plan`.
+        plan: `growkern.growth_plan_of(model)`, for a loaded model too.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`.
         matched: True: apply the factors and this decay. False: plain AdamW.
         rewarm_steps: number of steps in which the learning rate of new entries rises linearly to
@@ -112,6 +126,7 @@ class GrowthAdamW(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         for number, group in enumerate(self.param_groups):
             check_group(f"the given group {number}", group)
+        _warn_of_half(p for group in self.param_groups for p in group["params"])
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan
         factors = growth_lr_multipliers(plan)

@@ -83,7 +83,10 @@ def growth_clip_norm_(
     model = unwrapped(model)
     plan = plan or getattr(model, "growth_plan", None)
     if plan is None:
-        raise GrowthError("the model has no growth_plan: give plan")
+        raise GrowthError(
+            "the model has no growth_plan: give plan, from growkern.growth_plan_of(model) before "
+            "the loop"
+        )
     check_plan(plan)
     weights = _weights_of(model, plan)
     norm = _norm({p: weights[p] for p in model.parameters() if p.grad is not None})

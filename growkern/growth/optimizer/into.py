@@ -41,6 +41,7 @@ from growkern.growth.optimizer.state import (
 )
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
+from growkern.growth.record.recorded import growth_plan_of
 from growkern.growth.sharded.grow_into import named_tensors
 from growkern.growth.sharded.placement import local_part, local_tensor
 from growkern.growth.source.formats import format_of
@@ -79,7 +80,7 @@ def grow_optimizer_into(
             - the path of a checkpoint of `torch.distributed.checkpoint` with the result of
               `get_optimizer_state_dict`, alone or beside the model. Any number of ranks may have
               saved it.
-        plan: the growth of the weights; default: the model's `growth_plan`.
+        plan: the growth of the weights; default: `growth_plan_of(model)`.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
 
     Raises:
@@ -95,7 +96,7 @@ def grow_optimizer_into(
             grow_optimizer_into(model, part, source, plan=plan, moments=moments)
         return
     model = unwrapped(model)
-    plan = plan or getattr(model, "growth_plan", None)
+    plan = plan or growth_plan_of(model)
     if plan is None:
         raise GrowthError(
             "the model has no growth_plan: call growkern.grow_into first or give plan"

@@ -41,7 +41,7 @@ class GrowthMuon(torch.optim.Muon):
     Args:
         params: named matrices of the grown model: pairs as in `model.named_parameters()`, or groups
             of them.
-        plan: the model's `growth_plan`.
+        plan: `growkern.growth_plan_of(model)`, for a loaded model too.
         lr: learning rate, that of the source.
         weight_decay: fraction per unit of learning rate, as in `torch.optim.Muon`.
         matched: False: plain Muon.

@@ -183,7 +183,13 @@ class GrowthReport:
 
 def check_plan(plan: Any) -> None:
     """Refuse an argument in a plan's place that is none, such as the model itself."""
-    check_kind("plan", plan, GrowthPlan, "the plan of the growth, model.growth_plan")
+    check_kind(
+        "plan",
+        plan,
+        GrowthPlan,
+        "the plan of the growth, growkern.growth_plan_of(model): it is None if the model was not "
+        "grown, and torch.optim then trains it",
+    )
 
 
 def plan(

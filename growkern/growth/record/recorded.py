@@ -33,7 +33,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.lineage import DTYPES, FORMAT, RECORD, Settings
 from growkern.growth.record.origins import Origin, space_from_dict, space_key, spaces_of
-from growkern.growth.source.config import check_config, config_from
+from growkern.growth.source.config import check_config, config_directory, config_from, read_config
 from growkern.growth.source.config_values import check_layers
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
@@ -202,21 +202,24 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     """The plan by which a model was grown, or None if it was not grown.
 
     Args:
-        model: from `growkern.grow` or `growkern.grow_into`, or loaded by `from_pretrained` from a
-            directory that growkern wrote.
+        model: from `growkern.grow` or `growkern.grow_into`; or loaded by `from_pretrained` from a
+            directory that growkern wrote; or the path of such a directory.
 
     Raises:
-        GrowthError: the record of its growth is missing or damaged.
+        GrowthError: the record of its growth is missing or damaged, or there is no such directory.
     """
     plan = getattr(model, "growth_plan", None)
     if plan is not None:
         return plan
-    directory = directory_of(model)
+    is_path = isinstance(model, str | Path)
+    directory = config_directory(Path(model)) if is_path else directory_of(model)
     if directory is not None and has_record(directory):
         return recorded_plan(read_lineage(directory))
     # a model without a directory, such as a pair of grown ones, never had a record of its own
-    if directory is not None and (lost := history_in(directory, model.config).lost):
-        raise GrowthError(lost)
+    if directory is not None:
+        config = read_config(directory) if is_path else model.config
+        if lost := history_in(directory, config).lost:
+            raise GrowthError(lost)
     return None
 
 

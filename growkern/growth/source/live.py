@@ -60,6 +60,12 @@ UNDO_HOOK = {
     "BasePruningMethod": "torch.nn.utils.prune.remove({module}, {name!r})",
 }
 
+# what to do with any other class
+OTHER = (
+    "pass the transformers.PreTrainedModel that it wraps; a model of a class of your own grows by "
+    "growkern.widen"
+)
+
 
 def unwrapped(model: Any, role: str = "model") -> Any:
     """The transformers model inside the wrappers of `INNER`.
@@ -71,7 +77,7 @@ def unwrapped(model: Any, role: str = "model") -> Any:
         kind = type(model).__name__
         inner = getattr(model, INNER.get(kind, ""), None)
         if inner is None:
-            advice = ADVICE.get(kind, "pass the transformers.PreTrainedModel that it wraps")
+            advice = ADVICE.get(kind, OTHER)
             raise GrowthError(f"{role} is a {kind}: {advice}")
         model = inner
     return model

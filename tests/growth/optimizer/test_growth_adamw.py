@@ -22,6 +22,44 @@ CASES = [
 ]
 
 
+def test_a_loaded_model_has_the_plan_of_its_directory(tmp_path):
+    source = random_model("GPT2LMHeadModel", GPT2)
+    large = growkern.grow(source, n_embd=20)
+    large.save_pretrained(tmp_path / "large")
+    loaded = type(source).from_pretrained(tmp_path / "large", dtype=torch.float64)
+    expected = growkern.growth_lr_multipliers(large.growth_plan)
+    for place in (loaded, tmp_path / "large", str(tmp_path / "large")):
+        found = growkern.growth_lr_multipliers(growkern.growth_plan_of(place))
+        assert found.keys() == expected.keys()
+        for name, factors in found.items():
+            assert all(map(torch.equal, factors.lr, expected[name].lr))
+    source.save_pretrained(tmp_path / "small")
+    assert growkern.growth_plan_of(tmp_path / "small") is None
+    with pytest.raises(growkern.GrowthError, match=r"growth_plan_of\(model\): it is None if"):
+        growkern.GrowthAdamW(source.named_parameters(), growkern.growth_plan_of(source))
+    (tmp_path / "large" / "lineage.json").unlink()
+    for place in (loaded, tmp_path / "large"):
+        with pytest.raises(growkern.GrowthError, match=r"lineage\.json is missing"):
+            growkern.growth_plan_of(place)
+    with pytest.raises(growkern.GrowthError, match="no such directory"):
+        growkern.growth_plan_of(tmp_path / "none")
+
+
+def test_weights_in_bfloat16_are_named(recwarn):
+    """Their norms do not move, as the warning says."""
+    large = growkern.grow(random_model("GPT2LMHeadModel", GPT2), n_embd=24, dtype=torch.bfloat16)
+    torch.nn.init.ones_(large.transformer.ln_f.weight)
+    with pytest.warns(growkern.errors.GrowthWarning, match="weights themselves are bfloat16"):
+        optimizer = growkern.GrowthAdamW(large.named_parameters(), large.growth_plan, lr=1e-4)
+    large(input_ids=torch.arange(8)[None]).logits.square().mean().backward()
+    optimizer.step()
+    assert (large.transformer.ln_f.weight == 1).all()
+    large.float()
+    recwarn.clear()
+    growkern.GrowthAdamW(large.named_parameters(), large.growth_plan)
+    assert not recwarn.list
+
+
 def groups(model):
     return growkern.decay_groups(model, 0.1)
 
