@@ -121,8 +121,8 @@ def _check_names(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> N
                 "them: build `large` with two parameters, and give `small` two as well"
             )
     held = dict(large.named_buffers())
-    for name, x in small.named_buffers():
-        if name not in held or held[name].shape != x.shape:
+    for name, buffer in small.named_buffers():
+        if name not in held or held[name].shape != buffer.shape:
             raise GrowthError(
                 f"buffer {name} differs in shape, but `widen` fills parameters alone: build "
                 "`large` without it, or fill that layer with growkern.expand"

@@ -269,13 +269,6 @@ RULES = (
         "optimizer.rewarm_peak has no effect without optimizer.rewarm_steps",
         "give both or neither",
     ),
-    Rule(
-        *("sharded", 'optimizer "muon"', '`sharding = "fsdp"`'),
-        lambda x: x.sharded and x.choice == "muon",
-        "optimizer is 'muon', whose steps need whole matrices, and FSDP2 gives every process a "
-        "part of them",
-        "use sharding = 'ddp'",
-    ),
     # ------------------------------------------------------------ several ones
     Rule(
         *("run", "`training.eval_every`", "a run without validation data"),

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import check_state_dict
 from growkern.growth.optimizer.steps import loss_of
+
+
+class _States(dict[Tensor, Any]):
+    """The states of optimizers by parameter; a new one is put into the parameter's optimizer."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(item for optimizer in optimizers for item in optimizer.state.items())
+        self._optimizers = optimizers
+
+    def __missing__(self, p: Tensor) -> Any:
+        for optimizer in self._optimizers:
+            if any(p is one for group in optimizer.param_groups for one in group["params"]):
+                self[p] = optimizer.state[p]
+                return self[p]
+        raise KeyError(p)
 
 
 class CombinedOptimizer(Optimizer):
@@ -44,9 +59,8 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states of all optimizers. A parameter without one has an empty state."""
-        held = {p: entry for optimizer in self.optimizers for p, entry in optimizer.state.items()}
-        return defaultdict(dict, held)
+        """The states of all optimizers. As in these, a parameter that is asked for gets one."""
+        return _States(self.optimizers)
 
     @state.setter
     def state(self, value: Any) -> None:

@@ -27,7 +27,6 @@ from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.model.sub_model import find_stacks
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
-from growkern.train.rules import check
 
 # the AdamW of PyTorch, in the names of transformers
 ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
@@ -35,19 +34,17 @@ ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 ON_SHARDS = (*ADAMW, OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
 
 
-def check_optimizer(args: TrainingArguments, choice: str, *, sharded: bool) -> None:
+def check_optimizer(args: TrainingArguments, *, sharded: bool) -> None:
     """Check that the chosen optimizer can be made, and can train the model.
 
     Args:
         args: of the trainer.
-        choice: an `OptimizerChoice`.
         sharded: whether every process holds a part of each parameter.
 
     Raises:
         GrowthError: its package is missing, its settings are wrong, or it needs whole parameters.
     """
     name = OptimizerNames(args.optim).value
-    check("sharded", choice=choice, sharded=sharded)
     if sharded and args.optim not in ON_SHARDS:
         raise GrowthError(
             f"optim is {name!r}, which needs whole parameters or was not tested with parts of "
@@ -120,7 +117,7 @@ class OptimizerMaker:
             raise GrowthError(f"optimizer is {choice!r}{nearest(choice, allowed)}")
         own.check_fits(choice)
         if not given:
-            check_optimizer(args, choice, sharded=is_sharded(model))
+            check_optimizer(args, sharded=is_sharded(model))
         other = _other_optimizer(args, given)
         if other and choice in ("growth-adamw", "muon"):
             raise GrowthError(f"optimizer is {choice!r}, but {other}: give one of them")

@@ -122,7 +122,6 @@ def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Obj
     )
     check("weights", row_weights=run.loss and run.loss.row_weights, objective=objective)
     check("stages", two_stage=run.two_stage, has_length=not run.data.streaming)
-    check("sharded", choice=run.training.optimizer, sharded=run.is_sharded)
     if generator is not None:
         if "ElectraForMaskedLM" not in (generator.config.architectures or ()):
             raise GrowthError(

@@ -168,7 +168,7 @@ def build_trainer(
     # before any work: arguments that cannot be used are noticed at once
     args = training_arguments(run, progress=progress)
     check_arguments(args, {})
-    check_optimizer(args, training.optimizer, sharded=run.settings.is_sharded)
+    check_optimizer(args, sharded=run.settings.is_sharded)
     # a dead server is noticed before the data is read, and unusable data before the model
     rows_of_teacher = _rows_of_teacher(run)
     data = load_data(

@@ -45,7 +45,7 @@ class Case:
         replicas: of the model, with at least two ranks for each.
         layers: of the model; a block of stage 1 is half of them.
         steps: optimizer steps; the first half of them is stage 1.
-        optim: optimizer, in the names of transformers.
+        optim: optimizer, in the names of transformers, or "muon".
     """
 
     family: str
@@ -138,6 +138,7 @@ def trainer_for(folder, case, **options):
     beside = {}
     if case.teacher != "none":
         beside = {"inheritance": case.schedule, "teacher": teacher_of(case)}
+    is_muon = case.optim == "muon"
     settings = {
         "max_steps": case.steps, "per_device_train_batch_size": BATCH // ranks,
         "per_device_eval_batch_size": BATCH // ranks, "use_cpu": True, "max_grad_norm": 0.5,
@@ -145,7 +146,7 @@ def trainer_for(folder, case, **options):
         # the changes of the weights are compared with bfloat16, and decay would be most of them
         "weight_decay": 0.0 if case.dtype == "bf16" else 0.1,
         # with 1e-8, a gradient that is all rounding moves its weight by a whole step
-        "adam_epsilon": 1e-4, "optim": case.optim,
+        "adam_epsilon": 1e-4, **({} if is_muon else {"optim": case.optim}),
         # in a fixed order each rank gets its rows whatever it draws; the errors of bfloat16 were
         # measured in one
         "train_sampling_strategy": "sequential" if case.dtype == "bf16" else "random",
@@ -155,6 +156,7 @@ def trainer_for(folder, case, **options):
     return TwoStageTrainer(
         model, arguments(folder, **settings | options), two_stage=case.stages, **beside,
         train_dataset=Batches(ROWS), eval_dataset=Batches(EVAL_ROWS),
+        optimizer="muon" if is_muon else "auto",
     )  # fmt: skip
 
 
@@ -172,8 +174,14 @@ def timeless(line):
 
 
 def found_in(folder, case):
-    """Train as a case says."""
-    return found_by(trainer_for(folder, case))
+    """Train as a case says, with the polynomial of Muon in float64 too."""
+    kept = torch.Tensor.bfloat16
+    if case.optim == "muon":
+        torch.Tensor.bfloat16 = torch.Tensor.clone
+    try:
+        return found_by(trainer_for(folder, case))
+    finally:
+        torch.Tensor.bfloat16 = kept
 
 
 def found_by(trainer):

@@ -17,7 +17,7 @@ from growkern import (
     TwoStageTrainer,
 )
 from growkern.growth.optimizer.combined import CombinedOptimizer
-from growkern.train.optimizer.choose import check_optimizer
+from growkern.train.distributed import checkpoint
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
 from tests.train.growth.test_optimizer import optimizer_of, trained, trained_both_ways
 from tests.train.safety.runs import assert_same, weights_of
@@ -189,7 +189,25 @@ def test_values_are_checked(values, message):
         OptimizerOptions(**values)
 
 
-def test_shards_are_refused_before_any_work(tmp_path):
-    """Muon's step needs whole matrices."""
-    with pytest.raises(GrowthError, match=r"need whole matrices.* use sharding = 'ddp'"):
-        check_optimizer(arguments(tmp_path), "muon", sharded=True)
+def test_a_sharded_checkpoint_keeps_the_momentum(tmp_path):
+    """Also in a new optimizer, which has no state until its first step."""
+    model = build("llama", layers=1)
+    named = dict(model.named_parameters())
+    matrices = [x for x in named.items() if "proj" in x[0]]
+    rest = [x for x in named.items() if "proj" not in x[0]]
+
+    def made():
+        return CombinedOptimizer(torch.optim.AdamW(rest), torch.optim.Muon(matrices))
+
+    first, second = made(), made()
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    first.step()
+    checkpoint.write_parts(checkpoint.optimizer_parts(model, first), tmp_path)
+    checkpoint.save_groups(first, tmp_path)
+    checkpoint.load_optimizer(model, second, tmp_path)
+    assert len(first.state) == len(named)
+    for p, entry in first.state.items():
+        assert second.state[p].keys() == entry.keys()
+        assert all(torch.equal(second.state[p][key], entry[key]) for key in entry)
+    assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys()

@@ -57,6 +57,7 @@ def test_a_rule_names_what_to_do(rule):
 
 
 def test_the_first_broken_rule_is_raised():
-    with pytest.raises(GrowthError, match=r"optimizer is 'muon', whose steps .*: use sharding"):
-        rules.check("sharded", sharded=True, choice="muon")
-    rules.check("sharded", SimpleNamespace(sharded=False, choice="muon"))
+    growth = SimpleNamespace(new_layers_steps=2, at_step=1)
+    with pytest.raises(GrowthError, match=r"the growth at step 1 lets .*: grow after stage 1"):
+        rules.check("growth in stage 1", growth=growth, stage1_steps=3)
+    rules.check("growth in stage 1", growth=growth, stage1_steps=1)
