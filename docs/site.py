@@ -4,21 +4,17 @@ The pages link to files of the repository as `../examples/x.toml`, which works w
 is shown. In the site these files lie beside the pages. The README is the home page, and the tables
 of all training runs are a page too.
 
-The pages are also there as Markdown, for readers of `llms.txt`. In them the reference has the
-signatures and docstrings that the HTML has.
+The pages are also there as Markdown, for readers of `llms.txt`.
 """
 
-import functools
 import re
 from pathlib import Path
 from typing import Any
 
-import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#:]+)")
-OBJECT = re.compile(r"^::: growkern\.(\S+)$", re.MULTILINE)
 FOLDER = re.compile(r"\[([^\]]*)\]\(([^)#:]+)\)")
 # pages that are not in the folder of the documentation
 ELSEWHERE = {"index.md": ROOT / "README.md", "tables.md": ROOT / "bench" / "results" / "paper.md"}
@@ -45,43 +41,8 @@ def on_post_build(config: Any) -> None:
     """Write the pages as Markdown into the site, where the links of llms.txt lead."""
     pages = {page.name: page for page in Path(config.docs_dir).glob("*.md")}
     for uri, page in (pages | ELSEWHERE).items():
-        text = OBJECT.sub(_described, _with_links(page.read_text(), page.parent, config))
+        text = _with_links(page.read_text(), page.parent, config)
         (Path(config.site_dir) / uri).write_text(text)
-
-
-@functools.cache
-def _package() -> Any:
-    return griffe.load("growkern", search_paths=[str(ROOT)], resolve_aliases=True)
-
-
-def _described(match: re.Match[str]) -> str:
-    """The name, signature and docstring of a public object."""
-    found = _package()[match[1]]
-    found = found.final_target if found.is_alias else found
-    text = found.docstring.value if found.docstring else ""
-    kind = "class" if found.is_class else "def"
-    head = f"{kind} {found.name}({', '.join(_parameters(found))})"
-    if found.is_function and found.returns:
-        head += f" -> {found.returns}"
-    return f"### `growkern.{match[1]}`\n\n```text\n{head}\n\n{text}\n```"
-
-
-def _parameters(found: Any) -> list[str]:
-    """The parameters of a function, or of the construction of a class, as they are written."""
-    written: list[str] = []
-    is_marked = False
-    for one in found.parameters:
-        if one.name == "self":
-            continue
-        kind = one.kind.value
-        stars = {"variadic positional": "*", "variadic keyword": "**"}.get(kind, "")
-        if kind == "keyword-only" and not is_marked:
-            written.append("*")
-        is_marked |= kind in ("keyword-only", "variadic positional")
-        annotation = f": {one.annotation}" if one.annotation else ""
-        default = f" = {one.default}" if one.default is not None and not stars else ""
-        written.append(f"{stars}{one.name}{annotation}{default}")
-    return written
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -1,0 +1,221 @@
+"""Writes the reference into docs/api.md and docs/runfile.md: `python -m docs.reference`.
+
+It reads the signatures, docstrings and declared limits of the package. In docs/api.md it fills the
+blocks between `<!-- growkern.name -->` and `<!-- /growkern.name -->`. docs/runfile.md is all its
+own.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import textwrap
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from growkern.arguments import choices
+from growkern.train.run.file import Run
+
+API, RUN_FILE = (Path(__file__).with_name(name) for name in ("api.md", "runfile.md"))
+PARTS = ("Args", "Attributes", "Returns", "Yields", "Raises")
+WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+HEAD = """# Every key of a run file
+
+`growkern train` reads these keys from a TOML file. [Training](training.md) shows a whole file and
+explains the sections. Some settings [do not go together](training.md#what-does-not-go-together).
+In Python each section is a class of the same fields. This page is generated from them.
+
+`[[growth]]` repeats the section `[growth]`, for a model that grows several times. `[[generation]]`
+holds the sections of one of several runs, such as `[generation.model]`.
+"""
+TRAINER = """Any argument of `transformers.TrainingArguments` that no other section has. A key that
+another section has is refused, and the error names it."""
+
+
+# ------------------------------------------------------------------- docstrings
+
+
+def parts_of(thing: Any) -> dict[str, str]:
+    """The parts of a docstring by their headings; the text before them is ''."""
+    heads = rf"^({'|'.join(PARTS)}):\n"
+    first, *rest = re.split(heads, inspect.getdoc(thing) or "", flags=re.M)
+    found = {"": first}
+    for head, text in zip(rest[::2], rest[1::2], strict=True):
+        # text at the margin is no longer of the part
+        body, *after = re.split(r"\n\n(?=\S)", text, maxsplit=1)
+        found[head] = textwrap.dedent(body)
+        found[""] += "\n\n".join(("", *after))
+    return {head: text.strip() for head, text in found.items()}
+
+
+def entries(text: str) -> dict[str, str]:
+    """The meaning of each name in a list of arguments."""
+    _, *found = re.split(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*):\s", text, flags=re.M)
+    pairs = zip(found[::2], found[1::2], strict=True)
+    return {name.lstrip("*"): x for names, x in pairs for name in names.split(", ")}
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """The meaning of each field of a class, those of the classes above it included."""
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__[:-1]):
+        parts = parts_of(one) if one.__doc__ else {}
+        found |= entries(parts.get("Args", "")) | entries(parts.get("Attributes", ""))
+    return found
+
+
+def plain(text: str) -> str:
+    """A text in one line of Markdown, with nothing that ends a cell of a table."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    # the even pieces are not code
+    pieces = re.split(r"(`+[^`]*`+)", line)
+    return "".join(x if i % 2 else x.replace("<", "&lt;") for i, x in enumerate(pieces))
+
+
+# -------------------------------------------------------------------- run files
+
+
+def kind_of(kind: Any, limit: Any) -> str:
+    """The type of a key in words, with its limits."""
+    if known := choices(kind):
+        words = ", ".join(f'`"{x}"`' for x in known)
+    elif typing.get_origin(kind) is tuple:
+        words = f"list: {kind_of(typing.get_args(kind)[0], None)}"
+    elif typing.get_origin(kind) is dict:
+        words = "table"
+    elif given := [x for x in typing.get_args(kind) if x is not type(None)]:
+        words = " or ".join(kind_of(x, None) for x in given)
+    else:
+        words = WORDS[kind]
+    return f"{words}, {re.sub('^(lie|be) ', '', limit.must)}" if limit else words
+
+
+def written(value: Any) -> str:
+    """A default as TOML has it."""
+    if value is dataclasses.MISSING:
+        return "required"
+    if value is None or value == ():
+        return "none"
+    return (
+        f"`{str(value).lower()}`" if isinstance(value, bool) else f"`{value!r}`".replace("'", '"')
+    )
+
+
+def section(name: str, cls: type) -> str:
+    """The keys of a section as a table."""
+    kinds, meaning = typing.get_type_hints(cls), meanings(cls)
+    rows = [
+        f"| `{x.name}` | {kind_of(kinds[x.name], getattr(cls, 'LIMITS', {}).get(x.name))} "
+        f"| {written(x.default)} | {plain(meaning[x.name])} |"
+        for x in dataclasses.fields(cls)
+    ]
+    table = ["| key | type and limits | default | meaning |\n|---|---|---|---|", *rows]
+    text = f"In Python: `{cls.__name__}`. {parts_of(cls)['']}"
+    return f"## `[{name}]`\n\n{text}\n\n" + "\n".join(table)
+
+
+def sections() -> dict[str, type]:
+    """The class of each section of a run file."""
+    kinds = typing.get_type_hints(Run)
+    found = {}
+    for field in dataclasses.fields(Run):
+        kind = kinds[field.name]
+        classes = [x for x in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(x)]
+        found |= {field.name: classes[0]} if classes else {}
+    return found
+
+
+def run_file() -> str:
+    """The page of all keys."""
+    parts = [section(name, cls) for name, cls in sections().items()]
+    return "\n\n".join((HEAD.strip(), *parts, f"## `[trainer]`\n\n{TRAINER}")) + "\n"
+
+
+# ------------------------------------------------------------------- signatures
+
+
+def annotation_of(kind: Any) -> str:
+    """A type as code, without the names of modules."""
+    text = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text).strip("'\"")
+
+
+def signature(thing: Any, name: str) -> str:
+    """The signature of a function or class, as code."""
+    if isinstance(thing, property):
+        return f"{name}: {annotation_of(inspect.signature(thing.fget).return_annotation)}"
+    try:
+        found = inspect.signature(thing)
+    except ValueError:
+        return f"class {name}"
+    written, star = [], False
+    for x in found.parameters.values():
+        if x.name in ("self", "cls"):
+            continue
+        stars = {x.VAR_POSITIONAL: "*", x.VAR_KEYWORD: "**"}.get(x.kind, "")
+        if x.kind is x.KEYWORD_ONLY and not star:
+            written.append("*")
+        star |= x.kind in (x.KEYWORD_ONLY, x.VAR_POSITIONAL)
+        kind = "" if x.annotation is x.empty else f": {annotation_of(x.annotation)}"
+        default = getattr(x.default, "__name__", None) or repr(x.default)
+        written.append(f"{stars}{x.name}{kind}" + ("" if x.default is x.empty else f" = {default}"))
+    is_class = isinstance(thing, type)
+    end = (
+        ""
+        if is_class or found.return_annotation is found.empty
+        else (f" -> {annotation_of(found.return_annotation)}")
+    )
+    line = f"{'class' if is_class else 'def'} {name}({', '.join(written)}){end}"
+    if len(line) <= 100:
+        return line
+    arguments = "".join(f"    {x},\n" for x in written)
+    return f"{line.partition('(')[0]}(\n{arguments}){end}"
+
+
+def described(thing: Any, name: str, of: dict[type, str]) -> str:
+    """A signature, the text of its docstring, and the meaning of each argument."""
+    parts = parts_of(thing)
+    is_error = isinstance(thing, type) and issubclass(thing, BaseException)
+    text = [f"```text\n{f'class {name}' if is_error else signature(thing, name)}\n```", parts[""]]
+    if thing in of:
+        text.append(f"The fields are the keys of [`[{of[thing]}]`](runfile.md#{of[thing]}).")
+    elif found := {k: x for part in PARTS[:2] for k, x in entries(parts.get(part, "")).items()}:
+        rows = (f"| `{k}` | {plain(x)} |" for k, x in found.items())
+        text.append("\n".join(("| name | meaning |\n|---|---|", *rows)))
+    text += [f"{part}: {plain(parts[part])}" for part in PARTS[2:] if part in parts]
+    return "\n\n".join(filter(None, text))
+
+
+def members(cls: type) -> list[tuple[str, Any]]:
+    """The documented public methods and properties that a class itself defines."""
+    found = ((name, getattr(x, "__func__", x)) for name, x in vars(cls).items())
+    kinds = (property, types.FunctionType)
+    return [(name, x) for name, x in found if isinstance(x, kinds) and x.__doc__ and name[0] != "_"]
+
+
+def block(path: str, of: dict[type, str]) -> str:
+    """The entry of a public object, `path` being its dotted name."""
+    module, name = path.rsplit(".", 1)
+    thing = getattr(importlib.import_module(module), name)
+    text = [f"### `{path}`", described(thing, name, of)]
+    for member, x in members(thing) if isinstance(thing, type) and thing not in of else ():
+        text += [f"#### `{name}.{member}`", described(x, member, of)]
+    return "\n\n".join(text)
+
+
+def api(page: str) -> str:
+    """The page of all signatures.
+
+    Args:
+        page: its present text.
+    """
+    of = {cls: name for name, cls in sections().items()}
+    marks = r"(<!-- (growkern\S+) -->\n).*?(<!-- /\2 -->)"
+    return re.sub(marks, lambda m: f"{m[1]}{block(m[2], of)}\n{m[3]}", page, flags=re.S)
+
+
+if __name__ == "__main__":
+    API.write_text(api(API.read_text()))
+    RUN_FILE.write_text(run_file())
