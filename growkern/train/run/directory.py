@@ -15,14 +15,17 @@ from growkern.publish.calls import move
 from growkern.publish.lock import LOCK_FILE
 from growkern.publish.manifest import MANIFEST
 from growkern.publish.replaceable import recorded_in, why_kept
-from growkern.train.run.identity import changes
+from growkern.train.run.file import TrainingSection
+from growkern.train.run.identity import changes, may_grow_longer
 from growkern.train.safety.checkpoints import (
     MARKER,
     STAGING,
     checkpoints_in,
     close_staging,
     damage,
+    last_checkpoint,
     open_staging,
+    step_of,
 )
 from growkern.whole import PARTIAL, write_whole
 
@@ -150,6 +153,24 @@ def is_finished(output: Path) -> bool:
             stacklevel=4,
         )
     return False
+
+
+def has_steps_left(output: Path, training: TrainingSection) -> bool:
+    """Whether the file of a run asks for more steps than its directory has.
+
+    Raises:
+        GrowthError: it asks for fewer.
+    """
+    newest = last_checkpoint(output)
+    if newest is None or not may_grow_longer(training):
+        return False
+    done = step_of(newest)
+    if done > training.steps:
+        raise GrowthError(
+            f"training.steps is {training.steps}, but {newest} has {done} already: give {done} or "
+            "more, or choose another directory"
+        )
+    return done < training.steps
 
 
 def _marked(output: Path) -> dict[str, Any]:

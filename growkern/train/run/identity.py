@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.train.dataset.fingerprint import fingerprint
-from growkern.train.run.file import Run
+from growkern.train.run.file import Run, TrainingSection
 
 # settings that may change when a run is started again: they do not change the steps
 FREE = {
@@ -53,9 +53,16 @@ def identity_of(
             orders = name == "data_workers" and run.data.streaming
             if values[section] is not None and not orders:
                 del values[section][name]
+    if may_grow_longer(run.training):
+        del values["training"]["steps"]
     inputs = {f"data.{name}": _of_texts(files) for name, files in texts.items()}
     inputs |= {name: _of_path(path) for name, path in paths.items()}
     return {"run": json.loads(json.dumps(values)), "inputs": inputs}
+
+
+def may_grow_longer(training: TrainingSection) -> bool:
+    """Whether more steps leave the steps before them as they were."""
+    return training.schedule == "constant_with_warmup"
 
 
 def _of_texts(files: Iterable[Path]) -> str:

@@ -28,7 +28,7 @@ from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.electra import ReplacedTokenDetection
 from growkern.train.optimizer.choose import check_optimizer
 from growkern.train.run.arguments import check_best_metric, training_arguments
-from growkern.train.run.directory import begin, is_finished, is_ours
+from growkern.train.run.directory import begin, has_steps_left, is_finished, is_ours
 from growkern.train.run.file import load_runs
 from growkern.train.run.identity import identity_of
 from growkern.train.run.messages import end, header, print_lines, resume_command
@@ -82,7 +82,8 @@ def _train(
 ) -> TrainOutput | None:
     identity, output = identity_of(run.settings, run.texts, run.inputs), run.output
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_ours(output, identity, overwrite) and is_finished(output):
+    ours, training = is_ours(output, identity, overwrite), run.settings.training
+    if ours and not has_steps_left(output, training) and is_finished(output):
         if is_first:
             # a run that was killed after it had saved its model
             close_staging(output)

@@ -142,6 +142,27 @@ def test_train_resume_and_finish(workplace):
         assert value.equal(weights[name]), name
 
 
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_a_finished_run_goes_on_with_more_steps(workplace):
+    file = workplace / "run.toml"
+    constant = RUN.replace("steps = 6", 'steps = 6\nschedule = "constant_with_warmup"', 1)
+    file.write_text(constant.replace('directory = "out"', 'directory = "straight"'))
+    train(file, progress=False)
+    file.write_text(constant.replace("steps = 6", "steps = 4", 1))
+    assert train(file, progress=False).global_step == 4
+    file.write_text(constant)
+    assert train(file, progress=False).global_step == 6
+    longer = load_file(workplace / "out" / "model.safetensors")
+    for name, value in load_file(workplace / "straight" / "model.safetensors").items():
+        assert value.equal(longer[name]), name
+    before = files_of(workplace / "out")
+    assert train(file, progress=False) is None
+    file.write_text(constant.replace("steps = 6", "steps = 5", 1))
+    with pytest.raises(GrowthError, match=r"training.steps is 5, but .* has 6 already: give 6 or"):
+        train(file, progress=False)
+    assert files_of(workplace / "out") == before
+
+
 GROWN = (
     RUN.replace('path = "model"', "")
     + """
