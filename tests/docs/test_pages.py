@@ -14,7 +14,14 @@ import pytest
 import growkern
 from docs import reference
 from growkern.cli.commands import app
+from growkern.growth.disk import checksums
+from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.record import lineage
+from growkern.publish import manifest
+from growkern.publish.manifest import MANIFEST
+from growkern.train.dataset import cache
 from growkern.train.run.file import load_run
+from growkern.train.topk_teacher import header
 from tests.docs.run_blocks import blocks_of
 
 ROOT = Path(growkern.__file__).parents[1]
@@ -111,6 +118,18 @@ def test_the_reference_of_run_files_has_every_key_with_its_limits():
             assert f"\n| `{field.name}` | " in page, field.name
     assert "| `eval_every` | whole number, in 0 .. " in page
     assert '| `precision` | `"fp32"`, `"bf16"`, `"pure-bf16"` | `"fp32"` | ' in page
+
+
+def test_the_formats_of_records_are_those_of_the_code():
+    page = (ROOT / "docs" / "recovery.md").read_text()
+    for name, number in {
+        f"`{LINEAGE_FILE}`": lineage.FORMAT,
+        f"`{MANIFEST}`": manifest.FORMAT,
+        f"`{CHECKSUMS_FILE}`": checksums.FORMAT,
+        "teacher cache": header.FORMAT,
+        "cache of token ids": cache.VERSION,
+    }.items():
+        assert f"| {name} | {number} |" in page
 
 
 def test_pages_that_are_written_by_hand_are_short():
