@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from growkern.errors import GrowthError as GrowthError
+    from growkern.growth.freeze import freeze_old as freeze_old
     from growkern.growth.grow import grow as grow
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
     from growkern.growth.optimizer.adamw import GrowthAdamW as GrowthAdamW
@@ -69,6 +70,7 @@ _MODULE_OF = {
     "GrowthReport": "growkern.growth.plan.growth_plan",
     "VerifyReport": "growkern.growth.record.verify",
     "fold": "growkern.growth.record.fold_checkpoint",
+    "freeze_old": "growkern.growth.freeze",
     "grow": "growkern.growth.grow",
     "grow_checkpoint": "growkern.growth.grow",
     "grow_into": "growkern.growth.sharded.grow_into",

@@ -70,6 +70,7 @@ PARTS = {
         "optimizer",
         "grow",
         "replay",
+        "freeze",
     ),
     "growkern.train": (
         "toml",

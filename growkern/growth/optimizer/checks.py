@@ -26,7 +26,15 @@ CHOICES = get_args(Moments)
 # the other entries of a state: the step count, and that of GrowthAdamW since the last growth
 COUNTS = ("step", "growth_step")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
+# of Adafactor in PyTorch and in transformers
+FACTORED = ("row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col", "RMS")
 NO_RULE = "growkern grows only the state of Adam, AdamW and Muon"
+
+ADAFACTOR = (
+    "Adafactor keeps means over rows and columns of the squared gradients, but growth gives each "
+    'entry a factor of its own: use moments="reset" (--moments reset), or train the source with '
+    "AdamW"
+)
 
 
 def check_moments(moments: str) -> None:
@@ -172,7 +180,8 @@ def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) ->
             if is_local or not isinstance(value, (DTensor, StoredTensor)):
                 count_of(name, value)
         elif key not in MOMENTS:
-            raise GrowthError(f"{name}: no rule for the optimizer's {key!r}; {NO_RULE}")
+            why = ADAFACTOR if key in FACTORED else NO_RULE
+            raise GrowthError(f"{name}: no rule for the optimizer's {key!r}; {why}")
         else:
             _check_moment(name, key, value, shape)
     for key in () if MUON in entry else NEEDED:

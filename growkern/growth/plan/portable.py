@@ -22,8 +22,17 @@ PORTABLE = "portable=True (--portable)"
 
 def portability(plan: Blueprint) -> tuple[str, ...]:
     """What to know before the target generates, trains or is loaded elsewhere, as sentences."""
-    parts = (_older_keys, _kinds, _head_dim, _scale, _vocabulary, _cache, _chosen, _lost)
+    parts = (_code, _older_keys, _kinds, _head_dim, _scale, _vocabulary, _cache, _chosen, _lost)
     return tuple(line for part in parts for line in part(plan))
+
+
+def _code(plan: Blueprint) -> Iterator[str]:
+    """Code that comes with the model."""
+    if getattr(plan.small.config, "auto_map", None):
+        yield (
+            "config.json names code of its own (auto_map): growkern does not run it, and takes the "
+            f"model for a {plan.small.family.model_type} of transformers"
+        )
 
 
 def _older_keys(plan: Blueprint) -> Iterator[str]:
@@ -90,6 +99,10 @@ def _vocabulary(plan: Blueprint) -> Iterator[str]:
         yield (
             f"if the tokenizer has fewer than {new} tokens, add tokens to it: some converters "
             "refuse a vocabulary that is larger than the tokenizer's"
+        )
+        yield (
+            f"rows from {old} on are new. A token with a lower id takes a row of the source: if "
+            "the source's tokenizer did not use this id, that row is untrained"
         )
 
 

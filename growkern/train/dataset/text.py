@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from growkern.bounded import regular_size
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
 
 # characters of a text that are read at once
 PIECE = 1 << 24
@@ -53,7 +54,9 @@ def text_pieces(file: Path) -> Iterator[tuple[str, bool]]:
     """
     with _text_stream(file) as stream:
         held = stream.read(PIECE)
+        _note_nul(held, file)
         while more := stream.read(PIECE):
+            _note_nul(more, file)
             cut = held.rfind("\n") + 1
             if cut:
                 yield held[:cut], False
@@ -85,7 +88,21 @@ def read_text(file: Path, most: int = -1) -> str:
         GrowthError: it is missing, no regular file, or not UTF-8.
     """
     with _text_stream(file) as stream:
-        return stream.read(most)
+        text = stream.read(most)
+    _note_nul(text, file)
+    return text
+
+
+def _note_nul(text: str, file: Path) -> None:
+    """Warn of NUL characters, which no text has: UTF-16 without a mark, or a binary file."""
+    if "\0" in text:
+        warnings.warn(
+            GrowthWarning(
+                f"{file} has NUL characters, so it may be no text: they become tokens like others. "
+                "If it is UTF-16 or binary, save it as UTF-8, or leave it out"
+            ),
+            stacklevel=3,
+        )
 
 
 def matching_files(base: Path, pattern: str) -> list[Path]:

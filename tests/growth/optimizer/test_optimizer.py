@@ -524,6 +524,7 @@ def with_a_parameter_twice():
         (with_a_parameter_twice, "parameter 0 is 2 times in the groups"),
         (lambda: {"state": {}}, 'no "state" and "param_groups"'),
         (lambda: state_of(lambda ps: torch.optim.SGD(ps, momentum=0.9)), "no rule .*momentum_buf"),
+        (lambda: state_of(torch.optim.Adafactor), "no rule .*Adafactor keeps means .*reset"),
         (lambda: state_of(three_groups), "3 groups without param_names"),
         (lambda: state_of(num_hidden_layers=3), r"groups hold \[58\] parameters, .* has \[42\]"),
         (swapped, r"exp_avg has shape \[\d+.*the parameter has \[50, 12\]"),

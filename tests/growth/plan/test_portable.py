@@ -85,6 +85,13 @@ def test_a_head_dim_that_runtimes_compute_is_said(name, runtimes):
         growkern.plan(source, hidden_size=36, portable=True)
 
 
+def test_a_plan_says_that_code_of_a_model_is_not_run():
+    source = model("LlamaForCausalLM")
+    source.config.auto_map = {"AutoModelForCausalLM": "modeling_mine.Mine"}
+    (line,) = said(source, "auto_map", num_hidden_layers=7)
+    assert "does not run it" in line and "llama" in line
+
+
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"])
 def test_families_that_declare_head_dim_are_left_alone(name):
     source = model(name, head_dim=8)
@@ -185,7 +192,8 @@ def test_gemmas_scale_is_said_and_folded():
 
 def test_a_larger_vocabulary_may_need_a_larger_tokenizer():
     source = model("LlamaForCausalLM")
-    (line,) = lines(source, vocab_size=64)
+    line, new = lines(source, vocab_size=64)
+    assert "rows from 50 on are new" in new and "untrained" in new
     assert line.startswith("if the tokenizer has fewer than 64 tokens, add")
     assert not lines(source, hidden_size=64)
 

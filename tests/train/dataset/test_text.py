@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
+from growkern.errors import GrowthWarning
 from growkern.train.dataset import text
 from growkern.train.dataset.load import pack_text
 from growkern.train.dataset.text import TokenBlocks, matching_files
@@ -198,6 +199,15 @@ def test_data_without_an_index_is_not_looked_up_beforehand(tmp_path):
     assert not asked
     teacher.collator(collator_of("bert"), blocks_of())
     assert len(asked) == 2
+
+
+def test_nul_characters_are_named(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes("a text".encode("utf-16-le"))
+    with pytest.warns(GrowthWarning, match="NUL .*UTF-16"):
+        assert text.read_text(file) == "a\0 \0t\0e\0x\0t\0"
+    with pytest.warns(GrowthWarning, match=str(file)):
+        list(text.text_pieces(file))
 
 
 def test_pipes_are_refused_unopened(tmp_path):
