@@ -136,15 +136,28 @@ def cache_teacher(
     )
 
 
-def _opened(source: Path | str, k: int, reader: Any, length: int) -> tuple[Any, bool]:
-    """The teacher in a directory or on a server, and whether it predicts the next token."""
-    from growkern.train.model.load import check_fits, is_causal, load_language_model
+def _opened(
+    source: Path | str, k: int, reader: Any, length: int, tokens: int | None = None
+) -> tuple[Any, bool]:
+    """The teacher in a directory or on a server, and whether it predicts the next token.
+
+    Args:
+        tokens: of a teacher on a server; None: all of the reader's.
+    """
+    from growkern.train.model.load import (
+        check_fits,
+        has_tokenizer,
+        is_causal,
+        load_language_model,
+        load_tokenizer,
+    )
     from growkern.train.topk_teacher.served import ServedTeacher
 
     if isinstance(source, str):
         # a server has no tokenizer to compare with, and gives log-probs at temperature 1
-        return ServedTeacher(source, k, vocab_size=len(reader)), True
-    check_fits(source, reader, length)
+        return ServedTeacher(source, k, vocab_size=tokens or len(reader)), True
+    # the reader may have tokens that the teacher lacks
+    check_fits(source, load_tokenizer(source) if has_tokenizer(source) else reader, length)
     model = load_language_model(source)
     return model, is_causal(model)
 
@@ -199,7 +212,8 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     reader = load_tokenizer(locate(base, *run.words))
     if isinstance(source, Path):
         check_tokenizers(reader, [load_tokenizer(source)])
-    model, causal = _opened(source, k, reader, run.data.sequence_length)
+    tokens = run.teacher and run.teacher.vocab_size
+    model, causal = _opened(source, k, reader, run.data.sequence_length, tokens)
     # the rows without their weights, which the teacher does not see
     found = load_data(run.data, reader, base=base, progress=sys.stderr.isatty())
     return {

@@ -206,10 +206,10 @@ RULES = (
         "url (of a server that runs one)",
     ),
     Rule(
-        *("teacher", "`teacher.k`", "a teacher without `teacher.url`"),
-        lambda x: (x.k is None) != (x.url is None),
-        "a teacher's url and k (tokens per row) belong together",
-        "give both",
+        *("teacher", "`teacher.k`, `teacher.vocab_size`", "a teacher without `teacher.url`"),
+        lambda x: (x.k is None) != (x.url is None) or (x.vocab_size is not None and not x.url),
+        "a teacher's url and k (tokens per row) belong together, and vocab_size to them",
+        "give url and k, or neither of the three",
     ),
     Rule(
         *("growth", "`source`, `revision`, `optimizer` of `[[growth]]`", "`at_step`"),

@@ -86,11 +86,14 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     opened = {one.directory: one.config for one in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
     words = tuple(_words_of(one) for one in teachers)
-    for one in (model, *teachers, *([generator] if generator else [])):
-        check_fits(one.directory, tokenizer, run.data.sequence_length, one.config)
+    plan, length = _plan(run, model), run.data.sequence_length
+    check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
+    for one, own in zip(teachers, words, strict=True):
+        # the run's tokenizer may have tokens that a teacher lacks
+        check_fits(one.directory, own, length, one.config)
     if generator:
+        check_fits(generator.directory, tokenizer, length, generator.config)
         _check_words(generator, tokenizer)
-    plan = _plan(run, model)
     layers = getattr(model.config, "num_hidden_layers", None)
     if layers is not None and not run.growth:
         check_block_size(run.two_stage, layers)

@@ -255,7 +255,11 @@ def _rows_of_teacher(run: ResolvedRun) -> TopKRows | None:
     if section is not None and section.url and section.k:
         from growkern.train.topk_teacher.served import ServedTeacher
 
-        return ServedTeacher(section.url, section.k, model=section.served_model)
+        size = section.vocab_size
+        return ServedTeacher(
+            section.url, section.k, model=section.served_model, vocab_size=size,
+            tokenizer=run.tokenizer if size else None,
+        )  # fmt: skip
     return None
 
 

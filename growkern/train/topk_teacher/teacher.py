@@ -34,7 +34,7 @@ IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"
 
 @dataclass(frozen=True)
 class TeacherSection:
-    """Section [teacher] of a run file. The teachers must have the tokenizer of the run.
+    """Section [teacher] of a run file. The run's tokenizer must begin with that of the teachers.
 
     Args:
         paths: checkpoint directories of the teachers.
@@ -42,6 +42,7 @@ class TeacherSection:
         url: of a server of vLLM or SGLang that runs the teacher, see `growkern.ServedTeacher`.
         served_model: the name of the teacher on the server, if that has several.
         k: tokens per row that the server is asked for.
+        vocab_size: tokens of the teacher on the server, if the run's tokenizer has more.
 
     Raises:
         GrowthError: not exactly one of paths, cache and url is given, or url and k apart, or
@@ -53,6 +54,7 @@ class TeacherSection:
     url: str | None = None
     served_model: str | None = None
     k: int | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         check("teacher", self)

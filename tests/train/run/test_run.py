@@ -47,9 +47,9 @@ tensorboard = true
 """
 
 
-def save_tokenizer(path):
+def save_tokenizer(path, tokens=VOCAB):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words += [f"w{i}" for i in range(VOCAB - len(words))]
+    words += [f"w{i}" for i in range(tokens - len(words))]
     vocabulary = {word: i for i, word in enumerate(words)}
     transformers.BertTokenizer(vocab=vocabulary).save_pretrained(path)
 

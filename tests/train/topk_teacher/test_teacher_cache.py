@@ -116,7 +116,7 @@ def test_holds_what_the_model_says(family, rows, dtype, tmp_path):
             kept[:, -1] = False  # predicts what is not there
         elif rows == "labels":
             kept = batch["labels"] != -100
-        assert torch.equal(rows_of(batch, rows, is_causal(family)), kept)
+        assert torch.equal(rows_of(batch, rows, is_causal(family), VOCAB), kept)
         total += int(kept.sum())
         with torch.no_grad():
             logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
