@@ -562,8 +562,8 @@ def test_wrong_answers_are_refused(server):
     with pytest.raises(GrowthError, match=r"gives [23] tokens per row, not k=6"):
         ServedTeacher(url, 6).batch(batch)
     state.most = 10**6
-    with pytest.raises(GrowthError, match="vocab_size is 4: teacher and student must have the"):
-        ServedTeacher(url, 6, vocab_size=4).batch(batch)
+    with pytest.raises(GrowthError, match="vocab_size is 32: teacher and student must have the"):
+        ServedTeacher(url, 6, vocab_size=32).batch(batch)
     state.longest = 9
     with pytest.raises(GrowthError, match="has 9 tokens, but teacher is served with room for 9"):
         ServedTeacher(url, 6).batch(batch)
