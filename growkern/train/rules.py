@@ -209,7 +209,7 @@ RULES = (
         *("teacher", "`teacher.k`, `teacher.vocab_size`", "a teacher without `teacher.url`"),
         lambda x: (x.k is None) != (x.url is None) or (x.vocab_size is not None and not x.url),
         "a teacher's url and k (tokens per row) belong together, and vocab_size to them",
-        "give url and k, or neither of the three",
+        "give url and k, or none of the three",
     ),
     Rule(
         *("growth", "`source`, `revision`, `optimizer` of `[[growth]]`", "`at_step`"),
