@@ -212,7 +212,7 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     reader = load_tokenizer(locate(base, *run.words))
     if isinstance(source, Path):
         check_tokenizers(reader, [load_tokenizer(source)])
-    tokens = run.teacher and run.teacher.vocab_size
+    tokens = run.teacher.vocab_size if run.teacher else None
     model, causal = _opened(source, k, reader, run.data.sequence_length, tokens)
     # the rows without their weights, which the teacher does not see
     found = load_data(run.data, reader, base=base, progress=sys.stderr.isatty())
