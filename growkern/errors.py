@@ -65,6 +65,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_known or is_of_system or "can't allocate memory" in str(error)
 
 
+def reason(error: BaseException) -> str:
+    """Why something failed, in one line, without what only a programmer reads.
+
+    The class stands before the text where the text alone says little, as that of a KeyError.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        of = error.filename
+        return f"{of}: {error.strerror}" if isinstance(of, str) else error.strerror
+    text, name = " ".join(str(error).split()), type(error).__name__
+    says_enough = isinstance(error, (ValueError, TypeError, RuntimeError, OSError))
+    return text if text and says_enough else f"{name}: {text}".removesuffix(": ")
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """The end of an unknown-name message: the closest allowed name, or all of them."""
     options = sorted(allowed)

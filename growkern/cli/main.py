@@ -20,6 +20,7 @@ from growkern.errors import (
     GrowthWarning,
     clean,
     is_out_of_memory,
+    reason,
 )
 from growkern.printing import say
 from growkern.train.safety.signals import SignalWatch
@@ -32,7 +33,7 @@ RESUMING = ("grow", "replay", "cache-teacher", "train")
 def one_line(error: BaseException) -> str:
     """The message of an error as one line."""
     # errors of the command-line parser; its class moves between versions of typer
-    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    text = error.format_message() if hasattr(error, "format_message") else reason(error)
     text = _unknown_option(error) or text
     if is_out_of_memory(error):
         text = f"out of memory. {text}"

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, GrowthWarning, reason
 from growkern.families.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
         raise
     except Exception as error:
         # values in a config make classes raise all kinds of errors
-        why = f"{type(error).__name__}: {error}".splitlines()[0].strip()
+        why = reason(error)
         raise GrowthError(
             f"transformers cannot build {spec.class_name} with this config: {why}"
         ) from error

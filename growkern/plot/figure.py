@@ -86,6 +86,8 @@ def check_format(out: Path) -> None:
             f"{out}: {out.suffix!r} is no format of a picture: end the name with one of "
             f"{', '.join(known)}"
         )
+    if not out.parent.is_dir():
+        raise GrowthError(f"{out}: {out.parent} is no folder: make it, or give another name")
     # matplotlib writes its name into the formats that have a place for it
     is_taken = out.is_file() and out.stat().st_size > 0
     if is_taken and b"matplotlib" not in read_bounded(out, MOST_BYTES, "picture").lower():
@@ -103,7 +105,6 @@ def save(figure: Any, out: Path) -> None:
     check_format(out)
     kind = out.suffix.lower().removeprefix(".")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, lambda partial: figure.savefig(partial, format=kind, dpi=DPI))
     except OSError as error:
         raise GrowthError(f"{out}: {error.strerror or error}") from error

@@ -47,11 +47,15 @@ def place(tmp_path_factory):
 
 def damage(folder):
     """Copies of the Llama with one thing wrong in each."""
-    names = ("noweights", "notype", "cut", "wide", "extra", "lack")
+    names = ("noweights", "notype", "cut", "wide", "odd", "extra", "lack")
     for name in names:
         shutil.copytree(folder / "llama", folder / name)
     (folder / "noweights" / "model.safetensors").unlink()
-    for name, change in (("notype", {"model_type": None}), ("wide", {"intermediate_size": 24})):
+    for name, change in (
+        ("notype", {"model_type": None}),
+        ("wide", {"intermediate_size": 24}),
+        ("odd", {"num_attention_heads": 5}),
+    ):
         file = folder / name / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     weights = folder / "cut" / "model.safetensors"

@@ -35,6 +35,7 @@ def test_refuses_to_mix_training_and_validation_loss(tmp_path):
 @pytest.mark.parametrize("kind", ["png", "svg", "PDF"])
 def test_draws_a_picture_in_the_format_of_its_name(tmp_path, kind):
     pytest.importorskip("matplotlib")
+    (tmp_path / "new").mkdir()
     out = tmp_path / "new" / f"plot.{kind}"
     plot_runs([write_run(tmp_path / name, HISTORY) for name in "ab"], out)
     starts = {"png": b"\x89PNG", "svg": b"<?xml", "PDF": b"%PDF"}

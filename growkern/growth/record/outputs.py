@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, reason
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
@@ -73,10 +73,9 @@ def compare_outputs(
         old = _outputs(source, tokens)
     except Exception as error:
         # classes of transformers that need other inputs raise errors of any type
-        reason = " ".join(str(error).split())
         raise GrowthError(
             f"{type(source).__name__}, the source, fails on these tokens, so outputs cannot be "
-            f"compared: {type(error).__name__}: {reason}"
+            f"compared: {reason(error)}"
         ) from error
     whole = _outputs(grown, tokens)
     least = _least_output(plan, source)

@@ -98,7 +98,8 @@ def config_from(data: dict[str, Any]) -> Any:
 def _last_line(error: Exception) -> str:
     """transformers raises several types of exceptions for a bad config, some of many lines."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].strip()[:300]
+    # the class of an error within the error
+    return re.sub(r"^\w+Error: ", "", lines[-1].strip())[:300]
 
 
 def config_directory(directory: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, reason
 from growkern.growth.source.config import (
     config_directory,
     read_config,
@@ -94,7 +94,7 @@ def _built(
         raise
     except Exception as error:
         # values in a config make classes raise all kinds of errors
-        why = " ".join(f"{type(error).__name__}: {error}".split())
+        why = reason(error)
         raise GrowthError(f"{directory}: the weights cannot be loaded: {why[:300]}") from error
     missing, wrong = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
     if missing or wrong:

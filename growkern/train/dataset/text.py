@@ -78,7 +78,7 @@ def _text_stream(file: Path) -> Iterator[TextIO]:
             f"cannot read the text file {file}: {error}: give a text file, saved as UTF-8"
         ) from error
     except OSError as error:
-        raise GrowthError(f"cannot read the text file {file}: {error}") from error
+        raise GrowthError(f"cannot read the text file {file}: {error.strerror or error}") from error
 
 
 def read_text(file: Path, most: int = -1) -> str:
