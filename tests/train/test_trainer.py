@@ -386,6 +386,7 @@ def test_arguments_that_train_another_function_are_refused(tmp_path, monkeypatch
         refuse(f"train_sampling_strategy='{strategy}' draws another order", args=args)
     args = given(accelerator_config={"use_seedable_sampler": False})
     refuse("use_seedable_sampler=False draws another order", args=args)
+    refuse("teacher='org/name' is no model: load", teacher="org/name", inheritance=SCHEDULE)
     refuse("pip install liger-kernel", args=given(use_liger_kernel=True))
     refuse("'lomo', which cannot be used: .*pip install lomo", args=given(optim="lomo"))
     refuse("pip install grokadamw", args=given(optim="grokadamw"))

@@ -164,6 +164,11 @@ def choose_teachers(
     if isinstance(teacher, TopKRows):
         return TopKTeacher(teacher, inheritance)
     for model in as_list(teacher):
+        if not isinstance(model, nn.Module):
+            raise GrowthError(
+                f"teacher={model!r} is no model: load it first, with from_pretrained of its class, "
+                "such as AutoModelForCausalLM"
+            )
         refuse_adapters(model, "teacher")
         refuse_replicas(model, "teacher")
         check_sharding(model, "teacher")
