@@ -26,7 +26,7 @@ from bench.paper.briefs import BRIEFS, brief_text, savings
 from bench.paper.committed import committed
 from bench.paper.page import write_page
 from bench.shared import tables
-from bench.shared.pictures import demo_table, draw, draw_demo, draw_readme
+from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_readme
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
 from growkern.families.load import load_family, supported_families
 from growkern.growth.plan.advice import measured as measurements
@@ -331,6 +331,7 @@ BLOCKS = {
     "measured": measured,
     "papers": papers,
     "demo": demo_table,
+    "saving": demo_saving,
     "families": families,
     "rules": lambda results: rules.table(),
     "expand": tables.expand,

@@ -1,7 +1,7 @@
 """Draws the README's picture, the demo's curves and those of a GPU; makes the demo's table."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,23 @@ def draw_demo(results: Path) -> list[Path]:
     return [results / "demo.png"]
 
 
+def _demo_savings(found: Row) -> Iterator[float]:
+    """The mean share of FLOPs that growth saved, without and with those of the small model."""
+    rows = [row for row in found["rows"] if row["run"] == "FPI"]
+    return (sum(row[key] for row in rows) / len(rows) for key in ("saving", "saving_with_source"))
+
+
+def demo_saving(results: Path) -> str:
+    """The first sentence of the README that has a number."""
+    if not (found := read(results / "demo.json")):
+        return "The demo was not measured yet."
+    saved, counted = _demo_savings(found)
+    return (
+        f"In the demo, growth takes a GPT-2 to the loss of training from scratch with {saved:.0%} "
+        f"fewer FLOPs,\nor {counted:.0%} fewer if training the small model counts too."
+    )
+
+
 def draw_readme(results: Path) -> list[Path]:
     """Draw the README's picture: losses of the demo, and where grown units come from."""
     if not (found := read(results / "demo.json")):
@@ -103,10 +120,7 @@ def _draw_demo_losses(axes: Any, found: Row) -> None:
     axes.tick_params(labelsize=READABLE - 2)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    rows = [row for row in found["rows"] if row["run"] == "FPI"]
-    saved, counted = (
-        sum(row[key] for row in rows) / len(rows) for key in ("saving", "saving_with_source")
-    )
+    saved, counted = _demo_savings(found)
     words = f"validation loss: {saved:.0%} fewer FLOPs to the loss from scratch,\n"
     words += f"{counted:.0%} fewer with the small model's own training counted"
     axes.set_title(words, fontsize=READABLE, loc="left")
