@@ -155,8 +155,9 @@ def _topk(
 ) -> Case:
     student, _ = make_heads(N, V, 32, 16, dtype, rng)
     vocab = o.get("vocab_size", V)
-    k = min(k, vocab)
-    ids = torch.rand(N, vocab, generator=rng, device=rng.device).topk(k).indices
+    known = o.get("teacher_vocab_size", vocab)
+    k = min(k, known)
+    ids = torch.rand(N, known, generator=rng, device=rng.device).topk(k).indices
     log_p = torch.full((N, k), 0.5 / k, device=rng.device).log()
     options, labels = _given(o, N, rng), make_labels(N, vocab, rng)
     options = {key: value for key, value in options.items() if key != "teacher_softcap"}
@@ -208,6 +209,9 @@ def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     columns = -(-V // 64) * 64
     for make, dtype in itertools.product((_ready, _linear, _topk), (BF16, FP32)):
         yield make(N, columns, dtype, {"vocab_size": V}, rng)
+    # a student with tokens that its teacher lacks
+    for make, dtype in ((_ready, FP32), (_linear, BF16), (_topk, BF16)):
+        yield make(N, V, dtype, {"teacher_vocab_size": V // 2}, rng)
     yield _topk(N, V, BF16, LABELS_ALONE, rng)
 
 
