@@ -30,4 +30,6 @@ out=$(mkdir -p "${1:?name the directory for results.tgz}" && cd "$1" && pwd)
 seconds=${2:?name the seconds that it may take}
 shift 2
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# the machine may stop while Python starts
+[ -e "$out/results.tgz" ] || tar czf "$out/results.tgz" -T /dev/null
 exec "${PYTHON:-python3}" -m bench.gpu --budget "$seconds" --archive "$out/results.tgz" "$@"

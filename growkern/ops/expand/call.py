@@ -6,6 +6,7 @@ used in this file: R, C rows and columns of the weight; M, N rows and columns of
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Routing(NamedTuple):
     @property
     def larger_share(self) -> float:
         """(1 + a)/2, as a float32: every backend then multiplies by the same number."""
-        return torch.tensor((1 + self.amplitude) / 2, dtype=torch.float32).item()
+        return ctypes.c_float((1 + self.amplitude) / 2).value
 
     @property
     def packed(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import growkern.ops
 from bench.launches import aot_cases
 from bench.shared.loss_measure import plain
-from growkern import kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
+from growkern import Routing, expand, kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend import scale, tuned
@@ -764,3 +764,38 @@ def test_memory_of_the_widest_head_beside_plain(monkeypatch):
     assert ratio(2048, vocab_tile=1024) <= 1 / 8
     assert ratio(2048, chunk_bytes=64 << 20) > ratio(2048)
     assert ratio(4096) <= 1 / 8
+
+
+@pytest.mark.parametrize("how", ["plain", "noise", "routing"])
+def test_expand_asks_the_gpu_nothing_in_either_pass(how, monkeypatch):
+    monkeypatch.setattr("growkern.ops.expand.on_triton.launch", lambda *args, **constants: None)
+
+    def made(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with NothingWaits():
+        weight, cols = made(8, 16).requires_grad_(), made(20, dtype=torch.int64)
+        options = {"rows": made(12, dtype=torch.int64), "cols": cols}
+        options["row_scale"] = made(12, dtype=torch.float32)
+        if how == "noise":
+            options["row_noise"] = made(12, dtype=torch.float32)
+        if how == "routing":
+            options["routing"] = Routing(1, made(20, 2, dtype=torch.int64))
+        out = expand(weight, **options, backend="triton")
+        (grad,) = torch.autograd.grad(out, weight, out)
+        # the inside of the op, which a tensor without memory does not enter
+        expand_on_triton(ExpandCall(made(12, 20), weight.detach(), **options))
+    assert grad.shape == (8, 16) and grad.device.type == "meta"
+
+
+def test_a_step_of_adamw_asks_the_gpu_nothing(monkeypatch):
+    monkeypatch.setattr("growkern.ops.adamw.on_triton.launch", lambda *args, **constants: None)
+
+    def made(*shape):
+        return torch.empty(shape, device="meta")
+
+    with NothingWaits():
+        part = Part(*(made(8, 16) for _ in range(4)))
+        factors = Factors(*((made(8, 1), made(16)) for _ in range(3)))
+        rule = Rule(1e-2, 0.9, 0.99, 1e-3, 0.1, False, 3.0)
+        adamw_step_on_triton(part, factors, 0.3, rule)
