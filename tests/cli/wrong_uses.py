@@ -99,7 +99,7 @@ OPTIONS = [
     Use("plan {llama} --hidden-size 20 --carry 0.01", ("carry=0.01 has no effect",)),
     Use(f"plan {{bert}} {WIDE} --tokens nan", ("tokens",)),
     Use(f"plan {{bert}} {WIDE} --ranks 0", ("--ranks", "1")),
-    Use(f"plan {{bert}} {WIDE} --identity-gain 0", ("identity_gain", "above 0")),
+    Use(f"plan {{bert}} {WIDE} --identity-gain 0", ("identity_gain", "(0, 1]")),
     Use(f"plan {{bert}} {WIDE} --seed -1", ("seed is -1", "0 .. ")),
     Use(f"grow {{bert}} {{new}} {WIDE} --seed 9223372036854775808", ("seed", str(2**63 - 1))),
 ]
