@@ -250,8 +250,8 @@ def test_stacked_copies_get_their_own_noise():
         ({"num_hidden_layers": 0}, "positive"),
         ({"num_hidden_layers": 10**9}, "larger than in any model; at most 16384"),
         ({"method": "fpl"}, "did you mean 'fpi'"),
-        ({"depth": "up"}, "depth='up'"),
-        ({"noise": 1.5}, "outside"),
+        ({"depth": "up"}, "depth is .up.; allowed: auto, identity"),
+        ({"noise": 1.5}, "it must lie in .0, 1."),
     ],
 )
 def test_bad_requests_name_the_fix(how, message):
