@@ -189,7 +189,7 @@ def test_numbers_of_all_ranks(mesh):
         ({"tensor_parallel": 2}, "tensor parallelism is not supported"),
         ({"replicas": 2}, 'replicas needs sharding = "fsdp"'),
         ({"sharding": "fsdp", "replicas": 0}, "must be positive"),
-        ({"sharding": "zero"}, "'ddp' or 'fsdp'"),
+        ({"sharding": "zero"}, "allowed: ddp, fsdp"),
     ],
 )
 def test_options_that_are_refused(options, match):

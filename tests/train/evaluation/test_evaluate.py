@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
@@ -137,5 +138,5 @@ def test_a_model_that_is_broken_is_named(text, measure):
 
 def test_the_keywords_are_the_options_of_the_data():
     """What type checkers and editors see is what `evaluate` takes."""
-    options = DataSection.__dataclass_fields__.keys() - FOR_TRAINING
+    options = {field.name for field in fields(DataSection)} - FOR_TRAINING
     assert get_type_hints(TextKeywords).keys() == options
