@@ -178,7 +178,7 @@ def test_contradictions_are_refused(options, message, tmp_path):
         ({"rewarm_steps": -1}, "rewarm_steps is -1: it must be 0 or more"),
         ({"rewarm_peak": float("nan")}, "rewarm_peak is nan: it must be positive"),
         ({"muon_lr": -1.0}, "muon_lr is -1.0: it must be 0 or more"),
-        ({"momentum": 1.0}, "momentum is 1.0: it must be at least 0 and below 1"),
+        ({"momentum": 1.0}, "momentum is 1.0: it must lie in .0, 1."),
         ({"ns_steps": 100}, "ns_steps is 100"),
         ({"adjust_lr_fn": "orginal"}, "did you mean 'original'"),
     ],
