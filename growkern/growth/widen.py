@@ -97,6 +97,9 @@ def widen(small: nn.Module, large: nn.Module, *, fused: dict[str, int] | None = 
             continue
         # a seed of its own: each layer routes to other copies
         out.copy_(expand(weight.cpu(), **arguments, seed=i, out_dtype=out.dtype))
+    held = dict(large.named_buffers())
+    for name, buffer in small.named_buffers():
+        held[name].copy_(buffer)
     return large
 
 
@@ -124,7 +127,7 @@ def _check_names(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> N
     for name, buffer in small.named_buffers():
         if name not in held or held[name].shape != buffer.shape:
             raise GrowthError(
-                f"buffer {name} differs in shape, but `widen` fills parameters alone: build "
+                f"buffer {name} differs in shape, and how it grows is not known: build "
                 "`large` without it, or fill that layer with growkern.expand"
             )
 

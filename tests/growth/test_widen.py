@@ -111,6 +111,17 @@ def test_other_modules_are_refused_by_name():
         growkern.widen(nn.BatchNorm1d(2), nn.BatchNorm1d(4))
 
 
+def test_buffers_of_the_same_shape_are_copied():
+    """The outputs depend on them too."""
+    small, large = (
+        nn.Sequential(nn.Linear(3, n), nn.Linear(n, 6), nn.BatchNorm1d(6)) for n in (4, 9)
+    )
+    small(torch.randn(20, 3) + 2)
+    growkern.widen(small, large)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(large.eval()(x), small.eval()(x))
+
+
 def test_expand_says_what_to_pass():
     with pytest.raises(GrowthError, match=r"got Linear: use expand\(layer\.weight"):
         growkern.expand(nn.Linear(2, 2))
