@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import os
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from growkern.errors import GrowthError, nearest
+
+# PyTorch takes 63 bits, NumPy 32
+MOST_SEED, MOST_NUMPY_SEED = (1 << 63) - 1, (1 << 32) - 1
 
 
 class Limit(NamedTuple):
@@ -112,3 +116,24 @@ def check_steps(steps: int, given: Mapping[str, float | None], unit: str = "step
 def as_list(one_or_many: Any) -> list[Any]:
     """The values of a list or tuple; a single value becomes a list of one."""
     return list(one_or_many) if isinstance(one_or_many, list | tuple) else [one_or_many]
+
+
+def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
+    """Refuse a seed that a generator of random numbers does not take.
+
+    Args:
+        most: the largest seed.
+
+    Returns:
+        The seed as an int.
+    """
+    seed = whole_number(name, seed)
+    if not 0 <= seed <= most:
+        raise GrowthError(f"{name} is {seed}: it must lie in 0 .. {most}")
+    return seed
+
+
+def seed_of_process(seed: int, rank: int) -> int:
+    """A seed for one of several processes: of each seed and rank another one."""
+    digest = hashlib.sha256(f"{seed} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & MOST_SEED

@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 from growkern.errors import clean
 
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+
 
 def say(line: object, file: TextIO | None = None) -> None:
     """Print one line.
@@ -43,3 +45,14 @@ class _Clean:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         for segment in console.render(self._table, options):
             yield segment if segment.control else segment._replace(text=clean(segment.text))
+
+
+def human(number: float) -> str:
+    """A number with an SI prefix: 1234567 becomes "1.23 M"."""
+    for prefix in PREFIXES:
+        text = f"{number:.3g}"
+        # as it is printed: 999.7 has the next prefix
+        if abs(float(text)) < 1000 or prefix == PREFIXES[-1]:
+            break
+        number /= 1000
+    return f"{text} {prefix}".strip()

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 import pytest
 
 from bench.launches import cuda_emulator, interpreter
-from tests import walks
+from tests.shared import walks
 
 ROOT = Path(__file__).parents[1]
 # A worker takes whole files in this order. One of these as the last would let the others wait.

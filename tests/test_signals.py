@@ -27,9 +27,9 @@ import growkern.train.loop.growing
 import growkern.train.run.start
 import growkern.train.topk_teacher.write
 from growkern.cli.main import main
-from tests import walks
 from tests.cli.test_commands import RUN, checkpoint  # noqa: F401
 from tests.faults.walk import tree
+from tests.shared import walks
 from tests.train.safety.runs import SENDERS, Everywhere
 
 SIZES = ("--hidden-size=24", "--max-shard-size=4KB")

@@ -24,7 +24,7 @@ import torch
 from bench.distributed.start_memory import KINDS
 from bench.shared.harness import Rows, machine, show_and_save
 from bench.shared.results import ROOT
-from tests.forked_ranks import on_ranks
+from tests.shared.forked_ranks import on_ranks
 from tests.train.distributed.parity import Case, differences, moved_apart
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")

@@ -23,7 +23,7 @@ from examples.demo.corpus import (
     train_tokenizer,
 )
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.whole import write_whole
+from growkern.files import write_whole
 
 # text of another kind, for models that are trained on Python and go on with C++
 HEADERS = ("ATen/native", "c10", "torch")

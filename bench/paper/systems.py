@@ -31,9 +31,9 @@ from bench.paper.jobs import (
     with_moments,
 )
 from bench.paper.settings import Setting
+from growkern.files import write_whole
 from growkern.train.dataset.options import DataSection
 from growkern.train.run.file import ModelSection, OutputSection, Run, load_run
-from growkern.whole import write_whole
 
 
 def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) -> Job:

@@ -23,10 +23,10 @@ from transformers.utils import logging
 
 from examples.demo.corpus import make_text
 from growkern.cli.commands import app
+from growkern.cli.info import collect
 from growkern.errors import GrowthError
-from growkern.info import collect
+from growkern.files import write_whole
 from growkern.plot.curve import read_curve
-from growkern.whole import write_whole
 
 # the others have to reach the final loss of the first one
 RUNS = ("scratch", "direct_copy", "fpi", "aki", "aki_two_stage", "aki_two_stage_inheritance")

@@ -109,6 +109,6 @@ def print_table(table: Any) -> None:
 @app.command()
 def info(as_json: AsJson = False) -> None:
     """Show versions, devices, and which backends run on this machine and why."""
-    from growkern.info import collect
+    from growkern.cli.info import collect
 
     show(collect(), as_json)

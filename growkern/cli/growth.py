@@ -28,8 +28,7 @@ from growkern.cli.app import (
 )
 from growkern.cli.options import completing, takes_growth
 from growkern.errors import GrowthError, nearest
-from growkern.printing import say
-from growkern.units import human
+from growkern.printing import human, say
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -21,8 +21,7 @@ from growkern.cli.app import (
 )
 from growkern.cli.growth import DTYPES, dtype_of, print_growth
 from growkern.cli.options import completing
-from growkern.printing import say
-from growkern.units import human
+from growkern.printing import human, say
 
 
 @app.command()

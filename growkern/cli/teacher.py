@@ -8,8 +8,7 @@ import typer
 
 from growkern.cli.app import Revision, app, silence_transformers
 from growkern.errors import GrowthError
-from growkern.printing import say
-from growkern.units import human
+from growkern.printing import human, say
 
 WITHOUT_RUN = "Without --run"
 Texts = Annotated[list[Path] | None, typer.Argument(metavar="TEXT...", help="UTF-8 text files.")]

@@ -13,8 +13,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.files import read_json
 
 LINEAGE_FILE, CHECKSUMS_FILE, CARD_FILE = "lineage.json", "checksums.json", "README.md"
 # keys that every lineage file has

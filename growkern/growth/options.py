@@ -9,10 +9,9 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from growkern.arguments import SHARE, Limit, check_fields, check_kind, real_number
+from growkern.arguments import SHARE, Limit, check_fields, check_kind, check_seed, real_number
 from growkern.errors import GrowthError
 from growkern.ops.expand.limits import MOST_AMPLITUDE
-from growkern.seeds import check_seed
 
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"

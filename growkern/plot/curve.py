@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.files import read_json
 from growkern.train.safety.checkpoints import checkpoints_in
 
 STATE_FILE = "trainer_state.json"

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from growkern.bounded import read_bounded
 from growkern.errors import GrowthError
-from growkern.whole import write_whole
+from growkern.files import read_bounded, write_whole
 
 # inches and dots per inch: no picture is wider than 1600 pixels
 WIDTH, DPI = 10.0, 150

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from growkern.errors import GrowthError
-from growkern.whole import write_all
+from growkern.files import write_all
 
 LOCK_FILE = ".lock"
 # errors of a folder that takes no new files

@@ -13,8 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from growkern.bounded import check_format, read_json, stays_inside
 from growkern.errors import GrowthError
+from growkern.files import check_format, read_json, stays_inside
 
 MANIFEST = "manifest.json"
 # of the manifest

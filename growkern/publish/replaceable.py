@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.files import read_json
 from growkern.publish.manifest import ALGORITHM, MANIFEST, MOST_BYTES, read_manifest
 
 

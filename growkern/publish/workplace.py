@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.files import sync_tree, write_all
 from growkern.publish.calls import exchange, exists, inode, open_ours, remove, rename_new
 from growkern.publish.lock import Lock, lock_file_of
-from growkern.whole import sync_tree, write_all
 
 JOURNAL, NEW, SWAP, OLD, TRASH = "journal.jsonl", "new", "swap", "old", "trash"
 

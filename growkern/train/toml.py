@@ -13,8 +13,8 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from growkern.bounded import MOST_LEVELS, read_bounded
 from growkern.errors import GrowthError, nearest
+from growkern.files import MOST_LEVELS, read_bounded
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,9 +14,9 @@ from growkern.families.model import ModelSpec
 from growkern.growth import grow
 from growkern.growth.plan import exactness
 from growkern.growth.record import verify
-from tests import walks
 from tests.growth.models import BERT, GPT2, LLAMA
 from tests.growth.plan.test_matrix import FAMILIES
+from tests.shared import walks
 
 # parts can run side by side, and one failure names its part
 PARTS, PART = 8, 25

@@ -16,8 +16,8 @@ import typer
 import growkern
 from growkern import package
 from growkern.cli.commands import GROUPS, app
+from growkern.cli.info import collect
 from growkern.cli.main import main
-from growkern.info import collect
 from growkern.train.model import load
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import walks
 from tests.faults.walk import EVERY
+from tests.shared import walks
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("cc")

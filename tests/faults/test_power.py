@@ -2,7 +2,7 @@
 
 import json
 
-from tests import walks
+from tests.shared import walks
 
 
 def reports(done):

@@ -21,8 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import growkern
-from growkern.bounded import parse_json
 from growkern.errors import GrowthError
+from growkern.files import parse_json
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.journal import Journal
 from growkern.growth.optimizer.file import read_optimizer

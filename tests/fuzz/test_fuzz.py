@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import walks
 from tests.fuzz import readers
 from tests.fuzz.fuzz import problem
+from tests.shared import walks
 
 ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).with_name("corpus")

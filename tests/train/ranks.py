@@ -1,7 +1,8 @@
-"""The work of one of several processes: `python -m tests.forked_ranks N tests.train.ranks FOLDER`.
+"""The work of one of several processes.
 
-Trains on the rows that the other process does not have, evaluates, stops, resumes, and leaves what
-it found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere. The places that
+`python -m tests.shared.forked_ranks N tests.train.ranks FOLDER` starts N of them. Each trains
+on the rows that the other processes do not have, evaluates, stops, resumes, and leaves what it
+found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere. The places that
 dropout set to 0 are in FOLDER/dropped<rank>.pt.
 """
 

@@ -16,7 +16,7 @@ import transformers
 from growkern import GrowthError
 from growkern import run as train
 from growkern.train.model.head import align_labels
-from tests.forked_ranks import on_ranks
+from tests.shared.forked_ranks import on_ranks
 from tests.train import ranks
 from tests.train.distributed import rows
 from tests.train.run.test_run import RUN, workplace  # noqa: F401

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.bounded import check_format, read_json, stays_inside
 from growkern.errors import GrowthError
+from growkern.files import check_format, read_json, stays_inside
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source.files import PIECE_BYTES, row_blocks
 from growkern.growth.source.formats import header_reader, weight_files

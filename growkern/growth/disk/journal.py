@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.whole import write_all
+from growkern.files import write_all
 
 Mark = tuple[str, int, int]
 # fields whose values say nothing to a person

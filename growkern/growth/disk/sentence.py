@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.files import read_json
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import read_headers

@@ -28,8 +28,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
+from growkern.files import write_all
 from growkern.growth.source.files import INDEX_FILE, STORED_DTYPES, Header
-from growkern.whole import write_all
 
 
 @dataclass(frozen=True)

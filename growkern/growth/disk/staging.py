@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.files import read_json
 from growkern.growth.disk.checksums import read_checksums
 from growkern.growth.disk.stamp import is_unedited, read_card
 from growkern.growth.history import (

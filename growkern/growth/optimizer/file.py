@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.bounded import regular_size
 from growkern.errors import GrowthError
+from growkern.files import regular_size
 
 OPTIMIZER_FILE = "optimizer.pt"
 ARCHIVE_START = b"PK\x03\x04"

@@ -14,7 +14,7 @@ from growkern import printing
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import Finding
 from growkern.package import DOCS
-from growkern.units import human
+from growkern.printing import human
 
 # columns of a table in a text
 COLUMNS = 100

@@ -17,7 +17,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings
 from growkern.growth.source.hub import ID, hub_model, name_of
-from growkern.units import human
+from growkern.printing import human
 
 # every card of a growth has this tag
 TAG = "growkern"

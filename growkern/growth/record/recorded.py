@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from growkern.arguments import path_of
-from growkern.bounded import check_format, read_json
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
+from growkern.files import check_format, read_json
 from growkern.growth.history import (
     LINEAGE_FILE,
     MOST_LINEAGE_BYTES,

@@ -16,10 +16,10 @@ import torch
 import transformers
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from growkern.bounded import parse_json, read_bounded, read_json
 from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.families.load import load_family, supported_families
+from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.config_values import check_names, check_values
 from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.links import refuse_links_out

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.bounded import parse_json, read_json
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import parse_json, read_json
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.refused import quantised_advice, refuse_directory
 

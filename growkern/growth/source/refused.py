@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.files import read_json
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
 # names of files that a loader may read as the model's weights, in formats that growth cannot open

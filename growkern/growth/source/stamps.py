@@ -16,8 +16,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
+from growkern.files import read_json
 from growkern.growth.history import LINEAGE_FILE
 from growkern.growth.source.files import INDEX_FILE, METADATA_FILE, WEIGHTS_FILE, shard_names
 from growkern.growth.source.formats import GENERATION_FILE, MODEL_FILES, beside_weights

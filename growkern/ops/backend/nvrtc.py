@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from growkern.errors import GrowthError
+from growkern.files import write_whole
 from growkern.package import folders
-from growkern.whole import write_whole
 
 # of CUfunction_attribute, in cuda.h
 MAX_DYNAMIC_SHARED_BYTES = 8

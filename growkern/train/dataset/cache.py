@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import sync
 from growkern.publish.calls import delete, move
 from growkern.publish.lock import Lock, lock_file_of
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
 from growkern.publish.replaceable import why_kept
 from growkern.publish.workplace import check_space
 from growkern.train.dataset.records import DTYPES, IDS, Tokens, features_of
-from growkern.whole import sync
 
 # of the format and of the way rows are made
 VERSION = 1

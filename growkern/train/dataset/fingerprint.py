@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from growkern.bounded import read_bounded
+from growkern.files import read_bounded, write_whole
 from growkern.publish.manifest import checksum
-from growkern.whole import write_whole
 
 VARIABLE = "GROWKERN_TOKENS"
 # the checksum of a larger file is noted, so that the next start need not read all of it

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError, clean
 from growkern.growth.source.stamps import Stamps
+from growkern.printing import human
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, from_first
 from growkern.train.dataset.fingerprint import digest_of, user_cache
 from growkern.train.dataset.options import DataSection
@@ -35,7 +36,6 @@ from growkern.train.objectives.language_modeling import (
     evaluation_collator,
 )
 from growkern.train.rules import check
-from growkern.units import human
 
 
 @dataclass(frozen=True)

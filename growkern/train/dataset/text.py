@@ -11,8 +11,8 @@ from typing import Any, TextIO
 import numpy as np
 from torch.utils.data import Dataset
 
-from growkern.bounded import regular_size
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import regular_size
 
 # characters of a text that are read at once
 PIECE = 1 << 24

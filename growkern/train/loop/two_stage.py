@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from growkern.arguments import NOT_NEGATIVE, Limit, between, check_fields
+from growkern.arguments import MOST_SEED, NOT_NEGATIVE, Limit, between, check_fields
 from growkern.errors import GrowthError
-from growkern.seeds import MOST_SEED
 from growkern.train.model.sub_model import Part, layer_stacks, model_depth, only
 
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import read_json
 from growkern.train.dataset.stream import PLACES, Place, PlacingCollator, Progress, TokenStream
 
 FILE = "stream_{}.json"

@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
 from growkern.families.load import load_family, supported_families
+from growkern.files import read_json
 from growkern.growth.source.config import read_config
 from growkern.growth.source.formats import beside_weights
 from growkern.growth.source.links import refuse_links_out

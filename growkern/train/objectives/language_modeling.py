@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from growkern.arguments import check_seed
 from growkern.errors import GrowthError
-from growkern.seeds import check_seed
 from growkern.train.model.head import IGNORE_INDEX
 
 

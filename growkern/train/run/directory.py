@@ -9,8 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import PARTIAL, read_json, write_whole
 from growkern.publish.calls import move
 from growkern.publish.lock import LOCK_FILE
 from growkern.publish.manifest import MANIFEST
@@ -27,7 +27,6 @@ from growkern.train.safety.checkpoints import (
     open_staging,
     step_of,
 )
-from growkern.whole import PARTIAL, write_whole
 
 # one of the longest run files makes this much
 MOST_BYTES = 1_000_000

@@ -26,9 +26,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from growkern.arguments import NOT_NEGATIVE, Limit, between, check_fields, check_steps
+from growkern.arguments import (
+    MOST_NUMPY_SEED,
+    NOT_NEGATIVE,
+    Limit,
+    between,
+    check_fields,
+    check_steps,
+)
 from growkern.errors import GrowthError
-from growkern.seeds import MOST_NUMPY_SEED
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.growth.step import GrowthStep, check_order, from_table

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from growkern.errors import clean
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.printing import human
 from growkern.train.dataset.load import describe_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.growth.step import GrowthStep
@@ -22,7 +23,6 @@ from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.names import span_counts
 from growkern.train.run.arguments import describe_arguments
 from growkern.train.run.resolved import ResolvedRun
-from growkern.units import human
 
 PRECISIONS = {
     "fp32": "float32",

@@ -17,9 +17,9 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import sync, sync_tree
 from growkern.publish.calls import delete, move, open_ours
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
-from growkern.whole import sync, sync_tree
 
 STAGING = ".saving"
 # which run a directory belongs to

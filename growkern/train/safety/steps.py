@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
+from growkern.arguments import MOST_SEED, seed_of_process
 from growkern.errors import GrowthError, nearest
-from growkern.seeds import MOST_SEED, seed_of_process
 from growkern.train.safety.saving import Saver
 from growkern.train.safety.stops import Stops
 

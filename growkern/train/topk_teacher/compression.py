@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from growkern.bounded import read_bounded
 from growkern.errors import GrowthError
+from growkern.files import read_bounded
 from growkern.train.topk_teacher.facts import MOST_IDS
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from growkern.bounded import read_json
 from growkern.errors import GrowthError
-from growkern.whole import write_whole
+from growkern.files import read_json, write_whole
 
 FORMAT = 1
 HEADER_FILE = "cache.json"

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from growkern.bounded import parse_json
 from growkern.errors import GrowthError
+from growkern.files import parse_json
 
 # the server is busy, restarts, or a proxy before it gave up waiting
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)

@@ -36,8 +36,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from growkern.bounded import parse_json
 from growkern.errors import GrowthError
+from growkern.files import parse_json, write_whole
 from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import damage_of, read_manifest
 from growkern.train.loss.context import taught_rows
@@ -45,7 +45,6 @@ from growkern.train.loss.rows import teacher_rows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, fault_of, no_rows
 from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
-from growkern.whole import write_whole
 
 INDEX_FILE = "index.safetensors"
 # bits that are apart at a time while ids are packed. Each takes 9 bytes then: all bits of a shard

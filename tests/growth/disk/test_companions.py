@@ -10,7 +10,7 @@ from torch.distributed import checkpoint as distributed
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 import growkern
-from growkern import whole
+from growkern import files
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.companions import companions
 from tests.growth.models import LLAMA, random_model
@@ -125,8 +125,8 @@ def test_folders_are_on_disk_before_they_are_published(source, tmp_path, monkeyp
     (source / "additional_chat_templates" / "a.jinja").write_text("{{ a }}")
     (source / "additional_chat_templates" / "deep").mkdir()
     (source / "additional_chat_templates" / "deep" / "b.jinja").write_text("{{ b }}")
-    sync, synced = whole.sync, []
-    monkeypatch.setattr(whole, "sync", lambda path: (synced.append(path.name), sync(path)))
+    sync, synced = files.sync, []
+    monkeypatch.setattr(files, "sync", lambda path: (synced.append(path.name), sync(path)))
     grow(source, tmp_path / "large")
     wanted = {"a.jinja", "additional_chat_templates", "b.jinja", "config.json", "lineage.json"}
     assert wanted < set(synced)

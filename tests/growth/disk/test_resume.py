@@ -17,9 +17,9 @@ from growkern.growth.plan import growth_plan, pieces
 from growkern.growth.plan.finding import Finding
 from growkern.growth.source import stamps
 from growkern.growth.source.files import read_headers
-from tests import walks, warm
 from tests.growth.disk.small_pieces import BYTES, cut_small
 from tests.growth.models import LLAMA, random_model
+from tests.shared import walks, warm
 
 HOW = {"hidden_size": 24, "max_shard_size": "30kB", "progress": False}
 

@@ -19,9 +19,9 @@ from growkern.growth.plan.advice import measured
 from growkern.growth.plan.advice.notes import MOST_WARNINGS
 from growkern.ops.backend import native
 from growkern.package import parse_toml
+from growkern.printing import human
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import find_stacks
-from growkern.units import human
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_relatives import ALL, described
 

@@ -15,7 +15,7 @@ from growkern.growth.source.source import open_source
 from tests.growth.models import fold_back, random_model, relative_error
 from tests.growth.plan.test_families import turning
 from tests.growth.plan.test_matrix import FAMILIES, GROUPED_QUERIES
-from tests.walks import walk
+from tests.shared.walks import walk
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # shares of both signs, of up to 3 / C each, cancel

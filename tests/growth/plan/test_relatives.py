@@ -13,10 +13,10 @@ import transformers
 import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
-from tests import walks
 from tests.growth.models import outputs, random_model, relative_error
 from tests.growth.plan.test_matrix import EXACT, FAMILIES, grown_on_disk
 from tests.growth.relatives import RELATIVES
+from tests.shared import walks
 
 ALL = FAMILIES | {name: case[:2] for name, case in RELATIVES.items()}
 SOME = ALL if walks.times > 1 else RELATIVES

@@ -16,8 +16,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils import PushToHubMixin
 
 import growkern
-from growkern.bounded import read_json
 from growkern.errors import FunctionChangedWarning
+from growkern.files import read_json
 from growkern.growth.disk.stream import Stream
 from growkern.publish.manifest import differences
 from tests.growth.models import BERT, GPT2, LLAMA, random_model

@@ -1,6 +1,7 @@
 """The work of the ranks of test_grow_into: grow into sharded models and compare, case by case.
 
-`tests.forked_ranks` runs `main` with a directory for sources and results. Every rank writes a file.
+`tests.shared.forked_ranks` runs `main` with a directory for sources and results. Each rank writes a
+file.
 """
 
 import copy

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 import growkern
 from growkern.growth.sharded import grow_into
 from growkern.growth.source.distributed.tensors import runs_of
-from tests.forked_ranks import on_ranks
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.plan.test_families import CASES as FAMILIES
 from tests.growth.sharded.ranks import CASES, GROWN_CHECKPOINT, OPTIMIZERS, TWO_RANKS
+from tests.shared.forked_ranks import on_ranks
 
 
 def launch(ranks, directory):

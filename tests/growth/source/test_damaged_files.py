@@ -14,7 +14,7 @@ from safetensors.torch import save, save_file
 import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.source.files import MOST_HEADER_BYTES, MOST_TENSORS, read_headers
-from tests.walks import walk
+from tests.shared.walks import walk
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 GOOD = save(TENSORS, {"format": "pt"})

@@ -29,7 +29,7 @@ from growkern.growth.source.distributed.metadata import read_metadata
 from growkern.growth.source.distributed.reader import bounds_of, wrong_pieces
 from growkern.train.distributed.checkpoint import load_weights
 from tests.growth.models import LLAMA, random_model
-from tests.walks import walk
+from tests.shared.walks import walk
 
 NAME = "model.embed_tokens.weight"
 NORM = "model.norm.weight"

@@ -15,7 +15,7 @@ from growkern.growth.space.spaces import signed_split
 from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
-from tests.walks import walk
+from tests.shared.walks import walk
 
 NARROW = [torch.bfloat16, torch.float16]
 DTYPES = [*NARROW, torch.float32, torch.float64]

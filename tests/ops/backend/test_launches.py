@@ -16,7 +16,7 @@ import growkern
 from bench.launches import aot_cases, cases, smoke
 from bench.launches.fill import ROWS, cache_variables
 from growkern.ops.backend.launch import HAS_TRITON
-from tests import walks
+from tests.shared import walks
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -17,7 +17,7 @@ from growkern.ops.expand.hashes import line_keys, signed
 from growkern.ops.expand.limits import MOST_ENTRIES
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
-from tests.numerics import assert_no_worse_than_eager, assert_within_one_rounding
+from tests.shared.numerics import assert_no_worse_than_eager, assert_within_one_rounding
 
 LIVE = [b.name for b in describe_backends() if b.live]
 COMPILED = [name for name in LIVE if name != "reference"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from growkern.ops.expand.call import DTYPES
 from growkern.ops.expand.op import expand, folded
 from tests.ops.expand.test_expand import LIVE
-from tests.walks import walk
+from tests.shared.walks import walk
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_COPIES = 4

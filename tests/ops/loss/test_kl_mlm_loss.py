@@ -7,7 +7,6 @@ from torch import library
 import growkern
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.rows.op import kl_mlm_rows_backward_op, kl_mlm_rows_op
-from tests.numerics import assert_no_worse_than_eager
 from tests.ops.loss.loss_inputs import (
     BACKENDS,
     IGNORED,
@@ -16,6 +15,7 @@ from tests.ops.loss.loss_inputs import (
     relative_error,
     truth_of,
 )
+from tests.shared.numerics import assert_no_worse_than_eager
 
 SHAPES = [(1, 8), (3, 1000), (4, 8193)]  # one block, ragged block, several blocks
 OPTIONS = [

@@ -56,7 +56,7 @@ def rows_of(dataset):
 
 
 def main(folder):
-    """Runs by run files, for `tests.forked_ranks`; and one that is refused."""
+    """Runs by run files, for `tests.shared.forked_ranks`; and one that is refused."""
     # the processes that wait ask after every step of the work
     cache.SECONDS = 0.0
     run_ranks.main(folder)

@@ -19,7 +19,7 @@ from growkern.train.run import start as module
 from growkern.train.run.arguments import OWNED, REFUSED, checked_arguments, reports_of
 from growkern.train.run.file import OutputSection, Run
 from growkern.train.safety.signals import Terminated
-from tests.forked_ranks import on_ranks
+from tests.shared.forked_ranks import on_ranks
 from tests.train.dataset import data
 from tests.train.dataset.data import texts, write_jsonl
 from tests.train.distributed import run_ranks

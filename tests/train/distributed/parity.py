@@ -1,6 +1,6 @@
 """The same training on one process and on several: cases, and the numbers that they leave.
 
-`python -m tests.forked_ranks N tests.train.distributed.parity DIR` runs cases on N ranks.
+`python -m tests.shared.forked_ranks N tests.train.distributed.parity DIR` runs cases on N ranks.
 DIR/cases.json names them. The first rank leaves DIR/<number>.pt; a case that has one is not run
 again. One process trains the whole model. Several shard it or have copies, and share out the same
 batches.

@@ -1,8 +1,9 @@
 """The rows that each of two processes trains on.
 
-`python -m tests.forked_ranks 2 tests.train.distributed.rows FOLDER` leaves FOLDER/rows.json. For
-each case it has a list of token lists for each process: the rows in their order. The run files of
-RUNS in FOLDER are trained too. Dropout is on, so that training draws random numbers between rows.
+`python -m tests.shared.forked_ranks 2 tests.train.distributed.rows FOLDER` leaves FOLDER/rows.json.
+For each case it has a list of token lists for each process: the rows in their order. The run files
+of RUNS in FOLDER are trained too. Dropout is on, so that training draws random numbers between
+rows.
 """
 
 import json

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from tests.forked_ranks import on_ranks
+from tests.shared.forked_ranks import on_ranks
 from tests.train.distributed import parity
 from tests.train.distributed.parity import Case, differences, found_in, moved_apart
 

@@ -1,4 +1,4 @@
-"""The work of one of several processes, for `python -m tests.forked_ranks`.
+"""The work of one of several processes, for `python -m tests.shared.forked_ranks`.
 
 Trains a model that grows twice, and leaves its weights as FOLDER/weights.pt. Float64, so that the
 order of a sum shows nowhere.

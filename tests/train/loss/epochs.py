@@ -1,6 +1,6 @@
 """Epochs that do not divide by the batch, on one process or several.
 
-`python -m tests.forked_ranks 2 tests.train.loss.epochs FOLDER` leaves the results in FOLDER.
+`python -m tests.shared.forked_ranks 2 tests.train.loss.epochs FOLDER` leaves the results in FOLDER.
 """
 
 import torch

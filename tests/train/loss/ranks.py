@@ -1,4 +1,4 @@
-"""One of two processes: `python -m tests.forked_ranks 2 tests.train.loss.ranks FOLDER`.
+"""One of two processes: `python -m tests.shared.forked_ranks 2 tests.train.loss.ranks FOLDER`.
 
 Each process has one half of the rows. Loss and gradients must be those of plain logits on all rows.
 """

@@ -9,8 +9,8 @@ import transformers
 import growkern
 from growkern import GrowthError, count_labels, inherited_loss
 from growkern.train.model.sub_model import layer_stacks
-from tests.forked_ranks import on_ranks
-from tests.test_examples import MODELS
+from tests.examples.test_scripts import MODELS
+from tests.shared.forked_ranks import on_ranks
 from tests.train.loss.plain import plain_loss
 from tests.train.tiny import VOCAB, batch, build, randomise
 

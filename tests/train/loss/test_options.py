@@ -11,7 +11,7 @@ from growkern.train.loss import inheritance
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.run.file import Run
-from tests.forked_ranks import on_ranks
+from tests.shared.forked_ranks import on_ranks
 from tests.train.loss import epochs
 from tests.train.loss.plain import plain_loss
 from tests.train.run.test_config import COMPLETE, load  # noqa: F401

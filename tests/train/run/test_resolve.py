@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from growkern import GrowthError, bounded
+from growkern import GrowthError, files
 from growkern import run as train
 from growkern.train import rules
 from growkern.train.run.file import load_run
@@ -23,13 +23,13 @@ def test_a_config_is_read_at_most_three_times(workplace, monkeypatch, start):  #
         grown = '[growth]\nsource = "teacher"\nnum_hidden_layers = 3\n'
         text = RUN[:head].replace('[model]\npath = "model"\n', grown) + RUN[tail:]
         (workplace / "run.toml").write_text(text)
-    read, reads = bounded.read_bounded, Counter()
+    read, reads = files.read_bounded, Counter()
 
     def counting(file, *args):
         reads[file] += 1
         return read(file, *args)
 
-    monkeypatch.setattr(bounded, "read_bounded", counting)
+    monkeypatch.setattr(files, "read_bounded", counting)
     train(workplace / "run.toml", progress=False)
     places = ("model", "teacher") if start == "model" else ("teacher",)
     counts = [reads[workplace / name / "config.json"] for name in places]

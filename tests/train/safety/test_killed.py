@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests import walks, warm
+from tests.shared import walks, warm
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
 SIZES = """

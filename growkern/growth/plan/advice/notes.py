@@ -9,7 +9,7 @@ from typing import NamedTuple
 from growkern.growth.plan.advice.measured import deepening
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
-from growkern.units import human
+from growkern.printing import human
 
 MOST_WARNINGS = 3
 DU, MALLIK = "Du et al., arXiv 2405.15319", "Mallik et al., arXiv 2605.13405"

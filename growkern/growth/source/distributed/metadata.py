@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from growkern.bounded import no_collections, read_bounded, regular_size, stays_inside
 from growkern.errors import GrowthError
+from growkern.files import no_collections, read_bounded, regular_size, stays_inside
 from growkern.growth.source.files import METADATA_FILE, MOST_AXES, MOST_ENTRIES
 from growkern.growth.source.links import refuse_links_out
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import warm
+from tests.shared import warm
 
 
 def test_a_module_runs_as_the_main_one():
