@@ -23,7 +23,14 @@ from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, un
 from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
 from growkern.train.loss.side import SideTerm, side_loss_of
 from growkern.train.model.flops import ModelCost, cost_of
-from growkern.train.model.head import IGNORE_INDEX, check_head, head_swap, softcap_of, take_logits
+from growkern.train.model.head import (
+    IGNORE_INDEX,
+    check_head,
+    check_row_length,
+    head_swap,
+    softcap_of,
+    take_logits,
+)
 from growkern.train.model.load import is_causal
 from growkern.train.model.sub_model import Part, find_stacks, layer_stacks, model_depth, only
 from growkern.train.objectives.side_loss import SideParts
@@ -190,6 +197,7 @@ class Objective:
         targets = None if self.side is None else self.side.take(inputs)
         rows = self._take_rows(inputs, plan.alpha, weighted=training)
         inputs = inputs_of(inner, inputs, rows.labels_BS)
+        check_row_length("model", inner, inputs)
         options |= self._options(inputs, rows, plan.alpha, items)
         if training:
             options |= self._loss_arguments

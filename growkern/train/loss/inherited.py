@@ -28,6 +28,7 @@ from growkern.train.loss.rows import take_rows
 from growkern.train.model.head import (
     IGNORE_INDEX,
     align_labels,
+    check_row_length,
     common_softcap,
     head_swap,
     take_logits,
@@ -86,8 +87,10 @@ def inherited_loss(
     if is_pair(model):
         loss = loss_of(*head_of_pair(model))
     else:
+        inputs = inputs_of(model, inputs, rows.labels_BS)
+        check_row_length("model", unwrapped(model), inputs)
         with head_swap(unwrapped(model), loss_of):
-            loss = take_logits(model(**inputs_of(model, inputs, rows.labels_BS)))
+            loss = take_logits(model(**inputs))
     return (loss, seen[0]) if return_parts else loss
 
 

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from growkern.errors import GrowthError
+from growkern.growth.source.live import QUANTISED
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.context import as_known
 from growkern.train.loss.inheritance import check_same_objective
@@ -156,10 +157,11 @@ def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> N
     check_sharding(model, "model", tensor_parallel=tensor_parallel)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise GrowthError(f"{name} is on the meta device: load its weights before training")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+    converted = any(type(module).__module__.startswith(QUANTISED) for module in model.modules())
+    if converted or getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None):
         raise GrowthError(
             f"{name} is quantised: its weights cannot be trained. Load it without "
-            "quantization_config"
+            "quantization_config, or use it as the teacher"
         )
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise GrowthError(

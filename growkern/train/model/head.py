@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from growkern.errors import GrowthError
 from growkern.growth.sharded.placement import free_gathered
 from growkern.ops.loss.rows.options import IGNORE_INDEX
-from growkern.train.model.projection import HeadInputs, is_linear, projected
+from growkern.train.model.load import positions_of
+from growkern.train.model.projection import HeadInputs, is_linear, projected, why_not_linear
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -145,6 +146,7 @@ def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
         model: a model that passed `check_head`.
         inputs: keyword arguments of the model, without labels.
     """
+    check_row_length("teacher", model, inputs)
     seen: list[HeadInputs] = []
 
     def keep(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,6 +156,27 @@ def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
     with head_swap(model, keep):
         model(**inputs)
     return seen[0]
+
+
+def check_row_length(role: str, model: Any, inputs: dict[str, Any]) -> None:
+    """Refuse rows that are longer than a model has positions for.
+
+    Args:
+        role: of the model, for the message.
+        model: of transformers.
+        inputs: of the model. Rows with positions of their own are left to the model.
+
+    Raises:
+        GrowthError: the rows are longer.
+    """
+    most = None if "position_ids" in inputs else positions_of(model.config)
+    for name in ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds"):
+        length = 0 if inputs.get(name) is None else inputs[name].shape[1]
+        if most is not None and length > most:
+            raise GrowthError(
+                f"a row has {length} tokens ({name}), but the {role} ({type(model).__name__}) has "
+                f"{most} positions: cut the rows, or give a {role} that reads longer ones"
+            )
 
 
 @torch.no_grad()
@@ -227,11 +250,7 @@ def check_head(model: Any) -> None:
     name = type(model).__name__
     head = model.get_output_embeddings()
     if not is_linear(head):
-        found = "none" if head is None else type(head).__name__
-        raise GrowthError(
-            f"{name} has no linear output projection (found: {found}): "
-            "use a ...ForMaskedLM or ...ForCausalLM model"
-        )
+        raise GrowthError(f"{name} {why_not_linear(head)}")
     ramps: list[Tensor] = []
 
     def ramp(hidden: Tensor) -> Tensor:

@@ -179,12 +179,12 @@ def check_fits(directory: Path, tokenizer: Any, length: int, config: Any = None)
         GrowthError: the blocks are too long or the tokenizer is too large.
     """
     config = config or read_config(directory, any_family=True)
-    positions = _positions_of(config)
+    positions = positions_of(config)
     sizes = {"ids": len(tokenizer), "vocabulary": config.vocab_size}
     check("checkpoint", directory=directory, length=length, positions=positions, **sizes)
 
 
-def _positions_of(config: Any) -> int | None:
+def positions_of(config: Any) -> int | None:
     """The longest input of a model in tokens, as far as its config tells."""
     if config.model_type in supported_families():
         size = load_family(config.model_type).config.get("positions")

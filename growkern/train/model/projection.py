@@ -40,6 +40,26 @@ def is_linear(head: Any) -> bool:
     return linear is head or hasattr(head, "lora_A")
 
 
+def why_not_linear(head: Any) -> str:
+    """What keeps a head from being one matrix, and what to use, as the end of a message.
+
+    Args:
+        head: the output projection of a model, or None, that did not pass `is_linear`.
+    """
+    kind, weight = "none" if head is None else type(head).__name__, getattr(head, "weight", None)
+    # the quantised layers of PyTorch have a method of this name, others packed integers
+    is_packed = isinstance(weight, Tensor) and not weight.is_floating_point()
+    if is_packed or callable(weight) or hasattr(head, "qweight"):
+        return (
+            f"has a quantised output projection ({kind}): keep this layer in full precision, as "
+            "bitsandbytes does by default. The other layers of a teacher may be quantised"
+        )
+    return (
+        f"has no linear output projection (found: {kind}): "
+        "use a ...ForMaskedLM or ...ForCausalLM model"
+    )
+
+
 def projected(head: Any, hidden: Tensor) -> HeadInputs:
     """What the loss multiplies for the logits of a head, W h + b.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
 from growkern.train.loss.context import as_known
@@ -171,10 +172,12 @@ class ReadTeacher:
         vocab_size: columns of its softmax; None takes those that the rows name.
 
     Raises:
-        GrowthError: the number of columns is unknown.
+        GrowthError: this is no teacher, or the number of columns is unknown.
     """
 
     def __init__(self, rows: TopKRows, vocab_size: int | None) -> None:
+        what = "a language model, its directory, a ServedTeacher or a DistillKitTeacher"
+        check_kind("model", rows, TopKRows, what)
         self.rows, self.causal = rows, rows.facts.causal
         columns = rows.facts.vocab_size or vocab_size
         if columns is None:

@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
+from growkern import (
+    GrowthError,
+    InheritanceSchedule,
+    TwoStageTrainer,
+    cache_teacher,
+    inherited_loss,
+)
 from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.distributed.optimizer_state import create_optimizer_state
@@ -111,6 +117,39 @@ def test_a_teacher_of_another_objective(student, teacher, tmp_path):
 def test_a_teachers_tokenizer_without_the_students(tmp_path):
     options = {"teacher": build("bert"), "inheritance": SCHEDULE, "teacher_tokenizer": object()}
     refuse("without the student's tokenizer", tmp_path, **options)
+
+
+@pytest.mark.parametrize("role", ["teacher", "model"])
+def test_rows_longer_than_a_model_has_positions(role, tmp_path):
+    models = {"teacher": build("gpt2", layers=2), "model": build("gpt2", layers=2)}
+    models[role].config.n_positions = 8
+    row = torch.arange(5, 14)[None]
+    batch = {"input_ids": row, "labels": row}
+    match = rf"a row has 9 tokens .*, but the {role} \(.*\) has 8 positions: cut the rows"
+    with pytest.raises(GrowthError, match=match):
+        inherited_loss(models["model"], models["teacher"], batch)
+    if role == "teacher":
+        options = {"k": 2, "temperature": 1.0, "collator": transformers.default_data_collator}
+        rows, teacher = [{"input_ids": row[0], "labels": row[0]}], models["teacher"]
+        with pytest.raises(GrowthError, match=match):
+            cache_teacher(teacher, rows, tmp_path / "rows", **options)
+
+
+def test_quantised_teachers_and_students():
+    """bitsandbytes keeps the output projection as it is too, unless it is told otherwise."""
+    model, row = build("llama", layers=2), torch.arange(5, 14)[None]
+    dynamic = torch.ao.quantization.default_dynamic_qconfig
+    names = {name for name, _ in model.named_modules() if name.endswith("_proj")}
+    body = torch.ao.quantization.quantize_dynamic(model, dict.fromkeys(names, dynamic))
+    whole = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    batch = {"input_ids": row, "labels": row}
+    _, parts = inherited_loss(model, body, batch, return_parts=True)
+    p, q = (one(row).logits.log_softmax(-1)[0, :-1] for one in (body, model))
+    torch.testing.assert_close(parts.kl, (p.exp() * (p - q)).sum(-1).mean().detach())
+    with pytest.raises(GrowthError, match="a quantised output projection .*: keep this layer"):
+        inherited_loss(model, whole, batch)
+    with pytest.raises(GrowthError, match="is quantised: its weights cannot be trained"):
+        inherited_loss(body, model, batch)
 
 
 # --------------------------------------------------------------------- data

@@ -318,7 +318,8 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
             value = teacher.centre
         else:
             value = beta * teacher.spread + (1 - beta) * teacher.centre  # (7)
-        divergences.append(torch.where(kl_N, value, 0))
+        # rounding may leave it below 0, where no divergence is
+        divergences.append(torch.where(kl_N, value.clamp(min=0), 0))
         agrees = (student.best == teacher.best) & kl_N & parts
         agreements.append(agrees.to(value.dtype))
     entropy: Any = torch.zeros_like(m)

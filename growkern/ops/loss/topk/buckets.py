@@ -148,7 +148,7 @@ def solve(
         # the pull of the reverse KL may be infinite, and 0 * inf is NaN
         pull_CB.masked_fill_((dkl_C == 0)[:, None], 0)
         on_CB.addcmul_(pull_CB, (dkl_C.double() / maths.temperature)[:, None])
-        values.append(torch.where(kl_C, value, 0))
+        values.append(torch.where(kl_C, value.clamp(min=0), 0))
         agrees = kl_C & (top_C == first_top(kept.log_p_Ck, kept.ids_Ck)) if parts else kl_C & False
         agreement.append(agrees.to(value.dtype))
     on_CB.masked_fill_(~kl_C[:, None], 0)
