@@ -102,12 +102,6 @@ RULES = (
         "it goes neither with token ids (data.input_ids_column) nor with data.packing = true",
     ),
     Rule(
-        *("data", "`data.packing = false`", "texts"),
-        lambda x: not x.pack and x.input_ids_column is None and x.target_column is None,
-        "data.packing = false needs token ids",
-        "give data.input_ids_column",
-    ),
-    Rule(
         *("data", "`data.shuffle_window`", "data on disk"),
         lambda x: not x.streaming and _changed(x, "shuffle_window"),
         "data.shuffle_window describes a stream",

@@ -42,7 +42,8 @@ class DataSection:
             to be written, of any number.
         attention_mask_column: column with 1 per token and 0 for padding, which is left out.
         packing: join the records and cut them into rows of `sequence_length` tokens. False keeps
-            one row per record. None packs text, and keeps pairs and records of token ids.
+            one row per record, or several of a longer text; a file of plain text is one record.
+            None packs text, and keeps pairs and records of token ids.
         streaming: tokenise while training, without a cache. The training data is read again from
             its start when it ends. The validation data is cached.
         shuffle_window: a stream collects so many rows and gives them in random order; 0 keeps the

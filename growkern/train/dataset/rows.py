@@ -33,20 +33,23 @@ def cut_rows(
         then, and the row. Tokens that fill no row are left at the end.
 
     Raises:
-        GrowthError: a record that is not cut has more tokens than a row.
+        GrowthError: a record of token ids that is not cut has more than a row.
     """
     if settings.pack:
         yield from _packed(runs, settings, offset)
         return
+    room = settings.length - len(settings.head)
     for place, tokens in runs:
         count = len(tokens[IDS])
-        if count > settings.length and not settings.pairs:
+        if count > room and settings.text is None and not settings.pairs:
             raise GrowthError(
                 f"a record has {count} token ids, more than data.sequence_length "
                 f"{settings.length}: give a larger one, or data.packing = true to cut it"
             )
-        if count > offset:
-            yield place, count, tokens
+        size = max(count, 1) if settings.pairs else room
+        for start in range(offset, count, size):
+            row, used = cut(tokens, start, start + size), min(start + size, count)
+            yield place, used, join([_head(settings, tokens), row]) if settings.head else row
         offset = 0
 
 

@@ -13,7 +13,17 @@ from growkern.train.dataset import source
 from growkern.train.dataset.load import load_data, pack_text
 from growkern.train.dataset.options import DataSection
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
-from tests.train.dataset.data import in_order, plain_rows, rows_of, texts, tokenizer, write_jsonl
+from tests.train.dataset.data import (
+    CLS,
+    SEP,
+    ids_of,
+    in_order,
+    plain_rows,
+    rows_of,
+    texts,
+    tokenizer,
+    write_jsonl,
+)
 from tests.train.tiny import VOCAB
 
 TOKENIZER = tokenizer()
@@ -74,6 +84,19 @@ def test_every_kind_gives_the_tokens_of_a_plain_loop(kind, streaming, load, tmp_
         assert [next(rows)["input_ids"].tolist() for _ in expected] == expected
     else:
         assert rows_of(data) == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_texts_that_share_no_rows(streaming, load, tmp_path):
+    options = save(tmp_path, "jsonl") | in_order(streaming)
+    data = load(**options, packing=False).train
+    body, expected = LENGTH - 1, []
+    for text in TEXTS:
+        ids = [*ids_of(text), SEP]
+        expected += [[CLS, *ids[i : i + body]] for i in range(0, len(ids), body)]
+    assert {len(row) for row in expected} > {LENGTH, 2}
+    rows = iter(data) if streaming else (data[i] for i in range(len(data)))
+    assert [next(rows)["input_ids"].tolist() for _ in expected] == expected
 
 
 def test_text_files_give_the_rows_they_gave_before(load, tmp_path, monkeypatch):
@@ -262,7 +285,6 @@ def test_records_that_cannot_be_used(record, options, match, streaming, load, tm
             "data.objective = 'mlm' masks no spans: leave out data.mean_span_length",
         ),
         ({"train": ("a",), "labels_column": "l"}, "data.labels_column belongs to token ids"),
-        ({"train": ("a",), "packing": False}, "data.packing = false needs token ids"),
         ({"dataset": "no/such/name"}, "is not a directory: give a directory or a name on the Hub"),
         ({"dataset": "file.txt"}, "is not a directory"),
         ({"dataset": "empty"}, "is an empty directory"),

@@ -146,7 +146,7 @@ def test_quantised_teachers_and_students():
     _, parts = inherited_loss(model, body, batch, return_parts=True)
     p, q = (one(row).logits.log_softmax(-1)[0, :-1] for one in (body, model))
     torch.testing.assert_close(parts.kl, (p.exp() * (p - q)).sum(-1).mean().detach())
-    with pytest.raises(GrowthError, match="a quantised output projection .*: keep this layer"):
+    with pytest.raises(GrowthError, match=r"a quantised output projection .*: keep this layer"):
         inherited_loss(model, whole, batch)
     with pytest.raises(GrowthError, match="is quantised: its weights cannot be trained"):
         inherited_loss(body, model, batch)
