@@ -28,6 +28,8 @@ from growkern.train.safety.signals import SignalWatch
 python_format = warnings.formatwarning
 # commands that a repeat resumes; any other starts again
 RESUMING = ("grow", "replay", "cache-teacher", "train")
+# what a size is called -> a part of its option's name
+CALLED = {"width": "hidden-size", "mlp": "intermediate-size", "kv-head": "num-key-value-heads"}
 
 
 def one_line(error: BaseException) -> str:
@@ -47,6 +49,7 @@ def _unknown_option(error: Any) -> str | None:
         return None
     # --layers: --num-hidden-layers
     word = name.strip("-").removesuffix("s")
+    word = CALLED.get(word, word)
     options = (one.opts[0] for one in error.ctx.command.params)
     near = [one for one in options if len(word) > 2 and one.startswith("-") and word in one]
     meant = ", ".join(near or error.possibilities or ())

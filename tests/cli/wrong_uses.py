@@ -43,6 +43,7 @@ COMMANDS = [
     Use("grow {bert} {new} {new}", ("unexpected",)),
     Use("plan {bert} --hiden-size 24", ("--hiden-size", "--hidden-size")),
     Use("plan {bert} --layers 4", ("--num-hidden-layers",)),
+    Use("plan {bert} --width 24", ("did you mean --hidden-size?",)),
     Use("plan {bert} --hidden-size", ("--hidden-size", "argument")),
     Use("plan {bert} --hidden-size wide", ("--hidden-size", "integer")),
     Use("grow '' {new} --hidden-size 24", ("argument 2 is empty",)),

@@ -39,6 +39,9 @@ from growkern.growth.sharded.placement import local_tensor
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.op import adamw_step
 
+# beginning of a warning
+HALF_WEIGHTS = "the weights themselves are"
+
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Named parameter groups as in `transformers.Trainer`: norms and biases do not decay.
@@ -60,7 +63,7 @@ def _warn_of_half(parameters: Iterable[Tensor]) -> None:
     half = {x.dtype for x in parameters} & {torch.bfloat16, torch.float16}
     if half:
         warnings.warn(
-            f"the weights themselves are {min(map(str, half)).removeprefix('torch.')}: small steps "
+            f"{HALF_WEIGHTS} {min(map(str, half)).removeprefix('torch.')}: small steps "
             "round to nothing, and the norms' weights stay where they are. Train float32 weights, "
             "model.float(), under torch.autocast",
             GrowthWarning,

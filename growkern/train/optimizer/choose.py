@@ -19,7 +19,7 @@ from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.growth.history import History, history_of
-from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
+from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, decay_groups
 from growkern.growth.optimizer.combined import CombinedOptimizer
 from growkern.growth.optimizer.muon import GrowthMuon
 from growkern.growth.plan.growth_plan import GrowthPlan
@@ -217,15 +217,18 @@ def _adamw(
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
         made: Optimizer = kind(groups, **settings)
         return made
-    return GrowthAdamW(
-        groups,
-        plan,
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        rewarm_steps=own.rewarm_steps,
-        rewarm_peak=own.rewarm_peak,
-    )
+    with warnings.catch_warnings():
+        # the trainer has said so itself, with the setting that changes it
+        warnings.filterwarnings("ignore", HALF_WEIGHTS, GrowthWarning)
+        return GrowthAdamW(
+            groups,
+            plan,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            rewarm_steps=own.rewarm_steps,
+            rewarm_peak=own.rewarm_peak,
+        )
 
 
 def _block_matrices(model: Any) -> set[str]:

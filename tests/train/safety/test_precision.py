@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+import growkern
 from growkern import GrowthError
 from growkern import run as train
 from growkern.errors import GrowthWarning
@@ -51,6 +52,14 @@ def test_pure_bfloat16_is_on_request_and_warns(tmp_path):
     trainer.train()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(norms_that_moved(before, weights_of(trainer)))
+
+
+def test_pure_bfloat16_of_a_grown_model_warns_once(tmp_path):
+    model = growkern.grow(half_model(), hidden_size=32)
+    with pytest.warns(GrowthWarning, match="bfloat16") as seen:
+        trainer = small_trainer(tmp_path, model, args=SLOW, precision="pure-bf16")
+        assert isinstance(trainer.create_optimizer(), growkern.GrowthAdamW)
+    assert sum("bfloat16" in str(one.message) for one in seen) == 1
 
 
 def test_a_resumed_run_keeps_float32_weights(tmp_path):
