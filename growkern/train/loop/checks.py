@@ -300,10 +300,10 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
     refusals["use_liger_kernel needs the package Liger: pip install liger-kernel"] = (
         args.use_liger_kernel and not is_liger_kernel_available()
     )
-    for name in ("compute_loss_func", "compute_metrics"):
+    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
         refusals[
             f"{name} cannot be used: the loss is fused with the output projection, so there are no "
-            "logits"
+            "logits. Give it to a plain transformers.Trainer, with the trained model"
         ] = options.get(name) is not None
     for message, refused in refusals.items():
         if refused:
