@@ -90,7 +90,8 @@ class Family:
     def pads_exactly(self) -> bool:
         """True where a stream with empty entries computes the same: no norm outputs the stream."""
         written = {str(row.norm).partition(">")[2] for rows in self.parts.values() for row in rows}
-        return not self.norm.centres or (self.norm.placement == "pre" and "stream" not in written)
+        is_free = self.norm.has_weight and self.norm.placement == "pre" and "stream" not in written
+        return not self.norm.centres or is_free
 
     def rows_of(self, class_name: str) -> Iterator[tuple[str, Row, str]]:
         """The rows of a class: (part of the table, row, stack), one for each stack of a row."""

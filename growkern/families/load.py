@@ -25,7 +25,7 @@ _KEYS = {
     "runtimes": "head_dim layers scale",
     "config": "field default plus reserved",
     "norm": "kind placement eps plus_one bias",
-    "attention": "positions scale when partial field pairs whole_pairs",
+    "attention": "positions scale when partial field pairs whole_pairs turning clip",
     "space": "kind of untied heads width part weighted size activated scale scale_when",
     "class": "prefix body heads output stacks repeats cache",
     "depth": "zero inner_norms outer_norm refuse",

@@ -88,6 +88,8 @@ class ModelSpec:
         """What `turning` would be if heads had this many entries."""
         if self.family.attention.positions != "rotary":
             return 0
+        if self.family.attention.turning is not None:
+            return int(getattr(self.config, self.family.attention.turning))
         if not self.family.attention.partial:
             return head_dim
         return int(head_dim * self.config.rope_parameters.get("partial_rotary_factor", 1.0))

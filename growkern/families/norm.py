@@ -20,15 +20,18 @@ class NormKind:
     Attributes:
         centres: True if m is the mean of x and v its variance. False if m is 0 and v the mean
             square of x.
+        tensors: last part of the names of gamma and beta. Without one of them it is 1, or 0.
     """
 
     centres: bool
-    may_have_bias: bool
+    tensors: tuple[str, ...]
 
 
 NORM_KINDS = {
-    "layernorm": NormKind(centres=True, may_have_bias=True),
-    "rmsnorm": NormKind(centres=False, may_have_bias=False),
+    "layernorm": NormKind(centres=True, tensors=("weight", "bias")),
+    "layernorm_without_bias": NormKind(centres=True, tensors=("weight",)),
+    "layernorm_without_weight": NormKind(centres=True, tensors=()),
+    "rmsnorm": NormKind(centres=False, tensors=("weight",)),
 }
 
 
@@ -47,6 +50,11 @@ class Norm:
         """True if the norm subtracts the mean."""
         return NORM_KINDS[self.kind].centres
 
+    @property
+    def has_weight(self) -> bool:
+        """True if growth can change what the norm multiplies by."""
+        return bool(NORM_KINDS[self.kind].tensors)
+
     def epsilon(self, config: Any) -> float:
         """The number that is added to the variance."""
         return self.eps if isinstance(self.eps, float) else float(getattr(config, self.eps))
@@ -57,5 +65,5 @@ class Norm:
 
     def tensors(self, config: Any) -> tuple[str, ...]:
         """Last part of the names of a norm's tensors: "weight", and "bias" if it has one."""
-        has_bias = NORM_KINDS[self.kind].may_have_bias and holds(self.bias, config)
-        return ("weight", "bias") if has_bias else ("weight",)
+        has_bias = holds(self.bias, config)
+        return tuple(t for t in NORM_KINDS[self.kind].tensors if has_bias or t != "bias")

@@ -156,6 +156,8 @@ class Attention:
         when: config flag; without it scores are not divided.
         partial: True if R is head_dim times the config's `partial_rotary_factor`, False if R is
             head_dim.
+        turning: config field that holds R, where it does not depend on head_dim.
+        clip: config field with the limit that queries, keys and values are clipped to.
     """
 
     positions: str
@@ -165,6 +167,8 @@ class Attention:
     field: str | None = None
     pairs: str = "halves"
     whole_pairs: bool = False
+    turning: str | None = None
+    clip: str | None = None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from growkern.growth.disk.sentence import becomes_sentence_model, check_modules,
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
-from growkern.growth.models import class_shapes, fit_cache, mark_initialised, tie, untrained_model
+from growkern.growth.models import class_shapes, fit_cache, restore_buffers, tie, untrained_model
 from growkern.growth.optimizer.file import OPTIMIZER_FILE
 from growkern.growth.optimizer.stream import OptimizerStream
 from growkern.growth.options import parse_size
@@ -186,7 +186,8 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
         fit_cache(grown.large, model.generation_config)
     # non-persistent buffers, such as rotary frequencies, are not in `state`: move them too
     model.to(_device(grown)).eval()
-    mark_initialised(model)
+    # GPT-J's class computes its positions in the dtype of the weights, but not when it is loaded
+    restore_buffers(model)
     return model
 
 

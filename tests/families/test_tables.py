@@ -106,7 +106,7 @@ CASES = [
 @pytest.mark.parametrize("model_type, sizes, options", CASES)
 def test_table_predicts_every_tensor_and_shape(model_type, sizes, options):
     family = load_family(model_type)
-    config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
     for class_name in family.classes:
         with torch.device("meta"):
             model = getattr(transformers, class_name)(config)
@@ -117,7 +117,7 @@ def test_table_predicts_every_tensor_and_shape(model_type, sizes, options):
 @pytest.mark.parametrize("model_type, sizes, options", CASES)
 def test_table_knows_which_tensors_are_tied(model_type, sizes, options):
     family = load_family(model_type)
-    config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
     for class_name in family.classes:
         with torch.device("meta"):
             model = getattr(transformers, class_name)(config)
@@ -154,12 +154,12 @@ def test_a_class_knows_the_sizes_its_tensors_have(model_type):
     """Each size alone, one more: shapes change if and only if the class has that size."""
     family = load_family(model_type)
     _, sizes, options = next(case for case in CASES if case[0] == model_type)
-    config = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
     for class_name in family.classes:
         whole, own = ModelSpec(family, config, class_name), ModelSpec.of(config, class_name)
         assert own.shapes == whole.shapes
         for key in (key for key, size in family.config.items() if size.field):
-            other = transformers.AutoConfig.for_model(model_type, **sizes, **options)
+            other = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
             setattr(other, family.config_field(key), 3 + whole.size(key))
             moves = whole.with_config(other).shapes != whole.shapes
             # a head count that divides the stream changes no shape

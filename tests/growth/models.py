@@ -54,6 +54,10 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
     """A model of this class whose norms, biases and weights are all away from their defaults."""
     model_class = getattr(transformers, class_name)
     model = model_class._from_config(model_class.config_class(**{**sizes, **config}), dtype=dtype)
+    # as transformers does when it loads a model: it computes tables of angles in float32
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
     rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)

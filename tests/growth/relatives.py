@@ -6,7 +6,7 @@
 
 from typing import Any
 
-from tests.growth.models import BERT, LLAMA
+from tests.growth.models import BERT, GPT2, LLAMA
 
 ENCODER = {**BERT, "layer_norm_eps": 1e-12, "pad_token_id": 1}
 ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"pad_token_id": 0}
@@ -92,6 +92,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
     "glm": ("GlmForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "glm4": ("Glm4ForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
+    "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 2, "pad_token_id": 0}, {"n_inner": 33}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "mbart": ("MBartForConditionalGeneration", BART, {"scale_embedding": True}),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
@@ -99,6 +100,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-3, **HALF}, BIASES),
+    "olmo": ("OlmoForCausalLM", ROTARY, {"tie_word_embeddings": False, "attention_bias": True}),
     "olmo3": ("Olmo3ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
     "opt": ("OPTForCausalLM", OPT, {"enable_bias": False}),
     "phi": ("PhiForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3, **HALF}, {}),

@@ -250,6 +250,7 @@ def check_structure(plan: Blueprint) -> None:
     """
     if plan.options.is_baseline:
         return
+    _check_scaled(plan)
     used = {name for task in plan.tasks for name in (task.source, task.upper)}
     for tensor in plan.small.own_tensors:
         if tensor.name not in used:
@@ -264,3 +265,25 @@ def check_structure(plan: Blueprint) -> None:
                 f"a {plan.large.class_name} of these sizes has a {task.name}, the source has none: "
                 f"it exists only with {task.tensor.row.when}"
             )
+
+
+def _check_scaled(plan: Blueprint) -> None:
+    """Refuse sizes that need a factor which the model cannot hold, or must not have."""
+    layout, family, heads = plan.layout, plan.small.family, plan.small.family.query_heads[0]
+    clip = family.attention.clip
+    limit = None if clip is None else getattr(plan.small.config, clip, None)
+    if limit is not None and plan.small.head_dim(heads) != plan.large.head_dim(heads):
+        raise UnfitError(
+            f"head_dim cannot grow: it scales the queries, and {clip}={limit} clips them"
+        )
+    old, new = layout.stream_sizes
+    if family.norm.has_weight or old == new:
+        return
+    field = family.config_field("stream")
+    why = f"{field} {old} -> {new}: the norms of {family.model_type} have no weight that can scale"
+    if layout.is_padded:
+        raise GrowthError(f"{why} entries that are not copied: leave stream out")
+    if any(layout.is_dual(name) for name in family.spaces):
+        raise GrowthError(f"{why} the input of a tied head: untie it first, or keep {field}")
+    if layout.is_extended:
+        raise UnfitError(f"{why} extra entries: give a multiple of {old}")

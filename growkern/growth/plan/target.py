@@ -100,7 +100,7 @@ def finish_target(
             setattr(config, name, [values[layer] for layer in layer_map])
     for name, key in family.classes[small.class_name].repeats.items():
         setattr(config, name, large.size(key))
-    if family.attention.positions == "rotary":
+    if hasattr(small.config, "rope_parameters"):
         config.rope_parameters = _rotary_parameters(small, large)
     for older in family.older:
         if older.is_pattern and older.field in vars(config):

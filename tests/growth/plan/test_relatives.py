@@ -60,12 +60,14 @@ def at_once(model):
     family, old, heads = model.family, old_sizes(model), head_counts(model)
     sizes = {key: old[key] + 13 for key in family.unit_sizes}
     sizes |= {key: old[key] + 1 for key in family.stacks.values()} | {"vocab": 64}
+    if not family.forces_head_dim:
+        sizes["head_dim"] = 3 * model.head_dim()
     if not family.pads_exactly:
         return sizes | heads | {"stream": 2 * old["stream"]}
     sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}
     if family.forces_head_dim:
         return sizes | {"stream": 2 * model.head_dim() * sizes[family.query_heads[0]]}
-    return sizes | {"stream": old["stream"] + 8, "head_dim": 3 * model.head_dim()}
+    return sizes | {"stream": old["stream"] + 8}
 
 
 def grown_by(model, sizes):
@@ -108,7 +110,7 @@ def test_every_size_that_a_table_offers_has_a_case(model_type):
 @pytest.mark.parametrize("model_type", SOME)
 def test_all_sizes_at_once_are_exact_from_files_to_shards(model_type, tied, tmp_path):
     class_name, sizes, *options = SOME[model_type]
-    sizes = {**sizes, **(options[0] if options else {}), "tie_word_embeddings": tied}
+    sizes = {**sizes, "tie_word_embeddings": tied, **(options[0] if options else {})}
     source = random_model(class_name, sizes)
     model = ModelSpec.of(source.config, class_name)
     how = grown_by(model, at_once(model))
@@ -163,6 +165,10 @@ def test_every_class_is_exact(model_type, class_name):
         ("stablelm", {}, {"hidden_size": 36, "num_attention_heads": 6}, "turn 3 entries of a head"),
         ("phi", {"qk_layernorm": True}, {"hidden_size": 24}, "qk_layernorm=True: norms of queries"),
         ("stablelm", {"qk_layernorm": True}, {"hidden_size": 48}, "qk_layernorm=True: norms of"),
+        ("olmo", {}, {"hidden_size": 20}, "no weight that can scale extra entries: give a mul"),
+        ("olmo", {}, {"hidden_size": 24, "stream": "padded"}, "entries that are not copied"),
+        ("olmo", {"tie_word_embeddings": True}, {"hidden_size": 24}, "input of a tied head"),
+        ("olmo", {"clip_qkv": 1.0}, {"head_dim": 8}, "clip_qkv=1.0 clips them"),
         ("opt", {"do_layer_norm_before": False}, {"hidden_size": 24}, "norms behind the blocks"),
         ("opt", {"word_embed_proj_dim": 8}, {"hidden_size": 24}, "word_embed_proj_dim=8: embed"),
     ],
