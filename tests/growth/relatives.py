@@ -85,6 +85,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "arcee": ("ArceeForCausalLM", ROTARY, BIASES),
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
+    "cohere2": ("Cohere2ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
     "ernie4_5": ("Ernie4_5ForCausalLM", ROTARY, {"use_bias": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
