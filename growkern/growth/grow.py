@@ -260,6 +260,7 @@ def grow_checkpoint(
             allow_nonfinite=True,
             **how,
         )
+        refuse_unreadable(grown.source)
         _warn_of_changes(grown, calls=4)
         return grown
 

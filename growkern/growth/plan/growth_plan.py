@@ -30,6 +30,7 @@ from growkern.growth.plan.portable import portability
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.source.hub import located
+from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.layers import inserted_in, layers_of, refuse_unportable
 from growkern.ops.expand.call import DTYPES
@@ -205,8 +206,9 @@ def plan(
 
     Args:
         source: a `transformers.PreTrainedModel`, a checkpoint directory (the config and the
-            safetensors headers are read, and norm weights where a bound needs them), or a model on
-            the Hub, `ORGANISATION/NAME`, of which only parts of the weights are downloaded.
+            safetensors headers are read, and norm weights where a bound needs them), a config.json
+            without weights, or a model on the Hub, `ORGANISATION/NAME`, of which only parts of the
+            weights are downloaded.
         target_config: the target's config; or give its sizes by the config's own names
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
         dtype: dtype of the grown weights; default the source's.
@@ -220,7 +222,9 @@ def plan(
     """
     options, dims = GrowthOptions.split_off({**how})
     place = located(source, revision, weights=False)
-    opened = open_source(place, allow_nonfinite=allow_nonfinite)
+    if isinstance(place, Path) and place.name == CONFIG_FILE and place.is_file():
+        place = place.parent
+    opened = open_source(place, allow_nonfinite=allow_nonfinite, weights=False)
     made = plan_growth(opened, options, dims, target_config, dtype)
     refuse_idle_options(made)
     if target_config is not None:

@@ -105,12 +105,13 @@ def part_bytes(plan: Blueprint, ranks: int) -> int:
 
 def _most_in_work(plan: Blueprint) -> int:
     """Most bytes of a piece: its buffer, its temporaries and the source rows mapped for it."""
-    most = 0
-    for piece in pieces_of(plan):
-        start, stop = piece.rows
-        numbers = (stop - start) * math.prod(piece.task.shape[1:])
+    most, summed = 0, _summed_bytes(plan)
+    for task in plan.tasks:
+        # the first piece of a tensor is the largest
+        start, stop = next(iter(row_blocks(task.shape, plan.dtype.itemsize)))
+        numbers = (stop - start) * math.prod(task.shape[1:])
         buffer = numbers * plan.dtype.itemsize
-        most = max(most, buffer + _mapped_bytes(plan, piece.task, numbers) + _summed_bytes(plan))
+        most = max(most, buffer + _mapped_bytes(plan, task, numbers) + summed)
     return most
 
 

@@ -34,9 +34,11 @@ def rounding_findings(plan: Blueprint) -> list[Finding]:
         plan.small.size(key) != plan.large.size(key)
         for key in layout.family.config.keys() - set(layout.family.stacks.values())
     )
-    is_random, kinds = plan.options.scheme == "paper", {}
+    # norms of float16 are read
+    is_random, is_read = plan.options.scheme == "paper", plan.dtype == torch.float16
+    kinds = {}
     for task in plan.tasks:
-        layer = task.source_layer if is_random or task.tensor.norm else None
+        layer = task.source_layer if is_random or (is_read and task.tensor.norm) else None
         kinds[task.tensor.template, task.identity, layer, task.upper is None] = task
     rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
     if rounded:

@@ -12,16 +12,22 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
-from growkern.growth.source.files import METADATA_FILE, read_header_bytes, read_headers
+from growkern.growth.source.files import (
+    METADATA_FILE,
+    WEIGHTS_FILE,
+    read_header_bytes,
+    read_headers,
+)
 from growkern.growth.source.hub import lacks_weights, read_remote_headers
 from growkern.growth.source.links import stays_in
 from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES
-from growkern.growth.source.stored import StoredTensor
+from growkern.growth.source.stored import BareTensor, StoredTensor
 
 GENERATION_FILE = "generation_config.json"
 # files besides weights that transformers and sentence-transformers look for
@@ -90,6 +96,23 @@ def _read_remote(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor
     return read_remote_headers(directory)
 
 
+def _has_no_weights(directory: Path) -> bool:
+    patterns = (*weight_files(), METADATA_FILE)
+    return not lacks_weights(directory) and not any(
+        fnmatch(file.name, pattern) for file in directory.iterdir() for pattern in patterns
+    )
+
+
+def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
+    """The tensors that the files of such a model would have, on the meta device."""
+    dtype = getattr(model.config, "dtype", None) or torch.float32
+    return {
+        name: BareTensor(str(directory / WEIGHTS_FILE), shape, dtype)
+        for name, shape in model.shapes.items()
+        if name not in model.ties
+    }
+
+
 def _has_metadata(directory: Path) -> bool:
     return (directory / METADATA_FILE).is_file()
 
@@ -136,11 +159,18 @@ REMOTE = SAFETENSORS._replace(
     loads=False,
 )
 FORMATS = (DISTRIBUTED, REMOTE, SAFETENSORS)
+# a config alone, for a plan
+BARE = SAFETENSORS._replace(recognises=_has_no_weights, read=_read_bare, suffix=None, loads=False)
 
 
-def format_of(directory: Path) -> Format:
-    """The format of a checkpoint directory: the first of `FORMATS` that recognises it."""
-    return next(kind for kind in FORMATS if kind.recognises(directory))
+def format_of(directory: Path, *, weights: bool = True) -> Format:
+    """The format of a checkpoint directory: the first of `FORMATS` that recognises it.
+
+    Args:
+        weights: False: a directory without weights has the format `BARE`.
+    """
+    kinds = FORMATS if weights else (BARE, *FORMATS)
+    return next(kind for kind in kinds if kind.recognises(directory))
 
 
 def weight_files() -> tuple[str, ...]:

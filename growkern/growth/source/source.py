@@ -39,7 +39,7 @@ from growkern.growth.source.config import (
     read_generation,
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS
-from growkern.growth.source.formats import Format, format_of
+from growkern.growth.source.formats import BARE, Format, format_of
 from growkern.growth.source.live import (
     check_live,
     class_name_of,
@@ -112,11 +112,12 @@ class Source:
         return max(set(floating), key=floating.count)
 
 
-def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
+def open_source(source: Any, *, allow_nonfinite: bool = False, weights: bool = True) -> Source:
     """Open a `PreTrainedModel` or a checkpoint directory for growth.
 
     Args:
         allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
+        weights: False: a directory may hold a config alone, as a plan needs no more.
 
     Raises:
         GrowthError: an unsupported or quantised model; a model in memory that computes something
@@ -127,7 +128,7 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
     refuse_adapters(source, "source")
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
     if isinstance(source, (str, Path)):
-        opened = _open_directory(Path(source))
+        opened = _open_directory(Path(source), weights)
     elif isinstance(source, nn.Module):
         opened = _open_model(unwrapped(source, "source"))
     else:
@@ -138,7 +139,12 @@ def open_source(source: Any, *, allow_nonfinite: bool = False) -> Source:
 
 
 def refuse_unreadable(source: Source) -> None:
-    """Refuse a model in memory whose weights have no values here to grow."""
+    """Refuse a source whose weights have no values here to grow."""
+    if source.format == BARE:
+        raise GrowthError(
+            f"{source.directory}: a config without weights, which is enough for a plan alone: give "
+            "a directory with its safetensors files as well"
+        )
     for name in source.dtypes if source.directory is None else ():
         tensor = source.read(name)
         if is_dtensor(tensor):
@@ -245,10 +251,10 @@ def _open_model(model: Any) -> Source:
 # -------------------------------------------------------------- directories
 
 
-def _open_directory(directory: Path) -> Source:
+def _open_directory(directory: Path, weights: bool) -> Source:
     stamps = Stamps.of(directory)
     spec, keys = _read_spec(directory)
-    format = format_of(directory)
+    format = format_of(directory, weights=weights)
     headers = format.read(directory, spec)
     check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)

@@ -1,12 +1,14 @@
 """The interface of a tensor in a file: its shape is known at once, its values are read on demand.
 
-`growkern.growth.source.files.Header` is a tensor of a safetensors file,
+`BareTensor` has no values. `growkern.growth.source.files.Header` is a tensor of a safetensors file,
 `growkern.growth.source.distributed.tensors.DistributedTensor` one of a distributed checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -46,3 +48,26 @@ class StoredTensor(Protocol):
         Args:
             index: per axis the wanted entries, (k,) int64, in any order and with repetitions.
         """
+
+
+@dataclass(frozen=True)
+class BareTensor:
+    """A tensor that a config describes, without a file: its values are on the meta device."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_mapped: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.read()[start:stop]
+
+    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
+        return self.read()
