@@ -15,6 +15,7 @@ from growkern.growth.space.layers import (
     is_undeclared,
     period_of,
     rule_of,
+    whole_depths,
 )
 
 PORTABLE = "portable=True (--portable)"
@@ -53,16 +54,21 @@ def _older_keys(plan: Blueprint) -> Iterator[str]:
 
 
 def _kinds(plan: Blueprint) -> Iterator[str]:
-    period, keeps = rule_of(plan.small)
-    if not plan.small.family.runtimes.get("layers"):
-        return
-    for name in plan.small.family.per_layer:
-        if not keeps(getattr(plan.target_config, name, None) or ()):
-            yield (
-                f"{name} no longer repeats every {period} layers: {_named(plan, 'layers')} wrong "
-                "outputs, as the kind of a layer follows from its number there; "
-                f"{PORTABLE} adds whole periods"
-            )
+    """Lists of the kinds of layers whose period is lost, and the nearest depths that keep it."""
+    small, (key, *_) = plan.small, plan.small.family.stacks.values()
+    period, keeps = rule_of(small)
+    for name in small.family.per_layer:
+        if keeps(getattr(plan.target_config, name, None) or ()):
+            continue
+        line = f"{name} no longer repeats every {period} layers"
+        if small.family.runtimes.get("layers"):
+            wrong = f"{_named(plan, 'layers')} wrong outputs"
+            line += f": {wrong}, as the kind of a layer follows from its number there"
+        if small.size(key) >= period:
+            depths = whole_depths(small, key, plan.large.size(key))
+            field = small.family.config_field(key)
+            line += f"; {PORTABLE} adds whole periods, with {field}={depths}"
+        yield line
 
 
 def _named(plan: Blueprint, fact: str) -> str:

@@ -27,10 +27,9 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
     period = period_of(small) if options.portable else 1
     added, over = divmod(new - old, period)
     if over:
-        fit = [old + period * n for n in (added, added + 1) if n]
         raise UnfitError(
             f"{small.family.config_field(key)}={new}: the kinds of layers repeat every {period}, "
-            f"so portable=True takes {' or '.join(map(str, fit))}"
+            f"so portable=True takes {whole_depths(small, key, new)}"
         )
     whole, rest = divmod(old, period)
     if added and not whole:
@@ -41,6 +40,14 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
     periods = pick(whole, whole + added) if whole else []
     layers = [period * number + i for number in periods for i in range(period)]
     return layers + list(range(old - rest, old))
+
+
+def whole_depths(small: ModelSpec, key: str, new: int) -> str:
+    """The numbers of layers nearest to `new` that add whole periods of their kinds."""
+    old, period = small.size(key), period_of(small)
+    added, over = divmod(new - old, period)
+    fit = [old + period * n for n in ((added, added + 1) if over else (added,)) if n]
+    return " or ".join(map(str, fit))
 
 
 def inserted_in(layers: Sequence[int]) -> set[int]:

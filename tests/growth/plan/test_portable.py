@@ -131,6 +131,8 @@ PERIODS = [
     ("Gemma3ForCausalLM", {"layer_types": EVERY_3 * 2}, 9),
     ("Gemma3ForCausalLM", {"num_hidden_layers": 7}, 13),
     ("ModernBertForMaskedLM", {}, 9),
+    # no runtime computes the kinds of its layers
+    ("Olmo3ForCausalLM", {"layer_types": EVERY_3 * 2, "sliding_window": 4}, 9),
 ]
 
 
@@ -146,7 +148,10 @@ def test_portable_adds_whole_periods(name, config, layers, depth):
     period = period or (3 if "layer_types" in config else 6)
     how = {"num_hidden_layers": layers, "depth": depth}
     if depth == "identity":
-        assert said(source, "no longer repeats", **how)
+        (line,) = said(source, "no longer repeats", **how)
+        assert line.endswith(f"adds whole periods, with num_hidden_layers={layers}")
+        (line,) = said(source, "no longer repeats", num_hidden_layers=layers + 1)
+        assert line.endswith(f"num_hidden_layers={layers} or {layers + period}")
     grown = growkern.grow(source, portable=True, **how)
     old, new = source.config.layer_types, grown.config.layer_types
     assert new == [old[i % period] for i in range(layers)]
