@@ -81,6 +81,10 @@ def run_state(case, shard_source, shard, directory, moments):
     growkern.grow_into(target, source, **{k: how[k] for k in ("method", "depth") if k in how})
     held = max(local(p).nbytes for p in target.parameters())
     found = {"held": held}
+    truths = {
+        key: sharded_truth(whole, expected, key, shard)
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    }
     for kind, given in (
         ("in memory", sharded),
         ("distributed checkpoint", files),
@@ -90,8 +94,7 @@ def run_state(case, shard_source, shard, directory, moments):
         with Watch() as watch:
             growkern.grow_optimizer_into(target, optimizer, given, moments=moments)
         wrong = []
-        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            truth = sharded_truth(whole, expected, key, shard)
+        for key, truth in truths.items():
             for name, p in target.named_parameters():
                 entry = optimizer.state.get(p, {})
                 same = bool(entry) == (name in expected)

@@ -16,7 +16,7 @@ from growkern.growth.sharded import grow_into
 from growkern.growth.source.distributed.tensors import runs_of
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.plan.test_families import CASES as FAMILIES
-from tests.growth.sharded.ranks import CASES, GROWN_CHECKPOINT, OPTIMIZERS, TWO_RANKS
+from tests.growth.sharded.ranks import CASES, GROWN_CHECKPOINT, OPTIMIZERS, RANKS
 from tests.shared.forked_ranks import on_ranks
 
 
@@ -61,12 +61,12 @@ def check_ranks(name, ranks):
         assert "tp" in name or kind == "copies" or held < rank["full"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RANKS[4])
 def test_four_ranks_hold_their_parts_of_the_grown_model(name, four_ranks):
     check_ranks(name, four_ranks)
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", RANKS[2])
 def test_two_ranks_hold_their_parts_of_the_grown_model(name, two_ranks):
     check_ranks(name, two_ranks)
 
