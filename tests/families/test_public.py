@@ -12,7 +12,7 @@ import pytest
 import growkern
 from growkern.families.load import load_family, supported_families
 from growkern.package import parse_toml
-from tests import walks
+from tests.shared import walks
 
 PUBLIC = parse_toml(Path(__file__).with_name("public.toml").read_text())
 ALL = {name: config for part in PUBLIC.values() for name, config in part.items()}

@@ -1,11 +1,7 @@
 """`growkern train` with each objective: it learns, resumes to the bit, and refuses in one line."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,10 +18,11 @@ from growkern.plot.curve import read_curve
 from growkern.publish.manifest import differences
 from growkern.train.model.load import has_tokenizer
 from growkern.train.safety.export import export
+from tests.shared import warm
+from tests.shared.forked_ranks import on_ranks
+from tests.train.distributed import run_ranks
 from tests.train.objectives.places import data_of, model_of, place_of, tokenizer
 
-ROOT = Path(__file__).parents[3]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # what the loss of one batch may differ from the mean
 NOISE = 0.9
 
@@ -100,20 +97,30 @@ def test_an_export_and_a_second_save_hold_both_models(tmp_path):
     assert not differences(out).wrong and not differences(tmp_path / "exported").wrong
 
 
-@pytest.mark.parametrize("objective", ["mlm+nsp", "rtd"])
-def test_two_processes_train_what_one_does(objective, tmp_path):
-    run = place_of(tmp_path, objective, steps=4, training="accumulation = 2")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [*TORCHRUN, "-m", "growkern", "train", str(run)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    two = history(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
-    train(run, progress=False)
-    one = history(tmp_path / "out")
-    name = {"mlm+nsp": "nsp", "rtd": "rtd"}[objective]
+PARTS = {"mlm+nsp": "nsp", "rtd": "rtd"}
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """A directory for each objective of PARTS, with its run file and the run of two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    for objective in PARTS:
+        (folder / objective).mkdir()
+        place_of(folder / objective, objective, steps=4, training="accumulation = 2")
+    script = [[f"{objective}/run.toml", None] for objective in PARTS]
+    (folder / "script.json").write_text(json.dumps(script))
+    on_ranks(2, run_ranks.__name__, folder)
+    return folder
+
+
+@pytest.mark.parametrize("objective", PARTS)
+def test_two_processes_train_what_one_does(objective, two_processes):
+    place = two_processes / objective
+    two = history(place / "out")
+    shutil.rmtree(place / "out")
+    train(place / "run.toml", progress=False)
+    one = history(place / "out")
+    name = PARTS[objective]
     for key in ("loss", "mlm", name, f"{name}_accuracy", "eval_loss", f"eval_{name}", "flops"):
         values = [[line[key] for line in log if key in line] for log in (two, one)]
         assert values[0]
@@ -224,8 +231,7 @@ def test_a_discriminator_without_its_generator_is_refused(tmp_path):
     run = place_of(tmp_path, "rtd")
     text = run.read_text()
     run.write_text(text.replace('generator = "generator"', ""))
-    command = [sys.executable, "-m", "growkern", "train", str(run)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = warm.run("growkern", "train", run)
     assert done.returncode == 2
     assert "give the directory of an ElectraForMaskedLM as model.generator" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
