@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import reprlib
+import types
 import typing
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -32,6 +33,10 @@ NOT_NEGATIVE = Limit(lambda x: 0 <= x < math.inf, "be 0 or more, and finite")
 SHARE = Limit(lambda x: 0 <= x <= 1, "lie in [0, 1]")
 
 
+# types that a field may have, in words
+PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
 def between(least: int, most: int) -> Limit:
     """The limit of a whole number."""
     return Limit(lambda x: least <= x <= most, f"lie in {least} .. {most}")
@@ -45,7 +50,7 @@ def choices(kind: Any) -> tuple[Any, ...]:
 
 
 def check_fields(record: Any, section: str = "") -> None:
-    """Check the fields of a dataclass: its numbers by its `LIMITS`, and its texts by their types.
+    """Check the fields of a dataclass: plain values by their types, and numbers by its `LIMITS`.
 
     Args:
         record: an instance of the dataclass.
@@ -56,12 +61,24 @@ def check_fields(record: Any, section: str = "") -> None:
         full = f"{section}.{name}" if section else name
         if value is None and type(None) in typing.get_args(kinds[name]):
             continue
+        is_union = typing.get_origin(kinds[name]) in (types.UnionType, typing.Union)
+        one_of = typing.get_args(kinds[name]) if is_union else (kinds[name],)
+        plain = [one for one in one_of if one is not type(None)]
+        if all(one in PLAIN for one in plain) and not any(_is_of(value, one) for one in plain):
+            must = " or ".join(PLAIN[one] for one in plain)
+            raise GrowthError(f"{full} is {reprlib.repr(value)}: it must be {must}")
         limit = record.LIMITS.get(name)
         if limit is not None and not limit.inside(value):
             raise GrowthError(f"{full} is {value}: it must {limit.must}")
         known = choices(kinds[name])
         if known and value not in known:
             raise GrowthError(f"{full} is {reprlib.repr(value)}{nearest(str(value), known)}")
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    if kind in (int, float) and not isinstance(value, bool):
+        return hasattr(value, "__index__") if kind is int else isinstance(value, Real)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def whole_number(name: str, value: Any, wanted: str = "a whole number") -> int:

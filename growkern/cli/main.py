@@ -36,7 +36,9 @@ def one_line(error: BaseException) -> str:
     """The message of an error as one line."""
     # errors of the command-line parser; its class moves between versions of typer
     text = error.format_message() if hasattr(error, "format_message") else reason(error)
-    text = _unknown_option(error) or text
+    usage = getattr(error, "ctx", None)
+    if usage is not None:
+        text = _unknown_option(error) or f"{text.rstrip('.')}; see {usage.command_path} --help"
     if is_out_of_memory(error):
         text = f"out of memory. {text}"
     return clean(f"growkern: {' '.join(text.split())}")
@@ -45,7 +47,7 @@ def one_line(error: BaseException) -> str:
 def _unknown_option(error: Any) -> str | None:
     """The message of an unknown option: the parser knows of spelling only, as of --hiden-size."""
     name = getattr(error, "option_name", None)
-    if name is None or getattr(error, "ctx", None) is None:
+    if name is None:
         return None
     # --layers: --num-hidden-layers
     word = name.strip("-").removesuffix("s")
@@ -54,7 +56,7 @@ def _unknown_option(error: Any) -> str | None:
     near = [one for one in options if len(word) > 2 and one.startswith("-") and word in one]
     meant = ", ".join(near or error.possibilities or ())
     return f"No such option: {name}; " + (
-        f"did you mean {meant}?" if meant else "see the command with --help"
+        f"did you mean {meant}?" if meant else f"see {error.ctx.command_path} --help"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError, nearest
 from growkern.growth.space import maps
 from growkern.growth.space.spaces import copies
@@ -36,6 +37,8 @@ def widening(source: Shape, target: Shape, *, reads: bool = True, fused: int = 1
     Raises:
         GrowthError: a shape that is no larger one, or rows that `fused` does not divide.
     """
+    for name, shape in (("source", source), ("target", target)):
+        check_kind(name, shape, (tuple, list), "the shape of a weight, such as (64, 32)")
     if len(source) != len(target) or len(source) not in (1, 2) or fused < 1:
         raise GrowthError(
             f"widening takes two shapes of 1 or 2 sizes, and fused >= 1: got {tuple(source)}, "
@@ -105,6 +108,8 @@ def widen(small: nn.Module, large: nn.Module, *, fused: dict[str, int] | None = 
 
 def _check_names(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> None:
     """Refuse modules that differ in more than widths."""
+    check_kind("small", small, nn.Module, "the trained module")
+    check_kind("large", large, nn.Module, "the module to fill, of the class of small")
     ours = dict(small.named_parameters(remove_duplicate=False))
     theirs = dict(large.named_parameters(remove_duplicate=False))
     if ours.keys() != theirs.keys():

@@ -99,6 +99,20 @@ class Lock:
 _held: set[Lock] = set()
 
 
+def make_folder(directory: Path) -> None:
+    """Make a directory, and those that it is in.
+
+    Raises:
+        GrowthError: a file is in the way.
+        OSError: the directory cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(one for one in (directory, *directory.parents) if one.exists())
+        raise GrowthError(f"{directory}: {file} is a file: give another directory") from error
+
+
 @contextlib.contextmanager
 def locked(directory: Path, doing: str) -> Iterator[None]:
     """Hold the lock of a directory; it is made if it does not exist, and must not stay empty then.
@@ -111,7 +125,7 @@ def locked(directory: Path, doing: str) -> Iterator[None]:
         OSError: the directory or the lock cannot be made.
     """
     was_there = directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     try:
         lock = Lock(lock_file_of(directory.resolve()), directory, doing)
     except OSError as error:

@@ -30,7 +30,7 @@ from typing import Any
 from growkern.errors import GrowthError
 from growkern.files import sync_tree, write_all
 from growkern.publish.calls import exchange, exists, inode, open_ours, remove, rename_new
-from growkern.publish.lock import Lock, lock_file_of
+from growkern.publish.lock import Lock, lock_file_of, make_folder
 
 JOURNAL, NEW, SWAP, OLD, TRASH = "journal.jsonl", "new", "swap", "old", "trash"
 
@@ -114,7 +114,7 @@ class Workplace:
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Lock the target and make the private directory."""
-        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory.parent)
         self._lock = Lock(lock_file_of(self.target), self.target, self.kind)
         stack.callback(self._lock.release)
         self._parent = os.open(self.directory.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from growkern.arguments import PLAIN
 from growkern.errors import GrowthError, nearest
 from growkern.files import MOST_LEVELS, read_bounded
 
@@ -143,9 +144,9 @@ def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") ->
 
 def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
-        return f"a list of {typing.get_args(kind)[0].__name__}"
+        return f"a list, each {_describe(typing.get_args(kind)[0])}"
     if typing.get_origin(kind) is dict:
         return "a table"
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(repr, typing.get_args(kind)))
-    return "a table" if dataclasses.is_dataclass(kind) else str(kind.__name__)
+    return "a table" if dataclasses.is_dataclass(kind) else PLAIN[kind]

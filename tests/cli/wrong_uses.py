@@ -39,7 +39,7 @@ WIDE = "--hidden-size 24 --intermediate-size 40 --num-attention-heads 6"
 COMMANDS = [
     Use("gorw {bert} {new}", ("gorw", "grow")),
     Use("plan", ("SRC",)),
-    Use("grow {bert}", ("DST",)),
+    Use("grow {bert}", ("Missing argument 'DST'; see growkern grow --help",)),
     Use("grow {bert} {new} {new}", ("unexpected",)),
     Use("plan {bert} --hiden-size 24", ("--hiden-size", "--hidden-size")),
     Use("plan {bert} --layers 4", ("--num-hidden-layers",)),
@@ -99,6 +99,7 @@ OPTIONS = [
     Use(f"plan {{bert}} {WIDE} --carry 0.01", ("carry=0.01 has no effect", "leave it out")),
     Use("plan {llama} --hidden-size 20 --carry 0.01", ("carry=0.01 has no effect",)),
     Use(f"plan {{bert}} {WIDE} --tokens nan", ("tokens",)),
+    Use(f"plan {{bert}} {WIDE} --source-tokens 1e9", ("without tokens (--tokens)",)),
     Use(f"plan {{bert}} {WIDE} --ranks 0", ("--ranks", "1")),
     Use(f"plan {{bert}} {WIDE} --identity-gain 0", ("identity_gain", "(0, 1]")),
     Use(f"plan {{bert}} {WIDE} --seed -1", ("seed is -1", "0 .. ")),
@@ -107,6 +108,7 @@ OPTIONS = [
 
 WRITING = [
     Use(f"grow {{bert}} {{bert}} {WIDE}", ("bert", "exists")),
+    Use(f"grow {{bert}} {{text}}/new {WIDE}", ("text is a file: give another directory",)),
     Use(f"grow {{bert}} {{trained}} {WIDE}", ("trained", "exists")),
     Use(f"grow {{bert}} {{trained}} {WIDE} --overwrite", ("trained", "another directory")),
     Use(f"grow {{bert}} {{new}} {WIDE} --dtype float12", ("float12", "float32")),
@@ -133,7 +135,11 @@ TRAINING = [
     Use("train {run}", ("steps", "0"), ("steps = 2", "steps = 0")),
     Use("train {run}", ("steps", "two"), ("steps = 2", 'steps = "two"')),
     Use("train {run}", ("'trainnig'", "'training'"), ("[training]", "[trainnig]")),
-    Use("train {run}", ("nowhere",), ('train = ["text"]', 'train = ["nowhere"]')),
+    Use("train {run}", ("data.train: no file", "nowhere"), ("text", "nowhere")),
+    Use(
+        "train {run}", ("no key 'steps': it belongs to [training]",), ("[data]", "[data]\nsteps=2")
+    ),
+    Use("train {run}", ("text is a file",), ('directory = "out"', 'directory = "text/out"')),
     Use("train {run}", ("positions",), ("sequence_length = 8", "sequence_length = 9999")),
     Use(
         "train {run}", ("layers_per_block", "99"), ("layers_per_block = 1", "layers_per_block = 99")
@@ -159,7 +165,7 @@ TRAINING = [
         ),
     ),
     Use("train {run}", ("dir",), ('directory = "out"', 'directory = "bert"')),
-    Use("export {trained} {new}", ("trained", "checkpoint")),
+    Use("export {trained} {new}", ("trained", "checkpoint", "give the output directory of a run")),
 ]
 
 MEASURING = [

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import (
     NO_RULE,
@@ -91,6 +93,7 @@ def grow_optimizer_into(
     Source: as `growkern.grow_optimizer`.
     """
     check_moments(moments)
+    check_kind("optimizer", optimizer, Optimizer, "the optimizer of the model")
     if isinstance(optimizer, CombinedOptimizer):
         for part in optimizer.optimizers:
             grow_optimizer_into(model, part, source, plan=plan, moments=moments)

@@ -64,9 +64,9 @@ class GrowthMuon(torch.optim.Muon):
         matched: bool = True,
         **options: Any,
     ) -> None:
+        factors = growth_lr_multipliers(plan)
         super().__init__(params, lr, weight_decay, **options)
         self.plan, self.matched = plan, matched
-        factors = growth_lr_multipliers(plan)
         if matched:
             warn_of_unknown_growth(plan)
         self._factors: dict[Tensor, Mapping[str, float]] = {}

@@ -170,6 +170,8 @@ def estimate(
                 f"{name}={count:g}: give a number of tokens from 1 to {MOST_TOKENS:g}, for "
                 "example 1e11 for 100 billion"
             )
+    if source_tokens is not None and tokens is None:
+        raise GrowthError("source_tokens (--source-tokens) is given without tokens (--tokens)")
     size = plan.parameters() * plan.dtype.itemsize
     shard = -(-size // ranks)
     weights, teacher = (

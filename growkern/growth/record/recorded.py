@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from growkern.arguments import path_of
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, reason
 from growkern.families.model import ModelSpec
 from growkern.files import check_format, read_json
 from growkern.growth.history import (
@@ -124,7 +124,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
         why = str(error).removeprefix(f"{file}: ")
         raise _no_record(file, why) from error
     except MALFORMED as error:
-        raise _no_record(file, _brief(error)) from error
+        raise _no_record(file, reason(error)[:200]) from error
 
 
 def has_record(directory: Path | None) -> bool:
@@ -171,12 +171,6 @@ def _typed(cls: type[T], table: Mapping[str, Any]) -> T:
         if is_large or not (type(value) in allowed or is_number):
             raise ValueError(f"{name} is {reprlib.repr(value)}")
     return cls(**table)
-
-
-def _brief(error: Exception) -> str:
-    """The type and the text of an error that a damaged file caused; its values may be huge."""
-    text = str(error)
-    return f"{type(error).__name__}: {text if len(text) < 200 else text[:200] + '...'}"
 
 
 def _read_config(file: Path, data: Any) -> Any:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError, clean
 from growkern.growth.source.stamps import Stamps
 from growkern.printing import human
@@ -186,6 +187,7 @@ def load_data(
         GrowthError: the data cannot be found, read or cached, or does not fit the options; or
             several processes cannot wait for each other yet.
     """
+    check_kind("data", data, DataSection, "a growkern.DataSection")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and not dist.is_initialized():
         raise GrowthError(

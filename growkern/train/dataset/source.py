@@ -176,7 +176,7 @@ def find_sources(
 
 
 def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
-    files = [file for pattern in patterns for file in matching_files(base, pattern)]
+    files = [file for pattern in patterns for file in matching_files(base, pattern, key)]
     if not files:
         return None
     loaders: dict[str, Path] = {}

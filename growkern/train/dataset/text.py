@@ -105,12 +105,13 @@ def _note_nul(text: str, file: Path) -> None:
         )
 
 
-def matching_files(base: Path, pattern: str) -> list[Path]:
+def matching_files(base: Path, pattern: str, key: str = "text") -> list[Path]:
     """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
 
     Args:
         base: folder of a relative pattern. Brackets and stars in its own name are no pattern.
         pattern: of names. If a file has that very name, it is the only one.
+        key: of the pattern, for messages.
 
     Raises:
         GrowthError: there are none, or far too many names to look at.
@@ -119,8 +120,10 @@ def matching_files(base: Path, pattern: str) -> list[Path]:
     exact = glob.glob(glob.escape(str(shown)))
     names = exact or list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
     if len(names) > MOST_NAMES:
-        raise GrowthError(f"{shown} matches more than {MOST_NAMES} names: give a narrower one")
+        raise GrowthError(
+            f"{key}: {shown} matches more than {MOST_NAMES} names: give a narrower one"
+        )
     found = [Path(name) for name in sorted(names) if Path(name).is_file()]
     if not found:
-        raise GrowthError(f"no file matches {shown}")
+        raise GrowthError(f"{key}: no file matches {shown}")
     return found

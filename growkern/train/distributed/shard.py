@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.growth.sharded.placement import free_gathered, local_tensor
 from growkern.growth.source.refused import refuse_adapters
@@ -138,6 +139,8 @@ def shard(
         GrowthError: the model is sharded already, uses PEFT, or its processes do not fit.
     """
     options = options or DistributedOptions(sharding="fsdp")
+    check_kind("options", options, DistributedOptions, "growkern.DistributedOptions")
+    check_kind("model", model, nn.Module, "a model of transformers")
     refuse_adapters(model, "model")
     if is_sharded(model):
         raise GrowthError(f"the {type(model).__name__} is sharded already")

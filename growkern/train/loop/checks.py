@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 from transformers.utils import is_liger_kernel_available
 
-from growkern.arguments import as_list, check_steps
+from growkern.arguments import as_list, check_kind, check_steps
 from growkern.errors import GrowthError
 from growkern.growth.source.refused import refuse_adapters
 from growkern.train.distributed.shard import (
@@ -20,13 +20,22 @@ from growkern.train.distributed.shard import (
     check_sharding,
     refuse_replicas,
 )
+from growkern.train.growth.step import GrowthStep
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import is_two_stacks
+from growkern.train.optimizer.options import OptimizerOptions
 from growkern.train.rules import check
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
+OPTIONS = {
+    "two_stage": TwoStageConfig,
+    "inheritance": InheritanceSchedule,
+    "loss": LossOptions,
+    "optimizer_options": OptimizerOptions,
+}
 # attribute in which transformers keeps the function that runs a block again
 CHECKPOINTING = "_gradient_checkpointing_func"
 REENTRANT = (
@@ -56,6 +65,25 @@ def check_trained_model(model: Any) -> None:
         keywords = getattr(getattr(module, CHECKPOINTING, None), "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant"):
             raise GrowthError(f"the model has {REENTRANT}")
+
+
+def check_kinds(model: Any, growth: Any, **given: Any) -> None:
+    """Refuse arguments of `TwoStageTrainer` of another kind.
+
+    Args:
+        model: in training.
+        growth: the growths inside the run.
+        given: the other arguments, by their names; None is left out.
+
+    Raises:
+        GrowthError: there is one.
+    """
+    check_kind("model", model, nn.Module, "a model of transformers, as from_pretrained loads it")
+    for name, kind in OPTIONS.items():
+        if given[name] is not None:
+            check_kind(name, given[name], kind, f"growkern.{kind.__name__}")
+    for one in as_list(growth):
+        check_kind("growth", one, GrowthStep, "a list of growkern.GrowthStep")
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:

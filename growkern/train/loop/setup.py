@@ -19,6 +19,7 @@ from growkern.train.loop.checks import (
     check_accelerator,
     check_arguments,
     check_block_size,
+    check_kinds,
     check_step_numbers,
     check_trained_model,
     choose_teachers,
@@ -95,6 +96,7 @@ def prepare(
     Raises:
         GrowthError: models, teachers or arguments that cannot be trained this way.
     """
+    check_kinds(model, **vars(settings))
     check_arguments(args, options)
     check_trained_model(model)
     two_stage, growth = settings.two_stage is not None, settings.growth

@@ -107,6 +107,7 @@ def count_labels(
     Returns:
         0-d int64, on the device of the labels. Add it up over all processes.
     """
+    check_kind("batches", batches, Iterable, "the batches of a step, in a list")
     causal = bool(causal) if model is None else shifts_labels(model, causal)
     counts = [(align_labels(b["labels"], causal=causal) != IGNORE_INDEX).sum() for b in batches]
     return torch.stack(counts).sum()

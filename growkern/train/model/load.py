@@ -159,9 +159,15 @@ def check_directory(directory: Path) -> None:
     """Check that a directory holds a checkpoint.
 
     Raises:
-        GrowthError: it has no config.json, or it has adapters, which would be left out.
+        GrowthError: it is no directory or has no config.json, or it has adapters, which would be
+            left out.
     """
     refuse_adapter_directory(directory)
+    if not directory.is_dir():
+        raise GrowthError(
+            f"{directory} is not a checkpoint directory: give the directory of a model, or its "
+            "name on the Hub, ORGANISATION/NAME"
+        )
     if not (directory / "config.json").is_file():
         raise GrowthError(f"{directory} is not a checkpoint directory: it has no config.json")
 

@@ -21,10 +21,11 @@ Paths are relative to the folder of the file.
 """
 
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from growkern.arguments import (
     MOST_NUMPY_SEED,
@@ -293,4 +294,24 @@ def _to_run(tables: dict[str, Any], path: Path) -> Run:
         tables["growth"] = from_table(growth)
     elif isinstance(growth, list):
         tables["growth"] = [from_table(x) if isinstance(x, dict) else x for x in growth]
+    _check_places(tables, path)
     return to_dataclass(Run, tables, str(path))
+
+
+def _check_places(tables: dict[str, Any], path: Path) -> None:
+    """Refuse keys that belong to another section."""
+    kinds = {name: (kind, *get_args(kind)) for name, kind in get_type_hints(Run).items()}
+    keys = {
+        section: {field.name for field in fields(kind)}
+        for section, options in kinds.items()
+        for kind in options
+        if is_dataclass(kind) and section != "growth"
+    }
+    for section in keys.keys() & tables.keys():
+        for key in tables[section] if isinstance(tables[section], dict) else ():
+            owner = next((one for one, its in keys.items() if key in its), section)
+            is_meant = key in keys[section] or get_close_matches(key, keys[section])
+            if owner != section and not is_meant:
+                raise GrowthError(
+                    f"{path}: [{section}] has no key {key!r}: it belongs to [{owner}]"
+                )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import TrainOutput
 
+from growkern.arguments import path_of
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.source.loading import load_model
@@ -67,10 +68,11 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
         KeyboardInterrupt: SIGINT ended the run.
         Terminated: SIGTERM ended the run.
     """
-    command = resume_command(Path(path))
+    path = path_of("path", path, "the name of a run file")
+    command = resume_command(path)
     with SignalWatch(f"stopped; to resume: {command}"):
         check_switches()
-        result, base = None, Path(path).parent
+        result, base = None, path.parent
         for one in load_runs(path):
             resolved = resolve(one, base)
             result = _train(resolved, command, overwrite=overwrite, progress=progress)

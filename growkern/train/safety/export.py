@@ -21,6 +21,7 @@ from growkern.growth.record.lineage import DTYPES, keep_lineage
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import class_of
 from growkern.publish import workplace
+from growkern.publish.lock import make_folder
 from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
 from growkern.train.model.load import load_language_model
@@ -57,7 +58,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     target = target.absolute()
     workplace.sweep(target, KIND, may_replace)
     check_target(run, target, overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     model = _load(checkpoint)
     with workplace.Workplace(target, KIND, may_replace, resume=False) as place:
         new = place.open_new()
@@ -91,7 +92,9 @@ def _newest(run: Path) -> Path:
             return checkpoint
         wrong[checkpoint.name] = reason
     reasons = "".join(f"; {name}: {reason}" for name, reason in wrong.items())
-    raise GrowthError(f"{run} has no whole checkpoint to export{reasons}")
+    raise GrowthError(
+        f"{run} has no whole checkpoint to export{reasons}: give the output directory of a run"
+    )
 
 
 def _names(checkpoint: Path) -> list[str]:

@@ -80,7 +80,7 @@ class DistillKitTeacher(CausalRows):
         self.name = str(directory)
         files = sorted(map(str, folder.glob("*.parquet")))
         if not files:
-            raise GrowthError(f"{directory} has no *.parquet files")
+            raise GrowthError(f"{directory} has no *.parquet files: give a folder of DistillKit's")
         try:
             table = datasets.load_dataset("parquet", data_files=files, split="train")
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:

@@ -81,7 +81,10 @@ def read_header(directory: Path) -> CacheHeader:
     try:
         table = read_json(file, MOST_BYTES, "cache header")
     except GrowthError as error:
-        raise GrowthError(f"{directory} is not a teacher cache: {error}") from error
+        raise GrowthError(
+            f"{directory} is not a teacher cache: {error}: give the directory that growkern "
+            "cache-teacher made"
+        ) from error
     names = [field.name for field in fields(CacheHeader)]
     if (
         not isinstance(table, dict)
