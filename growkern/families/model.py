@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from growkern.errors import UnfitError
 from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.spec import Row, SpaceSpec, TensorSpec, holds
@@ -44,7 +45,9 @@ class ModelSpec:
         family = load_family(config.model_type).of_class(class_name)
         for refusal in family.refuse:
             refusal.check(config)
-        return cls(family, config, class_name)
+        model = cls(family, config, class_name)
+        model.check_groups()
+        return model
 
     def with_own_heads(self, named: Iterable[str]) -> ModelSpec:
         """The same model, in which heads of these names are not tied, if its table allows that."""
@@ -59,6 +62,17 @@ class ModelSpec:
     def size(self, key: str) -> int:
         """The size called `key` in [config]."""
         return self.family.config[key].of(self.config)
+
+    def check_groups(self) -> None:
+        """Refuse query heads that do not share the key-value heads equally."""
+        if "kv_heads" not in self.family.config:
+            return
+        heads, kv_heads = self.size("q_heads"), self.size("kv_heads")
+        if heads < kv_heads or heads % kv_heads:
+            raise UnfitError(
+                f"{self.family.config_field('q_heads')}={heads} is not a multiple of "
+                f"{self.family.config_field('kv_heads')}={kv_heads}"
+            )
 
     def head_dim(self, heads: str = "q_heads") -> int:
         """Entries of one attention head.

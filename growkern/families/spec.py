@@ -88,7 +88,11 @@ class Size:
     reserved: int = 0
 
     def of(self, config: Any) -> int:
-        """The size, read from a Hugging Face config."""
+        """The size, read from a Hugging Face config.
+
+        Raises:
+            GrowthError: the config has no value, and the family no default.
+        """
         if self.field is None:
             return self.number
         value = getattr(config, self.field, None)
@@ -96,7 +100,9 @@ class Size:
             left, sign, right = self.default.split()
             a, b = (int(x) if x.isdigit() else getattr(config, x) for x in (left, right))
             value = a * b if sign == "*" else a // b
-        return int(getattr(config, self.field) if value is None else value) + self.plus
+        if value is None:
+            raise GrowthError(f"{self.field} of the config has no value: give it a whole number")
+        return int(value) + self.plus
 
 
 @dataclass(frozen=True)

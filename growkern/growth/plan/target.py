@@ -335,13 +335,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
     for heads in family.query_heads if family.forces_head_dim else ():
         _check_head_dim(small, large, heads, asked)
-    if "kv_heads" in family.config:
-        count, kv_heads = large.size("q_heads"), large.size("kv_heads")
-        if count % kv_heads:
-            raise UnfitError(
-                f"{family.config_field('q_heads')}={count} is not a multiple of "
-                f"{family.config_field('kv_heads')}={kv_heads}"
-            )
+    large.check_groups()
 
 
 def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[str, int]) -> None:

@@ -67,7 +67,8 @@ class TwoStageTrainer(Trainer):
         teacher: a model, several models, a `TeacherCache`, a `ServedTeacher` or a
             `DistillKitTeacher`.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`. None takes
-            the one beside the weights. Without any, other special ids or sizes are refused.
+            the one beside the weights. Without any, other special ids, families or sizes are
+            refused.
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
             the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.

@@ -515,7 +515,8 @@ def inherited_loss(
         row_weights: (B, S) float, the weight of each label. Not shifted. A label of weight 0 still
             counts in the number that the loss is divided by; a masked label does not.
         vocab_size: columns that mean the same token in all models; later columns are padding. None:
-            the tokenizers beside the models, or else their special ids, must agree.
+            the tokenizers beside the models, or else their special ids and
+            families, must agree.
         teacher_vocab_size: tokens that the teachers know, if the student has more. A row whose
             label or context holds a later token has no KL term, and the KL of other rows is over
             the teachers' tokens alone. None: the tokenizers beside the models tell it.

@@ -1,8 +1,8 @@
 """Checks that student and teacher mean the same token by each id.
 
-Tokenizers tell it for certain. They are compared wherever both can be had. Otherwise there are two
-signs of another vocabulary: other special ids in the configs, and a head with more columns than
-padding explains.
+Tokenizers tell it for certain. They are compared wherever both can be had. Otherwise there are
+three signs of another vocabulary: other special ids in the configs, another model family, and a
+head with more columns than padding explains.
 """
 
 import hashlib
@@ -115,8 +115,8 @@ def check_vocabulary(
         The tokens that the teacher knows, if its tokenizer is known and the student's has more.
 
     Raises:
-        GrowthError: their tokenizers differ. Or one of them is unknown, and special ids or sizes
-            differ.
+        GrowthError: their tokenizers differ. Or one of them is unknown, and special ids, families
+            or sizes differ.
     """
     own, other = tokenizer or _tokenizer_of(student), _tokenizer_of(teacher)
     if hasattr(own, "get_vocab") and other is not None:
@@ -130,6 +130,12 @@ def check_vocabulary(
             f"{name} has the {key} {sorted(theirs[key])}, but the student's is "
             f"{sorted(ours[key])}, so it seems to have another vocabulary. If all ids agree, "
             f"{remedy}"
+        )
+    family, others = (getattr(one.config, "model_type", None) for one in (student, teacher))
+    if family != others:
+        raise GrowthError(
+            f"{name} is a {others} and the student a {family}, so it seems to have another "
+            f"vocabulary. If all ids agree, {remedy}"
         )
     columns = _columns(teacher)
     if tokenizer is not None and columns != _columns(student):

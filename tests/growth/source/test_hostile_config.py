@@ -82,6 +82,23 @@ def test_values_that_make_no_model_are_refused(checkpoint, tmp_path, name):
     assert words in refusal(checkpoint, tmp_path, json.dumps(config))
 
 
+@pytest.mark.parametrize(
+    "growth", [{"hidden_size": 24}, {"num_hidden_layers": 3}, {"vocab_size": 60}]
+)
+def test_key_heads_that_no_query_head_reads_are_refused(growth):
+    sizes = LLAMA | {"num_attention_heads": 2, "num_key_value_heads": 4}
+    with pytest.raises(GrowthError, match=r"num_attention_heads=2 .* num_key_value_heads=4"):
+        growkern.grow(random_model("LlamaForCausalLM", sizes), **growth)
+
+
+def test_a_size_that_is_null_is_refused(tmp_path):
+    random_model("NemotronForCausalLM", LLAMA, dtype=torch.float32).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_key_value_heads": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(GrowthError, match="num_key_value_heads of the config has no value"):
+        growkern.plan(tmp_path, vocab_size=60)
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts_that_are_no_config_are_refused(checkpoint, tmp_path, name):
     change, words = TEXTS[name]

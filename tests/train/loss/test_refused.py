@@ -1,5 +1,6 @@
 """Input that would be trained wrongly in silence is refused with one line, before training."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -212,9 +213,11 @@ def test_an_encoder_that_sees_the_tokens_it_predicts(tmp_path):
     config = build("bert").config
     refuse("see the tokens after them", tmp_path, transformers.BertLMHeadModel(config))
     seeing = transformers.BertLMHeadModel(config)
+    student = transformers.BertLMHeadModel(copy.deepcopy(config))
+    student.config.is_decoder = True
     with pytest.raises(GrowthError, match="see the tokens after them"):
         TwoStageTrainer(
-            build("gpt2"),
+            student,
             arguments(tmp_path),
             teacher=seeing,
             inheritance=InheritanceSchedule(end_step=1),

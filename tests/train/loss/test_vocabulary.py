@@ -155,6 +155,21 @@ def test_other_special_ids_are_refused(tmp_path, columns):
         start(tmp_path, student, teacher, **both)
 
 
+@pytest.mark.parametrize("columns", [VOCAB, 64])
+def test_another_family_is_refused(tmp_path, columns):
+    student, teacher = build("bert", layers=1), roberta(columns)
+    # special ids that agree say nothing of the rest
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(teacher.config, name, getattr(student.config, name))
+    # without the student's tokenizer other sizes are refused first
+    for given in ({"processing_class": TinyTokenizer()}, {})[: 1 + (columns == VOCAB)]:
+        with pytest.raises(GrowthError, match=r"a roberta and the student a bert.*teacher_token"):
+            start(tmp_path, student, teacher, **given)
+    if columns == VOCAB:
+        both = {"processing_class": tokenizer(), "teacher_tokenizer": tokenizer()}
+        start(tmp_path, student, teacher, **both)
+
+
 @pytest.mark.parametrize(
     "ids",
     [
