@@ -123,8 +123,19 @@ def absolute(directory, arguments):
     return [a.replace("--out=new", f"--out={directory / 'new'}") for a in made]
 
 
+@pytest.fixture(scope="module")
+def imported():
+    """What a command imports when it reads its arguments is imported before the forks."""
+    arguments, sys.argv = sys.argv, ["growkern", "fold", "not there", "new"]
+    try:
+        with pytest.raises(SystemExit):
+            main()
+    finally:
+        sys.argv = arguments
+
+
 @pytest.fixture
-def place(tmp_path, checkpoint):  # noqa: F811
+def place(tmp_path, checkpoint, imported):  # noqa: F811
     torch.set_num_threads(1)
     (tmp_path / "small").symlink_to(checkpoint)
     (tmp_path / "text").write_text("a small model grows\n" * 30)
