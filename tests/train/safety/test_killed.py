@@ -23,8 +23,8 @@ hidden_size = 24
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 @pytest.mark.parametrize(
     ("how", "growth"),
-    [("random", ""), ("operations", ""), ("operations", SIZES)],
-    ids=["random", "operations", "operations_with_growth"],
+    [("random", ""), ("operations", SIZES)],
+    ids=["random", "operations_with_growth"],
 )
 def test_killed_at_any_moment_it_ends_the_same(workplace, how, growth):  # noqa: F811
     text = RUN.replace("tensorboard = true", "tensorboard = false") + growth
