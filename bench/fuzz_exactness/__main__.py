@@ -21,7 +21,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -29,7 +29,9 @@ from bench.fuzz_exactness.cases import Case, draw
 from bench.fuzz_exactness.check import check
 
 
-def failures(seed: int, numbers: range, counts: Counter[str]) -> Iterator[tuple[int, Case, str]]:
+def failures(
+    seed: int, numbers: Iterable[int], counts: Counter[str]
+) -> Iterator[tuple[int, Case, str]]:
     """The cases that fail, with the reason.
 
     Args:

@@ -1,5 +1,7 @@
 """`symmetry="routing"`: every weight goes to one copy, or to two, and the copies add up to it."""
 
+import re
+
 import pytest
 import torch
 
@@ -100,13 +102,14 @@ def test_with_amplitude_1_a_copy_has_all_or_nothing(class_name, sizes, growth):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("class_name, sizes, growth", GROWTHS, ids=IDS)
 def test_backends_and_parts_agree_to_the_bit(class_name, sizes, growth, dtype):
+    """An interpreted kernel takes a second: it builds the tensors of one layer."""
     source = random_model(class_name, sizes, dtype=dtype)
-    backends = ["cpu"] + ["triton"] * HAS_TRITON
     for amplitude, stream in ((1.0, "auto"), (1.0, "copies"), (2.0, "copies")):
         grown = plan(source, routing=amplitude, stream=stream, **growth)
         for task in grown.tasks:
             whole = build_tensor(grown, task, backend="reference")
-            for backend in backends:
+            on_triton = HAS_TRITON and not re.search(r"\.[1-9]\d*\.", task.name)
+            for backend in ["cpu"] + ["triton"] * on_triton:
                 assert torch.equal(build_tensor(grown, task, backend=backend), whole), task.name
             if len(task.shape) == 2:
                 part = tuple(slice(n // 3, n - 1) for n in task.shape)
