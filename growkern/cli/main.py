@@ -38,7 +38,8 @@ def one_line(error: BaseException) -> str:
     text = error.format_message() if hasattr(error, "format_message") else reason(error)
     usage = getattr(error, "ctx", None)
     if usage is not None:
-        text = _unknown_option(error) or f"{text.rstrip('.')}; see {usage.command_path} --help"
+        see = "" if text.endswith("?") else f"; see {usage.command_path} --help"
+        text = _unknown_option(error) or text.rstrip(".") + see
     if is_out_of_memory(error):
         text = f"out of memory. {text}"
     return clean(f"growkern: {' '.join(text.split())}")
