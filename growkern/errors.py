@@ -3,7 +3,7 @@
 import difflib
 import errno
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Characters of a message, and of one with a path that is longer than a name: two paths of Linux's
 # greatest length fit. A damaged file may hold names and values of any length: of a longer
@@ -45,6 +45,18 @@ class GrowthError(ValueError):
 
 class UnfitError(GrowthError):
     """Sizes that do not fit together, where near ones may."""
+
+
+class TableError(GrowthError):
+    """A family table that cannot be used.
+
+    Attributes:
+        faults: what is wrong, one line each: the key, the value and the fix.
+    """
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = [clean(fault, "") for fault in faults]
 
 
 class GrowthWarning(UserWarning):

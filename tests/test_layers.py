@@ -66,6 +66,7 @@ PARTS = {
         "optimizer",
         "grow",
         "replay",
+        "own_table",
         "freeze",
     ),
     "growkern.train": (

@@ -9,7 +9,7 @@ __all__ = ["app", "evaluation", "growth", "lineage", "pictures", "teacher", "tra
 
 # the groups and the order of the help, as in docs/commands.md
 GROUPS = {
-    "Growing": ("plan", "grow", "verify", "fold", "replay"),
+    "Growing": ("plan", "grow", "verify", "fold", "replay", "family"),
     "Training": ("train", "export", "cache-teacher"),
     "Measuring": ("eval", "finetune", "plot"),
     "This machine": ("info",),

@@ -1,4 +1,4 @@
-"""The commands `growkern fold` and `growkern replay`."""
+"""The commands `growkern fold`, `growkern replay` and `growkern family check`."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from growkern.cli.app import (
+    AsJson,
     LineageFile,
     MemoryLimit,
     NoResume,
@@ -17,11 +18,15 @@ from growkern.cli.app import (
     Target,
     app,
     lineage_there,
+    show,
     silence_transformers,
 )
 from growkern.cli.growth import DTYPES, dtype_of, print_growth
 from growkern.cli.options import completing
 from growkern.printing import human, say
+
+tables = typer.Typer(no_args_is_help=True, help="Tables of your own, for other models.")
+app.add_typer(tables, name="family", rich_help_panel="Growing")
 
 
 @app.command()
@@ -80,3 +85,20 @@ def replay(
             progress=sys.stderr.isatty(),
         )
     )
+
+
+@tables.command()
+def check(
+    table: Annotated[Path, typer.Argument(metavar="TABLE", help="TOML file of the table.")],
+    source: Source,
+    as_json: AsJson = False,
+) -> None:
+    """Compare TABLE with SRC, and grow a tiny model in every size. Exit 1 if one is wrong."""
+    from growkern.growth.own_table import check_table
+    from growkern.growth.source.hub import located
+
+    silence_transformers()
+    report = check_table(table, located(source, weights=False))
+    show(report, as_json)
+    if not report.ok:
+        raise typer.Exit(1)

@@ -18,6 +18,7 @@ from growkern.errors import (
     FunctionChangedWarning,
     GrowthError,
     GrowthWarning,
+    TableError,
     clean,
     is_out_of_memory,
     reason,
@@ -25,6 +26,8 @@ from growkern.errors import (
 from growkern.printing import say
 from growkern.train.safety.signals import SignalWatch
 
+# of a table
+MOST_FAULTS = 20
 python_format = warnings.formatwarning
 # commands that a repeat resumes; any other starts again
 RESUMING = ("grow", "replay", "cache-teacher", "train")
@@ -122,7 +125,10 @@ def main() -> None:
         else:
             # without arguments typer prints the help, and its error says no more
             if type(error).__name__ != "NoArgsIsHelpError":
-                say(one_line(error), sys.stderr)
+                # of a table with several faults, one line each
+                faults = error.faults[:MOST_FAULTS] if isinstance(error, TableError) else ()
+                for line in [f"growkern: {fault}" for fault in faults] or [one_line(error)]:
+                    say(line, sys.stderr)
             code = 2
     if watch.raised and code:
         say(_stopped(watch.raised, arguments), sys.stderr)

@@ -2,13 +2,16 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from growkern.families.load import load_family, supported_families
+from growkern.families.load import load_family, read_family, supported_families
 from growkern.growth.options import CHOICES, GrowthOptions
 from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 
@@ -47,14 +50,21 @@ def growth_options() -> list[tuple[str, type, Any]]:
         )
         options.append((field.name, type(field.default), option))
     families_with: dict[str, list[str]] = {}
-    for model_type in supported_families():
-        for name in growable_fields(load_family(model_type)):
+    tables = {kind: load_family(kind) for kind in supported_families()}
+    # the parser must know the sizes of a table of one's own before it reads the arguments
+    given = [word.partition("=")[2] for word in sys.argv if word.startswith("--family=")]
+    given += [after for word, after in pairwise(sys.argv) if word == "--family"]
+    tables |= {path: read_family(path) for path in given}
+    for model_type, family in tables.items():
+        for name in growable_fields(family):
             families_with.setdefault(name, []).append(model_type)
     for name, families in families_with.items():
         option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
         options.append((name, int, option))
     text = "Round the vocabulary up to a multiple of this."
     options.append((PAD_VOCAB, int, typer.Option(help=text, rich_help_panel="Target sizes")))
+    text = "TOML file of a table of your own, for a model that growkern has none for."
+    options.append(("family", Path, typer.Option(help=text)))
     return options
 
 

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.families.norm import Norm
@@ -26,6 +29,8 @@ class Family:
         softcap: config field of the soft cap c of the logits, c tanh(z / c).
         zero_in_identity, inner_norms, outer_norm, refuse_depth: the entries of [depth].
         parts: name of a part in [tensors] -> its rows.
+        table: content of a table that is not part of the package; None: it is.
+        before: this family as it was before `of_class`.
     """
 
     model_type: str
@@ -48,6 +53,18 @@ class Family:
     older: tuple[OlderKey, ...] = ()
     ties_by_value: bool = False
     runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    table: Mapping[str, Any] | None = field(default=None, repr=False)
+    before: Family | None = field(default=None, repr=False)
+
+    @property
+    def whole(self) -> Family:
+        """The family with the stacks, spaces and sizes of all classes."""
+        return self.before or self
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of a table that is not part of the package."""
+        return hashlib.sha256(json.dumps(self.table, sort_keys=True).encode()).hexdigest()
 
     def config_field(self, key: str) -> str:
         """Name of the config field that holds the size called `key`."""
@@ -124,4 +141,5 @@ class Family:
             config={key: size for key, size in self.config.items() if key in sizes},
             stacks={stack: size for stack, size in self.stacks.items() if stack in stacks},
             spaces=specs,
+            before=self.whole,
         )

@@ -1,21 +1,27 @@
 """Reads the family tables (one TOML file each) and checks every key and name in them.
 
 `growkern.families.spec` explains the sections of a table. An unknown key, value or name is an
-error.
+error. So is a value of another type.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from growkern.errors import GrowthError, nearest
+from growkern.arguments import path_of
+from growkern.errors import GrowthError, TableError, nearest
 from growkern.families.family import Family
 from growkern.families.norm import NORM_KINDS, Norm
 from growkern.families.older import FORMS, OlderKey
 from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
+from growkern.files import read_bounded
 from growkern.package import parse_toml
 
 _KEYS = {
@@ -51,47 +57,143 @@ _VALUES = {
 }
 
 
-def _check(kind: str, where: str, table: Mapping[str, Any]) -> None:
-    """Refuse unknown keys, and unknown values of keys that have a list of allowed values."""
-    allowed = _KEYS[kind].split()
-    for key, value in table.items():
-        if key not in allowed:
-            raise GrowthError(f"{where}: unknown key {key!r}{nearest(key, allowed)}")
+_TEXTS = tuple[str, ...]
+# kind of an entry -> the class that it becomes. Its fields have the types of the keys
+_CLASSES: dict[str, Any] = {
+    "table": Family,
+    "config": Size,
+    "norm": Norm,
+    "attention": Attention,
+    "space": SpaceSpec,
+    "class": ModelClass,
+    "tensor": Row,
+    "refuse": Refusal,
+    "older": OlderKey,
+}
+_REQUIRED: tuple[str, ...] = (
+    "model_type",
+    "norm",
+    "attention",
+    "config",
+    "spaces",
+    "classes",
+    "tensors",
+)
+# sections whose entries are all of one kind
+_SECTIONS = {"spaces": "space", "classes": "class", "refuse": "refuse", "older": "older"}
+# bytes of a file
+MOST_BYTES = 1_000_000
+
+
+@cache
+def _types(kind: str) -> dict[str, Any]:
+    """The types of an entry's keys, where they are known."""
+    if kind == "depth":
+        return {"zero": _TEXTS, "inner_norms": _TEXTS, "refuse": Mapping}
+    return get_type_hints(_CLASSES[kind]) if kind in _CLASSES else {}
+
+
+def _misfit(value: Any, hint: Any) -> str:
+    """What a value should be, if it is something else; "" if it fits."""
+    if hint is Any:
+        return ""
+    if get_origin(hint) is tuple and get_args(hint)[0] is str:
+        fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        return "" if fits else 'a list of texts, such as ["a", "b"]'
+    kinds = [k for k in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if k]
+    plain = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+    if not set(kinds) <= {*plain, type(None)}:
+        return "" if isinstance(value, Mapping) else "a table, such as { key = value }"
+    return "" if type(value) in kinds else " or ".join(plain[k] for k in kinds if k in plain)
+
+
+def _faults(kind: str, where: str, entry: Any) -> Iterator[str]:
+    """Unknown keys, values of another type or outside of a list, and keys that are missing."""
+    if not isinstance(entry, Mapping):
+        yield f"{where}: {reprlib.repr(entry)} must be a table, such as {{ key = value }}"
+        return
+    allowed, types = _KEYS[kind].split(), _types(kind)
+    for key, value in entry.items():
         values = _VALUES.get(f"{kind}.{key}")
-        if values is None:
-            continue
-        for one in value.split("|") if key == "part" else [value]:
-            if one not in values:
-                raise GrowthError(f"{where}.{key}: {one!r}{nearest(str(one), values)}")
+        if key not in allowed:
+            yield f"{where}: unknown key {key!r}{nearest(key, allowed)}"
+        elif wanted := _misfit(value, types.get(key, Any)):
+            yield f"{where}.{key}: {reprlib.repr(value)} must be {wanted}"
+        elif values is not None:
+            for one in value.split("|") if key == "part" else [value]:
+                if one not in values:
+                    yield f"{where}.{key}: {one!r}{nearest(str(one), values)}"
+    needed = _REQUIRED
+    if kind != "table":
+        made = fields(_CLASSES[kind]) if kind in _CLASSES else ()
+        needed = tuple(f.name for f in made if f.default is f.default_factory is MISSING)
+    for key in (key for key in needed if key in allowed and key not in entry):
+        values = _VALUES.get(f"{kind}.{key}")
+        yield f"{where}: no {key!r}: add it" + (f", one of {', '.join(values)}" if values else "")
 
 
-def _checked(kind: str, where: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked entry as keyword arguments, with tuples for lists."""
-    _check(kind, where, table)
+def table_faults(where: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the keys and values of a table, one line each."""
+    yield from _faults("table", where, table)
+
+    def section(name: str, of: Any = table) -> Mapping[str, Any]:
+        # what is no table was named above
+        return found if isinstance(found := of.get(name, {}), Mapping) else {}
+
+    for name in ("norm", "attention", "depth", "runtimes"):
+        if name in table and isinstance(table[name], Mapping):
+            yield from _faults(name, f"{where}.{name}", table[name])
+    for name, kind in _SECTIONS.items():
+        for key, entry in section(name).items():
+            yield from _faults(kind, f"{where}.{name}.{key}", entry)
+    for key, entry in section("refuse", section("depth")).items():
+        yield from _faults("refuse", f"{where}.depth.refuse.{key}", entry)
+    for key, entry in section("config").items():
+        if isinstance(entry, Mapping):
+            yield from _faults("config", f"{where}.config.{key}", entry)
+        elif type(entry) not in (int, str) and entry != []:
+            found = reprlib.repr(entry)
+            yield f"{where}.config.{key}: {found} must be a number or the name of a config field"
+    parts, rows = section("tensors"), set[str]()
+    for part in parts:
+        for name, entry in section(part, parts).items():
+            rows.add(name)
+            for one in entry if isinstance(entry, list) else [entry]:
+                yield from _faults("tensor", f"{where}.tensors.{part}.{name}", one)
+    zero = section("depth").get("zero", ())
+    for name in zero if isinstance(zero, list) else ():
+        if name not in rows and str(name).rpartition(".")[0] not in rows:
+            yield f"{where}.depth.zero: {name!r} is no row of [tensors]: name one, or remove it"
+
+
+def _refuse(faults: Iterator[str]) -> None:
+    if found := list(dict.fromkeys(faults)):
+        raise TableError(found)
+
+
+def _checked(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A checked entry as keyword arguments, with tuples for lists."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
-def _refusals(where: str, table: Mapping[str, Any]) -> tuple[Refusal, ...]:
-    return tuple(
-        Refusal(name, **_checked("refuse", f"{where}.{name}", entry))
-        for name, entry in table.items()
-    )
+def _refusals(table: Mapping[str, Any]) -> tuple[Refusal, ...]:
+    return tuple(Refusal(name, **_checked(entry)) for name, entry in table.items())
 
 
-def _size(where: str, entry: Any) -> Size:
+def _size(entry: Any) -> Size:
     if isinstance(entry, int):
         return Size(number=entry)
     if isinstance(entry, str):
         return Size(field=entry)
-    return Size(**_checked("config", where, entry))
+    return Size(**_checked(entry))
 
 
-def _rows(where: str, table: Mapping[str, Any], placement: str) -> Iterator[Row]:
+def _rows(table: Mapping[str, Any], placement: str) -> Iterator[Row]:
     # in front of a pre-norm the centred extra coordinates are 0: any weight is exact there
     extra = "free" if placement == "pre" else "zero"
     for name, entry in table.items():
         for values in entry if isinstance(entry, list) else [entry]:
-            given = _checked("tensor", f"{where}.{name}", values)
+            given = _checked(values)
             yield Row(name=name, **{"extra": extra, **given})
 
 
@@ -99,12 +201,12 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     """Make a `Family` from a parsed TOML table.
 
     Raises:
-        GrowthError: an unknown key or value, or a stack, space, size or part that is used but not
-            defined.
+        TableError: an unknown key or value, one of another type or one that is missing, or a stack,
+            space, size or part that is used but not defined.
     """
-    _check("table", where, table)
-    norm = Norm(**_checked("norm", f"{where}.norm", table["norm"]))
-    depth = _checked("depth", f"{where}.depth", table.get("depth", {}))
+    _refuse(table_faults(where, table))
+    norm = Norm(**_checked(table["norm"]))
+    depth = _checked(table.get("depth", {}))
     family = Family(
         model_type=table["model_type"],
         activation=table.get("activation"),
@@ -112,83 +214,103 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         ignored=tuple(table.get("ignored", ())),
         per_layer=tuple(table.get("per_layer", ())),
         norm=norm,
-        attention=Attention(**_checked("attention", f"{where}.attention", table["attention"])),
-        config={k: _size(f"{where}.config.{k}", v) for k, v in table["config"].items() if v != []},
+        attention=Attention(**_checked(table["attention"])),
+        config={k: _size(v) for k, v in table["config"].items() if v != []},
         stacks=table.get("stacks", {"": "layers"}),
-        refuse=_refusals(f"{where}.refuse", table.get("refuse", {})),
+        refuse=_refusals(table.get("refuse", {})),
         spaces={
-            name: SpaceSpec(name=name, **_checked("space", f"{where}.spaces.{name}", entry))
-            for name, entry in table["spaces"].items()
+            name: SpaceSpec(name=name, **_checked(entry)) for name, entry in table["spaces"].items()
         },
-        classes={
-            name: ModelClass(**_checked("class", f"{where}.classes.{name}", entry))
-            for name, entry in table["classes"].items()
-        },
+        classes={name: ModelClass(**_checked(entry)) for name, entry in table["classes"].items()},
         zero_in_identity=depth.get("zero", ()),
         inner_norms=depth.get("inner_norms", ()),
         outer_norm=depth.get("outer_norm") or None,
-        refuse_depth=_refusals(f"{where}.depth.refuse", depth.get("refuse", {})),
-        parts={
-            part: tuple(_rows(f"{where}.tensors.{part}", rows, norm.placement))
-            for part, rows in table["tensors"].items()
-        },
+        refuse_depth=_refusals(depth.get("refuse", {})),
+        parts={part: tuple(_rows(rows, norm.placement)) for part, rows in table["tensors"].items()},
         ties_by_value=table.get("ties_by_value", False),
-        runtimes=_checked("runtimes", f"{where}.runtimes", table.get("runtimes", {})),
+        runtimes=_checked(table.get("runtimes", {})),
         older=tuple(
-            OlderKey(name, **_checked("older", f"{where}.older.{name}", entry))
-            for name, entry in table.get("older", {}).items()
+            OlderKey(name, **_checked(entry)) for name, entry in table.get("older", {}).items()
         ),
     )
-    _check_references(where, family)
+    _refuse(_reference_faults(where, family))
     return family
 
 
-def _check_references(where: str, family: Family) -> None:
-    """Refuse stacks, spaces, sizes and parts that are used but not defined."""
-
-    def known(user: str, name: str, names: Mapping[str, Any]) -> None:
-        if name not in names:
-            raise GrowthError(f"{where}: {user} uses {name!r}{nearest(name, names)}")
-
-    for stack, size in family.stacks.items():
-        known(f"stack {stack}", size, family.config)
+def _reference_faults(where: str, family: Family) -> Iterator[str]:
+    """Stacks, spaces, sizes and parts that are used but not defined."""
+    used: list[tuple[str, str | None, Mapping[str, Any]]] = [
+        *((f"stack {stack}", size, family.config) for stack, size in family.stacks.items()),
+        *((f"spaces.{name}", name, family.spaces) for name in ("stream",)),
+        *((f"config.{size}", size, family.config) for size in ("stream",)),
+    ]
+    for name, space in family.spaces.items():
+        used += [(f"spaces.{name}", other, family.spaces) for other in (space.of, space.untied)]
+        used += [(f"spaces.{name}", size, family.config) for size in (space.heads, space.size)]
     for name, model_class in family.classes.items():
-        for part in (*model_class.body, *model_class.heads):
-            known(name, part, family.parts)
-        for stack in model_class.stacks:
-            known(name, stack, family.stacks)
-        for size in (*model_class.repeats.values(), *filter(None, [model_class.cache])):
-            known(name, size, family.config)
+        used += [(name, p, family.parts) for p in (*model_class.body, *model_class.heads)]
+        used += [(name, stack, family.stacks) for stack in model_class.stacks]
+        used += [(name, model_class.output, family.spaces)]
+        sizes = (*model_class.repeats.values(), model_class.cache)
+        used += [(name, size, family.config) for size in sizes]
     for row in (row for rows in family.parts.values() for row in rows):
-        if row.stack is not None:
-            known(row.name, row.stack, family.stacks)
+        used += [(row.name, row.stack, family.stacks)]
         for stack in family.stacks:
-            for used, names in zip(row.uses(stack), (family.spaces, family.config), strict=True):
-                for name in sorted(used):
-                    known(row.name, name, names)
+            spaces, of_config = row.uses(stack)
+            used += [(row.name, name, family.spaces) for name in sorted(spaces)]
+            used += [(row.name, name, family.config) for name in sorted(of_config)]
+    for user, one, names in used:
+        if one is not None and one not in names:
+            yield f"{where}: {user} uses {one!r}{nearest(one, names)}"
 
 
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
     """`table` laid over the table that it extends.
 
     Entries of [config], [spaces], [depth], [older] and of each [tensors.*] are replaced one by one,
-    all other sections as a whole.
+    all other sections as a whole. A row that names no axes keeps those of the extended table.
     """
     result = dict(base)
     for key, value in table.items():
-        deep = key in base and key in ("config", "spaces", "tensors", "depth", "older")
-        if deep and key == "tensors":
-            value = {part: {**base[key].get(part, {}), **rows} for part, rows in value.items()}
-        result[key] = {**base[key], **value} if deep else value
+        deep = key in ("config", "spaces", "tensors", "depth", "older")
+        if not (deep and isinstance(base.get(key), Mapping) and isinstance(value, Mapping)):
+            result[key] = value
+            continue
+        if key == "tensors":
+            value = {
+                part: _merged_rows(base[key].get(part, {}), rows) for part, rows in value.items()
+            }
+        result[key] = {**base[key], **value}
     return result
+
+
+def _merged_rows(base: Mapping[str, Any], rows: Any) -> Any:
+    if not isinstance(rows, Mapping):
+        return rows
+    result = dict(base)
+    for name, given in rows.items():
+        old = base.get(name, [])
+        is_whole = not isinstance(given, Mapping) or given.keys() & {"axes", "norm"} or not old
+        before = old if isinstance(old, list) else [old]
+        result[name] = given if is_whole else [{**one, **given} for one in before]
+    return result
+
+
+def _extended(where: str, table: dict[str, Any]) -> dict[str, Any]:
+    """A table with what it takes from the one that it extends."""
+    base = table.pop("extends", None)
+    if base is None:
+        return table
+    if base not in supported_families():
+        raise GrowthError(f"{where}.extends: {base!r}{nearest(str(base), supported_families())}")
+    return _merged(_table(base), table)
 
 
 @cache
 def _table(model_type: str) -> dict[str, Any]:
     file = resources.files("growkern.families") / f"{model_type}.toml"
     table = parse_toml(file.read_text(encoding="utf-8"))
-    base = table.pop("extends", None)
-    return table if base is None else _merged(_table(base), table)
+    return _extended(f"{model_type}.toml", table)
 
 
 @cache
@@ -200,6 +322,29 @@ def load_family(model_type: str) -> Family:
             f"model_type {model_type!r} has no family table; supported: {', '.join(known)}"
         )
     return parse_family(f"{model_type}.toml", _table(model_type))
+
+
+def read_family(path: str | Path | Family) -> Family:
+    """A table of one's own, from a TOML file; a `Family` is returned as it is.
+
+    Raises:
+        GrowthError: the file cannot be read, or is no TOML.
+        TableError: as in `parse_family`.
+    """
+    if isinstance(path, Family):
+        return path
+    file = path_of("family", path, "the TOML file of a table")
+    data = read_bounded(file, MOST_BYTES, "family table")
+    try:
+        table = parse_toml(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise GrowthError(f"{file}: no TOML: {error}") from error
+    return own_family(str(file), _extended(str(file), table))
+
+
+def own_family(where: str, table: Mapping[str, Any]) -> Family:
+    """A family whose table is not part of the package: records keep its content."""
+    return replace(parse_family(where, table), table=table)
 
 
 @cache

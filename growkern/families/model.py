@@ -35,14 +35,17 @@ class ModelSpec:
     untied: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, config: Any, class_name: str) -> ModelSpec:
+    def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
         """Load the table of the config's family and check that it describes this model.
+
+        Args:
+            family: a table of one's own.
 
         Raises:
             GrowthError: no table for this family or class, or a config value that the table does
                 not cover.
         """
-        family = load_family(config.model_type).of_class(class_name)
+        family = (family or load_family(config.model_type)).of_class(class_name)
         for refusal in family.refuse:
             refusal.check(config)
         model = cls(family, config, class_name)
@@ -208,7 +211,7 @@ class ModelSpec:
     @property
     def stored_names(self) -> dict[str, str]:
         """Name -> name in files, of the tensors for which these differ."""
-        return {t.name: t.row.stored for t in self.tensors if t.row.stored is not None}
+        return {t.name: t.stored for t in self.tensors if t.stored is not None}
 
     def _bound_rows(self) -> Iterator[TensorSpec]:
         """The tensors of every row whose condition holds; a name may come twice."""
@@ -249,6 +252,7 @@ class ModelSpec:
             into=named(row.into),
             tied=named(row.tied),
             fallback=row.fallback,
+            stored=None if row.stored is None else fill(row.stored),
             in_body=in_body,
         )
         if row.norm is None:
@@ -263,4 +267,5 @@ class ModelSpec:
                 axes=(f"write:{target}",),
                 norm=(source, target),
                 fallback=None if row.fallback is None else f"{named(row.fallback)}.{kind}",
+                stored=None if tensor.stored is None else f"{tensor.stored}.{kind}",
             )

@@ -50,9 +50,10 @@ Its sections:
                 `scale`     a factor of the model that growth must undo
                 `scale_when`  the flag under which it must
                 `fallback`  the tensor to grow if the source has no such tensor
-                `stored`    its full name in files if transformers renames it
-                Several rows may have one name: the first whose condition holds counts. No rows,
-                `[]`: a tensor of the extended table that this family never has
+                `stored`    its full name in files if that is another; a norm's without `.weight`
+                Several rows may have one name: the first whose condition holds counts. A row
+                without axes keeps those of the extended table. No rows, `[]`: a tensor of the
+                extended table that this family never has
     [refuse]    config fields with a `value` that the table does not cover, or with one that
                 `differs` from another field, and why
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
@@ -224,7 +225,7 @@ class TensorSpec:
         layer: number of its layer within `stack`; None outside the layers.
         axes: one entry per axis, as in the row, with stack and layer filled in.
         norm: the spaces that a norm reads and writes; None for other tensors.
-        into, tied, fallback: as in the row, but full names of tensors.
+        into, tied, fallback, stored: as in the row, but full names of tensors.
         in_body: True if it belongs to the body of the model, False if to a head.
     """
 
@@ -238,6 +239,7 @@ class TensorSpec:
     into: str | None
     tied: str | None
     fallback: str | None
+    stored: str | None
     in_body: bool
 
     @property

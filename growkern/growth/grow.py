@@ -62,6 +62,7 @@ def grow(
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    family: str | Path | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -77,6 +78,7 @@ def grow(  # type: ignore[overload-cannot-match]
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    family: str | Path | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -90,6 +92,7 @@ def grow(
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    family: str | Path | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -103,6 +106,7 @@ def grow(
         dtype: dtype of the new weights; default the source's.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
         revision: branch, tag or commit of a model on the Hub.
+        family: the TOML file of a table of your own, for a model that growkern has none for.
         backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions` (method, depth, scheme,
@@ -127,6 +131,7 @@ def grow(
             target_config=target_config,
             dtype=dtype,
             allow_nonfinite=allow_nonfinite,
+            family=family,
             **how,
         )
         refuse_unreadable(grown.source)
@@ -211,6 +216,7 @@ def grow_checkpoint(
     resume: bool = True,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    family: str | Path | None = None,
     backend: str | None = None,
     progress: bool = True,
     optimizer: str | Path | None = None,
@@ -238,7 +244,8 @@ def grow_checkpoint(
         optimizer: the Trainer's optimizer.pt, or its directory. It is grown too, within the same
             limit, and appears together with the weights.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
-        target_config, dtype, allow_nonfinite, revision, backend, progress, **how: as in `grow`.
+        target_config, dtype, allow_nonfinite, revision, family, backend, progress, **how: as in
+            `grow`.
 
     Raises:
         GrowthError: before any work, if the source, sizes or optimizer cannot be used, the target
@@ -258,6 +265,7 @@ def grow_checkpoint(
             target_config=target_config,
             dtype=dtype,
             allow_nonfinite=True,
+            family=family,
             **how,
         )
         refuse_unreadable(grown.source)

@@ -14,6 +14,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from growkern.errors import GrowthError
+from growkern.families.family import Family
+from growkern.families.load import own_family
 from growkern.files import read_json
 
 LINEAGE_FILE, CHECKSUMS_FILE, CARD_FILE = "lineage.json", "checksums.json", "README.md"
@@ -23,6 +25,8 @@ NEEDED = ("options", "settings", "tensors", "dtype", "source_dtype")
 MOST_LINEAGE_BYTES = 64_000_000
 # the key of a record with those of the growths before it, the latest first
 EARLIER = "earlier_growths"
+# keys of a record with a table that is not part of the package, and with its checksum
+TABLE_KEY, TABLE_SUM_KEY = "family_table", "family_table_sha256"
 # key of every grown model's config. transformers keeps it, wherever a model is saved
 GROWN_KEY = "grown_by_growkern"
 FIX = "copy it from the grown model"
@@ -112,6 +116,31 @@ def history_from(file: Path, lineage: Any) -> History:
     earlier = [record if isinstance(record, dict) else lost for record in records]
     own = {key: value for key, value in lineage.items() if key != EARLIER}
     return History(records=(own, *earlier))
+
+
+def family_in(directory: Path) -> Family | None:
+    """The table of one's own by which a directory was grown, if its record has one."""
+    file = directory / LINEAGE_FILE
+    if not file.is_file() or TABLE_KEY.encode() not in file.read_bytes():
+        return None
+    return family_from(file, read_json(file, MOST_LINEAGE_BYTES, "lineage"))
+
+
+def family_from(file: Path, lineage: Any) -> Family | None:
+    """The table of one's own in the content of a lineage file, if it has one.
+
+    Raises:
+        GrowthError: the table is damaged, or not the one that the record was written with.
+    """
+    table = lineage.get(TABLE_KEY) if isinstance(lineage, dict) else None
+    if table is None:
+        return None
+    if not isinstance(table, dict):
+        raise GrowthError(f"{file}: {TABLE_KEY} is a {type(table).__name__}: {FIX}")
+    family = own_family(f"{file}: {TABLE_KEY}", table)
+    if family.checksum != lineage.get(TABLE_SUM_KEY):
+        raise GrowthError(f"{file}: {TABLE_KEY} was changed since the growth: {FIX}")
+    return family
 
 
 def no_weights(name: str) -> Any:

@@ -50,7 +50,8 @@ def replay(
     notes = version_notes(record)
 
     def make_plan() -> GrowthPlan:
-        source = open_source(located(source_path, revision), allow_nonfinite=True)
+        place = located(source_path, revision)
+        source = open_source(place, allow_nonfinite=True, family=record.family)
         plan = plan_from_lineage(source, record)
         for line in [*notes, *contradictions(record, plan)]:
             warnings.warn(line, stacklevel=4)

@@ -18,6 +18,7 @@ from growkern import package
 from growkern.cli.commands import GROUPS, app
 from growkern.cli.info import collect
 from growkern.cli.main import main
+from growkern.cli.options import growth_options
 from growkern.train.model import load
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
@@ -96,6 +97,28 @@ def test_version_and_help():
     assert said("--version").stdout == f"growkern {growkern.__version__}\n"
     alone = said()
     assert (alone.returncode, alone.stderr) == (2, "") and "Usage: growkern" in alone.stdout
+
+
+def test_a_table_of_ones_own_is_checked_and_gives_its_sizes(run, checkpoint, tmp_path, monkeypatch):
+    table = tmp_path / "own.toml"
+    table.write_text('extends = "bert"\nmodel_type = "bert"\n[config]\nffn = "inner_units"\n')
+    code, out, _ = run("family", "check", table, checkpoint, "--json")
+    assert code == 1
+    assert json.loads(out)["faults"][0].startswith("config.ffn: a bert has no field 'inner_units'")
+    for given in (["--family", str(table)], [f"--family={table}"]):
+        monkeypatch.setattr(sys, "argv", ["growkern", "plan", "small", *given])
+        assert "inner_units" in [name for name, _, _ in growth_options()]
+    table.write_text('extends = "bret"\nmodel_type = "bert"\n')
+    assert (
+        "own.toml.extends: 'bret'; did you mean 'bert'?" in run("plan", "a", "--family", table)[2]
+    )
+    table.write_text('extends = "bert"\nmodel_typo = "bert"\nstacks = 3\n')
+    code, _, err = run("family", "check", table, checkpoint)
+    assert code == 2
+    assert err.splitlines() == [
+        f"growkern: {table}: unknown key 'model_typo'; did you mean 'model_type'?",
+        f"growkern: {table}.stacks: 3 must be a table, such as {{ key = value }}",
+    ]
 
 
 def test_target_sizes_come_from_the_family_tables(run):

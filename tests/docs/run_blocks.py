@@ -3,8 +3,9 @@
     python -m tests.docs.run_blocks FOLDER PAGE...
 
 Python blocks are scripts of their own. Blocks of TOML become `run.toml`. Lines of bash that call
-`growkern` run in this process, which imports PyTorch once. FOLDER/printed.json gets, for each page,
-what every block has printed.
+`growkern` run in this process, which imports PyTorch once. A block of TOML that begins with the
+name of a file, as a comment, becomes that file. FOLDER/printed.json gets, for each page, what every
+block has printed.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 # the server of the pages, for which one of the tests stands in
 SERVER = "http://localhost:8000"
 # in these all blocks belong to one story; in other pages only Python stands alone
-STORIES = ("quickstart.md",)
+STORIES = ("add_model.md", "quickstart.md")
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
@@ -46,7 +47,8 @@ def run_page(page: Path, folder: Path, server: str) -> list[str]:
                 script.write_text(text.replace(SERVER, server))
                 runpy.run_path(str(script), run_name="__main__")
             elif language == "toml" and page.name in STORIES:
-                (folder / "run.toml").write_text(text)
+                named = re.match(r"# (\w+\.toml)\n", text)
+                (folder / (named[1] if named else "run.toml")).write_text(text)
             elif language == "bash" and page.name in STORIES:
                 for line in text.splitlines():
                     app(shlex.split(line, comments=True)[1:], standalone_mode=False)

@@ -93,6 +93,7 @@ def test_pages_name_real_files(page):
 def test_pages_name_real_commands():
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
     known = {name.replace("_", "-") for name in known}
+    known |= {group.name for group in app.registered_groups}
     text = "\n".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"(?:^|`)growkern ([a-z][a-z-]+)", text, re.M))
     assert named == known

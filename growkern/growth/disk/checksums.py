@@ -23,7 +23,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.files import check_format, read_json, stays_inside
-from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE, family_in
 from growkern.growth.source.files import PIECE_BYTES, row_blocks
 from growkern.growth.source.formats import header_reader, weight_files
 from growkern.growth.source.source import open_source
@@ -171,6 +171,7 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     """
     record = read_checksums(directory / CHECKSUMS_FILE)
     wrong = [*_wrong_files(directory, record["files"])]
+    family = family_in(directory)
     try:
         headers = open_source(directory, allow_nonfinite=True).headers
         wrong += _wrong_tensors(directory, headers, record["target"], record["piece_bytes"])
@@ -184,7 +185,7 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     checked = {"target": len(record["target"]), "files": len(record["files"])}
     if source is not None:
         # not all of a source is read where weights are random
-        headers = open_source(source, allow_nonfinite=True).headers
+        headers = open_source(source, allow_nonfinite=True, family=family).headers
         wrong += _wrong_tensors(source, headers, record["source"], record["piece_bytes"])
         checked["source"] = len(record["source"])
     return ChecksumReport(checked, tuple(wrong))

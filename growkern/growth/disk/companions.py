@@ -140,12 +140,14 @@ def complete_config(directory: Path, source: Source | None = None, model: Any = 
     """
     file = directory / "config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
-    if saved.get("model_type") not in supported_families():
+    kind = saved.get("model_type")
+    if source is None and kind not in supported_families():
         return
+    family = load_family(kind) if source is None else source.spec.family
     before = {} if source is None else json.loads(source.config.to_json_string())
     given = {} if source is None else source.keys
     result = {**saved, **_unchanged(given, before, saved, source and source.config, model)}
-    result = _with_older(load_family(saved["model_type"]), result, given, before)
+    result = _with_older(family, result, given, before)
     # as transformers writes it
     text = json.dumps(result, indent=2, sort_keys=True) + "\n"
     file.write_text(text, encoding="utf-8")

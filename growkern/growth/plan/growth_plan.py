@@ -16,7 +16,9 @@ import torch
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
+from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
+from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.advice.measured import measurements
@@ -113,9 +115,11 @@ class GrowthPlan(Blueprint):
 
     def summary(self) -> dict[str, Any]:
         """`to_dict` without the findings, for which weights may be read."""
+        family = self.small.family
         return {
             "growkern": version(),
-            "family": self.small.family.model_type,
+            "family": family.model_type,
+            **({} if family.table is None else {TABLE_SUM_KEY: family.checksum}),
             "model_class": self.small.class_name,
             "options": self.options.to_dict(),
             "sizes": {name: list(pair) for name, pair in self.size_changes().items()},
@@ -200,6 +204,7 @@ def plan(
     dtype: torch.dtype | None = None,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    family: str | Path | None = None,
     **how: Unpack[GrowthKeywords],
 ) -> GrowthPlan:
     """Plan a growth without doing it: sizes, maps, cost, and which outputs stay exact.
@@ -214,6 +219,7 @@ def plan(
         dtype: dtype of the grown weights; default the source's.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
         revision: branch, tag or commit of a model on the Hub.
+        family: the TOML file of a table of your own, for a model that growkern has none for.
         **how: the fields of `GrowthOptions`, the target sizes, and `pad_vocab_to_multiple_of`.
 
     Raises:
@@ -224,7 +230,8 @@ def plan(
     place = located(source, revision, weights=False)
     if isinstance(place, Path) and place.name == CONFIG_FILE and place.is_file():
         place = place.parent
-    opened = open_source(place, allow_nonfinite=allow_nonfinite, weights=False)
+    own = None if family is None else read_family(family)
+    opened = open_source(place, allow_nonfinite=allow_nonfinite, weights=False, family=own)
     made = plan_growth(opened, options, dims, target_config, dtype)
     refuse_idle_options(made)
     if target_config is not None:

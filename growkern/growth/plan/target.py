@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.family import Family
-from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.space.rotary import pair_step, rotary_entries
@@ -288,7 +287,7 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
             "set it to True"
         )
     # the whole family: sizes of stacks that this class lacks may differ, too
-    may_differ = {*growable_fields(load_family(family.model_type)), *followed_fields(family)}
+    may_differ = {*growable_fields(family.whole), *followed_fields(family)}
     may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
     may_differ |= {key.field for key in family.older}
     may_differ |= family.classes[small.class_name].repeats.keys()

@@ -23,7 +23,7 @@ from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
 from growkern.growth.record.fold import axis_folds, fold_rows
 from growkern.growth.record.lineage import keep_lineage
-from growkern.growth.record.recorded import Lineage, read_lineage_of
+from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source, open_source
@@ -101,7 +101,7 @@ def fold(
     with refusing(out):
         sweep(out)
         check_target(target, out, overwrite)
-    opened = open_source(target, allow_nonfinite=True)
+    opened = open_source(target, allow_nonfinite=True, family=own_family_of(lineage))
     record = read_lineage_of(target, lineage)
     refuse_changed(record.file)
     small = opened.spec.with_config(record.source_config)

@@ -24,6 +24,7 @@ from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.history import (
     EARLIER,
     LINEAGE_FILE,
+    TABLE_KEY,
     History,
     history_from,
 )
@@ -118,6 +119,7 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
     record = {
         # findings may need weights, which a plan of a record does not have
         **(plan.to_dict() if "findings" in vars(plan) else plan.summary()),
+        **({} if (table := plan.small.family.table) is None else {TABLE_KEY: table}),
         "source_config": config_dict(plan.small.config),
         "target_config": config_dict(plan.large.config),
         "source_dtype": str(plan.source.dtype).removeprefix("torch."),

@@ -54,13 +54,20 @@ def load_model(source: Source, given: Any) -> Any:
 
 @torch.no_grad()
 def compare_outputs(
-    plan: GrowthPlan, source: Any, grown: Any, tokens: Tensor, labels: Tensor | None = None
+    plan: GrowthPlan,
+    source: Any,
+    grown: Any,
+    tokens: Tensor,
+    labels: Tensor | None = None,
+    *,
+    generates: bool = True,
 ) -> dict[str, float]:
     """Compare the outputs of both models in evaluation mode.
 
     Args:
         tokens: ids, (batch, length) int64.
         labels: target of every token, (batch, length) int64, -100 to ignore one.
+        generates: whether to compare generation as well.
 
     Returns:
         "relative error": largest absolute difference over the largest absolute output. Where the
@@ -91,7 +98,7 @@ def compare_outputs(
         if labels is not None:
             for name, log_probs in (("source loss", log_p), ("grown loss", log_q)):
                 result[name] = nll_loss(log_probs.flatten(0, 1), labels.flatten()).item()
-    if source.can_generate():
+    if generates and source.can_generate():
         result |= generation_error(plan, source, grown, tokens)
     return result
 

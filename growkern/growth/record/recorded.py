@@ -17,6 +17,7 @@ from torch import Tensor
 
 from growkern.arguments import path_of
 from growkern.errors import GrowthError, reason
+from growkern.families.family import Family
 from growkern.families.model import ModelSpec
 from growkern.files import check_format, read_json
 from growkern.growth.history import (
@@ -25,6 +26,7 @@ from growkern.growth.history import (
     NEEDED,
     History,
     directory_of,
+    family_from,
     forgotten,
     history_from,
     history_in,
@@ -53,6 +55,7 @@ class Lineage:
         sizes: config field -> (source, target).
         dtype, source_dtype: dtype of the target's weights and of the source's.
         earlier: the growths that made the source.
+        family: the table of one's own that the growth used, if it did.
     """
 
     file: Path
@@ -66,6 +69,7 @@ class Lineage:
     source_config: Any
     target_config: Any
     earlier: History
+    family: Family | None = None
 
     @cached_property
     def _spaces(self) -> Any:
@@ -105,6 +109,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
         for name in TABLES:
             if not isinstance(data.get(name, {}), dict):
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
+        family = family_from(file, data)
         for name in ("source_config", "target_config"):
             check_layers(file, data[name], len(data["tensors"]))
         return Lineage(
@@ -116,9 +121,10 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             {name: (old, new) for name, (old, new) in data["sizes"].items()},
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],
-            _read_config(file, data["source_config"]),
-            _read_config(file, data["target_config"]),
+            _read_config(file, data["source_config"], family),
+            _read_config(file, data["target_config"], family),
             History(records=history_from(file, data).records[1:]),
+            family,
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")
@@ -148,6 +154,11 @@ def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
     return read_lineage(grown)
 
 
+def own_family_of(lineage: str | Path | None) -> Family | None:
+    """The table of one's own in a record, if a record is given and has one."""
+    return None if lineage is None else read_lineage(path_of("lineage", lineage, RECORD)).family
+
+
 def _no_record(file: Path, why: str) -> GrowthError:
     return GrowthError(f"{file}: not a growth record: {why}: give {RECORD}")
 
@@ -173,8 +184,8 @@ def _typed(cls: type[T], table: Mapping[str, Any]) -> T:
     return cls(**table)
 
 
-def _read_config(file: Path, data: Any) -> Any:
-    check_config(file, data)
+def _read_config(file: Path, data: Any, family: Family | None) -> Any:
+    check_config(file, data, family=family)
     return config_from(data)
 
 
@@ -256,7 +267,8 @@ def misfit(plan: GrowthPlan, model: Any) -> str | None:
 def recorded_plan(lineage: Lineage) -> GrowthPlan:
     """The plan of a lineage, made without the source. Its findings cannot be asked for."""
     name = lineage.data.get("model_class")
-    small = ModelSpec.of(lineage.source_config, str(name)).with_own_heads(lineage.origins)
+    small = ModelSpec.of(lineage.source_config, str(name), lineage.family)
+    small = small.with_own_heads(lineage.origins)
     dtypes = {name: lineage.source_dtype for name in small.shapes if name not in small.ties}
 
     def read(name: str) -> Tensor:

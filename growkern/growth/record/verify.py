@@ -40,7 +40,13 @@ from growkern.growth.record.outputs import (
     load_model,
     rounding_error,
 )
-from growkern.growth.record.recorded import Lineage, has_record, plan_from_lineage, read_lineage_of
+from growkern.growth.record.recorded import (
+    Lineage,
+    has_record,
+    own_family_of,
+    plan_from_lineage,
+    read_lineage_of,
+)
 from growkern.growth.record.tensors import TensorGroup, check_tensors
 from growkern.growth.record.verdict import (
     ARITHMETIC_ERROR,
@@ -137,8 +143,10 @@ def verify(
         GrowthError: `grown` has no growth record, or does not belong to `source`.
     """
     source = located(source, revision)
-    opened = open_source(source, allow_nonfinite=True)
-    opened_grown = open_source(grown, allow_nonfinite=True)
+    opened_grown = open_source(grown, allow_nonfinite=True, family=own_family_of(lineage))
+    family = opened_grown.spec.family.whole
+    is_own = family.table is not None
+    opened = open_source(source, allow_nonfinite=True, family=family if is_own else None)
     wrong, notes = [], []
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
+from growkern.families.load import read_family
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.models import (
     fit_cache,
@@ -59,6 +60,7 @@ def grow_into(
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
     revision: str | None = None,
+    family: str | Path | None = None,
     backend: str | None = None,
     progress: bool = False,
     **how: Unpack[GrowthKeywords],
@@ -81,6 +83,7 @@ def grow_into(
         device: device for meta parameters; default: that of their mesh, else the CPU.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
         revision: branch, tag or commit of a model on the Hub.
+        family: the TOML file of a table of your own, for a model that growkern has none for.
         backend: backend of the expansion kernel, see `growkern.expand`.
         progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions`. The sizes are those of
@@ -99,7 +102,8 @@ def grow_into(
     options, sizes = GrowthOptions.split_off({**how})
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
-    opened = open_source(located(source, revision), allow_nonfinite=True)
+    own = None if family is None else read_family(family)
+    opened = open_source(located(source, revision), allow_nonfinite=True, family=own)
     refuse_unreadable(opened)
     grown = plan_into(model, opened, options)
     parameters = named_tensors(model)

@@ -79,9 +79,11 @@ def check_names_and_shapes(
     expected = model.shapes
     missing = [name for name in expected if name not in found and name not in model.ties]
     if missing:
+        stored = model.stored_names.get(missing[0])
+        named = missing[0] if stored is None else f"{missing[0]}, {stored} in files,"
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise GrowthError(
-            f"{where}: tensor {missing[0]} is missing{more}: {OTHER_CHECKPOINT}, and that "
+            f"{where}: tensor {named} is missing{more}: {OTHER_CHECKPOINT}, and that "
             '"architectures" names the class that was saved'
         )
     for name, shape in found.items():

@@ -24,6 +24,7 @@ from growkern.growth.source.config_values import check_names, check_values
 from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.refused import refuse_directory
+from growkern.package import DOCS
 
 # config fields that count experts
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -41,7 +42,7 @@ MOST_GENERATION_BYTES, MOST_GENERATION_VALUES = 1_000_000, 100_000
 ON_THE_HUB = "; a model on the Hub is named ORGANISATION/NAME"
 
 
-def read_config(directory: Path, *, any_family: bool = False) -> Any:
+def read_config(directory: Path, *, any_family: bool = False, family: Family | None = None) -> Any:
     """The Hugging Face config of a checkpoint directory. Runs no code and asks no hub.
 
     A checkpoint of `torch.distributed.checkpoint` may have its config in the directory above.
@@ -50,15 +51,17 @@ def read_config(directory: Path, *, any_family: bool = False) -> Any:
         GrowthError: no such directory, no config.json, or one that is damaged, too large, links to
             somewhere else, names code of a hub, or has values that make no model.
     """
-    return read_config_file(directory, any_family=any_family)[0]
+    return read_config_file(directory, any_family=any_family, family=family)[0]
 
 
-def read_config_file(directory: Path, *, any_family: bool = False) -> tuple[Any, dict[str, Any]]:
+def read_config_file(
+    directory: Path, *, any_family: bool = False, family: Family | None = None
+) -> tuple[Any, dict[str, Any]]:
     """`read_config`, and the JSON object of the file: transformers drops some of its keys."""
     file = config_directory(directory) / "config.json"
     refuse_links_out(file, file.parent)
     data = read_json(file, MOST_BYTES, "config", MOST_VALUES)
-    check_config(file, data, any_family=any_family)
+    check_config(file, data, any_family=any_family, family=family)
     try:
         config = transformers.AutoConfig.from_pretrained(
             file.parent, trust_remote_code=False, local_files_only=True
@@ -68,16 +71,27 @@ def read_config_file(directory: Path, *, any_family: bool = False) -> tuple[Any,
     return config, data
 
 
-def check_config(file: Path, data: Any, *, any_family: bool = False) -> None:
-    """Refuse the raw JSON of a config that makes no model."""
+def check_config(
+    file: Path, data: Any, *, any_family: bool = False, family: Family | None = None
+) -> None:
+    """Refuse the raw JSON of a config that makes no model.
+
+    Args:
+        any_family: accept models without a table.
+        family: a table of one's own for the model.
+    """
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(kind, str):
         raise GrowthError(
             f'{file}: no "model_type", the name of its architecture: copy the config.json of the '
             "model there"
         )
-    family = None
-    if not any_family or kind in supported_families():
+    if family is not None and family.model_type != kind:
+        raise GrowthError(
+            f'{file}: "model_type" is {kind[:100]!r}, and the table is one of '
+            f"{family.model_type!r}: give the table of this model"
+        )
+    if family is None and (not any_family or kind in supported_families()):
         family = family_of(kind, data)
     if kind not in transformers.CONFIG_MAPPING:
         raise GrowthError(
@@ -162,23 +176,23 @@ def family_of(model_type: str, config: Any) -> Family:
     Raises:
         GrowthError: there is no table for it; the message says what is known of the model.
     """
-    try:
+    if model_type in supported_families():
         return load_family(model_type)
-    except GrowthError as error:
-        data = config if isinstance(config, Mapping) else config.to_dict()
-        raise GrowthError(f"{error}{_what_it_is(model_type, data)}") from None
+    data = config if isinstance(config, Mapping) else config.to_dict()
+    known = _what_it_is(model_type, data) or f"supported: {', '.join(supported_families())}"
+    raise GrowthError(f"model_type {model_type!r} has no family table; {known}")
 
 
 def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
-    """A clause about a model without a table, after a semicolon, or nothing."""
+    """A clause about a model without a table, or nothing."""
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     if kind in supported_families():
-        return f"; its text_config is a {kind}, which has a table: grow that part by itself"
+        return f"its text_config is a {kind}, which has a table: grow that part by itself"
     for name in EXPERTS:
         # dense models of such a class say 0 or 1
         if isinstance(count := config.get(name), int) and count > 1:
-            return f"; it is a mixture of experts ({name}={count})"
+            return f"it is a mixture of experts ({name}={count})"
     names = _names_of(model_type)
     if not names:
         return ""
@@ -186,7 +200,12 @@ def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
     known = {kind: _names_in_table(kind) for kind in supported_families()}
     nearest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
     share = len(names & known[nearest]) / len(names)
-    return f"; nearest: {nearest} ({share:.0%} of its tensor names)" if share >= LEAST else ""
+    if share < LEAST:
+        return ""
+    return (
+        f"nearest: {nearest} ({share:.0%} of its tensor names). A table of your own, by --family "
+        f"(in Python family=...), may extend it: {DOCS}/add_model.md"
+    )
 
 
 def _names_of(model_type: str) -> set[str]:

@@ -121,7 +121,7 @@ def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredT
     # imported here and below, because torch.distributed.checkpoint is slow to import
     from growkern.growth.source.distributed.tensors import read_distributed
 
-    return read_distributed(directory, model.shapes)
+    return read_distributed(directory, {n: model.stored_names.get(n, n) for n in model.shapes})
 
 
 def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
+from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
-from growkern.growth.history import History, history_in, history_of, no_weights
+from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import is_dtensor
 from growkern.growth.source.checks import (
     check_names_and_shapes,
@@ -112,12 +113,20 @@ class Source:
         return max(set(floating), key=floating.count)
 
 
-def open_source(source: Any, *, allow_nonfinite: bool = False, weights: bool = True) -> Source:
+def open_source(
+    source: Any,
+    *,
+    allow_nonfinite: bool = False,
+    weights: bool = True,
+    family: Family | None = None,
+) -> Source:
     """Open a `PreTrainedModel` or a checkpoint directory for growth.
 
     Args:
         allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
         weights: False: a directory may hold a config alone, as a plan needs no more.
+        family: a table of one's own; default: that of the growth which made the directory, or the
+            package's.
 
     Raises:
         GrowthError: an unsupported or quantised model; a model in memory that computes something
@@ -128,9 +137,9 @@ def open_source(source: Any, *, allow_nonfinite: bool = False, weights: bool = T
     refuse_adapters(source, "source")
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
     if isinstance(source, (str, Path)):
-        opened = _open_directory(Path(source), weights)
+        opened = _open_directory(Path(source), weights, family)
     elif isinstance(source, nn.Module):
-        opened = _open_model(unwrapped(source, "source"))
+        opened = _open_model(unwrapped(source, "source"), family)
     else:
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
@@ -215,10 +224,13 @@ class _Checked(_Reader):
 # ------------------------------------------------------------------- models
 
 
-def _open_model(model: Any) -> Source:
+def _open_model(model: Any, family: Family | None) -> Source:
     refuse_quantised(model.config)
-    family_of(model.config.model_type, model.config)
-    spec = ModelSpec.of(model.config, class_name_of(model))
+    if family is None:
+        plan = getattr(model, "growth_plan", None)
+        kind = model.config.model_type
+        family = plan.small.family.whole if plan else family_of(kind, model.config)
+    spec = ModelSpec.of(model.config, class_name_of(model), family)
     for name, _ in model.named_parameters():
         refuse_flattened(name)
     refuse_computed(model)
@@ -251,9 +263,10 @@ def _open_model(model: Any) -> Source:
 # -------------------------------------------------------------- directories
 
 
-def _open_directory(directory: Path, weights: bool) -> Source:
+def _open_directory(directory: Path, weights: bool, family: Family | None) -> Source:
     stamps = Stamps.of(directory)
-    spec, keys = _read_spec(directory)
+    beside = config_directory(directory)
+    spec, keys = _read_spec(directory, family or family_in(beside))
     format = format_of(directory, weights=weights)
     headers = format.read(directory, spec)
     check_number_of_tensors(spec, len(headers), str(directory))
@@ -269,7 +282,6 @@ def _open_directory(directory: Path, weights: bool) -> Source:
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
     dtypes = {name: header.dtype for name, header in own.items()}
 
-    beside = config_directory(directory)
     return Source(
         *(spec, dtypes, _Stored(own), directory, format, own),
         generation=read_generation(beside),
@@ -279,17 +291,18 @@ def _open_directory(directory: Path, weights: bool) -> Source:
     )
 
 
-def _read_spec(directory: Path) -> tuple[ModelSpec, dict[str, Any]]:
+def _read_spec(directory: Path, family: Family | None) -> tuple[ModelSpec, dict[str, Any]]:
     """The model that config.json describes, and the JSON object of that file."""
-    config, keys = read_config_file(directory)
+    config, keys = read_config_file(directory, family=family)
+    family = family or load_family(config.model_type)
     refuse_quantised(config, str(directory))
     if not config.architectures:
-        some_class = next(iter(load_family(config.model_type).classes))
+        some_class = next(iter(family.classes))
         raise GrowthError(
             f'{directory / "config.json"}: no "architectures": add the model class, for example '
             f'"architectures": ["{some_class}"]'
         )
-    spec = ModelSpec.of(config, config.architectures[0])
+    spec = ModelSpec.of(config, config.architectures[0], family)
     check_values(directory / "config.json", spec)
     return spec, keys
 
@@ -346,7 +359,8 @@ def _leave_out_other_heads(model: ModelSpec, names: dict[str, str]) -> None:
     unknown = [name for name in names if name not in model.shapes]
     if not unknown:
         return
-    classes = [ModelSpec.of(model.config, other) for other in model.family.classes]
+    family = model.family.whole
+    classes = [ModelSpec.of(model.config, other, family) for other in family.classes]
     known = {name for other in classes for name in other.shapes}
     others = [name for name in unknown if name in known]
     for name in others:

@@ -16,7 +16,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
     [
         # other prefixes, OPT's blocks
         ("xglm", {}, r"nearest: opt \(\d\d% of its tensor names\)"),
-        ("olmo", {}, r"nearest: \w+ \(100% of its tensor names\)"),
+        ("vaultgemma", {}, r"nearest: gemma2 \(100% of its tensor names\). A table of your own"),
         # sizes of a damaged file are not built
         ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: opt"),
         ("mixtral", MIXTRAL, r"it is a mixture of experts \(num_local_experts=4\)"),

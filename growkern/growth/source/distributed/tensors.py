@@ -8,7 +8,7 @@ does not communicate with other processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -127,10 +127,13 @@ class _Into:
         pass
 
 
-def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, DistributedTensor]:
+def read_distributed(directory: Path, expected: Mapping[str, str]) -> dict[str, DistributedTensor]:
     """The model's tensors in a distributed checkpoint, by the model's names.
 
     Everything else in the checkpoint, such as an optimizer, is ignored.
+
+    Args:
+        expected: the model's names -> those in files.
 
     Raises:
         GrowthError: metadata that cannot be read or holds unexpected classes; no tensor of the
@@ -140,7 +143,7 @@ def read_distributed(directory: Path, expected: Iterable[str]) -> dict[str, Dist
     entries, found = reader.metadata.state_dict_metadata, dict[str, str]()
     stored = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
     for prefix in PREFIXES:
-        tensors = {name: prefix + name for name in expected if prefix + name in stored}
+        tensors = {k: prefix + v for k, v in expected.items() if prefix + v in stored}
         found = max(found, tensors, key=len)
     if not found:
         some = ", ".join(list(entries)[:3])

@@ -1,0 +1,254 @@
+"""A table of one's own: torchtitan's names of Llama, a model without a class in transformers.
+
+The truth is a plain PyTorch model with these names, which knows nothing of transformers.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+
+import growkern
+from growkern.errors import TableError
+from growkern.families.load import read_family
+from growkern.growth.own_table import check_table
+
+CONFIG = {
+    "model_type": "ernie4_5",
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 500.0,
+    "tie_word_embeddings": False,
+    "dtype": "float64",
+}
+TRUNK = """
+"embed_tokens.weight" = { stored = "tok_embeddings.weight" }
+"layers.{l}.input_layernorm" = { stored = "layers.{l}.attention_norm" }
+"layers.{l}.self_attn.q_proj.weight" = { stored = "layers.{l}.attention.wq.weight" }
+"layers.{l}.self_attn.k_proj.weight" = { stored = "layers.{l}.attention.wk.weight" }
+"layers.{l}.self_attn.v_proj.weight" = { stored = "layers.{l}.attention.wv.weight" }
+"layers.{l}.self_attn.o_proj.weight" = { stored = "layers.{l}.attention.wo.weight" }
+"layers.{l}.post_attention_layernorm" = { stored = "layers.{l}.ffn_norm" }
+"layers.{l}.mlp.gate_proj.weight" = { stored = "layers.{l}.feed_forward.w1.weight" }
+"layers.{l}.mlp.up_proj.weight" = { stored = "layers.{l}.feed_forward.w3.weight" }
+"layers.{l}.mlp.down_proj.weight" = { stored = "layers.{l}.feed_forward.w2.weight" }
+norm = { stored = "norm" }
+"""
+TABLE = f"""
+extends = "ernie4_5"
+model_type = "ernie4_5"
+[tensors.trunk]{TRUNK}
+[tensors.lm]
+"lm_head.weight" = {{ stored = "output.weight" }}
+"""
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.size, inner = c["head_dim"], c["num_attention_heads"] * c["head_dim"]
+        kv = c["num_key_value_heads"] * c["head_dim"]
+        self.wq, self.wo = (
+            nn.Linear(c["hidden_size"], inner, False),
+            nn.Linear(inner, c["hidden_size"], False),
+        )
+        self.wk, self.wv = (nn.Linear(c["hidden_size"], kv, False) for _ in range(2))
+
+    def forward(self, x, turn):
+        q, k, v = (w(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in self._inputs())
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+            for y in (q, k)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+    def _inputs(self):
+        return self.wq, self.wk, self.wv
+
+
+class FeedForward(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.w1, self.w3 = (
+            nn.Linear(c["hidden_size"], c["intermediate_size"], False) for _ in range(2)
+        )
+        self.w2 = nn.Linear(c["intermediate_size"], c["hidden_size"], False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(c), FeedForward(c)
+        self.attention_norm, self.ffn_norm = (
+            nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"]) for _ in range(2)
+        )
+
+    def forward(self, x, turn):
+        x = x + self.attention(self.attention_norm(x), turn)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Titan(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.config = c
+        self.tok_embeddings = nn.Embedding(c["vocab_size"], c["hidden_size"])
+        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c["num_hidden_layers"])})
+        self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.output = nn.Linear(c["hidden_size"], c["vocab_size"], False)
+
+    def forward(self, tokens):
+        size, theta = self.config["head_dim"], self.config["rope_theta"]
+        angles = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        turn = torch.outer(torch.arange(tokens.shape[1]), angles)
+        turn = torch.polar(torch.ones_like(turn), turn)
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, turn)
+        return self.output(self.norm(x))
+
+
+def loaded(directory):
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    model = Titan(config).double()
+    model.load_state_dict(load_file(directory / "model.safetensors"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """small/, a model of random weights, table.toml, and large/, grown from it."""
+    place = tmp_path_factory.mktemp("own")
+    torch.manual_seed(0)
+    model = Titan(CONFIG).double()
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data = 1 + 0.4 * noise if parameter.ndim == 1 else 0.3 * noise
+    (place / "small").mkdir()
+    save_file(model.state_dict(), place / "small" / "model.safetensors")
+    config = {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    (place / "small" / "config.json").write_text(json.dumps(config))
+    (place / "table.toml").write_text(TABLE)
+    how = {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12}
+    how |= {"num_hidden_layers": 3, "intermediate_size": 33, "progress": False}
+    growkern.grow_checkpoint(place / "small", place / "large", family=place / "table.toml", **how)
+    # as on another machine
+    (place / "table.toml").rename(place / "gone.toml")
+    return place
+
+
+def test_the_grown_files_have_the_models_own_names_and_function(place):
+    tokens = torch.arange(24).reshape(2, 12) % 50
+    small, large = loaded(place / "small")(tokens), loaded(place / "large")(tokens)
+    assert (small - large).abs().max() < 1e-12 * small.abs().max()
+
+
+def test_the_record_has_the_table(place, tmp_path):
+    assert growkern.verify(place / "small", place / "large").ok
+    growkern.replay(place / "large", place / "small", tmp_path / "again", progress=False)
+    files = [d / "model.safetensors" for d in (place / "large", tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    growkern.fold(place / "large", tmp_path / "folded", progress=False)
+    old, new = (load_file(d / "model.safetensors") for d in (place / "small", tmp_path / "folded"))
+    assert old.keys() == new.keys()
+    assert all((old[name] - new[name]).abs().max() < 1e-12 for name in old)
+    # a grown model grows again, by its record
+    assert growkern.plan(place / "large", num_hidden_layers=4).exact
+
+
+def test_a_changed_table_in_a_record_is_refused(place, tmp_path):
+    shutil.copytree(place / "large", tmp_path / "large")
+    file = tmp_path / "large" / "lineage.json"
+    file.write_text(file.read_text().replace('"adjacent"', '"halves"'))
+    with pytest.raises(growkern.GrowthError, match="family_table was changed since the growth"):
+        growkern.plan(tmp_path / "large", num_hidden_layers=4)
+
+
+def test_a_model_in_memory_takes_a_table_too(place):
+    grown = growkern.grow(place / "small", family=place / "gone.toml", hidden_size=48)
+    assert growkern.verify(place / "small", grown).ok
+    # the next growth knows it
+    assert growkern.plan(grown, num_hidden_layers=3).small.family.table
+
+
+def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
+    table = tmp_path / "table.toml"
+    attention = '[attention]\npositions = "rotary"\nscale = "head_dim"\n[tensors.trunk]'
+    table.write_text(TABLE.replace("[tensors.trunk]", attention))
+    report = check_table(table, place / "small")
+    assert not report.ok and not report.faults
+    wrong = [growth.sizes for growth in report.growths if growth.verdict == "wrong"]
+    assert wrong == ["head_dim 8 -> 16", "head_dim 8 -> 12"]
+    exact = " ".join(growth.sizes for growth in report.growths if growth.verdict == "exact")
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
+        assert name in exact
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        (
+            'embed_tokens.weight"',
+            'embed.weight"',
+            r"gives model.embed.weight, which it lacks; did you mean 'model.embed_tok",
+        ),
+        ('norm = { stored = "norm" }', "norm = []", "no row for model.norm.weight"),
+        (
+            '{ stored = "layers.{l}.attention.wk.weight" }',
+            '{ axes = ["write:q", "read:normed"] }',
+            r"k_proj.weight', axes \[write:q, read:normed\], gives \[24, 24\], but .* \[12, 24\]",
+        ),
+        (
+            "wv.weight",
+            "wV.weight",
+            "v_proj.weight, layers.0.attention.wV.weight in files, is missing",
+        ),
+        (
+            "[tensors.trunk]",
+            '[config]\nffn = "ffn_size"\n[tensors.trunk]',
+            "config.ffn: a ernie4_5 has no field 'ffn_size'; did you mean",
+        ),
+    ],
+)
+def test_check_names_what_differs_from_the_model(place, tmp_path, before, after, fault):
+    table = tmp_path / "table.toml"
+    table.write_text(TABLE.replace(before, after, 1))
+    found = check_table(table, place / "small").faults
+    assert any(re.search(fault, line) for line in found), found
+
+
+def test_a_wrong_table_gets_one_line_per_fault(tmp_path):
+    table = tmp_path / "table.toml"
+    wrong = '[norm]\nkind = "rms"\n[spaces]\nq = { kind = "heads", haeds = "x" }\n[tensors.trunk]'
+    table.write_text(TABLE.replace("[tensors.trunk]", wrong).replace('"tok_em', '3 # "tok_em'))
+    with pytest.raises(growkern.GrowthError, match="no TOML"):
+        read_family(table)
+    table.write_text(TABLE.replace("[tensors.trunk]", wrong).replace('"norm" }', "3 }"))
+    with pytest.raises(TableError) as refused:
+        read_family(table)
+    lines = "\n".join(refused.value.faults).replace(str(table), "T")
+    assert lines.splitlines() == [
+        "T.norm.kind: 'rms'; did you mean 'rmsnorm'?",
+        "T.norm: no 'placement': add it, one of pre, post, sandwich, output",
+        "T.norm: no 'eps': add it",
+        "T.spaces.q: unknown key 'haeds'; did you mean 'heads'?",
+        "T.tensors.trunk.norm.stored: 3 must be a text",
+    ]
