@@ -189,6 +189,18 @@ def test_a_model_in_memory_takes_a_table_too(place):
     assert growkern.plan(grown, num_hidden_layers=3).small.family.table
 
 
+def test_distributed_checkpoints_have_the_names_of_the_table(place, tmp_path):
+    from torch.distributed import checkpoint
+
+    state = load_file(place / "small" / "model.safetensors")
+    checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    shutil.copy(place / "small" / "config.json", tmp_path / "dcp")
+    how = {"family": place / "gone.toml", "hidden_size": 48}
+    one, other = (growkern.grow(d, **how) for d in (place / "small", tmp_path / "dcp"))
+    other = other.state_dict()
+    assert all(torch.equal(x, other[name]) for name, x in one.state_dict().items())
+
+
 def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
     table = tmp_path / "table.toml"
     attention = '[attention]\npositions = "rotary"\nscale = "head_dim"\n[tensors.trunk]'
