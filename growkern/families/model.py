@@ -5,12 +5,13 @@ A growth has two of them: `small`, the source, and `large`, the target.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from growkern.errors import UnfitError
+from growkern.errors import TableError, UnfitError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.spec import Row, SpaceSpec, TensorSpec, holds
@@ -45,6 +46,8 @@ class ModelSpec:
             GrowthError: no table for this family or class, or a config value that the table does
                 not cover.
         """
+        if family and family.table and (faults := [*field_faults(family, config)]):
+            raise TableError(faults)
         family = (family or load_family(config.model_type)).of_class(class_name)
         for refusal in family.refuse:
             refusal.check(config)
@@ -269,3 +272,18 @@ class ModelSpec:
                 fallback=None if row.fallback is None else f"{named(row.fallback)}.{kind}",
                 stored=None if tensor.stored is None else f"{tensor.stored}.{kind}",
             )
+
+
+def field_faults(family: Family, config: Any) -> Iterator[str]:
+    """Fields of the table that the config does not have, or that hold no number there."""
+    sizes = {key: size for key, size in family.config.items() if size.default is None}
+    fields = {f"config.{key}": size.field for key, size in sizes.items()}
+    fields |= {"activation": family.activation, "softcap": family.softcap}
+    fields["norm.eps"] = family.norm.eps if isinstance(family.norm.eps, str) else None
+    for key, field in ((key, field) for key, field in fields.items() if field is not None):
+        if not hasattr(config, field):
+            close = nearest(field, config.to_dict())
+            yield f"{key}: a {config.model_type} has no field {field!r}{close}"
+        elif key.startswith("config.") and type(getattr(config, field)) not in (int, float):
+            found = " ".join(reprlib.repr(getattr(config, field)).split())
+            yield f"{key}: {field}={found} of a {config.model_type} is no size: name another field"

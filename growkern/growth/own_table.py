@@ -23,7 +23,7 @@ from rich.text import Text
 from growkern.errors import GrowthError, GrowthWarning, nearest, reason
 from growkern.families.family import Family
 from growkern.families.load import read_family
-from growkern.families.model import ModelSpec
+from growkern.families.model import ModelSpec, field_faults
 from growkern.growth.grow import grow
 from growkern.growth.models import tie, untrained_model
 from growkern.growth.plan.finding import OUTPUT_ERROR
@@ -109,7 +109,7 @@ def check_table(path: str | Path | Family, directory: Path) -> TableReport:
     """
     family = read_family(path)
     config = read_config(directory, family=family)
-    if faults := [*_field_faults(family, config)]:
+    if faults := [*field_faults(family, config)]:
         return TableReport(tuple(faults), ())
     name = (config.architectures or [next(iter(family.classes))])[0]
     for class_name in family.classes:
@@ -125,18 +125,6 @@ def check_table(path: str | Path | Family, directory: Path) -> TableReport:
 
 
 # ------------------------------------------------- names, shapes and ties
-
-
-def _field_faults(family: Family, config: Any) -> Iterator[str]:
-    """Fields of the table that the config does not have."""
-    sizes = {key: size for key, size in family.config.items() if size.default is None}
-    fields = {f"config.{key}": size.field for key, size in sizes.items()}
-    fields |= {"activation": family.activation, "softcap": family.softcap}
-    fields["norm.eps"] = family.norm.eps if isinstance(family.norm.eps, str) else None
-    for key, field in fields.items():
-        if field is not None and not hasattr(config, field):
-            close = nearest(field, config.to_dict())
-            yield f"{key}: a {config.model_type} has no field {field!r}{close}"
 
 
 def _class_faults(spec: ModelSpec) -> Iterator[str]:

@@ -238,6 +238,11 @@ def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
             '[config]\nffn = "ffn_size"\n[tensors.trunk]',
             "config.ffn: a ernie4_5 has no field 'ffn_size'; did you mean",
         ),
+        (
+            "[tensors.trunk]",
+            '[config]\nffn = "to_dict"\n[tensors.trunk]',
+            "config.ffn: to_dict=<.*> of a ernie4_5 is no size: name another field",
+        ),
     ],
 )
 def test_check_names_what_differs_from_the_model(place, tmp_path, before, after, fault):
@@ -245,6 +250,8 @@ def test_check_names_what_differs_from_the_model(place, tmp_path, before, after,
     table.write_text(TABLE.replace(before, after, 1))
     found = check_table(table, place / "small").faults
     assert any(re.search(fault, line) for line in found), found
+    with pytest.raises(growkern.GrowthError):
+        growkern.plan(place / "small", family=table, hidden_size=48)
 
 
 def test_a_wrong_table_gets_one_line_per_fault(tmp_path):
