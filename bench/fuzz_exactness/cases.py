@@ -154,11 +154,15 @@ def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[s
         field = family.config_field(key)
         # heads of their own seldom fit the other sizes
         share = 0.2 if key == "kv_heads" or key in family.query_heads else 0.5
-        if rng.random() > share or field not in sizes:
+        follows = family.config[key].follows in family.config
+        if rng.random() > share or field not in sizes or follows:
             continue
         old = sizes[field]
         if key == "stream":
             how[field] = old * rng.choice([2, 3]) if rng.random() < 0.6 else old + rng.randint(1, 9)
+        elif key in (space.size for space in family.mixtures):
+            # others are refused
+            how[field] = old * rng.randint(2, 3) + (rng.random() < 0.1)
         elif key == "head_dim":
             how[field] = old + 2 * rng.randint(1, 3)
         elif key in family.stacks.values():

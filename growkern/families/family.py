@@ -14,7 +14,15 @@ from typing import Any
 from growkern.errors import GrowthError
 from growkern.families.norm import Norm
 from growkern.families.older import OlderKey
-from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
+from growkern.families.spec import (
+    Attention,
+    ModelClass,
+    Refusal,
+    Row,
+    Size,
+    SpaceSpec,
+    condition_of,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Family:
     older: tuple[OlderKey, ...] = ()
     ties_by_value: bool = False
     runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     table: Mapping[str, Any] | None = field(default=None, repr=False)
     before: Family | None = field(default=None, repr=False)
 
@@ -75,6 +84,7 @@ class Family:
         """The sizes that may grow."""
         used = {"stream", "head_dim", "vocab", "kv_heads"}
         used |= {*self.query_heads, *self.unit_sizes, *self.stacks.values()}
+        used |= {str(size) for space in self.mixtures for size in (space.size, space.chosen)}
         return tuple(key for key, size in self.config.items() if key in used and size.field)
 
     def largest(self, key: str) -> int:
@@ -86,6 +96,17 @@ class Family:
         """The sizes that count independent units, such as those of an FFN, but not the stream."""
         used = {s.size for s in self.spaces.values() if s.kind == "units"}
         return tuple(key for key in self.config if key in used and key != "stream")
+
+    @property
+    def mixtures(self) -> tuple[SpaceSpec, ...]:
+        """The spaces of experts."""
+        return tuple(space for space in self.spaces.values() if space.kind == "experts")
+
+    @property
+    def numbered(self) -> tuple[str, ...]:
+        """The config lists of layer numbers that decide the kinds of layers."""
+        conditions = [condition_of(text) for texts in self.kinds.values() for text in texts]
+        return tuple(field for _, word, field, _ in conditions if word == "in")
 
     @property
     def query_heads(self) -> tuple[str, ...]:
@@ -134,7 +155,7 @@ class Family:
         for spec in [self.spaces[name] for name in spaces]:
             spaces |= {spec.of, spec.untied}
         specs = {name: spec for name, spec in self.spaces.items() if name in {*spaces, "stream"}}
-        sizes |= {size for spec in specs.values() for size in (spec.heads, spec.size)}
+        sizes |= {size for spec in specs.values() for size in (spec.heads, spec.size, spec.chosen)}
         sizes |= {"stream", "head_dim", *(self.stacks[stack] for stack in stacks)}
         return replace(
             self,

@@ -20,22 +20,33 @@ from growkern.errors import GrowthError, TableError, nearest
 from growkern.families.family import Family
 from growkern.families.norm import NORM_KINDS, Norm
 from growkern.families.older import FORMS, OlderKey
-from growkern.families.spec import Attention, ModelClass, Refusal, Row, Size, SpaceSpec
+from growkern.families.spec import (
+    CONDITIONS,
+    NOTHING,
+    Attention,
+    ModelClass,
+    Refusal,
+    Row,
+    Size,
+    SpaceSpec,
+    condition_of,
+)
 from growkern.files import read_bounded
 from growkern.package import parse_toml
 
 _KEYS = {
     "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
     "refuse spaces classes depth tensors older "
-    "ties_by_value runtimes",
+    "ties_by_value runtimes kinds",
     "runtimes": "head_dim layers scale",
-    "config": "field default plus reserved",
+    "config": "field default plus reserved follows",
     "norm": "kind placement eps plus_one bias",
     "attention": "positions scale when partial field pairs whole_pairs turning clip",
-    "space": "kind of untied heads width part weighted size activated scale scale_when",
+    "space": "kind of untied heads width part weighted size activated scale scale_when chosen "
+    "averaged",
     "class": "prefix body heads output stacks repeats cache",
     "depth": "zero inner_norms outer_norm refuse",
-    "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored",
+    "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files",
     "refuse": "value differs why",
     "older": "of form when",
 }
@@ -48,11 +59,10 @@ _VALUES = {
     "attention.positions": ("rotary", "learned", "relative"),
     "attention.scale": ("head_dim", "constant"),
     "attention.pairs": ("halves", "adjacent"),
-    "space.kind": ("stream", "normed", "heads", "head", "units", "fixed", "tied_output"),
+    "space.kind": ("stream", "normed", "heads", "head", "units", "experts", "fixed", "tied_output"),
     "space.part": ("value", "query", "key", "before_norm"),
     "space.scale": _ROOTS,
     "tensor.extra": ("free", "zero", "carry"),
-    "tensor.only": ("first", "not_first", "last", "not_last"),
     "tensor.scale": (*_ROOTS, *(f"1/{root}" for root in _ROOTS)),
 }
 
@@ -229,6 +239,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         parts={part: tuple(_rows(rows, norm.placement)) for part, rows in table["tensors"].items()},
         ties_by_value=table.get("ties_by_value", False),
         runtimes=_checked(table.get("runtimes", {})),
+        kinds={kind: tuple(texts) for kind, texts in table.get("kinds", {}).items()},
         older=tuple(
             OlderKey(name, **_checked(entry)) for name, entry in table.get("older", {}).items()
         ),
@@ -253,8 +264,15 @@ def _reference_faults(where: str, family: Family) -> Iterator[str]:
         used += [(name, model_class.output, family.spaces)]
         sizes = (*model_class.repeats.values(), model_class.cache)
         used += [(name, size, family.config) for size in sizes]
+    for key, entry in family.config.items():
+        follows = None if entry.follows == NOTHING else entry.follows
+        used += [(f"config.{key}", follows, family.config)]
+    for kind, texts in family.kinds.items():
+        used += [(f"kinds.{kind}", condition_of(text)[1], CONDITIONS) for text in texts]
+    kinds = {"first": 0, "last": 0, **family.kinds}
     for row in (row for rows in family.parts.values() for row in rows):
-        used += [(row.name, row.stack, family.stacks)]
+        only = None if row.only is None else row.only.removeprefix("not_")
+        used += [(row.name, row.stack, family.stacks), (row.name, only, kinds)]
         for stack in family.stacks:
             spaces, of_config = row.uses(stack)
             used += [(row.name, name, family.spaces) for name in sorted(spaces)]

@@ -14,7 +14,10 @@ from typing import Any
 from growkern.errors import TableError, UnfitError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.families.spec import Row, SpaceSpec, TensorSpec, holds
+from growkern.families.spec import Row, SpaceSpec, TensorSpec, holds, is_met
+
+# of a tensor that files hold in parts: of every part of its second axis, the name for each expert
+Names = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class ModelSpec:
             return self.size(str(space.heads)) * self.width(space)
         if space.kind == "head":
             return self.width(space)
-        return self.size(space.size or "stream")
+        return self.size(space.size or "stream") * (space.width or 1)
 
     def axis_size(self, axis: str) -> int:
         """Length of a tensor's axis, as a table names it: "write:q|k|v", "read:stream", "vocab"."""
@@ -212,9 +215,19 @@ class ModelSpec:
         return any(t.name in self.ties for t in self.tensors if not t.in_body)
 
     @property
-    def stored_names(self) -> dict[str, str]:
-        """Name -> name in files, of the tensors for which these differ."""
-        return {t.name: t.stored for t in self.tensors if t.stored is not None}
+    def stored_names(self) -> dict[str, str | Names]:
+        """Name -> name or names in files, of the tensors for which these differ."""
+        result: dict[str, str | Names] = {}
+        for t in self.tensors:
+            if t.stored is not None:
+                result[t.name] = t.stored
+            elif t.is_split:
+                experts = range(self.axis_size(t.axes[0]))
+                parts = ([text.replace("{e}", str(e)) for e in experts] for text in t.files)
+                result[t.name] = tuple(map(tuple, parts))
+            elif t.files:
+                result[t.name] = t.files[0]
+        return result
 
     def _bound_rows(self) -> Iterator[TensorSpec]:
         """The tensors of every row whose condition holds; a name may come twice."""
@@ -230,7 +243,16 @@ class ModelSpec:
         if "{l}" not in row.name:
             return [None]
         count = self.size(self.family.stacks[stack])
-        return [layer for layer in range(count) if row.is_in(layer, count)]
+        if row.only is None:
+            return list(range(count))
+        return [layer for layer in range(count) if row.is_in(self.kinds_of(layer, count))]
+
+    def kinds_of(self, layer: int, layers: int) -> dict[str, bool]:
+        """Kind -> whether this layer, one of `layers` of its stack, is of it."""
+        kinds = {"first": layer == 0, "last": layer == layers - 1}
+        for kind, conditions in self.family.kinds.items():
+            kinds[kind] = all(is_met(text, layer, self.config) for text in conditions)
+        return kinds
 
     def _bind(
         self, row: Row, prefix: str, stack: str, layer: int | None, in_body: bool
@@ -257,6 +279,7 @@ class ModelSpec:
             fallback=row.fallback,
             stored=None if row.stored is None else fill(row.stored),
             in_body=in_body,
+            files=tuple(prefix + fill(file) for file in row.files),
         )
         if row.norm is None:
             yield tensor

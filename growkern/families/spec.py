@@ -6,10 +6,16 @@ Its sections:
     extends     name of another family's table. This table adds to it and overrides its entries
     [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
                 `{ field, default, plus, reserved }`: `default` is a formula for a field that is
-                null, `plus` is added to the field, `reserved` counts rows without a position. `[]`:
-                a size of the extended table that this family does not have
+                null, `plus` is added to the field, `reserved` counts rows without a position,
+                `follows`: the size that it grows with, "nothing" if it stays unless it is given.
+                Without it, units follow the stream. `[]`: a size of the extended table that this
+                family does not have
     [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
                 `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
+    [kinds]     kind of layer -> the conditions under which a layer is of it, all of them: "in:F"
+                if its number is in the config list F, "every:F" if it is the last of F layers,
+                "from:F" from layer F on, "is:F=text" if that is its entry of the list F, and "not "
+                before any of these
     [norm]      kind (of `growkern.families.norm`), placement (pre, post, sandwich: before and
                 after a block, output: after a block), the config field of eps or eps itself,
                 `plus_one` if the norm multiplies by 1 + weight, `bias`: the config flag that
@@ -20,8 +26,15 @@ Its sections:
                                               heads    `heads` x head_dim (or x `width`), once
                                                        for each `part` of "a|b|c"
                                               head     one head, where all heads share a norm
-                                              units    `size` independent units; `activated` if
-                                                       an activation comes before the next norm
+                                              units    `size` independent units, `activated` if
+                                                       an activation comes before the next norm.
+                                                       With `width` entries each they follow the
+                                                       space of this kind named after the size
+                                              experts  `size` experts, of which a router takes
+                                                       `chosen` per token. Whole copies of all of
+                                                       them, and `chosen` grows alike. `averaged`:
+                                                       the config's coefficient of a loss that
+                                                       counts every copy
                                               fixed    `size` entries that never grow
                                               tied_output  output of the norm under a tied LM
                                                        head; if it is not tied, the space `untied`
@@ -39,6 +52,9 @@ Its sections:
                 "read:S"        an input axis of space S
                 "write:q|k|v"   several spaces one after another
                 anything else   a size of [config]
+                A first axis of experts before two others: a matrix for each of them. Where the
+                weights of an expert's copies add up to its weight, the last matrix writes the
+                experts; where every copy has that weight, it reads them.
                 Keys beside the axes:
                 `norm`      "A>B": the weight (and bias) of a norm from space A to space B
                 `into`      the norm that a written vector enters
@@ -46,11 +62,14 @@ Its sections:
                 `tied`      the tensor whose storage this one shares under tie_word_embeddings
                 `when`      the condition under which it exists: "flag", "!flag" or
                             "field != field"
-                `only`      the layers that have it
+                `only`      the layers that have it: first, last or one of [kinds], or "not_" and
+                            one of these
                 `scale`     a factor of the model that growth must undo
                 `scale_when`  the flag under which it must
                 `fallback`  the tensor to grow if the source has no such tensor
                 `stored`    its full name in files if that is another; a norm's without `.weight`
+                `files`     its names in files where these have one tensor per expert, `{e}`, or
+                            another name. Several: parts of its second axis, one after another
                 Several rows may have one name: the first whose condition holds counts. A row
                 without axes keeps those of the extended table. No rows, `[]`: a tensor of the
                 extended table that this family never has
@@ -71,11 +90,14 @@ Its sections:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from growkern.errors import GrowthError
+
+# of `Size.follows`
+NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -87,6 +109,7 @@ class Size:
     default: str | None = None
     plus: int = 0
     reserved: int = 0
+    follows: str | None = None
 
     def of(self, config: Any) -> int:
         """The size, read from a Hugging Face config.
@@ -122,6 +145,8 @@ class SpaceSpec:
     activated: bool = False
     scale: str | None = None
     scale_when: str | None = None
+    chosen: str | None = None
+    averaged: str | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -195,6 +220,7 @@ class Row:
     scale_when: str | None = None
     fallback: str | None = None
     stored: str | None = None
+    files: tuple[str, ...] = ()
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:
         """The spaces, and the sizes of [config], that its axes and its norm refer to."""
@@ -207,11 +233,10 @@ class Row:
                 sizes.add(axis)
         return {name.replace("{s}", stack) for name in spaces}, sizes
 
-    def is_in(self, layer: int, layers: int) -> bool:
-        """True if `only` allows this layer, one of `layers`."""
-        at = {"first": layer == 0, "last": layer == layers - 1}
-        negated, name = (self.only or "").startswith("not_"), (self.only or "").removeprefix("not_")
-        return self.only is None or at[name] != negated
+    def is_in(self, kinds: Mapping[str, bool]) -> bool:
+        """True if `only` allows a layer that is, or is not, of these kinds."""
+        name = str(self.only).removeprefix("not_")
+        return kinds[name] == (name == self.only)
 
 
 @dataclass(frozen=True)
@@ -226,6 +251,7 @@ class TensorSpec:
         axes: one entry per axis, as in the row, with stack and layer filled in.
         norm: the spaces that a norm reads and writes; None for other tensors.
         into, tied, fallback, stored: as in the row, but full names of tensors.
+        files: as in the row, but full names, with `{e}` left in them.
         in_body: True if it belongs to the body of the model, False if to a head.
     """
 
@@ -241,6 +267,12 @@ class TensorSpec:
     fallback: str | None
     stored: str | None
     in_body: bool
+    files: tuple[str, ...] = ()
+
+    @property
+    def is_split(self) -> bool:
+        """True if files have a tensor for every expert."""
+        return any("{e}" in file for file in self.files)
 
     @property
     def is_bias(self) -> bool:
@@ -274,3 +306,28 @@ def holds(condition: str | None, config: Any) -> bool:
         return bool(getattr(config, left) != getattr(config, right))
     value = bool(getattr(config, condition.removeprefix("!"), False))
     return value != condition.startswith("!")
+
+
+# of a layer's number, the config's value and the text behind "=" -> whether the layer is meant
+CONDITIONS: Mapping[str, Callable[[int, Any, str], bool]] = {
+    "in": lambda layer, value, _: isinstance(value, list) and layer in value,
+    "every": lambda layer, value, _: type(value) is int and value > 0 and (layer + 1) % value == 0,
+    "from": lambda layer, value, _: type(value) is int and layer >= value,
+    "is": lambda layer, value, text: isinstance(value, list) and value[layer : layer + 1] == [text],
+}
+
+# those of fields that are lists, which follow the layers
+LISTS = ("in", "is")
+
+
+def condition_of(text: str) -> tuple[bool, str, str, str]:
+    """A condition of [kinds]: whether it is negated, its word, the config field and the text."""
+    word, _, rest = text.removeprefix("not ").partition(":")
+    field, _, value = rest.partition("=")
+    return text.startswith("not "), word, field, value
+
+
+def is_met(text: str, layer: int, config: Any) -> bool:
+    """True if a layer meets a condition of [kinds]."""
+    negated, word, field, value = condition_of(text)
+    return CONDITIONS[word](layer, getattr(config, field), value) != negated

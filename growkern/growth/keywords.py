@@ -35,6 +35,12 @@ class GrowthKeywords(TypedDict, total=False):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    # mixtures of experts
+    num_experts: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
     # GPT-2
     n_embd: int
     n_inner: int

@@ -65,7 +65,14 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
         value = 1 + 0.4 * noise if is_gain else std * noise
         parameter.data = value.to(dtype)
     model.tie_weights()
-    return model.eval()
+    return eager(model.eval())
+
+
+def eager(model):
+    """The model with experts that run in float64 and at every width, if it has any."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
 
 
 def fold_back(plan, task, grown):

@@ -80,6 +80,14 @@ T5 = {
     "eos_token_id": 1,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True}
+# four experts, of which two are chosen
+LOCAL = {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {**ROTARY, "num_experts": 4, "num_experts_per_tok": 2}
+# without a head_dim of their own
+WHOLE = {k: v for k, v in EXPERTS.items() if k != "head_dim"} | {"num_attention_heads": 3}
+WHOLE |= {"num_key_value_heads": 3}
+WIDTHS = {"moe_intermediate_size": 7, "mlp_only_layers": [0]}
+SLIDING = {"use_sliding_window": True}
 
 # model type -> class with a vocabulary head, sizes, options of a second source
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -94,17 +102,31 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm": ("GlmForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "glm4": ("Glm4ForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 2, "pad_token_id": 0}, {"n_inner": 33}),
+    "gpt_oss": ("GptOssForCausalLM", {**LOCAL, **KINDS, "rope_parameters": ROPE}, {}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
+    "granitemoe": ("GraniteMoeForCausalLM", {**LOCAL, **FACTORS}, {"attention_bias": True}),
     "mbart": ("MBartForConditionalGeneration", BART, {"scale_embedding": True}),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
+    "mixtral": ("MixtralForCausalLM", LOCAL, {"sliding_window": 4}),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-3, **HALF}, BIASES),
     "olmo": ("OlmoForCausalLM", ROTARY, {"tie_word_embeddings": False, "attention_bias": True}),
+    "olmoe": ("OlmoeForCausalLM", WHOLE, {"norm_topk_prob": True, "attention_bias": True}),
     "olmo3": ("Olmo3ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
     "opt": ("OPTForCausalLM", OPT, {"enable_bias": False}),
     "phi": ("PhiForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3, **HALF}, {}),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, **WIDTHS, **KINDS, **SLIDING, "shared_expert_intermediate_size": 6},
+        {"norm_topk_prob": True, "qkv_bias": False, "mlp_only_layers": []},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**LOCAL, **WIDTHS},
+        {"norm_topk_prob": True, "attention_bias": True, "mlp_only_layers": [1]},
+    ),
     "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, **ROPELESS}, BIASES),
     "stablelm": (

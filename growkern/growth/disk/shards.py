@@ -27,9 +27,12 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
+from transformers.core_model_loading import dot_natural_key
 
+from growkern.families.model import Names
 from growkern.files import write_all
 from growkern.growth.source.files import INDEX_FILE, STORED_DTYPES, Header
+from growkern.growth.source.stored import Stacked
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,13 @@ class ShardLayout:
     """The files of a checkpoint.
 
     Attributes:
-        tensors: where each tensor goes, in the model's order; `Header.file` is a bare file name.
+        tensors: where each tensor goes, in the model's order; files are bare names.
         heads: per file its first bytes, length and JSON.
         sizes: per file its size, bytes.
         index: the text of the index file; "" where there is a single file.
     """
 
-    tensors: Mapping[str, Header]
+    tensors: Mapping[str, Header | Stacked]
     heads: Mapping[str, bytes]
     sizes: Mapping[str, int]
     index: str
@@ -58,42 +61,66 @@ def lay_out(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     max_shard_size: int,
-    stored: Mapping[str, str] | None = None,
+    stored: Mapping[str, str | Names] | None = None,
 ) -> ShardLayout:
     """Split tensors over files of at most `max_shard_size` bytes and place them in those.
 
     Args:
         max_shard_size: bytes of tensors in one file; a larger tensor gets a file of its own.
-        stored: name -> name in files, where they differ.
+        stored: name -> names in files, where they differ (`ModelSpec.stored_names`).
     """
-    file_names = {name: (stored or {}).get(name, name) for name in shapes}
-    shapes = {file_names[name]: shape for name, shape in shapes.items()}
-    empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in shapes.items()}
+    stored = stored or {}
+    names_of: dict[str, tuple[str, ...]] = {}
+    in_files: dict[str, tuple[int, ...]] = {}
+    # transformers orders tensors before it renames them
+    for name in sorted(shapes, key=dot_natural_key) if stored else shapes:
+        own, shape = stored.get(name, name), shapes[name]
+        if isinstance(own, str):
+            names_of[own], in_files[own] = (own,), shape
+            continue
+        for part in own:
+            # all experts of a part go into one file, and count as one tensor
+            names_of[part[0]] = part
+            in_files |= dict.fromkeys(part, (shape[1] // len(own), *shape[2:]))
+    sizes_of = {n: (len(names), *in_files[n]) for n, names in names_of.items()}
+    empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in sizes_of.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+    in_file = {
+        file: sorted(name for first in firsts for name in names_of[first])
+        for file, firsts in split.filename_to_tensors.items()
+    }
     code = next(code for code, known in STORED_DTYPES.items() if known == dtype)
     places, heads, sizes = {}, {}, {}
-    for file, names in split.filename_to_tensors.items():
+    for file, names in in_file.items():
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = [0]
-        for name in sorted(names):
-            ends.append(ends[-1] + math.prod(shapes[name]) * dtype.itemsize)
-            shape, offsets = list(shapes[name]), ends[-2:]
-            entries[name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
+        for name in names:
+            ends.append(ends[-1] + math.prod(in_files[name]) * dtype.itemsize)
+            place = {"shape": list(in_files[name]), "data_offsets": ends[-2:]}
+            entries[name] = {"dtype": code, **place}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         heads[file] = struct.pack("<Q", len(text)) + text
         sizes[file] = len(heads[file]) + ends[-1]
-        for name, start in zip(sorted(names), ends[:-1], strict=True):
+        for name, start in zip(names, ends[:-1], strict=True):
             at = len(heads[file]) + start
-            places[name] = Header(file, name, shapes[name], dtype, at)
+            places[name] = Header(file, name, in_files[name], dtype, at)
     index = ""
     if split.is_sharded:
         total = sum(math.prod(shape) for shape in shapes.values())
         metadata = {"total_parameters": total, **split.metadata}
-        weight_map = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        index = json.dumps(weight_map, indent=2, sort_keys=True) + "\n"
-    tensors = {name: places[stored_as] for name, stored_as in file_names.items()}
+        weight_map = {name: file for file, names in in_file.items() for name in names}
+        record = {"metadata": metadata, "weight_map": weight_map}
+        index = json.dumps(record, indent=2, sort_keys=True) + "\n"
+    tensors = {name: _placed(stored.get(name, name), places) for name in shapes}
     return ShardLayout(tensors, heads, sizes, index)
+
+
+def _placed(names: str | Names, places: Mapping[str, Header]) -> Header | Stacked:
+    """Where a tensor of the model goes, by its names in files."""
+    if isinstance(names, str):
+        return places[names]
+    return Stacked(tuple(tuple(places[name] for name in one) for one in zip(*names, strict=True)))
 
 
 # direct writes need addresses, offsets and lengths that are multiples of a disk's block
@@ -158,6 +185,16 @@ class TargetFile:
         finally:
             if self._direct is not None:
                 os.close(self._direct)
+
+
+def write_rows(
+    files: Mapping[str, TargetFile], tensor: Header | Stacked, start: int, stop: int, data: Tensor
+) -> None:
+    """Put rows [start, stop) of a tensor, (n,) uint8, to their places in files."""
+    done = 0
+    for file, at, size in tensor.places(start, stop):
+        files[file].write(data[done : done + size], at)
+        done += size
 
 
 class Buffer:

@@ -8,7 +8,6 @@ A background thread syncs finished pieces and then notes them in the journal.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 from collections.abc import Mapping
@@ -24,12 +23,13 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.growth.disk.checksums import checksum_pieces, checksum_rows
 from growkern.growth.disk.journal import Journal, Mark
-from growkern.growth.disk.shards import Buffer, ShardLayout, TargetFile
+from growkern.growth.disk.shards import Buffer, ShardLayout, TargetFile, write_rows
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.pieces import Piece, pieces_of
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source
+from growkern.growth.source.stored import read_entry
 from growkern.growth.tensors.tensor import build_tensor
 
 
@@ -46,9 +46,9 @@ class SourceReader:
         self._allow_nonfinite = allow_nonfinite
         self._locks = {name: threading.Lock() for name in source.headers}
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str, entry: int | None = None) -> Tensor:
         self.check(name)
-        return self._headers[name].read()
+        return read_entry(self._headers[name], entry)
 
     def check(self, name: str) -> None:
         """Compute its checksum and look for NaN and Inf, once."""
@@ -172,7 +172,8 @@ class Stream:
         if self._has_lost:
             return
         try:
-            for file in sorted({self.layout.tensors[name].file for name, _, _ in marks}):
+            places = (self.layout.tensors[name].places(*rows) for name, *rows in marks)
+            for file in sorted({file for place in places for file, _, _ in place}):
                 self._files[file].sync()
             known = self.journal.source_checksums
             sources = {
@@ -204,13 +205,14 @@ class Stream:
         header = self.layout.tensors[piece.task.name]
         before = self.journal.marks.get(piece.mark)
         if before is not None:
-            stored = dataclasses.replace(header, file=str(self.directory / header.file))
+            stored = header.inside(self.directory)
             if checksum_rows(stored.rows(*piece.rows)) == before:
                 return piece, before, False
             self.journal.lose(piece.mark)
         start, stop = piece.rows
         size = self._bytes(piece)
-        at = header.start + start * (size // (stop - start))
+        # where the rows lie in one piece, memory has the blocks of the file
+        at = next(header.places(start, stop))[1]
         data = self._own.buffer.room(size, at)
         rows = (stop - start,) if piece.task.shape else ()
         built = build_tensor(
@@ -224,7 +226,7 @@ class Stream:
         if self._may_overflow:
             refuse_overflow(piece.task.name, built)
         total = checksum_rows(data)
-        self._files[header.file].write(data, at)
+        write_rows(self._files, header, start, stop, data)
         return piece, total, True
 
     def _open_files(self, stack: ExitStack) -> None:

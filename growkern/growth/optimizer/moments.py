@@ -289,11 +289,7 @@ def grow_moment(
         named = zip(task.tensor.axes, task.shape, strict=True)
         old = [old_entries(plan, task, axis, size) for axis, size in named]
         axes = [dataclasses.replace(m, scale=x.double()) for m, x in zip(axes, old, strict=True)]
-    blocks = [
-        dataclasses.replace(m, scale=m.scale**power).block(range(*s.indices(n)))
-        for m, s, n in zip(axes, part, task.shape, strict=True)
-    ]
-    rows, cols = (*blocks, {})[:2]
+    axes = [dataclasses.replace(m, scale=m.scale**power) for m in axes]
     needed = [m.index[s] % m.source for m, s in zip(axes, part, strict=True)]
     mixes = any(bool((m.index >= m.source).any()) for m in axes)
     # read before the return below: gathering a DTensor needs a call from every rank
@@ -301,7 +297,30 @@ def grow_moment(
     upper = read(task.upper, needed) if task.upper is not None and mixes else None
     if out is not None and not out.numel():
         return out
-    built = expand(
+    where = [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
+    if len(axes) < 3:
+        built = _expanded(weight, upper, axes, where, out)
+    else:
+        built = torch.empty([*map(len, where)], dtype=weight.dtype) if out is None else out
+        for place, number in enumerate(where[0]):
+            entry, factor = int(axes[0].index[number]), axes[0].scale[number].item()
+            own = weight[entry], None if upper is None else upper[entry]
+            _expanded(*own, [axes[1].times(factor), axes[2]], where[1:], built[place])
+    check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, built)
+    return built
+
+
+def _expanded(
+    weight: Tensor,
+    upper: Tensor | None,
+    axes: Sequence[AxisMap],
+    where: Sequence[range],
+    out: Tensor | None,
+) -> Tensor:
+    """The moment of a matrix or a vector: the entries `where` of its axes."""
+    blocks = [m.block(entries) for m, entries in zip(axes, where, strict=True)]
+    rows, cols = (*blocks, {})[:2]
+    return expand(
         weight,
         rows=rows["index"],
         cols=cols.get("index"),
@@ -310,8 +329,6 @@ def grow_moment(
         upper=upper,
         out=out,
     )
-    check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, built)
-    return built
 
 
 def check_values(name: str, key: str, values: Tensor) -> None:

@@ -72,6 +72,13 @@ class AxisMap:
         power = whole.abs().clamp(min=1e-300).log2().round().exp2().copysign(whole)
         return torch.where((whole / power - 1).abs() < 1e-12, power, whole)
 
+    def times(self, factor: float) -> AxisMap:
+        """This map with another factor for all entries."""
+        if factor == 1:
+            return self
+        sums = self.sums and (self.sums[0] * factor, self.sums[1] * factor)
+        return dataclasses.replace(self, scale=self.scale * factor, sums=sums)
+
     def block(self, where: range) -> dict[str, Any]:
         """Index, scale, noise and copies of some entries, each None if it changes nothing."""
         at = slice(where.start, where.stop)
@@ -175,6 +182,14 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
 def _scaled_axis(task: Task) -> str:
     """The axis that takes a tensor's factor `scale`: the first one that lies in a space."""
     return next(axis for axis in task.tensor.axes if ":" in axis)
+
+
+def matrix_of(task: Task, number: int) -> Task:
+    """The task of one matrix of a tensor with three axes."""
+    tensor = dataclasses.replace(
+        task.tensor, name=f"{task.name}.{number}", axes=task.tensor.axes[1:]
+    )
+    return dataclasses.replace(task, tensor=tensor, shape=task.shape[1:])
 
 
 def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:

@@ -28,17 +28,18 @@ from growkern.growth.plan.vocabulary import (
     predicts_tokens,
     unrounded_cost,
 )
+from growkern.growth.space.experts import copies_of
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
-    """Findings on width, head_dim, vocabulary, AKI, head, depth, shares and rounding, in order."""
+    """Findings on width, heads, experts, vocabulary, AKI, head, depth, shares and rounding."""
     if plan.options.is_baseline:
         block = "the source's weights lie in a block of random weights"
         why = block if plan.options.method == "direct_copy" else "all weights are random"
         why = f"{why}, so the source's function is lost"
         return (Finding("changed", "everything", why, asked=True),)
     parts = (
-        *(_width, _head_dim, _heads_under_norm, _vocabulary, _advanced, _head, _depth),
+        *(_width, _head_dim, _heads_under_norm, _experts, _vocabulary, _advanced, _head, _depth),
         *(_large_shares, rounding_findings),
     )
     result = tuple(finding for part in parts for finding in part(plan))
@@ -148,6 +149,16 @@ def _heads_under_norm(plan: Blueprint) -> list[Finding]:
         if any(count.min() != count.max() for count in counts):
             why = "random maps copy heads unequally often, which changes the norm over all heads"
             result.append(Finding("changed", f"heads of {name}", why, asked=True))
+    return result
+
+
+def _experts(plan: Blueprint) -> list[Finding]:
+    result = []
+    for space in plan.small.family.mixtures:
+        if (copies := copies_of(space, plan.small, plan.large)) > 1:
+            what = f"{plan.small.family.config_field(str(space.size))} times {copies}"
+            why = "the router chooses every copy of an expert or none, and their weights add up"
+            result.append(Finding("exact", what, why))
     return result
 
 

@@ -34,7 +34,7 @@ from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
-from growkern.growth.space.layers import inserted_in, layers_of, refuse_unportable
+from growkern.growth.space.layers import check_kinds, inserted_in, layers_of, refuse_unportable
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 
@@ -307,6 +307,8 @@ def _plan_for(
     if any(small.size(key) != large.size(key) for key in family.stacks.values()):
         for refusal in family.refuse_depth:
             refusal.check(small.config)
+    for stack, layers in layer_maps.items():
+        check_kinds(small, stack, layers, options)
     layers = next(iter(layer_maps.values()))
     large = finish_target(small, large, layers, dtype)
     grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)

@@ -65,7 +65,7 @@ def _kinds(plan: Blueprint) -> Iterator[str]:
             wrong = f"{_named(plan, 'layers')} wrong outputs"
             line += f": {wrong}, as the kind of a layer follows from its number there"
         if small.size(key) >= period:
-            depths = whole_depths(small, key, plan.large.size(key))
+            depths = whole_depths(small, key, plan.large.size(key), period_of(small))
             field = small.family.config_field(key)
             line += f"; {PORTABLE} adds whole periods, with {field}={depths}"
         yield line

@@ -14,6 +14,7 @@ from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.family import Family
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
+from growkern.growth.space.experts import check_experts, copies_of
 from growkern.growth.space.rotary import pair_step, rotary_entries
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def growable_fields(family: Family) -> dict[str, str]:
 
 def followed_fields(family: Family) -> tuple[str, ...]:
     """Config fields that users do not set: they follow from the sizes and the source's config."""
-    return (*family.per_layer, "rope_parameters")
+    averaged = (str(space.averaged) for space in family.mixtures if space.averaged)
+    return (*family.per_layer, *family.numbered, *averaged, "rope_parameters")
 
 
 def resolve_target(
@@ -97,6 +99,13 @@ def finish_target(
         values = getattr(small.config, name, None)
         if values is not None:
             setattr(config, name, [values[layer] for layer in layer_map])
+    for name in family.numbered:
+        numbers = getattr(small.config, name, None) or ()
+        setattr(config, name, [i for i, layer in enumerate(layer_map) if layer in numbers])
+    for space in family.mixtures:
+        if space.averaged and (value := getattr(small.config, space.averaged, None)):
+            # every copy of an expert adds as much to that loss as the expert did
+            setattr(config, space.averaged, value / copies_of(space, small, large))
     for name, key in family.classes[small.class_name].repeats.items():
         setattr(config, name, large.size(key))
     if hasattr(small.config, "rope_parameters"):
@@ -223,7 +232,9 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
     """
     allowed = growable_fields(small.family)
     asked = {}
-    for name, value in dims.items():
+    for given, value in dims.items():
+        # other names of a field, such as num_experts
+        name = small.config.attribute_map.get(given, given)
         if name not in allowed and name != PAD_VOCAB:
             raise GrowthError(
                 f"this {small.family.model_type} has no size {name!r} to grow"
@@ -246,11 +257,16 @@ def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
     if not family.forces_head_dim:
         # a config without head_dim would derive it from the new sizes
         sizes.setdefault("head_dim", small.head_dim())
+    for key, size in family.config.items():
+        if size.follows in asked:
+            copies = asked[size.follows] // small.size(size.follows)
+            sizes.setdefault(key, small.size(key) * copies)
     if "stream" not in asked:
         return sizes
     old, new = small.size("stream"), asked["stream"]
     for key in family.unit_sizes:
-        sizes.setdefault(key, round(small.size(key) * new / old))
+        if family.config[key].follows is None:
+            sizes.setdefault(key, round(small.size(key) * new / old))
     for key in family.query_heads:
         heads, rest = divmod(small.size(key) * new, old)
         if key in asked or rest:
@@ -332,6 +348,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
     if all(small.size(key) == large.size(key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
+    check_experts(small, large)
     for heads in family.query_heads if family.forces_head_dim else ():
         _check_head_dim(small, large, heads, asked)
     large.check_groups()

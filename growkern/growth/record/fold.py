@@ -78,14 +78,16 @@ def fold_rows(
     rows, *cols = folds
     wanted = (rows.index >= start) & (rows.index < stop)
     x = grown.index_select(0, rows.keep[wanted]).double() + origin.offset
-    x = x.reshape(len(x), -1)
-    if cols:
-        x = x.index_select(1, cols[0].keep) * cols[0].coefficient
-        x = folded(x, 1, cols[0].index, cols[0].size)
-    x = x * rows.coefficient[wanted][:, None]
+    shape = (stop - start, *(fold.size for fold in cols))
+    for dim, fold in enumerate(cols, 1):
+        # this axis last, and all others as rows
+        x = x.index_select(dim, fold.keep).movedim(dim, -1) * fold.coefficient
+        before = x.shape[:-1]
+        x = folded(x.reshape(-1, x.shape[-1]), 1, fold.index, fold.size)
+        x = x.reshape(*before, fold.size).movedim(-1, dim)
+    x = x.reshape(len(x), -1) * rows.coefficient[wanted][:, None]
     x = folded(x, 0, rows.index[wanted] - start, stop - start)
-    x = x / origin.factor - origin.offset
-    return x if cols else x[:, 0]
+    return (x / origin.factor - origin.offset).view(shape)
 
 
 def axis_folds(origin: Origin, space_of: SpaceOf) -> list[AxisFold]:

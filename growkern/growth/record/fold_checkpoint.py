@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import refuse_changed
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.sentence import fold_modules, is_sentence_model
-from growkern.growth.disk.shards import ShardLayout, TargetFile, lay_out
+from growkern.growth.disk.shards import ShardLayout, TargetFile, lay_out, write_rows
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
@@ -174,21 +175,18 @@ def _write(
     progress: bool,
 ) -> None:
     total = sum(header.nbytes for header in layout.tensors.values())
-    with tqdm(total=total, desc="folding", unit="B", unit_scale=True, disable=not progress) as bar:
-        for file_name, size in layout.sizes.items():
-            file = TargetFile(directory / file_name, size, layout.heads[file_name])
-            try:
-                for name, header in layout.tensors.items():
-                    if header.file != file_name:
-                        continue
-                    origin, tensor = lineage.origins[chosen[name]], grown.read(chosen[name])
-                    folds = axis_folds(origin, partial(lineage.space, layer=origin.layer))
-                    at = header.start
-                    # 8 bytes per element, as sums are float64
-                    for rows in row_blocks(header.shape, 8):
-                        data = fold_rows(origin, folds, tensor, *rows).to(header.dtype).contiguous()
-                        file.write(data.view(-1).view(torch.uint8), at)
-                        at += data.nbytes
-                        bar.update(data.nbytes)
-            finally:
-                file.close()
+    with ExitStack() as stack:
+        bar = tqdm(total=total, desc="folding", unit="B", unit_scale=True, disable=not progress)
+        stack.enter_context(bar)
+        files = {}
+        for name, size in layout.sizes.items():
+            files[name] = TargetFile(directory / name, size, layout.heads[name])
+            stack.callback(files[name].close)
+        for name, header in layout.tensors.items():
+            origin, tensor = lineage.origins[chosen[name]], grown.read(chosen[name])
+            folds = axis_folds(origin, partial(lineage.space, layer=origin.layer))
+            # 8 bytes per element, as sums are float64
+            for rows in row_blocks(header.shape, 8):
+                data = fold_rows(origin, folds, tensor, *rows).to(header.dtype).contiguous()
+                write_rows(files, header, *rows, data.view(-1).view(torch.uint8))
+                bar.update(data.nbytes)

@@ -32,6 +32,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.origins import origin_of, spaces_of
 from growkern.growth.source.hub import hub_model, name_of
 from growkern.growth.source.source import Source
+from growkern.growth.source.stored import files_of
 from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version
 
@@ -78,7 +79,7 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     if source.format is None:
         return result
-    for name in sorted({header.file for header in source.headers.values()}):
+    for name in sorted(set().union(*map(files_of, source.headers.values()))):
         file = Path(name)
         header = source.format.read_header(file)
         result[file.name] = {

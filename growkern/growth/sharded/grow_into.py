@@ -195,7 +195,8 @@ def _part_reader(
 ) -> Callable[[str], Tensor] | None:
     """A function that reads only the entries that a part needs; None: read whole tensors."""
     headers, index = grown.source.headers, source_index(grown, task, part)
-    if index is None or task.source not in headers:
+    if index is None or task.source not in headers or len(index) > 2:
+        # of experts, each is read by itself
         return None
 
     def read(name: str) -> Tensor:

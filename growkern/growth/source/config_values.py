@@ -64,7 +64,8 @@ def check_values(
     """
     check_names(file, data, config_class)
     faults = (
-        *(_of_code(data), _of_architectures(data), _of_counts(data), _of_sizes(family, data)),
+        *(_of_code(data), _of_architectures(data), _of_counts(data)),
+        _of_sizes(family, data, getattr(config_class, "attribute_map", {})),
         *(of(name, value) for name, value in _entries(data) for of in (_of_dtype, _of_number)),
         _of_tokens(data),
     )
@@ -145,12 +146,19 @@ def _of_counts(data: dict[str, Any]) -> Iterator[str]:
             yield f"{name} has {len(table)} entries: at most {most}"
 
 
-def _of_sizes(family: Family | None, data: dict[str, Any]) -> Iterator[str]:
-    """Sizes beyond any model: transformers makes a list entry for every layer."""
-    for key, size in family.config.items() if family else ():
-        value = data.get(str(size.field))
-        if family and type(value) is int and value > family.largest(key):
-            yield f"{size.field}={reprlib.repr(value)} must lie in 1 .. {family.largest(key)}"
+def _of_sizes(
+    family: Family | None, data: dict[str, Any], aliases: Mapping[str, str]
+) -> Iterator[str]:
+    """Sizes beyond any model: transformers makes a list entry for every layer.
+
+    Args:
+        aliases: other name of a field -> the field.
+    """
+    fields = {size.field: key for key, size in family.config.items()} if family else {}
+    for name, value in data.items():
+        key = fields.get(aliases.get(name, name))
+        if family and key and type(value) is int and value > family.largest(key):
+            yield f"{name}={reprlib.repr(value)} must lie in 1 .. {family.largest(key)}"
 
 
 def _of_dtype(name: str, value: Any) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 import os
@@ -64,6 +65,15 @@ class Header:
         row = math.prod(self.shape[1:])
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
         return self._map(start * row, (stop - start) * row).view(shape)
+
+    def inside(self, directory: Path) -> Header:
+        """The same tensor, whose file lies in a directory."""
+        return dataclasses.replace(self, file=str(directory / self.file))
+
+    def places(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """File, first byte and number of bytes of the rows [start, stop)."""
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        yield self.file, self.start + start * row, (stop - start) * row
 
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         """The whole tensor: it is mapped, so entries that nobody uses are not read."""

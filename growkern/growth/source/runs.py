@@ -52,6 +52,9 @@ def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     state = {name: source.read(name).to(dtype) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
     tie(model, source.spec)
+    if source.spec.family.mixtures:
+        # others take neither float64 nor every size
+        model.set_experts_implementation("eager")
     # converted last: the weights that the model was made with never get memory
     return model.to(source.device, dtype).eval()
 

@@ -51,7 +51,7 @@ from growkern.growth.source.live import (
 )
 from growkern.growth.source.refused import quantised_advice, refuse_adapters, refuse_quantised
 from growkern.growth.source.stamps import Stamps
-from growkern.growth.source.stored import StoredTensor
+from growkern.growth.source.stored import Read, StoredTensor, read_entry, spellings, stacked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,7 +76,7 @@ class Source:
 
     spec: ModelSpec
     dtypes: Mapping[str, torch.dtype]
-    read: Callable[[str], Tensor] = field(repr=False)
+    read: Read = field(repr=False)
     directory: Path | None = None
     format: Format | None = None
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
@@ -189,8 +189,8 @@ class _Stored(_Reader):
 
     headers: Mapping[str, StoredTensor]
 
-    def __call__(self, name: str) -> Tensor:
-        return self.headers[name].read()
+    def __call__(self, name: str, entry: int | None = None) -> Tensor:
+        return read_entry(self.headers[name], entry)
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,9 @@ class _Live(_Reader):
 
     tensors: Mapping[str, Tensor]
 
-    def __call__(self, name: str) -> Tensor:
-        return self.tensors[name].detach()
+    def __call__(self, name: str, entry: int | None = None) -> Tensor:
+        tensor = self.tensors[name].detach()
+        return tensor if entry is None else tensor[entry]
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[Callable[[str], Any]]]:
         return partial, (no_weights,)
@@ -209,15 +210,15 @@ class _Live(_Reader):
 class _Checked(_Reader):
     """Refuses NaN and Inf when a tensor is read for the first time."""
 
-    def __init__(self, read: Callable[[str], Tensor]) -> None:
+    def __init__(self, read: Read) -> None:
         self._read = read
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, int | None]] = set()
 
-    def __call__(self, name: str) -> Tensor:
-        tensor = self._read(name)
-        if name not in self._checked:
+    def __call__(self, name: str, entry: int | None = None) -> Tensor:
+        tensor = self._read(name, entry)
+        if (name, entry) not in self._checked:
             refuse_nonfinite(name, tensor)
-        self._checked.add(name)
+        self._checked.add((name, entry))
         return tensor
 
 
@@ -268,7 +269,7 @@ def _open_directory(directory: Path, weights: bool, family: Family | None) -> So
     beside = config_directory(directory)
     spec, keys = _read_spec(directory, family or family_in(beside))
     format = format_of(directory, weights=weights)
-    headers = format.read(directory, spec)
+    headers = stacked(spec, format.read(directory, spec), str(directory))
     check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
@@ -312,24 +313,19 @@ def _canonical_names(
 ) -> dict[str, str]:
     """The model's name -> the name in the file, for every stored tensor that models still read.
 
-    Names in files differ from the model's in four known ways:
+    Names in files, where the table does not give others, differ from the model's in three known
+    ways:
 
-    - the table gives another name as `stored`;
     - a head class was saved without the prefix of its body, or a body was saved with it;
     - norms have `gamma` and `beta`;
     - the file has buffers that models no longer store.
     """
-    renamed = {file: name for name, file in model.stored_names.items()}
-    classes = model.family.classes
-    prefix = classes[model.class_name].prefix
-    prefixes = {c.prefix for c in classes.values() if c.prefix}
+    prefix = model.family.classes[model.class_name].prefix
     ignored = [re.escape(name).replace(r"\{l\}", r"\d+") for name in model.family.ignored]
     names: dict[str, str] = {}
     for raw in headers:
-        name = renamed.get(raw, raw)
-        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-        candidates = [name, prefix + name]
-        candidates += [name.removeprefix(p) for p in prefixes if not prefix]
+        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))
+        candidates = spellings(model, name)
         bare = candidates[-1] if not prefix else name.removeprefix(prefix)
         if any(re.fullmatch(pattern, bare) for pattern in ignored):
             continue

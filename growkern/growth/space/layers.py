@@ -6,11 +6,14 @@ family's table says which, in [runtimes].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 from growkern.errors import UnfitError
 from growkern.families.model import ModelSpec
+from growkern.families.spec import LISTS, condition_of, is_met
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
 from growkern.growth.space.rotary import pair_step
@@ -22,32 +25,87 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
     Args:
         key: the size that counts its layers.
     """
-    pick = maps.stack if options.depth == "stack" else maps.interleave
     old, new = small.size(key), large.size(key)
-    period = period_of(small) if options.portable else 1
-    added, over = divmod(new - old, period)
-    if over:
+    period = period_of(small) if options.portable else _period_of_kinds(small)
+    if (new - old) % period:
         raise UnfitError(
             f"{small.family.config_field(key)}={new}: the kinds of layers repeat every {period}, "
-            f"so portable=True takes {whole_depths(small, key, new)}"
+            f"so {'portable=True takes' if options.portable else 'it can be'} "
+            f"{whole_depths(small, key, new, period)}"
         )
-    whole, rest = divmod(old, period)
-    if added and not whole:
+    if new > old and period > old:
         raise UnfitError(
             f"{small.family.config_field(key)}={old} of the source is less than one period of "
-            f"{period} layers, which portable=True repeats: leave it as it is"
+            f"{period} layers, which a deeper target repeats: leave it as it is"
         )
-    periods = pick(whole, whole + added) if whole else []
+    return _repeated(old, new, period, options)
+
+
+def _repeated(old: int, new: int, period: int, options: GrowthOptions) -> list[int]:
+    """The source layer of every target layer, where whole periods of layers are repeated."""
+    pick = maps.stack if options.depth == "stack" else maps.interleave
+    whole, rest = divmod(old, period)
+    periods = pick(whole, whole + (new - old) // period) if whole else []
     layers = [period * number + i for number in periods for i in range(period)]
     return layers + list(range(old - rest, old))
 
 
-def whole_depths(small: ModelSpec, key: str, new: int) -> str:
+def whole_depths(small: ModelSpec, key: str, new: int, period: int) -> str:
     """The numbers of layers nearest to `new` that add whole periods of their kinds."""
-    old, period = small.size(key), period_of(small)
+    old = small.size(key)
     added, over = divmod(new - old, period)
     fit = [old + period * n for n in ((added, added + 1) if over else (added,)) if n]
     return " or ".join(map(str, fit))
+
+
+def _period_of_kinds(small: ModelSpec) -> int:
+    """After how many layers kinds repeat that the config gives by a number."""
+    conditions = chain.from_iterable(small.family.kinds.values())
+    found = (condition_of(text)[1:3] for text in conditions)
+    # a period of 0 means no layer
+    return math.lcm(
+        *(getattr(small.config, field) or 1 for word, field in found if word == "every")
+    )
+
+
+def check_kinds(
+    small: ModelSpec, stack: str, layers: Sequence[int], options: GrowthOptions
+) -> None:
+    """Refuse a depth at which a layer would copy one of another kind, such as a dense one.
+
+    Args:
+        layers: of `layers_of`.
+    """
+    found = _first_other(small, layers)
+    if found is None:
+        return
+    layer, kind = found
+    field = small.family.config_field(small.family.stacks[stack])
+    old, new = small.size(small.family.stacks[stack]), len(layers)
+    near = [
+        depth
+        for depth in sorted(range(old + 1, 2 * new), key=lambda depth: abs(depth - new))
+        if _first_other(small, _repeated(old, depth, 1, options)) is None
+    ][:2]
+    fix = f"; the nearest depths that fit: {' or '.join(map(str, sorted(near)))}" if near else ""
+    raise UnfitError(
+        f"{field}={new}: layer {layer} would copy layer {layers[layer]} of the source, but only "
+        f"one of them is {kind} by the config ({', '.join(small.family.kinds[kind])}){fix}"
+    )
+
+
+def _first_other(small: ModelSpec, layers: Sequence[int]) -> tuple[int, str] | None:
+    """The first target layer of another kind than its source layer, and that kind."""
+    for kind, conditions in small.family.kinds.items():
+        for layer, source in enumerate(layers):
+            # config lists follow the layers; a number means the same layers in both models
+            now = all(
+                is_met(text, source if condition_of(text)[1] in LISTS else layer, small.config)
+                for text in conditions
+            )
+            if now != small.kinds_of(source, len(layers))[kind]:
+                return layer, kind
+    return None
 
 
 def inserted_in(layers: Sequence[int]) -> set[int]:

@@ -7,6 +7,8 @@ are in `growkern.growth.space.spaces`. A new kind needs an entry in `Layout._bui
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -153,6 +155,7 @@ class Layout:
             "heads": self._heads,
             "head": self._head,
             "units": self._units,
+            "experts": self._experts,
             "fixed": self._fixed,
         }[spec.kind]
         return build(spec, layer)
@@ -264,9 +267,18 @@ class Layout:
         size = self.small.space_size(spec.name)
         return copies(torch.arange(size), size)
 
+    def _experts(self, spec: SpaceSpec, _layer: Layer) -> Space:
+        # whole copies in every scheme: a router takes all copies of an expert or none
+        source, target = self.sizes(str(spec.size))
+        return copies(maps.cyclic(source, target), source)
+
     def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
-        source = self.small.space_size(spec.name)
-        target = self.large.space_size(spec.name)
+        if spec.width:
+            # the map of the space that is called like the size, whose units have one entry
+            units = self._units(replace(spec, name=str(spec.size), width=None), layer)
+            entries = torch.arange(spec.width)
+            return outer_product(units, copies(entries, spec.width))
+        source, target = self.sizes(spec.size or "stream")
         if spec.size == "stream":
             # a norm may connect this space to a tied head's input: same copies in the same order
             index = self.space("stream").read_index

@@ -23,7 +23,7 @@ from growkern.growth.plan.initialisation import Initial
 
 # a tile takes 0.3 ms to draw and its generator 0.02 ms to make. Eight ranks that share 4096 columns
 # get one tile's width each, so that no number is drawn twice
-TILE = (64, 512)
+TILE = (1, 64, 512)
 
 
 def build_baseline(

@@ -9,7 +9,7 @@ in a separate call, from a few rows that `growth.tensors.extras` computes from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.growth.plan.axes import AxisMap, axis_map, noise_seed
+from growkern.growth.plan.axes import AxisMap, axis_map, matrix_of, noise_seed
 from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.source.stored import Read
 from growkern.growth.space.shares import take_shares
 from growkern.growth.tensors.baselines import build_baseline, old_entries_within
 from growkern.growth.tensors.extras import gathered_rows
@@ -26,7 +27,6 @@ from growkern.growth.tensors.norms import build_norm
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.work import OneByOne, Work
 
-Read = Callable[[str], Tensor]
 Part = Sequence[slice]
 
 
@@ -72,7 +72,7 @@ def build_tensor(
 
 
 def _on_cpu(read: Read) -> Read:
-    return lambda name: read(name).cpu()
+    return lambda *which: read(*which).cpu()
 
 
 def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None:
@@ -113,6 +113,30 @@ def _build_weight(
         axis_map(plan, task, axis, size)
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
     ]
+    if len(axes) < 3:
+        return _build_matrix(plan, task, axes, read, part, out, work)
+    for place, number in enumerate(range(*part[0].indices(task.shape[0]))):
+        of_expert = partial(_entry_of, read, entry=int(axes[0].index[number]))
+        one = matrix_of(task, number)
+        rows = axes[1].times(axes[0].scale[number].item())
+        _build_matrix(plan, one, [rows, axes[2]], of_expert, part[1:], out[place], work)
+    return out
+
+
+def _entry_of(read: Read, name: str, entry: int) -> Tensor:
+    return read(name, entry)
+
+
+def _build_matrix(
+    plan: Blueprint,
+    task: Task,
+    axes: Sequence[AxisMap],
+    read: Read,
+    part: Part,
+    out: Tensor,
+    work: Work,
+) -> Tensor:
+    """A weight of one or two axes, with their maps."""
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
         extra = tuple(is_extra for _, is_extra in block)
         place = out[_within(part, block)]

@@ -14,7 +14,7 @@ import transformers
 import growkern
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from tests.growth.models import BERT, GPT2, LLAMA, eager, outputs, random_model, relative_error
 from tests.growth.plan.test_families import BART, MODERN, NEOX, ROTARY, SQUARE, T5, WINDOW
 from tests.growth.relatives import RELATIVES
 
@@ -86,7 +86,7 @@ def grown_on_disk(directory, source, how, loader=None):
     loaded, info = loader.from_pretrained(large, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     loaded.growth_plan = report.plan
-    return loaded.eval()
+    return eager(loaded.eval())
 
 
 def test_every_family_has_its_row():

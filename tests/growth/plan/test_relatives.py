@@ -39,6 +39,15 @@ def head_counts(model):
     return {key: size for key, size in old_sizes(model).items() if key in counts}
 
 
+def more_experts(model, count):
+    """`count` copies of all experts."""
+    return {
+        key: count * model.size(key)
+        for space in model.family.mixtures
+        for key in (space.size, space.chosen)
+    }
+
+
 def alone(model):
     """What grows -> the table's sizes that change it, and as little else as fits."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
@@ -46,6 +55,7 @@ def alone(model):
     found = {key: {key: old[key] + 13} for key in family.unit_sizes}
     found |= {key: {key: old[key] + 1} for key in family.stacks.values()}
     found |= {"vocab": {"vocab": 64}, "stream": wider}
+    found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
     if not family.forces_head_dim:
         found |= {key: {key: 2 * n} for key, n in heads.items()}
         return found | {HEADS: {"head_dim": 2 * model.head_dim()}}
@@ -62,6 +72,7 @@ def at_once(model):
     sizes |= {key: old[key] + 1 for key in family.stacks.values()} | {"vocab": 64}
     if not family.forces_head_dim:
         sizes["head_dim"] = 3 * model.head_dim()
+    sizes |= more_experts(model, 3)
     if not family.pads_exactly:
         return sizes | heads | {"stream": 2 * old["stream"]}
     sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}

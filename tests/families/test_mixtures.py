@@ -1,0 +1,181 @@
+"""Mixtures of experts: what grows exactly, and what is refused.
+
+Truth: the source in transformers, in float64 with eager experts, with every parameter random. Every
+size of every family is in `tests.growth.plan.test_relatives`.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import growkern
+from growkern.errors import GrowthError
+from growkern.growth.disk import stream
+from tests.growth.models import random_model, relative_error
+from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
+
+LARGER = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
+SIZES = {**LARGER, "moe_intermediate_size": 11, "num_experts": 12}
+
+
+def qwen3_moe(dtype=torch.float64, **options):
+    return random_model("Qwen3MoeForCausalLM", {**LOCAL, **WIDTHS}, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize(
+    "symmetry, norm_topk_prob", [("noise", True), ("split", True), ("routing", False)]
+)
+def test_copies_of_experts_are_exact(symmetry, norm_topk_prob):
+    """Several ways to break symmetry leave the logits of an expert's copies equal."""
+    source = qwen3_moe(norm_topk_prob=norm_topk_prob, router_aux_loss_coef=0.03)
+    grown = growkern.grow(source, **SIZES, symmetry=symmetry)
+    assert grown.growth_plan.exact
+    assert relative_error(source, grown) < 1e-12
+    assert grown.config.num_experts_per_tok == 6
+    # the auxiliary loss of the target counts every copy
+    assert grown.config.router_aux_loss_coef == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    "growth, why",
+    [
+        ({"num_experts": 7}, "num_local_experts=7 is no multiple of the source's 4.*=4 or|=8"),
+        ({"num_experts": 8, "num_experts_per_tok": 3}, "it must be 4.*num_experts_per_tok=4"),
+        ({"num_experts_per_tok": 3}, "with num_local_experts=4 it must be 2"),
+        ({"hidden_size": 24, "num_expert": 8}, "no size 'num_expert' to grow"),
+    ],
+)
+def test_experts_that_change_the_function_are_refused(growth, why):
+    with pytest.raises(GrowthError, match=why):
+        growkern.plan(qwen3_moe(), **growth)
+
+
+def test_sizes_of_experts_do_not_follow_the_hidden_size():
+    source = random_model(*RELATIVES["qwen2_moe"][:2])
+    config = growkern.plan(source, hidden_size=24).target_config
+    assert config.intermediate_size == 40
+    kept = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    for name in (*kept, "shared_expert_intermediate_size"):
+        assert getattr(config, name) == getattr(source.config, name)
+
+
+def test_a_config_whose_experts_are_no_copies_is_refused():
+    source = qwen3_moe()
+    config = copy.deepcopy(source.config)
+    config.num_local_experts = 6
+    with pytest.raises(GrowthError, match="num_local_experts=6 is no multiple"):
+        growkern.plan(source, target_config=config)
+
+
+@pytest.mark.parametrize(
+    "options, layers, sparse",
+    [
+        # of two layers the first is dense: 0 0 1 and 0 1 0 1
+        ({"mlp_only_layers": [0]}, 3, [False, False, True]),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 2}, 4, [False, True, False, True]),
+    ],
+)
+def test_layers_keep_their_kind(options, layers, sparse):
+    source = qwen3_moe(**options)
+    grown = growkern.grow(source, num_hidden_layers=layers, depth="identity")
+    assert relative_error(source, grown) < 1e-12
+    assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == sparse
+
+
+def test_a_depth_that_no_number_of_the_config_allows_is_refused():
+    source = qwen3_moe(mlp_only_layers=[], decoder_sparse_step=2)
+    with pytest.raises(GrowthError, match="the kinds of layers repeat every 2, so it can be 4"):
+        growkern.plan(source, num_hidden_layers=3, depth="identity")
+
+
+def saved_by_names_in_memory(model, directory):
+    model.save_pretrained(directory)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# files with a tensor per expert, with other names, and with the names in memory
+@pytest.mark.parametrize("model_type", ["mixtral", "granitemoe", "gpt_oss"])
+def test_files_of_both_layouts_grow_to_the_files_that_transformers_writes(model_type, tmp_path):
+    class_name, sizes, _ = RELATIVES[model_type]
+    source = random_model(class_name, sizes, dtype=torch.float32)
+    how = {"num_local_experts": 8, "intermediate_size": 33, "vocab_size": 60}
+    source.save_pretrained(tmp_path / "parts", max_shard_size=3000)
+    saved_by_names_in_memory(source, tmp_path / "whole")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        grown = growkern.grow(source, **how)
+    grown.save_pretrained(tmp_path / "truth", max_shard_size=7000)
+    files = sorted(f.name for f in (tmp_path / "truth").glob("*.safetensors*"))
+    assert len(files) > 3
+    for layout in ("parts", "whole"):
+        target = tmp_path / f"{layout}_grown"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            growkern.grow_checkpoint(
+                tmp_path / layout, target, max_shard_size=7000, progress=False, **how
+            )
+        for file in files:
+            assert (target / file).read_bytes() == (tmp_path / "truth" / file).read_bytes(), file
+    growkern.fold(target, tmp_path / "back", progress=False)
+    back = type(source).from_pretrained(tmp_path / "back").state_dict()
+    for name, tensor in source.state_dict().items():
+        torch.testing.assert_close(back[name], tensor)
+
+
+def damage(directory, change):
+    state = load_file(directory / "model.safetensors")
+    change(state)
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+EXPERT = "model.layers.1.mlp.experts.{}.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (lambda s: s.pop(EXPERT.format(2)), r"experts\.2\.down_proj\.weight is missing"),
+        (lambda s: s.update({EXPERT.format(4): s[EXPERT.format(3)].clone()}), "experts.4.*has 4"),
+        (lambda s: s.update({EXPERT.format("03"): s[EXPERT.format(3)].clone()}), "there twice"),
+        (lambda s: s.update({EXPERT.format(1): torch.zeros(12, 5)}), r"is \[12, 5\] torch.float32"),
+        (
+            lambda s: s.update({"model.layers.1.mlp.experts.down_proj": torch.zeros(4, 12, 7)}),
+            "as a whole and in parts",
+        ),
+    ],
+)
+def test_files_with_other_experts_than_the_config_are_refused(change, why, tmp_path):
+    qwen3_moe(torch.float32).save_pretrained(tmp_path)
+    damage(tmp_path, change)
+    with pytest.raises(GrowthError, match=why):
+        growkern.plan(tmp_path, num_experts=8)
+
+
+def test_a_grown_expert_can_be_verified_and_resumed(tmp_path, monkeypatch):
+    source = qwen3_moe(torch.float32)
+    source.save_pretrained(tmp_path / "small")
+    writes, write = [], stream.write_rows
+
+    def stops(*args):
+        writes.append(args)
+        if len(writes) > 12:
+            raise KeyboardInterrupt
+        write(*args)
+
+    monkeypatch.setattr(stream, "write_rows", stops)
+    with pytest.raises(KeyboardInterrupt):
+        growkern.grow_checkpoint(tmp_path / "small", tmp_path / "large", progress=False, **SIZES)
+    monkeypatch.undo()
+    report = growkern.grow_checkpoint(
+        tmp_path / "small", tmp_path / "large", progress=False, **SIZES
+    )
+    assert report.bytes_kept
+    grown = growkern.grow(source, **SIZES)
+    loaded = type(source).from_pretrained(tmp_path / "large")
+    for name, tensor in grown.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert growkern.verify(tmp_path / "small", tmp_path / "large").ok
