@@ -5,6 +5,7 @@ A growth has two of them: `small`, the source, and `large`, the target.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -169,6 +170,18 @@ class ModelSpec:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Name -> shape of every tensor of the state dict, tied ones included."""
         return {t.name: tuple(self.axis_size(axis) for axis in t.axes) for t in self.tensors}
+
+    def used_entries(self, tensor: TensorSpec) -> int:
+        """How many entries of a tensor a token uses: of one matrix per expert, only some."""
+        count = math.prod(self.shapes[tensor.name])
+        first = tensor.axes[0].partition(":")[2] if tensor.axes else ""
+        spaces = {space.name: space for space in self.family.mixtures}
+        # a router reads its input for all experts
+        is_router = len(tensor.axes) == 2 and tensor.axes[1].startswith("read:")
+        if first not in spaces or len(tensor.axes) == 1 or is_router:
+            return count
+        space = spaces[first]
+        return count * self.size(str(space.chosen)) // self.size(str(space.size))
 
     @property
     def shares(self) -> bool:

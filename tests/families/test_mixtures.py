@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 import growkern
 from growkern.errors import GrowthError
@@ -89,6 +90,23 @@ def test_a_depth_that_no_number_of_the_config_allows_is_refused():
     source = qwen3_moe(mlp_only_layers=[], decoder_sparse_step=2)
     with pytest.raises(GrowthError, match="the kinds of layers repeat every 2, so it can be 4"):
         growkern.plan(source, num_hidden_layers=3, depth="identity")
+
+
+def test_a_plan_counts_what_a_token_uses():
+    """Truth: the matrix products of a forward pass."""
+    source = random_model(*RELATIVES["qwen2_moe"][:2], attn_implementation="eager")
+    plan = growkern.plan(source, num_experts=12)
+    grown, tokens = growkern.grow(source, num_experts=12), torch.arange(10)[None]
+    for which, model in (("source", source), ("target", grown)):
+        with FlopCounterMode(display=False) as counter:
+            model(tokens)
+        # 2 layers of 6 heads of 4 entries
+        attention = 2 * 4 * 6 * 4 * 10**2
+        assert counter.get_total_flops() - attention == 10 * plan.flops_per_token(which) // 3
+        state = model.state_dict()
+        idle = sum(x.numel() for name, x in state.items() if ".experts." in name) // 2
+        assert plan.parameters(which, active=True) == plan.parameters(which) - idle
+    assert "parameters per token" in str(plan)
 
 
 def saved_by_names_in_memory(model, directory):

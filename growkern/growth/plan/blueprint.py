@@ -162,18 +162,25 @@ class Blueprint:
         )
         return bool(self.narrowed_tensors) or amplifies or self.dtype == torch.float16
 
-    def parameters(self, which: str = "target") -> int:
-        """Parameters of the "source" or "target"; tied tensors count once."""
+    def parameters(self, which: str = "target", *, active: bool = False) -> int:
+        """Parameters of the "source" or "target"; tied tensors count once.
+
+        Args:
+            active: count only those that a token uses: of a mixture, the experts chosen for it.
+        """
         model = self._model(which)
         own = {task.tensor.template for task in self.tasks}
-        names = [t.name for t in model.tensors if t.template in own]
-        return sum(math.prod(model.shapes[name]) for name in names)
+        used = model.used_entries if active else lambda t: math.prod(model.shapes[t.name])
+        return sum(used(t) for t in model.tensors if t.template in own)
 
     def flops_per_token(self, which: str = "target") -> int:
-        """Training FLOPs per token: 6 per weight of a matrix; embeddings are only looked up."""
+        """Training FLOPs per token: 6 per weight of a matrix that the token uses.
+
+        Embeddings are only looked up.
+        """
         model = self._model(which)
         matrices = [t for t in model.tensors if any(axis.startswith("read:") for axis in t.axes)]
-        return 6 * sum(math.prod(model.shapes[t.name]) for t in matrices)
+        return 6 * sum(map(model.used_entries, matrices))
 
     def activations_per_token(self) -> int:
         """Numbers that training the target keeps per token, at least: what its layers' matrices

@@ -127,9 +127,17 @@ class GrowthPlan(Blueprint):
             "layer_maps": {stack: list(layers) for stack, layers in self.layer_maps.items()},
             "identity_layers": sorted(self.inserted),
             "parameters": [self.parameters("source"), self.parameters("target")],
+            **self._active(),
             "flops_per_token": [self.flops_per_token("source"), self.flops_per_token("target")],
             "dtype": str(self.dtype).removeprefix("torch."),
         }
+
+    def _active(self) -> dict[str, list[int]]:
+        """Of a mixture, the parameters that a token uses."""
+        if not self.small.family.mixtures:
+            return {}
+        both = [self.parameters(which, active=True) for which in ("source", "target")]
+        return {"active_parameters": both}
 
     def table(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group
@@ -83,7 +84,10 @@ def _sizes(plan: Blueprint, numbers: Mapping[str, Any]) -> Table:
     table = _table("", plan.small.class_name, "small", "large")
     for name, (old, new) in plan.size_changes().items():
         table.add_row(name, str(old), str(new) if old != new else "=")
-    for name, count in (("parameters", plan.parameters), ("FLOPs/token", plan.flops_per_token)):
+    counts = {"parameters": plan.parameters, "FLOPs/token": plan.flops_per_token}
+    if plan.small.family.mixtures:
+        counts["parameters per token"] = partial(plan.parameters, active=True)
+    for name, count in counts.items():
         table.add_row(name, human(count("source")), human(count("target")))
     if numbers["flops"]:
         small = numbers["source_flops"]

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from growkern.train.model.head import probing
@@ -240,11 +241,44 @@ class _Uses(NamedTuple):
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
-    return sum(2 * uses.get(linear, 0) * linear.weight.numel() for linear in _linears(module))
+    return sum(2 * uses.get(one, 0) * _weights(one) for one in _linears(module))
 
 
 def _linears(module: nn.Module) -> list[Any]:
-    return [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
+    """All linear maps: also the experts of a mixture, as one, and their routers."""
+    found: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
+    for above in module.modules():
+        children = [*above.children()]
+        if any(map(_is_experts, children)):
+            found += [m for m in children if _is_experts(m) or _is_router(m)]
+    return found
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """True if a module holds one matrix per expert."""
+    own = [p.ndim for p in module.parameters(recurse=False)]
+    return 3 in own and len(own) > 1 and not isinstance(module, _ConvNd)
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Linear)
+
+
+def _weights(module: nn.Module) -> int:
+    """The weights of a linear map, without biases."""
+    if not _is_experts(module):
+        return int(module.weight.numel())
+    return sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 3)
+
+
+def _uses(linear: nn.Module, args: Any) -> float:
+    """How many rows a linear map gets. Of experts, each row is one of those that are chosen."""
+    if not _is_experts(linear):
+        return math.prod(args[0].shape[:-1])
+    experts = max((p for p in linear.parameters(recurse=False)), key=lambda p: p.ndim)
+    # its inputs, the experts chosen for each, and their weights
+    return args[1].numel() / len(experts)
 
 
 def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
@@ -267,9 +301,10 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         beside[:] = [x for x in (*args, *kwargs.values()) if x is not entered[-1][1]]
         bare.append(any(x is y for x in beside for y in left))
 
-    def count(linear: nn.Module, args: Any, output: Tensor) -> None:
-        uses = math.prod(output.shape[:-1])
-        if args[0].ndim == 2 and uses == sequences:
+    def count(linear: nn.Module, args: Any, output: Any) -> None:
+        uses = _uses(linear, args)
+        is_pooled = isinstance(linear, nn.Linear | Conv1D) and args[0].ndim == 2
+        if is_pooled and uses == sequences:
             per_sequence[linear] = per_sequence.get(linear, 0) + 1
             return
         rows[linear] += uses

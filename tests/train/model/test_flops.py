@@ -46,6 +46,13 @@ SIZES = {
 }
 TWO_STACKS = {"vocab_size": 48, "d_model": 16, "decoder_start_token_id": 0}
 GROUPED = {**SIZES, "num_key_value_heads": 1}
+MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+    "mlp_only_layers": [1],
+}
 # by model type: the Auto class and the sizes
 ALL_FAMILIES = {
     "roberta": ("MaskedLM", SIZES),
@@ -59,6 +66,8 @@ ALL_FAMILIES = {
     "olmo2": ("CausalLM", GROUPED),
     "gemma2": ("CausalLM", {**GROUPED, "head_dim": 12}),
     "gemma3_text": ("CausalLM", {**GROUPED, "head_dim": 12}),
+    "qwen2_moe": ("CausalLM", {**GROUPED, **MIXTURE}),
+    "gpt_oss": ("CausalLM", {**GROUPED, "head_dim": 12, "num_local_experts": 6}),
     "bart": (
         "CausalLM",
         {
@@ -91,7 +100,10 @@ def model_of(name):
     auto, sizes = ALL_FAMILIES[name]
     config = transformers.AutoConfig.for_model(name.split()[0], **sizes)
     cls = getattr(transformers, f"AutoModelFor{auto}")
-    return cls.from_config(config, attn_implementation="eager")
+    model = cls.from_config(config, attn_implementation="eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *ALL_FAMILIES])
