@@ -9,12 +9,14 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import growkern
 from growkern.errors import GrowthError
 from growkern.growth.disk import stream
+from growkern.growth.tensors.tensor import build_tensor
 from tests.growth.models import random_model, relative_error
 from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
 
@@ -142,6 +144,28 @@ def test_files_of_both_layouts_grow_to_the_files_that_transformers_writes(model_
     back = type(source).from_pretrained(tmp_path / "back").state_dict()
     for name, tensor in source.state_dict().items():
         torch.testing.assert_close(back[name], tensor)
+
+
+@pytest.mark.parametrize("symmetry", ["noise", "split"])
+def test_a_part_of_all_experts_has_the_bits_of_the_whole(symmetry, tmp_path):
+    qwen3_moe(torch.float32).save_pretrained(tmp_path)
+    plan = growkern.plan(tmp_path, **SIZES, symmetry=symmetry)
+    tasks = [task for task in plan.tasks if len(task.shape) == 3]
+    assert len(tasks) == 2
+    for task in tasks:
+        whole = build_tensor(plan, task)
+        for part in (
+            (slice(3, 11), slice(0, task.shape[1]), slice(0, task.shape[2])),
+            (slice(0, 12), slice(5, 9), slice(0, task.shape[2])),
+            (slice(4, 12), slice(1, 10), slice(3, 11)),
+        ):
+            assert torch.equal(build_tensor(plan, task, part=part), whole[part])
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(plan.target_config)
+    growkern.grow_into(model, tmp_path, symmetry=symmetry)
+    grown = growkern.grow(tmp_path, **SIZES, symmetry=symmetry)
+    for name, tensor in grown.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
 
 
 def damage(directory, change):

@@ -38,6 +38,25 @@ def test_a_public_config_plans_or_is_refused_helpfully(name, tmp_path):
         assert plan.parameters("target") > 2 * plan.parameters("source")
 
 
+# as published, in billions: of all experts, and of those that a token uses
+MIXTURES = {
+    "mistralai/Mixtral-8x7B-v0.1": (46.7, 12.9),
+    "allenai/OLMoE-1B-7B-0924": (6.92, 1.28),
+    "Qwen/Qwen1.5-MoE-A2.7B": (14.3, 2.7),
+    "Qwen/Qwen3-30B-A3B": (30.5, 3.3),
+    "Qwen/Qwen3-235B-A22B": (235.1, 22.2),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES if walks.times > 1 else [*MIXTURES][:1])
+def test_a_mixture_has_the_parameters_that_its_makers_say(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(ALL[name]))
+    plan = growkern.plan(tmp_path, num_experts=2 * ALL[name].get("num_experts", 8))
+    assert plan.exact
+    total, active = (plan.parameters("source", active=active) for active in (False, True))
+    assert (total / 1e9, active / 1e9) == pytest.approx(MIXTURES[name], rel=0.02)
+
+
 def test_a_config_without_weights_is_enough_for_a_plan_alone(tmp_path):
     source, target = tmp_path / "small", tmp_path / "large"
     source.mkdir()

@@ -10,6 +10,11 @@ from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, 
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3}
 
+EXPERTS = {
+    **LLAMA,
+    "num_local_experts": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 10, **COPIED}
 CASES = [
     ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24, **COPIED}),
@@ -17,6 +22,8 @@ CASES = [
     ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "intermediate_size": 33}),
     ("LlamaForCausalLM", LLAMA, TIED, GROUPS),
     ("LlamaForCausalLM", LLAMA, UNTIED, {**GROUPS, "intermediate_size": 33}),
+    # matrices of experts, with gate and up side by side
+    ("GptOssForCausalLM", EXPERTS, {}, {**GROUPS, "num_local_experts": 12}),
     # copies that differ in number, weighted
     ("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 6}, TIED, UNEVEN),
 ]
