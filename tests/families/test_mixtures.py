@@ -111,6 +111,15 @@ def test_a_plan_counts_what_a_token_uses():
     assert "parameters per token" in str(plan)
 
 
+def test_experts_that_grouped_products_do_not_take_are_named():
+    config = transformers.MixtralConfig(**{**LOCAL, "hidden_size": 16, "intermediate_size": 24})
+    with torch.device("meta"):
+        source = transformers.MixtralForCausalLM(config)
+    assert not growkern.plan(source, num_experts=8).portability()
+    plan = growkern.plan(source, intermediate_size=36)
+    assert "sides of 36: in 16 bits" in plan.portability()[0]
+
+
 def saved_by_names_in_memory(model, directory):
     model.save_pretrained(directory)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

@@ -20,10 +20,24 @@ from growkern.growth.space.layers import (
 
 PORTABLE = "portable=True (--portable)"
 
+# its grouped products read rows of whole 16 bytes
+GROUPED_MULTIPLE = 8
+
 
 def portability(plan: Blueprint) -> tuple[str, ...]:
     """What to know before the target generates, trains or is loaded elsewhere, as sentences."""
-    parts = (_code, _older_keys, _kinds, _head_dim, _scale, _vocabulary, _cache, _chosen, _lost)
+    parts = (
+        _code,
+        _older_keys,
+        _kinds,
+        _head_dim,
+        _scale,
+        _vocabulary,
+        _cache,
+        _experts,
+        _chosen,
+        _lost,
+    )
     return tuple(line for part in parts for line in part(plan))
 
 
@@ -119,6 +133,19 @@ def _cache(plan: Blueprint) -> Iterator[str]:
             f"transformers makes its cache of keys and values for {field}={layers} layers, too few "
             "for the decoder: the target gets use_cache=False, which makes generation slower; grow "
             f"{field} too to keep the cache"
+        )
+
+
+def _experts(plan: Blueprint) -> Iterator[str]:
+    """Experts of a size that the fast products of transformers do not take in 16 bits."""
+    large = plan.large
+    tensors = [tensor for tensor in large.tensors if len(tensor.axes) == 3]
+    sizes = {size for tensor in tensors for size in large.shapes[tensor.name][1:]}
+    if odd := sorted(size for size in sizes if size % GROUPED_MULTIPLE):
+        yield (
+            f"the experts' matrices have sides of {', '.join(map(str, odd))}: in 16 bits "
+            "transformers runs them only with experts_implementation='eager', which is slow; "
+            f"multiples of {GROUPED_MULTIPLE} run fast"
         )
 
 
