@@ -265,20 +265,17 @@ def _is_router(module: nn.Module) -> bool:
     return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Linear)
 
 
-def _weights(module: nn.Module) -> int:
-    """The weights of a linear map, without biases."""
+def _weights(module: Any) -> int:
+    """The weights of a linear map, or of one expert; without biases."""
     if not _is_experts(module):
         return int(module.weight.numel())
-    return sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 3)
+    return sum(p[0].numel() for p in module.parameters(recurse=False) if p.ndim == 3)
 
 
-def _uses(linear: nn.Module, args: Any) -> float:
-    """How many rows a linear map gets. Of experts, each row is one of those that are chosen."""
-    if not _is_experts(linear):
-        return math.prod(args[0].shape[:-1])
-    experts = max((p for p in linear.parameters(recurse=False)), key=lambda p: p.ndim)
-    # its inputs, the experts chosen for each, and their weights
-    return args[1].numel() / len(experts)
+def _uses(linear: nn.Module, args: Any) -> int:
+    """How many rows a linear map gets, or all experts together."""
+    # experts take their inputs, and the numbers of those that are chosen for each
+    return int(args[1].numel()) if _is_experts(linear) else math.prod(args[0].shape[:-1])
 
 
 def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
