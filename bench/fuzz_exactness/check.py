@@ -24,7 +24,7 @@ from growkern.growth.record.verdict import (
     rounding,
 )
 from growkern.growth.source.runs import Float64, random_tokens
-from tests.growth.models import random_model
+from tests.growth.models import eager, random_model
 
 # float32 shares of weights are rounded, and may be larger than the weights
 FLOAT32_ROOM = 16.0
@@ -152,7 +152,7 @@ def _grown(case: Case, source: Any, plan: GrowthPlan) -> tuple[Any, growkern.Ver
         assert torch.equal(value.to(state[key].dtype), state[key]), (
             f"{key} differs between memory and disk"
         )
-    return loaded.eval(), report
+    return eager(loaded.eval()), report
 
 
 def _by_config(source: Any, how: dict[str, Any], plan: GrowthPlan) -> dict[str, Any]:

@@ -65,6 +65,14 @@ def test_sizes_of_experts_do_not_follow_the_hidden_size():
         assert getattr(config, name) == getattr(source.config, name)
 
 
+def test_new_experts_are_copies_where_other_rows_come_from_the_next_layer():
+    source = qwen3_moe(mlp_only_layers=[])
+    with pytest.warns(growkern.errors.FunctionChangedWarning):
+        grown = growkern.grow(source, num_experts=8, method="aki", aki="eq16")
+    for old, new in zip(source.model.layers, grown.model.layers, strict=True):
+        assert torch.equal(new.mlp.gate.weight, old.mlp.gate.weight.repeat(2, 1))
+
+
 def test_a_config_whose_experts_are_no_copies_is_refused():
     source = qwen3_moe()
     config = copy.deepcopy(source.config)

@@ -257,7 +257,9 @@ def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor
     """
     space = plan.layout.space(name, task.source_layer)
     none = torch.zeros(space.target, dtype=torch.int64)
-    if task.upper is None:
+    is_experts = plan.small.family.spaces[name].kind == "experts"
+    if task.upper is None or is_experts:
+        # copies of an expert stay whole
         return none
     if plan.options.aki == "eq16":
         if role == "read":
