@@ -5,7 +5,9 @@ size of every family is in `tests.growth.plan.test_relatives`.
 """
 
 import copy
+import dataclasses
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import growkern
 from growkern.errors import GrowthError
+from growkern.families.model import ModelSpec
+from growkern.families.spec import is_met
 from growkern.growth.disk import stream
+from growkern.growth.options import GrowthOptions
+from growkern.growth.space.layers import check_kinds
 from growkern.growth.tensors.tensor import build_tensor
 from tests.growth.models import random_model, relative_error
 from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
@@ -94,6 +100,32 @@ def test_layers_keep_their_kind(options, layers, sparse):
     grown = growkern.grow(source, num_hidden_layers=layers, depth="identity")
     assert relative_error(source, grown) < 1e-12
     assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == sparse
+
+
+def test_conditions_on_layers_read_the_config():
+    config = SimpleNamespace(
+        dense=[0, 3], step=2, first=3, kinds=["full", "linear", "full", "linear"]
+    )
+    met = {
+        "in:dense": [0, 3],
+        "not in:dense": [1, 2],
+        "every:step": [1, 3],
+        "from:first": [3],
+        "is:kinds=linear": [1, 3],
+        "not is:kinds=linear": [0, 2],
+    }
+    for text, layers in met.items():
+        assert [layer for layer in range(4) if is_met(text, layer, config)] == layers, text
+
+
+def test_a_layer_of_another_kind_is_not_copied():
+    spec = ModelSpec.of(qwen3_moe(mlp_only_layers=[]).config, "Qwen3MoeForCausalLM")
+    # the first of two layers is dense, by a number
+    family = dataclasses.replace(spec.family, kinds={"sparse": ("from:decoder_sparse_step",)})
+    small = dataclasses.replace(spec, family=family)
+    check_kinds(small, "", (0, 1, 1), GrowthOptions())
+    with pytest.raises(GrowthError, match="layer 1 would copy layer 0 of the source, but only one"):
+        check_kinds(small, "", (0, 0, 1), GrowthOptions())
 
 
 def test_a_depth_that_no_number_of_the_config_allows_is_refused():

@@ -26,7 +26,9 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
         key: the size that counts its layers.
     """
     old, new = small.size(key), large.size(key)
-    period = period_of(small) if options.portable else _period_of_kinds(small)
+    period = _period_of_kinds(small)
+    if options.portable:
+        period = math.lcm(period, period_of(small))
     if (new - old) % period:
         raise UnfitError(
             f"{small.family.config_field(key)}={new}: the kinds of layers repeat every {period}, "
