@@ -191,11 +191,14 @@ class Blueprint:
             for axis, size in zip(tensor.axes, shape, strict=True):
                 if not axis.startswith("read:") or tensor.layer is None:
                     continue
-                total += math.prod(shape) // size
+                used = large.used_entries(tensor)
+                # every expert that is chosen keeps its own input
+                inputs = used // math.prod(shape[1:]) if len(shape) == 3 else 1
+                total += used // size
                 # matrices that read the same activations keep them once
                 if (key := (tensor.stack, tensor.layer, axis)) not in seen:
                     seen.add(key)
-                    total += size
+                    total += inputs * size
         return total
 
     def _model(self, which: str) -> ModelSpec:

@@ -130,8 +130,10 @@ def _key_heads(small: ModelSpec, asked: dict[str, int], count: int) -> int | Non
 def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec], object]) -> str:
     """The end of an error message: for every given size the nearest that fit with the others."""
     found = []
+    # what fits these does not depend on the other sizes, and the error says it
+    experts = {key for space in small.family.mixtures for key in (space.size, space.chosen)}
     for key, value in asked.items():
-        if key in small.family.stacks.values() or key == "vocab":
+        if key in (*small.family.stacks.values(), *experts, "vocab"):
             continue
         below = range(value - 1, max(small.size(key), value - REACH) - 1, -1)
         sides = [
