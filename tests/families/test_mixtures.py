@@ -220,6 +220,17 @@ def test_a_part_of_all_experts_has_the_bits_of_the_whole(symmetry, tmp_path):
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+def test_experts_of_a_baseline_differ_and_come_in_parts():
+    source = qwen3_moe(torch.float32)
+    plan = growkern.plan(source, **SIZES, method="direct_copy")
+    task = next(t for t in plan.tasks if t.name.endswith("experts.down_proj"))
+    whole, old = build_tensor(plan, task), source.get_parameter(task.source)
+    assert torch.equal(whole[:4, :12, :7], old)
+    assert not torch.equal(whole[4], whole[5])
+    part = (slice(2, 9), slice(3, 20), slice(0, 11))
+    assert torch.equal(build_tensor(plan, task, part=part), whole[part])
+
+
 def damage(directory, change):
     state = load_file(directory / "model.safetensors")
     change(state)

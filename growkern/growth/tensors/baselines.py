@@ -23,7 +23,7 @@ from growkern.growth.plan.initialisation import Initial
 
 # a tile takes 0.3 ms to draw and its generator 0.02 ms to make. Eight ranks that share 4096 columns
 # get one tile's width each, so that no number is drawn twice
-TILE = (1, 64, 512)
+TILE = (64, 512)
 
 
 def build_baseline(
@@ -47,7 +47,7 @@ def build_baseline(
     if initial.deviation:
         digest = hashlib.sha256(repr((plan.options.seed, "init", task.name)).encode()).digest()
         key = int.from_bytes(digest[:16], "little")
-        for tile in product(*map(_tiles, ranges, task.shape, TILE[-len(ranges) :])):
+        for tile in product(*map(_tiles, ranges, task.shape, (1, *TILE)[-len(ranges) :])):
             _fill_from_tile(initial, key, ranges, tile, out)
     else:
         out.fill_(initial.value)
