@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from examples import accelerate_loop, pytorch_loop
 from examples.hf_trainer import InheritingTrainer
 from growkern import InheritanceSchedule
+from tests import warm
 from tests.train.tiny import VOCAB, batch, build, randomise
 
 FOLDER = Path(pytorch_loop.__file__).parent
@@ -139,10 +140,7 @@ EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in LEFT_
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_script_that_learns(path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)}
-    done = subprocess.run(
-        [sys.executable, path], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(f"examples.{path.stem}", limit_s=300)
     assert done.returncode == 0, done.stderr
     first, last = re.search(r"loss ([\d.]+) -> ([\d.]+) in \d+ steps", done.stdout).groups()
     assert float(last) < 0.8 * float(first)
