@@ -22,7 +22,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("deepseek_v3", DEEPSEEK, r"it is a mixture of experts \(n_routed_experts=4\)"),
         # a class that may have experts, of which this model has none
         ("xglm", {"num_experts": 0}, "nearest: opt"),
-        ("mistral3", WRAPPED, "its text_config is a mistral, which has a table"),
+        ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, "llama, .*xlm-roberta$"),
         ("nobody", {}, "llama, .*xlm-roberta$"),
     ],
