@@ -26,7 +26,7 @@ from growkern.growth.source.files import (
 )
 from growkern.growth.source.hub import lacks_weights, read_remote_headers
 from growkern.growth.source.links import stays_in
-from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES
+from growkern.growth.source.refused import FOREIGN, OTHER_WEIGHTS, STATE_FILES
 from growkern.growth.source.stored import BareTensor, StoredTensor
 
 GENERATION_FILE = "generation_config.json"
@@ -97,7 +97,7 @@ def _read_remote(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor
 
 
 def _has_no_weights(directory: Path) -> bool:
-    patterns = (*weight_files(), METADATA_FILE)
+    patterns = (*weight_files(), METADATA_FILE, *FOREIGN)
     return not lacks_weights(directory) and not any(
         fnmatch(file.name, pattern) for file in directory.iterdir() for pattern in patterns
     )
@@ -121,7 +121,9 @@ def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredT
     # imported here and below, because torch.distributed.checkpoint is slow to import
     from growkern.growth.source.distributed.tensors import read_distributed
 
-    return read_distributed(directory, {n: model.stored_names.get(n, n) for n in model.shapes})
+    # experts lie there whole, as in memory
+    names = {t.name: t.stored for t in model.tensors if t.stored is not None}
+    return read_distributed(directory, {n: names.get(n, n) for n in model.shapes})
 
 
 def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:

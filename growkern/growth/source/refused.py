@@ -21,10 +21,12 @@ OTHER_WEIGHTS = (
     *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
     *("consolidated*.pth", "*.gguf"),
 )
-# weights that only other programs read, and the state of training
+# weights that only other programs read
+FOREIGN = ("*.h5", "*.msgpack", "*.onnx*", "*.ot")
+# these, and the state of training
 STATE_FILES = (
     *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt*", "*.distcp", "*.npy", "*.npz"),
-    *("*.h5", "*.msgpack", "*.onnx*", "*.ot"),
+    *FOREIGN,
     *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
 )
 # weights that growth opens

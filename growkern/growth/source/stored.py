@@ -178,7 +178,7 @@ def stacked(
     The tensors of single experts become one `Stacked`.
     """
     known = {file: (t, part) for t in model.tensors for part, file in enumerate(t.files)}
-    known |= {str(t.row.stored): (t, 0) for t in model.tensors if t.row.stored}
+    known |= {t.stored: (t, 0) for t in model.tensors if t.stored}
     result: dict[str, StoredTensor] = {}
     found: dict[str, dict[tuple[int, int], StoredTensor]] = {}
     for raw, header in headers.items():
@@ -208,7 +208,7 @@ def _joined(
     where: str,
 ) -> StoredTensor:
     """One tensor of the model from the tensors in files, by expert and part."""
-    files = tensor.files or (str(tensor.row.stored),)
+    files = tensor.files or (str(tensor.stored),)
     experts = model.shapes[tensor.name][0] if tensor.is_split else 1
     for expert, part in product(range(experts), range(len(files))):
         if (expert, part) not in found:
