@@ -147,7 +147,8 @@ THIRD_PARTY = {
     "publish": {"xxhash"},
     # the last for type checkers alone
     "ops": {"torch", "triton", "typing_extensions"},
-    "families": set(),
+    # to ask for the tensors of a tower
+    "families": {"torch", "transformers"},
     "__init__": set(),
 }
 

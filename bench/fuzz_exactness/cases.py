@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from growkern.families.family import Family
+from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
 from tests.growth.plan.test_matrix import FAMILIES
-from tests.growth.relatives import RELATIVES
+from tests.growth.relatives import RELATIVES, with_sizes
 
 # model type -> class, sizes
 SOURCES: dict[str, Any] = {**FAMILIES, **RELATIVES}
+# of the whole config, also where sizes lie within another
+TIED = "tie_word_embeddings"
 # config options away from their defaults; a model gets those that its config has
 ODD = {
     "attention_bias": (True, False),
@@ -20,7 +22,7 @@ ODD = {
     "norm_bias": (True, False),
     "decoder_bias": (True, False),
     "classifier_bias": (True, False),
-    "tie_word_embeddings": (True, False),
+    TIED: (True, False),
     "scale_embedding": (True, False),
     "scale_attn_weights": (True, False),
     "scale_decoder_outputs": (True, False),
@@ -101,10 +103,12 @@ def draw(seed: int, number: int) -> Case:
     model_type = rng.choice(supported_families())
     family = load_family(model_type)
     class_name = rng.choice(sorted(family.classes))
-    sizes = {**SOURCES[model_type][1], **_source_sizes(rng, family)}
+    own = _source_sizes(rng, family)
     for field, key in family.classes[class_name].repeats.items():
-        sizes[field] = sizes[family.config_field(key)]
-    how = _growth(rng, family.of_class(class_name), sizes)
+        own[field] = own[family.config_field(key)]
+    ties = {TIED: own.pop(TIED)} if TIED in own else {}
+    sizes = with_sizes(family, SOURCES[model_type][1], own) | ties
+    how = _growth(rng, family.of_class(class_name), inner(sizes, family.under))
     return Case(
         class_name,
         sizes,

@@ -169,7 +169,7 @@ def _resized(config: Any, plan: GrowthPlan) -> Any:
     """A copy of a source's config with the target's sizes."""
     resized = copy.deepcopy(config)
     for name, (_, size) in plan.size_changes().items():
-        setattr(resized, name, size)
+        setattr(plan.small.family.text(resized), name, size)
     return resized
 
 

@@ -35,6 +35,7 @@ class Family:
     Attributes:
         activation: config field of the activation function between the FFN's matrices.
         softcap: config field of the soft cap c of the logits, c tanh(z / c).
+        under: the config field that holds the fields of the table; None: they lie in the config.
         zero_in_identity, inner_norms, outer_norm, refuse_depth: the entries of [depth].
         parts: name of a part in [tensors] -> its rows.
         table: content of a table that is not part of the package; None: it is.
@@ -57,6 +58,7 @@ class Family:
     outer_norm: str | None
     refuse_depth: tuple[Refusal, ...]
     parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
+    under: str | None = None
     softcap: str | None = None
     older: tuple[OlderKey, ...] = ()
     ties_by_value: bool = False
@@ -74,6 +76,10 @@ class Family:
     def checksum(self) -> str:
         """SHA-256 of a table that is not part of the package."""
         return hashlib.sha256(json.dumps(self.table, sort_keys=True).encode()).hexdigest()
+
+    def text(self, config: Any) -> Any:
+        """The config that has the table's fields: one of this family, or one within it."""
+        return config if self.under is None else getattr(config, self.under)
 
     def config_field(self, key: str) -> str:
         """Name of the config field that holds the size called `key`."""
@@ -134,7 +140,7 @@ class Family:
     def rows_of(self, class_name: str) -> Iterator[tuple[str, Row, str]]:
         """The rows of a class: (part of the table, row, stack), one for each stack of a row."""
         model_class = self.classes[class_name]
-        for part in (*model_class.body, *model_class.heads):
+        for part in model_class.parts:
             for row in self.parts[part]:
                 every = model_class.stacks or tuple(self.stacks)
                 for stack in every if "{s}" in row.name else [row.stack or next(iter(self.stacks))]:
@@ -164,3 +170,9 @@ class Family:
             spaces=specs,
             before=self.whole,
         )
+
+
+def inner(data: Mapping[str, Any], under: str | None) -> Mapping[str, Any]:
+    """The part of a config's JSON object that has the fields of a table: see `Family.under`."""
+    part = data if under is None else data.get(under)
+    return part if isinstance(part, Mapping) else {}

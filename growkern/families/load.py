@@ -35,16 +35,16 @@ from growkern.files import read_bounded
 from growkern.package import parse_toml
 
 _KEYS = {
-    "table": "extends model_type activation softcap ignored per_layer norm attention config stacks "
-    "refuse spaces classes depth tensors older "
+    "table": "extends under model_type activation softcap ignored per_layer norm attention config "
+    "stacks refuse spaces classes depth tensors older "
     "ties_by_value runtimes kinds",
     "runtimes": "head_dim layers scale",
     "config": "field default plus reserved follows",
     "norm": "kind placement eps plus_one bias",
-    "attention": "positions scale when partial field pairs whole_pairs turning clip",
+    "attention": "positions scale when partial field pairs whole_pairs turning clip sections",
     "space": "kind of untied heads width part weighted size activated scale scale_when chosen "
     "averaged",
-    "class": "prefix body heads output stacks repeats cache",
+    "class": "prefix body heads output stacks repeats cache beside files",
     "depth": "zero inner_norms outer_norm refuse",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files",
     "refuse": "value differs why",
@@ -219,6 +219,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     depth = _checked(table.get("depth", {}))
     family = Family(
         model_type=table["model_type"],
+        under=table.get("under"),
         activation=table.get("activation"),
         softcap=table.get("softcap"),
         ignored=tuple(table.get("ignored", ())),
@@ -259,7 +260,7 @@ def _reference_faults(where: str, family: Family) -> Iterator[str]:
         used += [(f"spaces.{name}", other, family.spaces) for other in (space.of, space.untied)]
         used += [(f"spaces.{name}", size, family.config) for size in (space.heads, space.size)]
     for name, model_class in family.classes.items():
-        used += [(name, p, family.parts) for p in (*model_class.body, *model_class.heads)]
+        used += [(name, part, family.parts) for part in model_class.parts]
         used += [(name, stack, family.stacks) for stack in model_class.stacks]
         used += [(name, model_class.output, family.spaces)]
         sizes = (*model_class.repeats.values(), model_class.cache)

@@ -5,6 +5,7 @@ A growth has two of them: `small`, the source, and `large`, the target.
 
 from __future__ import annotations
 
+import copy
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from growkern.errors import TableError, UnfitError, nearest
+from growkern.errors import GrowthError, TableError, UnfitError, nearest, reason
 from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.families.spec import Row, SpaceSpec, TensorSpec, holds, is_met
+from growkern.families.spec import ANY, Nested, Row, SpaceSpec, TensorSpec, holds, is_met
 
 # of a tensor that files hold in parts: of every part of its second axis, the name for each expert
 Names = tuple[tuple[str, ...], ...]
@@ -53,9 +54,9 @@ class ModelSpec:
         if family and family.table and (faults := [*field_faults(family, config)]):
             raise TableError(faults)
         family = (family or load_family(config.model_type)).of_class(class_name)
-        for refusal in family.refuse:
-            refusal.check(config)
         model = cls(family, config, class_name)
+        for refusal in family.refuse:
+            refusal.check(model.fields)
         model.check_groups()
         return model
 
@@ -67,11 +68,46 @@ class ModelSpec:
 
     def with_config(self, config: Any) -> ModelSpec:
         """The same class with another config of the same family."""
-        return replace(self, config=config)
+        other = replace(self, config=config)
+        if "tower" in vars(self):
+            # it never grows
+            vars(other)["tower"] = self.tower
+        return other
+
+    @property
+    def text(self) -> Any:
+        """The config that has the table's fields, `config` or one within it."""
+        return self.family.text(self.config)
+
+    @property
+    def fields(self) -> Any:
+        """What the table's fields are read from."""
+        return self.config if self.family.under is None else Nested(self.text, self.config)
+
+    @cached_property
+    def tower(self) -> Mapping[str, tuple[int, ...]]:
+        """Name -> shape of all tensors, for the names and sizes that the table leaves open.
+
+        Towers for images are built from configs of many kinds, so transformers is asked.
+        """
+        # imported here: `growkern --help` reads tables, and needs neither
+        import torch
+        import transformers
+
+        try:
+            with torch.device("meta"):
+                config = copy.deepcopy(self.config)
+                model = getattr(transformers, self.class_name)._from_config(config)
+        except Exception as error:
+            # values in a config make classes raise all kinds of errors
+            raise GrowthError(
+                f"transformers cannot build {self.class_name} with this config: {reason(error)}"
+            ) from error
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def size(self, key: str) -> int:
         """The size called `key` in [config]."""
-        return self.family.config[key].of(self.config)
+        return self.family.config[key].of(self.fields)
 
     def check_groups(self) -> None:
         """Refuse query heads that do not share the key-value heads equally."""
@@ -113,10 +149,10 @@ class ModelSpec:
         if self.family.attention.positions != "rotary":
             return 0
         if self.family.attention.turning is not None:
-            return int(getattr(self.config, self.family.attention.turning))
+            return int(getattr(self.text, self.family.attention.turning))
         if not self.family.attention.partial:
             return head_dim
-        return int(head_dim * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        return int(head_dim * self.text.rope_parameters.get("partial_rotary_factor", 1.0))
 
     def space_size(self, name: str) -> int:
         """Entries of an activation space."""
@@ -131,7 +167,7 @@ class ModelSpec:
         """Length of a tensor's axis, as a table names it: "write:q|k|v", "read:stream", "vocab"."""
         _, _, spaces = axis.partition(":")
         if not spaces:
-            return self.size(axis)
+            return int(axis) if axis.isdigit() else self.size(axis)
         return sum(self.space_size(name) for name in spaces.split("|"))
 
     @property
@@ -148,7 +184,7 @@ class ModelSpec:
     @property
     def norm_epsilon(self) -> float:
         """The number that norms add to the variance."""
-        return self.family.norm.epsilon(self.config)
+        return self.family.norm.epsilon(self.fields)
 
     @property
     def output_space(self) -> str:
@@ -230,6 +266,7 @@ class ModelSpec:
     @property
     def stored_names(self) -> dict[str, str | Names]:
         """Name -> name or names in files, of the tensors for which these differ."""
+        begins = self.family.classes[self.class_name].files
         result: dict[str, str | Names] = {}
         for t in self.tensors:
             if t.stored is not None:
@@ -240,15 +277,16 @@ class ModelSpec:
                 result[t.name] = tuple(map(tuple, parts))
             elif t.files:
                 result[t.name] = t.files[0]
+            elif found := next((f for f in begins.items() if t.name.startswith(f[1])), None):
+                result[t.name] = found[0] + t.name.removeprefix(found[1])
         return result
 
     def _bound_rows(self) -> Iterator[TensorSpec]:
         """The tensors of every row whose condition holds; a name may come twice."""
         model_class = self.family.classes[self.class_name]
         for part, row, stack in self.family.rows_of(self.class_name):
-            if holds(row.when, self.config):
-                in_body = part in model_class.body
-                prefix = model_class.prefix if in_body else ""
+            if holds(row.when, self.fields):
+                prefix, in_body = model_class.prefix_of(part), part not in model_class.heads
                 for layer in self._layers(row, stack):
                     yield from self._bind(row, prefix, stack, layer, in_body)
 
@@ -264,7 +302,7 @@ class ModelSpec:
         """Kind -> whether this layer, one of `layers` of its stack, is of it."""
         kinds = {"first": layer == 0, "last": layer == layers - 1}
         for kind, conditions in self.family.kinds.items():
-            kinds[kind] = all(is_met(text, layer, self.config) for text in conditions)
+            kinds[kind] = all(is_met(text, layer, self.text) for text in conditions)
         return kinds
 
     def _bind(
@@ -278,6 +316,12 @@ class ModelSpec:
         def named(text: str | None) -> str | None:
             return None if text is None else prefix + fill(text)
 
+        if row.name.endswith(ANY):
+            for name in (n for n in self.tower if n.startswith(prefix + row.name[:-1])):
+                axes = tuple(map(str, self.tower[name]))
+                own, none = name.removeprefix(prefix), (None,) * 4
+                yield TensorSpec(name, own, row, stack, None, axes, *none, in_body)
+            return
         own = row.name.replace("{s}", stack)
         tensor = TensorSpec(
             name=prefix + fill(own),
@@ -285,7 +329,10 @@ class ModelSpec:
             row=row,
             stack=stack,
             layer=layer,
-            axes=tuple(fill(axis) for axis in row.axes),
+            axes=tuple(
+                str(self.tower[prefix + fill(own)][number]) if axis == ANY else fill(axis)
+                for number, axis in enumerate(row.axes)
+            ),
             norm=None,
             into=named(row.into),
             tied=named(row.tied),
@@ -298,7 +345,7 @@ class ModelSpec:
             yield tensor
             return
         source, _, target = fill(row.norm).partition(">")
-        for kind in self.family.norm.tensors(self.config):
+        for kind in self.family.norm.tensors(self.fields):
             yield replace(
                 tensor,
                 name=f"{tensor.name}.{kind}",

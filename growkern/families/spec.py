@@ -4,6 +4,9 @@ A table is data without code. `growkern.families.load` reads it and checks every
 Its sections:
 
     extends     name of another family's table. This table adds to it and overrides its entries
+    under       config field with a config of its own, that of the text, where all fields of the
+                table lie. A field that begins with a dot lies in the whole config:
+                ".vision_config.hidden_size"
     [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
                 `{ field, default, plus, reserved }`: `default` is a formula for a field that is
                 null, `plus` is added to the field, `reserved` counts rows without a position,
@@ -44,17 +47,22 @@ Its sections:
                 `output`: the space of its hidden states, `stacks`: the stacks that `{s}` stands
                 for if not all, `repeats`: config fields that must equal a size, `cache`: the
                 size that transformers makes a cache of keys and values for, if a stack of
-                more layers cannot use it
+                more layers cannot use it, `beside`: parts beside the body, named like it without
+                the last name of its prefix, `files`: how names begin in files -> how they begin in
+                the model. Files are written with the first that fits, and read with any
     [depth]     tensors that are zero in an identity block; the norms of a post-norm block, `[]` if
                 only the extended table has them
     [tensors.*] name -> the tensor's axes, in order:
                 "write:S"       an output axis of space S
                 "read:S"        an input axis of space S
                 "write:q|k|v"   several spaces one after another
+                "*"             a size that transformers computes, and that never grows
                 anything else   a size of [config]
                 A first axis of experts before two others: a matrix for each of them. Where the
                 weights of an expert's copies add up to its weight, the last matrix writes the
                 experts; where every copy has that weight, it reads them.
+                A name that ends in "*" stands for all tensors of the class that begin so. They are
+                copied as they are
                 Keys beside the axes:
                 `norm`      "A>B": the weight (and bias) of a norm from space A to space B
                 `into`      the norm that a written vector enters
@@ -92,10 +100,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from growkern.errors import GrowthError
 
+# a size that transformers computes; at the end of a name: any names
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The fields of a config within another: those of the inner one, and `.field` of the whole."""
+
+    inner: Any
+    whole: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return attrgetter(name[1:])(self.whole) if name[0] == "." else getattr(self.inner, name)
 # of `Size.follows`
 NOTHING = "nothing"
 
@@ -189,6 +211,8 @@ class Attention:
         partial: True if R is head_dim times the config's `partial_rotary_factor`, False if R is
             head_dim.
         turning: config field that holds R, where it does not depend on head_dim.
+        sections: how many pairs of a head turn with the time, height and width of a patch of an
+            image, unless `rope_parameters.mrope_section` says so; None: all turn with the position.
         clip: config field with the limit that queries, keys and values are clipped to.
     """
 
@@ -201,6 +225,7 @@ class Attention:
     whole_pairs: bool = False
     turning: str | None = None
     clip: str | None = None
+    sections: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +254,7 @@ class Row:
             _, colon, names = axis.partition(":")
             if colon:
                 spaces |= set(names.split("|"))
-            else:
+            elif axis != ANY:
                 sizes.add(axis)
         return {name.replace("{s}", stack) for name in spaces}, sizes
 
@@ -278,6 +303,11 @@ class TensorSpec:
     def is_bias(self) -> bool:
         return self.name.endswith(".bias")
 
+    @property
+    def is_copied(self) -> bool:
+        """True if it never grows and is copied as it is."""
+        return self.row.name.endswith(ANY)
+
     def is_one_of(self, rows: tuple[str, ...]) -> bool:
         """True if one of these rows describes this tensor; a norm's row covers weight and bias."""
         own = (self.template, self.template.rpartition(".")[0] if self.norm else "")
@@ -295,6 +325,19 @@ class ModelClass:
     stacks: tuple[str, ...] = ()
     repeats: Mapping[str, str] = field(default_factory=dict)
     cache: str | None = None
+    beside: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All parts of the table that it consists of."""
+        return (*self.body, *self.beside, *self.heads)
+
+    def prefix_of(self, part: str) -> str:
+        """How the names of a part begin in the model."""
+        if part in self.beside:
+            return self.prefix[: self.prefix.rstrip(".").rfind(".") + 1]
+        return self.prefix if part in self.body else ""
 
 
 def holds(condition: str | None, config: Any) -> bool:

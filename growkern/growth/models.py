@@ -111,10 +111,17 @@ def restore_buffers(model: Any) -> None:
     mark_initialised(model)
     # whatever the default device is, the values that are computed are numbers
     with guard_torch_init_functions(), torch.device("cpu"):
-        for module in model.modules():
-            if module._non_persistent_buffers_set:
-                with _local_buffers(module):
-                    model._init_weights(module)
+        _restore(model, model._init_weights)
+
+
+def _restore(module: nn.Module, compute: Callable[[nn.Module], None]) -> None:
+    # a model within another one, such as a tower for images, has a method of its own
+    compute = getattr(module, "_init_weights", compute)
+    if module._non_persistent_buffers_set:
+        with _local_buffers(module):
+            compute(module)
+    for child in module.children():
+        _restore(child, compute)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
+from growkern.growth.models import restore_buffers
 from growkern.growth.record.fold import fold_tensor
 from growkern.growth.record.origins import origin_of
 
@@ -55,9 +56,7 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
     model_class = getattr(transformers, class_name)
     model = model_class._from_config(model_class.config_class(**{**sizes, **config}), dtype=dtype)
     # as transformers does when it loads a model: it computes tables of angles in float32
-    for module in model.modules():
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
+    restore_buffers(model)
     rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
@@ -81,8 +80,50 @@ def fold_back(plan, task, grown):
     return fold_tensor(origin_of(plan, task), space_of, grown)
 
 
-@torch.no_grad()
+# the token that stands for a patch of an image, and inputs of an image of four patches, or of two
+IMAGE = 49
+GRID = torch.tensor([[1, 4, 4]])
+IMAGES = {
+    "gemma3": (4, (1, 3, 8, 8), {}),
+    "mistral3": (2, (1, 3, 8, 16), {"image_sizes": torch.tensor([[8, 16]])}),
+    "qwen2_5_vl": (4, (16, 96), {"image_grid_thw": GRID}),
+}
+
+
+def image_inputs(model_type, rng):
+    """A text with an image."""
+    tokens, shape, inputs = IMAGES[model_type]
+    ids = torch.randint(3, 46, (1, 9), generator=rng)
+    ids[:, 2 : 2 + tokens] = IMAGE
+    kinds = dict.fromkeys(["token_type_ids", "mm_token_type_ids"], (ids == IMAGE).int())
+    kinds.pop("mm_token_type_ids" if model_type == "gemma3" else "token_type_ids")
+    pixels = torch.randn(shape, generator=rng, dtype=torch.float64)
+    return {"input_ids": ids, "pixel_values": pixels, **inputs, **kinds}
+
+
 def outputs(model, seed=0):
+    """Outputs at the unmasked positions of a padded batch, float64: {name: (positions, width)}.
+
+    Of a model that reads images, those of a text with an image too.
+    """
+    found = text_outputs(model, seed)
+    if model.config.model_type in IMAGES:
+        inputs = image_inputs(model.config.model_type, torch.Generator().manual_seed(seed))
+        found |= {f"image {name}": x for name, x in _run(model, inputs).items()}
+    return found
+
+
+@torch.no_grad()
+def _run(model, inputs):
+    with Float64Everywhere():
+        result = model(**inputs)
+    names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
+    names += ("mc_logits",)
+    found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
+    return found or {"last_hidden_state": result.last_hidden_state}
+
+
+def text_outputs(model, seed=0):
     """Outputs at the unmasked positions of a padded batch, float64: {name: (positions, width)}."""
     rng = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 50, (3, 9), generator=rng)
@@ -96,13 +137,8 @@ def outputs(model, seed=0):
         inputs["decoder_input_ids"] = torch.randint(3, 50, (3, 9), generator=rng)
     if "MultipleChoice" in type(model).__name__:
         inputs = {name: x[None] for name, x in inputs.items()}
-    with Float64Everywhere():
-        result = model(**inputs)
-    names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
-    names += ("mc_logits",)
-    found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
-    found = found or {"last_hidden_state": result.last_hidden_state}
     at = mask.bool()
+    found = _run(model, inputs)
     return {n: x[at] if x.shape[:2] == at.shape else x for n, x in found.items()}
 
 
@@ -113,7 +149,7 @@ def relative_error(source, grown):
     errors = []
     for name, x in old.items():
         y = new[name]
-        if name == "last_hidden_state":
+        if name.endswith("last_hidden_state"):
             plan = grown.growth_plan
             name = plan.small.output_space
             space = plan.layout.space(name)

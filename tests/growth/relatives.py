@@ -4,9 +4,11 @@
 `--walks`, and every night in `bench.fuzz_exactness`.
 """
 
+import copy
 from typing import Any
 
-from tests.growth.models import BERT, GPT2, LLAMA
+from growkern.families.family import Family
+from tests.growth.models import BERT, GPT2, IMAGE, LLAMA
 
 ENCODER = {**BERT, "layer_norm_eps": 1e-12, "pad_token_id": 1}
 ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"pad_token_id": 0}
@@ -79,6 +81,32 @@ T5 = {
     "decoder_start_token_id": 0,
     "eos_token_id": 1,
 }
+# models with images. A tower for these is no larger than one patch needs
+TOWER = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 4}
+GEMMA3 = {
+    "text_config": {**ROTARY, **KINDS},
+    "vision_config": {**TOWER, "num_attention_heads": 2, "image_size": 8},
+    "mm_tokens_per_image": 4,
+    "image_token_index": IMAGE,
+}
+MISTRAL3 = {
+    "text_config": {**ROTARY, "model_type": "mistral"},
+    "vision_config": {**TOWER, "num_attention_heads": 2, "head_dim": 4, "image_size": 16},
+    "image_token_index": IMAGE,
+}
+# of the eight entries of a head, one pair each turns with time and height, and two with the width
+QWEN_VL = {
+    "text_config": {
+        **{k: v for k, v in ROTARY.items() if k != "head_dim"},
+        **{"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1},
+        "rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]},
+    },
+    "vision_config": {
+        **{"depth": 1, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "patch_size": 4},
+        **{"out_hidden_size": 24, "window_size": 16},
+    },
+    **{"image_token_id": IMAGE, "video_token_id": 48, "vision_start_token_id": 47},
+}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 # four experts, of which two are chosen
 LOCAL = {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -99,6 +127,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
+    "gemma3": ("Gemma3ForConditionalGeneration", GEMMA3, {}),
     "glm": ("GlmForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "glm4": ("Glm4ForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 2, "pad_token_id": 0}, {"n_inner": 33}),
@@ -109,6 +138,14 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
     "mixtral": ("MixtralForCausalLM", LOCAL, {"sliding_window": 4}),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        MISTRAL3,
+        {
+            "text_config": {**ROTARY, **LATER, "model_type": "ministral3"},
+            "multimodal_projector_bias": True,
+        },
+    ),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-3, **HALF}, BIASES),
@@ -127,6 +164,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**LOCAL, **WIDTHS},
         {"norm_topk_prob": True, "attention_bias": True, "mlp_only_layers": [1]},
     ),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN_VL, {}),
     "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, **ROPELESS}, BIASES),
     "stablelm": (
@@ -138,3 +176,13 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
 }
+
+
+def with_sizes(family: Family, config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """The options of a config with other sizes, where the family has them."""
+    result = copy.deepcopy(config)
+    for name, size in sizes.items():
+        above, _, field = name.rpartition(".")
+        part = above or family.under
+        (result if part is None else result[part])[field] = size
+    return result

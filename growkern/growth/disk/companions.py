@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.families.family import Family
+from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
@@ -146,8 +146,16 @@ def complete_config(directory: Path, source: Source | None = None, model: Any = 
     family = load_family(kind) if source is None else source.spec.family
     before = {} if source is None else json.loads(source.config.to_json_string())
     given = {} if source is None else source.keys
-    result = {**saved, **_unchanged(given, before, saved, source and source.config, model)}
-    result = _with_older(family, result, given, before)
+    small = source and source.config
+    result = {**saved, **_unchanged(given, before, saved, small, model)}
+    if family.under is None:
+        result = _with_older(family, result, given, before)
+    else:
+        # the text's part by itself, as the rest stays
+        old, keys, new = (inner(x, family.under) for x in (before, given, saved))
+        models = (config and family.text(config) for config in (small, model))
+        part = {**new, **_unchanged(keys, old, new, *models)}
+        result[family.under] = _with_older(family, part, keys, old)
     # as transformers writes it
     text = json.dumps(result, indent=2, sort_keys=True) + "\n"
     file.write_text(text, encoding="utf-8")

@@ -298,7 +298,9 @@ def grow_moment(
     if out is not None and not out.numel():
         return out
     where = [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
-    if len(axes) < 3:
+    if task.tensor.is_copied:
+        built = weight[part].clone() if out is None else out.copy_(weight[part])
+    elif len(axes) < 3:
         built = _expanded(weight, upper, axes, where, out)
     else:
         built = torch.empty([*map(len, where)], dtype=weight.dtype) if out is None else out

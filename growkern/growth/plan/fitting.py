@@ -273,7 +273,7 @@ def _check_scaled(plan: Blueprint) -> None:
     """Refuse sizes that need a factor which the model cannot hold, or must not have."""
     layout, family, heads = plan.layout, plan.small.family, plan.small.family.query_heads[0]
     clip = family.attention.clip
-    limit = None if clip is None else getattr(plan.small.config, clip, None)
+    limit = None if clip is None else getattr(plan.small.text, clip, None)
     if limit is not None and plan.small.head_dim(heads) != plan.large.head_dim(heads):
         raise UnfitError(
             f"head_dim cannot grow: it scales the queries, and {clip}={limit} clips them"

@@ -314,7 +314,7 @@ def _plan_for(
         )
     if any(small.size(key) != large.size(key) for key in family.stacks.values()):
         for refusal in family.refuse_depth:
-            refusal.check(small.config)
+            refusal.check(small.fields)
     for stack, layers in layer_maps.items():
         check_kinds(small, stack, layers, options)
     layers = next(iter(layer_maps.values()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from growkern.families.family import inner
 from growkern.growth.history import forgotten
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.space.layers import (
@@ -52,9 +53,10 @@ def _code(plan: Blueprint) -> Iterator[str]:
 
 def _older_keys(plan: Blueprint) -> Iterator[str]:
     """Keys that describe layers; see `growkern.families.older`."""
-    before = {**vars(plan.small.config), **plan.source.keys}
-    config, changed, gone = vars(plan.target_config), [], []
-    for key in plan.small.family.older:
+    family, keys = plan.small.family, plan.source.keys
+    before = {**vars(plan.small.text), **inner(keys, family.under)}
+    config, changed, gone = vars(plan.large.text), [], []
+    for key in family.older:
         old = before.get(key.field) if key.is_pattern else None
         new = None if old is None else key.value(config, old)
         if new is None and old is not None:
@@ -72,7 +74,7 @@ def _kinds(plan: Blueprint) -> Iterator[str]:
     small, (key, *_) = plan.small, plan.small.family.stacks.values()
     period, keeps = rule_of(small)
     for name in small.family.per_layer:
-        if keeps(getattr(plan.target_config, name, None) or ()):
+        if keeps(getattr(plan.large.text, name, None) or ()):
             continue
         line = f"{name} no longer repeats every {period} layers"
         if small.family.runtimes.get("layers"):
@@ -105,7 +107,7 @@ def _scale(plan: Blueprint) -> Iterator[str]:
     field, (small, large) = plan.small.family.attention.field, (plan.small, plan.large)
     if field is None:
         return
-    old, new = (getattr(m.config, field) for m in (small, large))
+    old, new = (getattr(m.text, field) for m in (small, large))
     if old == small.head_dim() and new != large.head_dim():
         yield (
             f"{field}={new} is not head_dim={large.head_dim()}: {_named(plan, 'scale')} wrong "
@@ -161,7 +163,7 @@ def _chosen(plan: Blueprint) -> Iterator[str]:
     if plan.small.turning:
         chosen.append("rope_theta stays")
     if field := plan.small.family.attention.field:
-        chosen.append(f"{field}={getattr(plan.target_config, field)}")
+        chosen.append(f"{field}={getattr(plan.large.text, field)}")
     yield f"portable: {'; '.join(chosen) or 'nothing to choose in this family'}"
 
 

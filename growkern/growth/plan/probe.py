@@ -155,7 +155,7 @@ def angle_error(plan: Blueprint) -> float:
         return 0.0
     if pair_step(*plan.layout.turning) is not None:
         return 0.0
-    length: int = getattr(small.config, "max_position_embeddings", 1)
+    length: int = getattr(small.text, "max_position_embeddings", 1)
     return length * torch.finfo(torch.float32).eps
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from growkern.arguments import whole_number
@@ -95,27 +96,29 @@ def finish_target(
     family, config = small.family, copy.deepcopy(large.config)
     for model in (small, large):
         _check_turning(model)
+    text = family.text(config)
     for name in family.per_layer:
-        values = getattr(small.config, name, None)
+        values = getattr(small.text, name, None)
         if values is not None:
-            setattr(config, name, [values[layer] for layer in layer_map])
+            setattr(text, name, [values[layer] for layer in layer_map])
     for name in family.numbered:
-        numbers = getattr(small.config, name, None) or ()
-        setattr(config, name, [i for i, layer in enumerate(layer_map) if layer in numbers])
+        numbers = getattr(small.text, name, None) or ()
+        setattr(text, name, [i for i, layer in enumerate(layer_map) if layer in numbers])
     for space in family.mixtures:
-        if space.averaged and (value := getattr(small.config, space.averaged, None)):
+        if space.averaged and (value := getattr(small.text, space.averaged, None)):
             # every copy of an expert adds as much to that loss as the expert did
-            setattr(config, space.averaged, value / copies_of(space, small, large))
+            setattr(text, space.averaged, value / copies_of(space, small, large))
     for name, key in family.classes[small.class_name].repeats.items():
-        setattr(config, name, large.size(key))
-    if hasattr(small.config, "rope_parameters"):
-        config.rope_parameters = _rotary_parameters(small, large)
+        above, _, field = name.rpartition(".")
+        setattr(attrgetter(above)(config) if above else config, field, large.size(key))
+    if hasattr(small.text, "rope_parameters"):
+        text.rope_parameters = _rotary_parameters(small, large)
     for older in family.older:
-        if older.is_pattern and older.field in vars(config):
-            value = older.value(vars(config), getattr(config, older.field))
+        if older.is_pattern and older.field in vars(text):
+            value = older.value(vars(text), getattr(text, older.field))
             # without a value, software reads `per_layer` lists or fails, where it would be wrong
-            delattr(config, older.field) if value is None else setattr(config, older.field, value)
-    config.dtype = dtype
+            delattr(text, older.field) if value is None else setattr(text, older.field, value)
+    config.dtype = text.dtype = dtype
     # the source's path names another model
     config._name_or_path = ""
     setattr(config, GROWN_KEY, True)
@@ -142,7 +145,7 @@ def follow_heads(
     if field is None:
         return large
     old, new = small.head_dim(), large.head_dim()
-    if old == new or getattr(small.config, field) != old:
+    if old == new or getattr(small.text, field) != old:
         return large
     # queries below a norm take the scale from its weight, which changes anyway
     has_norm = any(space.part == "before_norm" for space in small.family.spaces.values())
@@ -150,7 +153,7 @@ def follow_heads(
     if is_copied and not always:
         return large
     config = copy.deepcopy(large.config)
-    setattr(config, field, new)
+    setattr(small.family.text(config), field, new)
     return small.with_config(config)
 
 
@@ -160,8 +163,9 @@ def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
     Fields that follow from the sizes may have the source's values; those are updated silently.
     """
     for name in followed_fields(small.family):
-        found, needed = getattr(given, name, None), getattr(large.config, name, None)
-        if found not in (needed, getattr(small.config, name, None)):
+        models = (small.with_config(given), large, small)
+        found, needed, old = (getattr(model.text, name, None) for model in models)
+        if found not in (needed, old):
             raise GrowthError(
                 f"target_config.{name}={found}, but the source's function needs {needed}: set it "
                 "so, or give sizes instead of a config"
@@ -170,7 +174,7 @@ def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
 
 def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
     """Keep the frequency of every rotary pair: theta_t ** (1 / R_t) = theta ** (1 / R)."""
-    parameters = copy.deepcopy(small.config.rope_parameters)
+    parameters = copy.deepcopy(small.text.rope_parameters)
     heads = small.family.query_heads[0]
     old, new = small.head_dim(heads), large.head_dim(heads)
     if old == new:
@@ -190,9 +194,20 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
                 f"rope_parameters {rope['rope_type']!r}: head_dim cannot go from {old} to {new}: "
                 "add heads instead"
             )
-        if pair_step(*turning) is None:
+        step = pair_step(*turning)
+        if step is None:
             rope["rope_theta"] **= turning[1] / turning[0]
+        if small.family.attention.sections is not None:
+            rope["mrope_section"] = _sections(small, rope, step or 1, new_pairs // 2)
     return parameters
+
+
+def _sections(small: ModelSpec, rope: dict[str, Any], step: int, pairs: int) -> list[int]:
+    """The sections of larger heads, in which pair i has become pair `step` * i."""
+    default = small.family.attention.sections or ()
+    sections = [step * n for n in rope.get("mrope_section", default)]
+    # more pairs have keys of 0, so they may turn with anything
+    return [*sections[:-1], sections[-1] + pairs - sum(sections)]
 
 
 def _check_turning(model: ModelSpec) -> None:
@@ -220,7 +235,7 @@ def _validate(large: ModelSpec) -> None:
     except Exception as error:
         # transformers raises several types of errors, each with the reason in its last line
         why = str(error).strip().splitlines()[-1].strip()
-        sizes = {field: getattr(config, field) for field in growable_fields(family)}
+        sizes = {field: getattr(large.text, field) for field in growable_fields(family)}
         raise UnfitError(f"{family.model_type} cannot have {sizes}: {why}") from error
 
 
@@ -234,7 +249,7 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
     asked = {}
     for given, value in dims.items():
         # other names of a field, such as num_experts
-        name = small.config.attribute_map.get(given, given)
+        name = small.text.attribute_map.get(given, given)
         if name not in allowed and name != PAD_VOCAB:
             raise GrowthError(
                 f"this {small.family.model_type} has no size {name!r} to grow"
@@ -284,8 +299,9 @@ def _with_sizes(small: ModelSpec, sizes: dict[str, int]) -> Any:
     known, config = small.family.config, copy.deepcopy(small.config)
     # null fields last: their defaults follow from the others
     for key in sorted(sizes, key=lambda key: known[key].default is not None):
-        if known[key].of(config) != sizes[key]:
-            setattr(config, small.family.config_field(key), sizes[key] - known[key].plus)
+        if small.with_config(config).size(key) != sizes[key]:
+            field = small.family.config_field(key)
+            setattr(small.family.text(config), field, sizes[key] - known[key].plus)
     return config
 
 
@@ -306,8 +322,8 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     may_differ = {*growable_fields(family.whole), *followed_fields(family)}
     may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
     may_differ |= {key.field for key in family.older}
-    may_differ |= family.classes[small.class_name].repeats.keys()
-    old, new = source.to_dict(), target.to_dict()
+    may_differ |= {str(family.under), *family.classes[small.class_name].repeats}
+    old, new = (_flat(config.to_dict(), family.under) for config in (source, target))
     changed = [
         name
         for name in sorted(old.keys() & new.keys())
@@ -326,11 +342,25 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
         )
 
 
+def _flat(config: dict[str, Any], under: str | None) -> dict[str, Any]:
+    """A config whose configs for parts are entries of their own: those of the text by their names.
+
+    The others keep the name of the part, as in "vision_config.depth".
+    """
+    result = dict(config)
+    for part, fields in config.items():
+        if isinstance(fields, dict) and "model_type" in fields:
+            del result[part]
+            name = "" if part == under else f"{part}."
+            result = {f"{name}{field}": value for field, value in fields.items()} | result
+    return result
+
+
 def _is_head_dim(small: ModelSpec, target: Any) -> bool:
     """True if source and target divide scores by the root of their head_dim, by a config field."""
     field = str(small.family.attention.field)
     both = (small, small.with_config(target))
-    return all(getattr(m.config, field) == m.head_dim() for m in both)
+    return all(getattr(m.text, field) == m.head_dim() for m in both)
 
 
 def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> None:

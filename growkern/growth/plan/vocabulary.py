@@ -162,4 +162,4 @@ def is_capped_too_low(plan: Blueprint) -> bool:
 def _cap(small: ModelSpec) -> float:
     """The soft cap of a model's logits; 0 without one."""
     field = small.family.softcap
-    return float(getattr(small.config, field, None) or 0) if field is not None else 0.0
+    return float(getattr(small.text, field, None) or 0) if field is not None else 0.0

@@ -192,7 +192,7 @@ def _read_config(file: Path, data: Any, family: Family | None) -> Any:
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     """Make the plan of a lineage again, for this source."""
     for name, (size, _) in lineage.sizes.items():
-        other = getattr(source.config, name, None)
+        other = getattr(source.spec.text, name, None)
         if other not in (size, None):
             raise GrowthError(
                 f"{lineage.file}: made from a model with {name}={size}, this source has {other}"

@@ -262,7 +262,7 @@ def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
         if dtype != plan.dtype and dtype.is_floating_point:
             raise GrowthError(f"the grown {name} is {dtype}, its growth record says {plan.dtype}")
     for field, (_, size) in plan.size_changes().items():
-        found = getattr(grown.config, field, None)
+        found = getattr(grown.spec.text, field, None)
         if found not in (size, None):
             raise GrowthError(f"the grown model has {field}={found}, its growth record {size}")
 

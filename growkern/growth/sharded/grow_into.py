@@ -242,7 +242,10 @@ def _plan_for(
     # findings would run the whole source in every process
     grown = plan_growth(opened, options, {}, model.config, dtype, judged=False)
     for field in followed_fields(grown.small.family):
-        found, expected = (getattr(c, field, None) for c in (model.config, grown.target_config))
+        found, expected = (
+            getattr(grown.small.family.text(config), field, None)
+            for config in (model.config, grown.target_config)
+        )
         if found != expected:
             raise GrowthError(
                 f"the model was built with {field}={found}, this growth needs {expected}: build it "

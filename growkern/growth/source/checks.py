@@ -126,7 +126,7 @@ def check_values(file: Path, model: ModelSpec) -> None:
     check_sizes(str(file), model)
     activation = model.family.activation
     if activation is not None:
-        _check_activation(f"{file}: {activation}", getattr(model.config, activation))
+        _check_activation(f"{file}: {activation}", getattr(model.text, activation))
 
 
 def check_sizes(where: str, model: ModelSpec) -> None:

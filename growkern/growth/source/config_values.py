@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from growkern.errors import GrowthError
-from growkern.families.family import Family
+from growkern.families.family import Family, inner
 
 # classes that a head may tell apart; ImageNet-21k has 21,841
 MOST_LABELS = 1 << 15
@@ -36,7 +36,7 @@ POSITIVE = {
 }
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 LAYERS = (
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "depth"),
     *("encoder_layers", "decoder_layers"),
 )
 IMPLEMENTATIONS = (
@@ -155,7 +155,7 @@ def _of_sizes(
         aliases: other name of a field -> the field.
     """
     fields = {size.field: key for key, size in family.config.items()} if family else {}
-    for name, value in data.items():
+    for name, value in (inner(data, family.under) if family else {}).items():
         key = fields.get(aliases.get(name, name))
         if family and key and type(value) is int and value > family.largest(key):
             yield f"{name}={reprlib.repr(value)} must lie in 1 .. {family.largest(key)}"

@@ -25,7 +25,7 @@ from growkern.growth.source.refused import quantised_advice
 # attributes that change no output in evaluation mode, or that transformers itself changes
 NO_FUNCTION = {
     *("training", "gradient_checkpointing", "name_or_path", "vocab_size", "padding_idx"),
-    *("max_seq_len_cached", "original_max_seq_len"),
+    *("max_seq_len_cached", "original_max_seq_len", "rope_deltas"),
 }
 # rotary positions whose frequencies depend on the last input
 CHANGING_ROTARY = ("dynamic", "longrope")

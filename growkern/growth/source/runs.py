@@ -65,7 +65,7 @@ def longest_of(model: ModelSpec) -> int:
     if "positions" in known:
         return model.size("positions") - known["positions"].reserved
     # models with relative positions may have no limit
-    return int(getattr(model.config, "max_position_embeddings", 1 << 30))
+    return int(getattr(model.text, "max_position_embeddings", 1 << 30))
 
 
 def random_tokens(source: Source, seed: int = 0, count: int = 4) -> Tensor:
@@ -74,7 +74,7 @@ def random_tokens(source: Source, seed: int = 0, count: int = 4) -> Tensor:
     vocabulary = source.spec.size("vocab")
     length = min(32, longest_of(source.spec))
     tokens = torch.randint(vocabulary, (count, length), generator=rng)
-    end = source.config.eos_token_id
+    end = source.spec.text.eos_token_id
     if source.config.is_encoder_decoder and isinstance(end, int):
         # classification heads need exactly one end token per row
         tokens = torch.where(tokens == end, (end + 1) % vocabulary, tokens)
@@ -94,7 +94,7 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     model.eval()
     # without a padding token, classifiers of texts in transformers refuse more than one row
     classifies = type(model).__name__.endswith("ForSequenceClassification")
-    is_single = classifies and getattr(model.config, "pad_token_id", None) is None
+    is_single = classifies and getattr(model.config.get_text_config(), "pad_token_id", None) is None
     try:
         parts = [_run(model, rows) for rows in (tokens.split(1) if is_single else [tokens])]
     finally:

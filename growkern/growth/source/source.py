@@ -313,9 +313,10 @@ def _canonical_names(
 ) -> dict[str, str]:
     """The model's name -> the name in the file, for every stored tensor that models still read.
 
-    Names in files, where the table does not give others, differ from the model's in three known
+    Names in files, where the table does not give others, differ from the model's in four known
     ways:
 
+    - the table says how names of the class begin in `files`;
     - a head class was saved without the prefix of its body, or a body was saved with it;
     - norms have `gamma` and `beta`;
     - the file has buffers that models no longer store.

@@ -162,12 +162,15 @@ def files_of(tensor: StoredTensor) -> set[str]:
 def spellings(model: ModelSpec, name: str) -> list[str]:
     """The names that a tensor in a file may have in the model.
 
-    A head class may have been saved without the prefix of its body, or a body with it.
+    A head class may have been saved without the prefix of its body, or a body with it. The table
+    may say that names of the class begin otherwise in files.
     """
     classes = model.family.classes
     prefix = classes[model.class_name].prefix
     prefixes = {c.prefix for c in classes.values() if c.prefix and not prefix}
-    return [name, prefix + name, *(name.removeprefix(p) for p in prefixes)]
+    begins = classes[model.class_name].files.items()
+    renamed = (own + name.removeprefix(file) for file, own in begins if name.startswith(file))
+    return [name, *renamed, prefix + name, *(name.removeprefix(p) for p in prefixes)]
 
 
 def stacked(

@@ -66,7 +66,7 @@ def _period_of_kinds(small: ModelSpec) -> int:
     found = (condition_of(text)[1:3] for text in conditions)
     # a period of 0 means no layer
     return math.lcm(
-        *(getattr(small.config, field) or 1 for word, field in found if word == "every")
+        *(getattr(small.text, field) or 1 for word, field in found if word == "every")
     )
 
 
@@ -102,7 +102,7 @@ def _first_other(small: ModelSpec, layers: Sequence[int]) -> tuple[int, str] | N
         for layer, source in enumerate(layers):
             # config lists follow the layers; a number means the same layers in both models
             now = all(
-                is_met(text, source if condition_of(text)[1] in LISTS else layer, small.config)
+                is_met(text, source if condition_of(text)[1] in LISTS else layer, small.text)
                 for text in conditions
             )
             if now != small.kinds_of(source, len(layers))[kind]:
@@ -123,7 +123,7 @@ def period_of(small: ModelSpec) -> int:
 
 def rule_of(small: ModelSpec) -> tuple[int, Callable[[Sequence[str]], bool]]:
     """`period_of`, and whether a list of kinds repeats as the source's does."""
-    family, config = small.family, vars(small.config)
+    family, config = small.family, vars(small.text)
     # keys that the config has may say more than its layers: the first period may not be over
     for key in sorted(family.older, key=lambda key: key.field not in config):
         value = key.value(config, config.get(key.field)) if key.is_periodic else None
@@ -170,4 +170,4 @@ def is_undeclared(model: ModelSpec) -> bool:
 def computed_head_dim(model: ModelSpec) -> str:
     """The head_dim that these runtimes compute, for messages."""
     fields = [model.family.config_field(k) for k in ("stream", model.family.query_heads[0])]
-    return " / ".join(f"{name}={getattr(model.config, name)}" for name in fields)
+    return " / ".join(f"{name}={getattr(model.text, name)}" for name in fields)

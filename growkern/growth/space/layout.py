@@ -135,7 +135,7 @@ class Layout:
             return f"no norm of {self.family.model_type} can carry the mean"
         if self.family.norm.placement != "post":
             return None
-        activation = getattr(self.small.config, str(self.family.activation), None)
+        activation = getattr(self.small.text, str(self.family.activation), None)
         old, new = self.sizes("ffn")
         spare = new - old
         if spare < CARRY_UNITS:
@@ -212,7 +212,7 @@ class Layout:
         Some models round that root to the dtype of their weights, so this rounds it too. The
         result is 1 if the table's row names no such factor.
         """
-        if row.scale is None or not holds(row.scale_when, self.small.config):
+        if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
         inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")
         old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.stream_sizes)
@@ -249,9 +249,9 @@ class Layout:
     def _head(self, spec: SpaceSpec, _layer: Layer) -> Space:
         attention = self.family.attention
         old, new = (m.width(spec) // len(spec.parts) for m in (self.small, self.large))
-        divided = attention.scale == "head_dim" and holds(attention.when, self.small.config)
+        divided = attention.scale == "head_dim" and holds(attention.when, self.small.fields)
         if attention.field is not None:
-            before, after = (getattr(m.config, attention.field) for m in (self.small, self.large))
+            before, after = (getattr(m.text, attention.field) for m in (self.small, self.large))
             # it follows head_dim or stays: see `follow_heads` of `growkern.growth.plan.target`
             divided = before != after
         return direct_sum(

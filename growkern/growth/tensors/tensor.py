@@ -62,6 +62,8 @@ def build_tensor(
     is_norm = task.tensor.norm is not None
     if task.source == "zero" or (task.identity == "zero" and not is_norm):
         return out.zero_()
+    if task.tensor.is_copied:
+        return out.copy_(read(task.source)[part])
     if plan.options.is_baseline:
         return build_baseline(plan, task, _on_cpu(read), part, out)
     if is_norm:
@@ -86,6 +88,8 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     """
     if task.tensor.norm or task.identity == "zero" or task.is_made:
         return None
+    if task.tensor.is_copied:
+        return [torch.arange(n)[where] for n, where in zip(task.shape, part, strict=True)]
     if plan.options.is_baseline:
         return old_entries_within(plan, task, part)
     needed = []
