@@ -111,7 +111,7 @@ class OlderKey:
 
     def _scaling(self, rope: Any) -> dict[str, Any] | None:
         kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
-        if kind == "default":
+        if kind == "default" and "mrope_section" not in rope:
             return None
         rest = {key: value for key, value in rope.items() if key not in OWN_KEYS}
         if self.form == "scaling":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import growkern
+from growkern.families.family import inner
 from growkern.families.load import load_family, supported_families
 from growkern.package import parse_toml
 from tests.shared import walks
@@ -28,10 +29,11 @@ def test_a_public_config_plans_or_is_refused_helpfully(name, tmp_path):
         config["layer_types"] = kinds * (config["num_hidden_layers"] // len(kinds))
     (tmp_path / "config.json").write_text(json.dumps(config))
     kind = config["model_type"]
-    is_known = kind in supported_families()
-    field = load_family(kind).config_field("stream") if is_known else "hidden_size"
+    family = load_family(kind) if kind in supported_families() else None
+    field = family.config_field("stream") if family else "hidden_size"
+    own = config | inner(config, family.under) if family else config
     try:
-        plan = growkern.plan(tmp_path, **{field: 2 * config.get(field, 768)})
+        plan = growkern.plan(tmp_path, **{field: 2 * own.get(field, 768)})
     except growkern.GrowthError as error:
         assert refused and re.search(refused, str(error)), error
     else:

@@ -155,7 +155,11 @@ def complete_config(directory: Path, source: Source | None = None, model: Any = 
         old, keys, new = (inner(x, family.under) for x in (before, given, saved))
         models = (config and family.text(config) for config in (small, model))
         part = {**new, **_unchanged(keys, old, new, *models)}
-        result[family.under] = _with_older(family, part, keys, old)
+        result[family.under] = part = _with_older(family, part, keys, old)
+        # files of version 4 may have fields of the text beside those of the whole
+        fields = {key.field for key in family.older} | part.keys()
+        for key in (given.keys() - saved.keys()) & fields:
+            result[key] = part.get(key)
     # as transformers writes it
     text = json.dumps(result, indent=2, sort_keys=True) + "\n"
     file.write_text(text, encoding="utf-8")

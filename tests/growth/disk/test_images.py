@@ -1,0 +1,90 @@
+"""Models that read images, in files: their names, their configs, and the moments of their towers.
+
+Truth: what transformers writes and reads. `tests.growth.plan.test_relatives` compares outputs.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import growkern
+from tests.growth.models import image_inputs, random_model, relative_error
+from tests.growth.relatives import RELATIVES
+
+HOW = {"hidden_size": 24, "num_hidden_layers": 3, "depth": "identity", "progress": False}
+GEMMA3 = RELATIVES["gemma3"][:2]
+
+
+def grown(small, large):
+    growkern.grow_checkpoint(small, large, **HOW)
+    return load_file(large / "model.safetensors")
+
+
+def test_names_of_all_layouts_are_read_and_that_of_transformers_is_written(tmp_path):
+    model = random_model(*GEMMA3, tie_word_embeddings=False)
+    small = tmp_path / "small"
+    model.save_pretrained(small)
+    expected = grown(small, tmp_path / "large")
+    loaded = type(model).from_pretrained(tmp_path / "large", dtype=torch.float64)
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again/model.safetensors").keys() == expected.keys()
+    # the published files have one more name in front of a tower's
+    published = load_file(small / "model.safetensors").items()
+    published = {n.replace("vision_tower.", "vision_tower.vision_model."): x for n, x in published}
+    own = {
+        n: x.clone() for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys
+    }
+    for layout in (published, own):
+        save_file(layout, small / "model.safetensors", metadata={"format": "pt"})
+        found = grown(small, tmp_path / f"large{len(layout)}{layout is own}")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_a_flat_config_of_version_4_stays_true(tmp_path):
+    """It has the fields of the text beside those of the whole."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    model = random_model(*RELATIVES["qwen2_5_vl"][:2])
+    model.save_pretrained(small)
+    config = json.loads((small / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {**text, **config, "rope_theta": rope.pop("rope_theta")}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (small / "config.json").write_text(json.dumps(flat))
+    sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+    growkern.grow_checkpoint(small, large, progress=False, **sizes)
+    found = json.loads((large / "config.json").read_text())
+    assert found.items() >= sizes.items()
+    assert found["text_config"].items() >= sizes.items()
+    assert found["rope_scaling"] == {"rope_type": "default", "mrope_section": [2, 2, 4]}
+    assert found["vision_config"]["out_hidden_size"] == 48
+    loaded = type(model).from_pretrained(large, dtype=torch.float64).eval()
+    assert relative_error(model, loaded) <= 1e-12
+
+
+def test_the_moments_of_a_tower_are_copied():
+    model = random_model(*GEMMA3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = model.float()
+    inputs = image_inputs("gemma3", torch.Generator().manual_seed(0))
+    model(**{**inputs, "pixel_values": inputs["pixel_values"].float()}).logits.mean().backward()
+    optimizer.step()
+    large = growkern.grow(model, hidden_size=24)
+    state = growkern.grow_optimizer(optimizer.state_dict(), large.growth_plan)["state"]
+    names = [name for name, _ in large.named_parameters()]
+    moments = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    patches = "model.vision_tower.embeddings.patch_embedding.weight"
+    assert state[names.index(patches)]["exp_avg"].ndim == 4
+    assert torch.equal(state[names.index(patches)]["exp_avg"], moments[patches]["exp_avg"])
+
+
+def test_a_tower_that_a_target_config_changes_is_refused():
+    model = random_model(*RELATIVES["qwen2_5_vl"][:2])
+    target = growkern.plan(model, hidden_size=48).target_config
+    assert growkern.plan(model, target_config=target).exact
+    target.vision_config.num_heads = 4
+    with pytest.raises(growkern.GrowthError, match=r"vision_config\.num_heads=4 differs from"):
+        growkern.plan(model, target_config=target)
