@@ -27,6 +27,8 @@ from typing import Any
 import numpy
 import torch
 
+from growkern.families.family import Family
+
 TOKENS = 60
 EXPECTED = "expected.pt"
 # float32 through a few layers; a wrong theta, scale or window is off by 1e-2 and more
@@ -52,6 +54,17 @@ BOTH = {
     "full_attention": {"rope_type": "default", "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+SECTIONS = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [1, 1, 2]}
+MBART = {
+    **{"vocab_size": TOKENS, "d_model": 32, "max_position_embeddings": 64},
+    **{"encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+}
+TOWER = {
+    **{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "patch_size": 4},
+}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
@@ -64,6 +77,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", {**GROUPED, **GEMMA, "rope_parameters": BOTH}),
     "olmo2": ("Olmo2ForCausalLM", {**GROUPED, **ROPE}),
     "phi3": ("Phi3ForCausalLM", {**GROUPED, "rope_parameters": PARTIAL}),
+    "cohere2": ("Cohere2ForCausalLM", {**GROUPED, **ROPE, "sliding_window": 4}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {**GROUPED, **ROPE, "head_dim": 8}),
+    "glm": ("GlmForCausalLM", {**GROUPED, "head_dim": 8, "rope_parameters": PARTIAL}),
+    "glm4": ("Glm4ForCausalLM", {**GROUPED, "head_dim": 8, "rope_parameters": PARTIAL}),
+    "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2}),
+    "olmo": ("OlmoForCausalLM", {**GROUPED, **ROPE}),
+    "mbart": ("MBartForConditionalGeneration", MBART),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {**GROUPED, **GEMMA, "rope_parameters": BOTH},
+            "vision_config": {**TOWER, "image_size": 8},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**GROUPED, **ROPE, "sliding_window": None, "model_type": "mistral"},
+            "vision_config": {**TOWER, "head_dim": 4, "image_size": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {**GROUPED, "rope_parameters": SECTIONS},
+            "vision_config": {"depth": 1, "hidden_size": 8, "num_heads": 2, "out_hidden_size": 32},
+        },
+    ),
     "bert": ("BertForMaskedLM", SIZES),
     "modernbert": (
         "ModernBertForMaskedLM",
@@ -86,6 +129,7 @@ def make(place: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     import growkern
+    from growkern.families.load import load_family
     from growkern.growth.disk.companions import complete_config
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
@@ -109,22 +153,23 @@ def make(place: Path) -> None:
         with torch.no_grad():
             torch.save(model.eval()(input_ids=_ids()).logits, place / name / EXPECTED)
         for growth, sizes in GROWTHS.items():
-            how = {_field(name, key): value for key, value in sizes.items()}
+            how = _sizes(load_family(name), sizes)
             if name == "modernbert" and growth == "depth":
                 how["num_hidden_layers"] = 7
-            if name == "gemma3_text" and growth == "depth":
+            if name.startswith("gemma3") and growth == "depth":
                 continue  # its period of 6 layers is longer than the source
+            if name == "olmo" and growth == "uneven":
+                continue  # its norms have no weights
             if growkern.plan(source, **how).exact:
                 growkern.grow_checkpoint(source, place / name / growth, progress=False, **how)
 
 
-def _field(family: str, key: str) -> str:
-    """The config field of a size that growths name `width` or `layers`."""
-    of_gpt2 = {"width": "n_embd", "layers": "n_layer"}
-    fields = (
-        of_gpt2 if family == "gpt2" else {"width": "hidden_size", "layers": "num_hidden_layers"}
-    )
-    return fields.get(key, key)
+def _sizes(family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
+    """A growth's `width` and `layers` by the names of the config."""
+    keys = {"width": ["stream"], "layers": family.stacks.values()}
+    how = {key: value for key, value in sizes.items() if key not in keys}
+    named = [(key, value) for name, value in sizes.items() for key in keys.get(name, ())]
+    return how | {family.config_field(key): value for key, value in named}
 
 
 # -------------------------------------------------------------------- runtimes

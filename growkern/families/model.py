@@ -51,10 +51,11 @@ class ModelSpec:
             GrowthError: no table for this family or class, or a config value that the table does
                 not cover.
         """
-        if family and family.table and (faults := [*field_faults(family, config)]):
+        family = family or load_family(config.model_type)
+        if family.table and (faults := [*field_faults(family, config)]):
             raise TableError(faults)
-        family = (family or load_family(config.model_type)).of_class(class_name)
-        model = cls(family, config, class_name)
+        model = cls(family.of_class(class_name), config, class_name)
+        family = model.family
         for refusal in family.refuse:
             refusal.check(model.fields)
         model.check_groups()
