@@ -23,6 +23,8 @@ from tests.shared import walks
 # one failure names its part
 PARTS, DRAWN = 4, 200 * walks.times
 GEMMA = FAMILIES["gemma2"][1]
+# its class makes a table of angles in the dtype of the weights
+GPTJ = {**GPT2, "rotary_dim": 4, "pad_token_id": 0}
 UNSET = {"suppress_tokens": None}
 
 
@@ -76,6 +78,7 @@ WIDER = [
     Case("GPT2LMHeadModel", GPT2, {"n_embd": 20, "n_head": 5, "dtype": torch.float32}, False),
     Case("LlamaForCausalLM", LLAMA, {"hidden_size": 20, "dtype": torch.float64}, True),
     Case("Gemma2ForCausalLM", GEMMA, {"hidden_size": 24, "dtype": torch.float32}, False),
+    Case("GPTJForCausalLM", GPTJ, {"n_embd": 24, "dtype": torch.float64}, False),
 ]
 
 

@@ -149,7 +149,12 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-3, **HALF}, BIASES),
-    "olmo": ("OlmoForCausalLM", ROTARY, {"tie_word_embeddings": False, "attention_bias": True}),
+    # wider norms without weights cannot serve a tied head
+    "olmo": (
+        "OlmoForCausalLM",
+        {**ROTARY, "tie_word_embeddings": False},
+        {"attention_bias": True},
+    ),
     "olmoe": ("OlmoeForCausalLM", WHOLE, {"norm_topk_prob": True, "attention_bias": True}),
     "olmo3": ("Olmo3ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
     "opt": ("OPTForCausalLM", OPT, {"enable_bias": False}),

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
-from growkern.growth.models import is_dtensor, tie, untrained_model
+from growkern.growth.models import is_dtensor, restore_buffers, tie, untrained_model
 from growkern.growth.source.source import Source
 
 # parameters of a model that may be copied to float64
@@ -52,6 +52,7 @@ def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
     state = {name: source.read(name).to(dtype) for name in source.dtypes}
     model.load_state_dict(state, strict=False, assign=True)
     tie(model, source.spec)
+    restore_buffers(model)
     if source.spec.family.mixtures:
         # others take neither float64 nor every size
         model.set_experts_implementation("eager")

@@ -123,7 +123,7 @@ def test_every_size_that_a_table_offers_has_a_case(model_type):
 @pytest.mark.parametrize("model_type", SOME)
 def test_all_sizes_at_once_are_exact_from_files_to_shards(model_type, tied, tmp_path):
     class_name, sizes, *options = SOME[model_type]
-    sizes = {**sizes, "tie_word_embeddings": tied, **(options[0] if options else {})}
+    sizes = {"tie_word_embeddings": tied, **sizes, **(options[0] if options else {})}
     source = random_model(class_name, sizes)
     model = ModelSpec.of(source.config, class_name)
     how = grown_by(model, at_once(model))
