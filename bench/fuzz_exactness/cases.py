@@ -141,6 +141,7 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
         sizes[family.config_field("head_dim")] = rng.choice([2, 4, hidden // count])
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = rng.randint(3, 24)
+    sizes |= {family.config_field(key): rng.randint(1, 4) for key in family.ratios}
     for key in family.stacks.values():
         # deep models enlarge rounding; they are few, as they take long
         most = 8 if rng.random() < 0.1 else 3
@@ -176,7 +177,7 @@ def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[s
     if family.forces_head_dim and rng.random() < 0.3:
         fields = {family.config_field(key) for key in family.query_heads}
         how |= {field: sizes[field] for field in fields if field in sizes}
-    if rng.random() < 0.1:
+    if "vocab" in family.config and rng.random() < 0.1:
         how.pop(family.config_field("vocab"), None)
         how["pad_vocab_to_multiple_of"] = 16
     how |= _some(rng, OPTIONS, 1.0)

@@ -23,14 +23,14 @@ from growkern.growth.record.verdict import (
     measured_level,
     rounding,
 )
-from growkern.growth.source.runs import Float64, random_tokens
-from tests.growth.models import eager, random_model
+from growkern.growth.source.runs import Float64, random_inputs
+from tests.growth.models import eager, images, random_model
 
 # float32 shares of weights are rounded, and may be larger than the weights
 FLOAT32_ROOM = 16.0
 OUTPUTS = (
     *("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits"),
-    *("mc_logits", "last_hidden_state"),
+    *("mc_logits", "reconstruction", "last_hidden_state"),
 )
 # tokens that are generated after padded prompts
 STEPS = 4
@@ -198,6 +198,8 @@ def _check_report(plan: GrowthPlan, report: growkern.VerifyReport) -> None:
 
 
 def _inputs(model: Any, side: str) -> dict[str, torch.Tensor]:
+    if model.main_input_name == "pixel_values":
+        return images(model)
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 40, (3, 7), generator=rng)
     mask = torch.ones_like(ids)
@@ -225,7 +227,7 @@ def _outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     found = {name: x for name in OUTPUTS if (x := getattr(result, name, None)) is not None}
     if len(found) > 1:
         found.pop("last_hidden_state", None)
-    at = inputs["attention_mask"].bool()
+    at = inputs.get("attention_mask", torch.ones(0)).bool()
     per_token = {"decoder_input_ids"}.isdisjoint(inputs)
     return {
         name: x[at] if per_token and x.shape[:2] == at.shape else x for name, x in found.items()
@@ -246,7 +248,7 @@ def _all_errors(
         errors[ROUNDING_ERROR] = max(report.outputs[ROUNDING_ERROR], *_samples(plan, source))
     elif plan.exact and plan.dtype == torch.float32:
         with Float64():
-            sample = rounding_error(plan, source, random_tokens(plan.source))
+            sample = rounding_error(plan, source, random_inputs(plan.source))
         # `verify` allows 1e-4 for any model; this is the rounding of this one
         assert errors["relative error"] <= FLOAT32_ROOM * sample, (errors, sample)
     return errors
@@ -254,7 +256,10 @@ def _all_errors(
 
 def _samples(plan: GrowthPlan, source: Any) -> list[float]:
     """How far rounding moves the outputs on the texts of `_inputs`, for both sides of padding."""
-    texts = [_inputs(source, side)["input_ids"].flatten(0, -2) for side in ("right", "left")]
+    if plan.small.family.reads_images:
+        texts = [images(source)["pixel_values"]]
+    else:
+        texts = [_inputs(source, side)["input_ids"].flatten(0, -2) for side in ("right", "left")]
     with Float64():
         return [rounding_error(plan, source, tokens) for tokens in texts]
 

@@ -89,7 +89,7 @@ class Family:
     def growable(self) -> tuple[str, ...]:
         """The sizes that may grow."""
         used = {"stream", "head_dim", "vocab", "kv_heads"}
-        used |= {*self.query_heads, *self.unit_sizes, *self.stacks.values()}
+        used |= {*self.query_heads, *self.unit_sizes, *self.stacks.values(), *self.ratios}
         used |= {str(size) for space in self.mixtures for size in (space.size, space.chosen)}
         return tuple(key for key, size in self.config.items() if key in used and size.field)
 
@@ -101,7 +101,20 @@ class Family:
     def unit_sizes(self) -> tuple[str, ...]:
         """The sizes that count independent units, such as those of an FFN, but not the stream."""
         used = {s.size for s in self.spaces.values() if s.kind == "units"}
-        return tuple(key for key in self.config if key in used and key != "stream")
+        own = {key for key, size in self.config.items() if not size.factors}
+        return tuple(key for key in self.config if key in used & own and key != "stream")
+
+    @property
+    def ratios(self) -> tuple[str, ...]:
+        """The sizes that another one is a product of, but not the stream."""
+        used = {field for size in self.config.values() for field in size.factors}
+        fields = {key: size.field for key, size in self.config.items()}
+        return tuple(key for key in fields if fields[key] in used and key != "stream")
+
+    @property
+    def reads_images(self) -> bool:
+        """True where the model reads images and has no vocabulary."""
+        return "vocab" not in self.config
 
     @property
     def mixtures(self) -> tuple[SpaceSpec, ...]:
@@ -162,7 +175,7 @@ class Family:
             spaces |= {spec.of, spec.untied}
         specs = {name: spec for name, spec in self.spaces.items() if name in {*spaces, "stream"}}
         sizes |= {size for spec in specs.values() for size in (spec.heads, spec.size, spec.chosen)}
-        sizes |= {"stream", "head_dim", *(self.stacks[stack] for stack in stacks)}
+        sizes |= {"stream", "head_dim", *self.ratios, *(self.stacks[stack] for stack in stacks)}
         return replace(
             self,
             config={key: size for key, size in self.config.items() if key in sizes},

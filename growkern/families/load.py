@@ -46,7 +46,8 @@ _KEYS = {
     "averaged",
     "class": "prefix body heads output stacks repeats cache beside files",
     "depth": "zero inner_norms outer_norm refuse",
-    "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files",
+    "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files "
+    "factor",
     "refuse": "value differs why",
     "older": "of form when",
 }

@@ -341,6 +341,7 @@ class ModelSpec:
             stored=None if row.stored is None else fill(row.stored),
             in_body=in_body,
             files=tuple(prefix + fill(file) for file in row.files),
+            factor=named(row.factor),
         )
         if row.norm is None:
             yield tensor

@@ -9,10 +9,10 @@ Its sections:
                 ".vision_config.hidden_size"
     [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
                 `{ field, default, plus, reserved }`: `default` is a formula for a field that is
-                null, `plus` is added to the field, `reserved` counts rows without a position,
-                `follows`: the size that it grows with, "nothing" if it stays unless it is given.
-                Without it, units follow the stream. `[]`: a size of the extended table that this
-                family does not have
+                null, or for a size without one, `plus` is added to the field, `reserved` counts
+                rows without a position, `follows`: the size that it grows with, "nothing" if it
+                stays unless it is given. Without it, units follow the stream. `[]`: a size of the
+                extended table that this family does not have
     [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
                 `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
     [kinds]     kind of layer -> the conditions under which a layer is of it, all of them: "in:F"
@@ -55,6 +55,7 @@ Its sections:
     [tensors.*] name -> the tensor's axes, in order:
                 "write:S"       an output axis of space S
                 "read:S"        an input axis of space S
+                "factor:S"      one number for each entry of S, which multiplies what is written
                 "write:q|k|v"   several spaces one after another
                 "*"             a size that transformers computes, and that never grows
                 anything else   a size of [config]
@@ -67,6 +68,7 @@ Its sections:
                 `norm`      "A>B": the weight (and bias) of a norm from space A to space B
                 `into`      the norm that a written vector enters
                 `extra`     the output of that norm at coordinates beyond whole copies
+                `factor`    the tensor that a written vector is multiplied with, entry by entry
                 `tied`      the tensor whose storage this one shares under tie_word_embeddings
                 `when`      the condition under which it exists: "flag", "!flag" or
                             "field != field"
@@ -78,6 +80,8 @@ Its sections:
                 `stored`    its full name in files if that is another; a norm's without `.weight`
                 `files`     its names in files where these have one tensor per expert, `{e}`, or
                             another name. Several: parts of its second axis, one after another
+                More than two axes without experts: only one may be of a space, the first or the
+                last that is longer than 1
                 Several rows may have one name: the first whose condition holds counts. A row
                 without axes keeps those of the extended table. No rows, `[]`: a tensor of the
                 extended table that this family never has
@@ -118,6 +122,8 @@ class Nested:
 
     def __getattr__(self, name: str) -> Any:
         return attrgetter(name[1:])(self.whole) if name[0] == "." else getattr(self.inner, name)
+
+
 # of `Size.follows`
 NOTHING = "nothing"
 
@@ -139,16 +145,19 @@ class Size:
         Raises:
             GrowthError: the config has no value, and the family no default.
         """
-        if self.field is None:
-            return self.number
-        value = getattr(config, self.field, None)
+        value = getattr(config, self.field, None) if self.field else self.number or None
         if value is None and self.default is not None:
             left, sign, right = self.default.split()
             a, b = (int(x) if x.isdigit() else getattr(config, x) for x in (left, right))
             value = a * b if sign == "*" else a // b
-        if value is None:
+        if value is None and self.field is not None:
             raise GrowthError(f"{self.field} of the config has no value: give it a whole number")
-        return int(value) + self.plus
+        return int(value or 0) + self.plus
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The config fields that a size without a field of its own is made of."""
+        return () if self.field or not self.default else tuple(self.default.split())
 
 
 @dataclass(frozen=True)
@@ -246,6 +255,7 @@ class Row:
     fallback: str | None = None
     stored: str | None = None
     files: tuple[str, ...] = ()
+    factor: str | None = None
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:
         """The spaces, and the sizes of [config], that its axes and its norm refer to."""
@@ -275,7 +285,7 @@ class TensorSpec:
         layer: number of its layer within `stack`; None outside the layers.
         axes: one entry per axis, as in the row, with stack and layer filled in.
         norm: the spaces that a norm reads and writes; None for other tensors.
-        into, tied, fallback, stored: as in the row, but full names of tensors.
+        into, tied, fallback, stored, factor: as in the row, but full names of tensors.
         files: as in the row, but full names, with `{e}` left in them.
         in_body: True if it belongs to the body of the model, False if to a head.
     """
@@ -293,6 +303,7 @@ class TensorSpec:
     stored: str | None
     in_body: bool
     files: tuple[str, ...] = ()
+    factor: str | None = None
 
     @property
     def is_split(self) -> bool:

@@ -66,3 +66,6 @@ class GrowthKeywords(TypedDict, total=False):
     n_layers: int
     # OPT
     ffn_dim: int
+    # ViT and DINOv2
+    pooler_output_size: int
+    mlp_ratio: int

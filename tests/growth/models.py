@@ -1,5 +1,6 @@
 """Tiny models with every parameter random, and float64 forward passes through Hugging Face code."""
 
+import inspect
 from functools import partial
 
 import torch
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from growkern.growth.models import restore_buffers
 from growkern.growth.record.fold import fold_tensor
 from growkern.growth.record.origins import origin_of
+from growkern.growth.source.runs import image_shape
 
 transformers.logging.set_verbosity_error()
 
@@ -106,6 +108,8 @@ def outputs(model, seed=0):
 
     Of a model that reads images, those of a text with an image too.
     """
+    if model.main_input_name == "pixel_values":
+        return _run(model, images(model, seed))
     found = text_outputs(model, seed)
     if model.config.model_type in IMAGES:
         inputs = image_inputs(model.config.model_type, torch.Generator().manual_seed(seed))
@@ -118,9 +122,20 @@ def _run(model, inputs):
     with Float64Everywhere():
         result = model(**inputs)
     names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
-    names += ("mc_logits",)
+    names += ("mc_logits", "reconstruction")
     found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
     return found or {"last_hidden_state": result.last_hidden_state}
+
+
+def images(model, seed=0):
+    """Random images for a model that reads nothing else, with patches masked if it can mask."""
+    rng, shape = torch.Generator().manual_seed(seed), image_shape(model.config)
+    inputs = {"pixel_values": torch.randn(3, *shape, generator=rng, dtype=torch.float64)}
+    names, takes = dict(model.named_parameters()), inspect.signature(model.forward).parameters
+    if "bool_masked_pos" in takes and any("mask_token" in name for name in names):
+        patches = next(x.shape[1] for name, x in names.items() if "position_embeddings" in name) - 1
+        inputs["bool_masked_pos"] = torch.rand(3, patches, generator=rng) < 0.5
+    return inputs
 
 
 def text_outputs(model, seed=0):

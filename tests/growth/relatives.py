@@ -116,12 +116,26 @@ WHOLE = {k: v for k, v in EXPERTS.items() if k != "head_dim"} | {"num_attention_
 WHOLE |= {"num_key_value_heads": 3}
 WIDTHS = {"moe_intermediate_size": 7, "mlp_only_layers": [0]}
 SLIDING = {"use_sliding_window": True}
+PATCHES = {
+    **{"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "encoder_stride": 4},
+    **{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
+}
 
 # model type -> class with a vocabulary head, sizes, options of a second source
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "arcee": ("ArceeForCausalLM", ROTARY, BIASES),
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
     "cohere2": ("Cohere2ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
+    "dinov2": (
+        "Dinov2ForImageClassification",
+        {**PATCHES, "mlp_ratio": 2},
+        {"qkv_bias": False, "use_mask_token": False},
+    ),
+    "dinov2_with_registers": (
+        "Dinov2WithRegistersForImageClassification",
+        {**PATCHES, "mlp_ratio": 2, "num_register_tokens": 2},
+        {"qkv_bias": False},
+    ),
     "distilbert": ("DistilBertForMaskedLM", DISTIL, {"sinusoidal_pos_embds": True}),
     "ernie4_5": ("Ernie4_5ForCausalLM", ROTARY, {"use_bias": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
@@ -179,6 +193,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2ForCausalLM", {**ROTARY, "norm_epsilon": 1e-3}, {"use_bias": False}),
     "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
+    "vit": (
+        "ViTForImageClassification",
+        {**PATCHES, "intermediate_size": 20},
+        {"qkv_bias": False, "image_size": [8, 16]},
+    ),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
 }
 

@@ -48,6 +48,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -252,7 +253,7 @@ def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
     written = [task.tensor.norm[1]] if task.tensor.norm else []
     for axis in task.tensor.axes:
         role, _, names = axis.partition(":")
-        written += names.split("|") if role == "write" else []
+        written += names.split("|") if names and role != "read" else []
     spaces = [plan.small.family.spaces[name] for name in written]
     return not any(
         space.kind in ("stream", "heads") or (space.kind == "units" and space.size == "stream")
@@ -284,6 +285,13 @@ def grow_moment(
     """
     power = MOMENTS[key]
     part = part or (slice(None),) * len(task.shape)
+    if (matrix := task.matrix) is not task:
+        shape = [len(range(*s.indices(n))) for s, n in zip(part, task.shape, strict=True)]
+        place = task.part_of_matrix(part)
+        flat = None if out is None else out.view([s.stop - s.start for s in place])
+        as_matrix = partial(_as_matrix, plan, matrix, read)
+        built = grow_moment(plan, matrix, as_matrix, key=key, moments=moments, part=place, out=flat)
+        return built.view(shape)
     axes = _gradient_maps(plan, task)
     if moments == "old_slices":
         named = zip(task.tensor.axes, task.shape, strict=True)
@@ -331,6 +339,13 @@ def _expanded(
         upper=upper,
         out=out,
     )
+
+
+def _as_matrix(
+    plan: GrowthPlan, matrix: Task, read: ReadEntries, name: str, _needed: Sequence[Tensor]
+) -> Tensor:
+    whole = read(name, [torch.arange(n) for n in plan.small.shapes[name]])
+    return whole.reshape([plan.small.axis_size(axis) for axis in matrix.tensor.axes])
 
 
 def check_values(name: str, key: str, values: Tensor) -> None:

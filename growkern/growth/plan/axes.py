@@ -153,8 +153,8 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         space = layout.space(name, layer)
         if role == "read" and space.free_extra and plan.options.symmetry != "none":
             free = int(space.is_extra.sum())
-        index = space.write_index if role == "write" else space.read_index
-        scale = space.write if role == "write" else space.read
+        index = space.read_index if role == "read" else space.write_index
+        scale = space.scale(role)
         from_next = from_next_layer(plan, task, role, name)
         noise = None
         if role == "read" and plan.options.symmetry == "noise" and not bool(from_next.any()):
@@ -207,8 +207,10 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
     pieces, offset = [], 0
     for name in names.split("|"):
         space = layout.space(name, task.source_layer)
-        index = space.read_index if role == "write" else space.write_index
-        scale = space.read if role == "write" else space.write
+        index = space.write_index if role == "read" else space.read_index
+        # a factor multiplies the source's vector times `write`, and its gradient is as that's
+        scale = space.write if role == "read" else space.read
+        scale = scale * space.write if role == "factor" else scale
         has_source = ~space.is_extra & (index < space.source)
         index = torch.where(has_source, index, 0) + offset
         index = index + total * from_next_layer(plan, task, role, name)
@@ -250,7 +252,7 @@ def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor
     """1 for target units of this axis that come from the next source layer (AKI), else 0.
 
     Args:
-        role: "write" or "read".
+        role: "write", "read" or "factor".
 
     Returns:
         (target,) int64.

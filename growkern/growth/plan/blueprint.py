@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Task:
         upper: name of the same tensor in the next source layer, if AKI mixes it in.
         source_layer: the layer of `source`, or None.
         into: name of the source norm that the written vector enters, if the table names one.
+        factor: name of the source tensor that multiplies the written vector, if there is one.
         identity: its role in an identity block, or None. "zero": it becomes 0. "unit" and
             "affine": norms around an inserted post-norm block, split so that the block repeats
             its input.
@@ -53,6 +55,7 @@ class Task:
     source_layer: Layer
     into: str | None
     identity: str | None
+    factor: str | None = None
 
     @property
     def name(self) -> str:
@@ -62,6 +65,37 @@ class Task:
     def is_made(self) -> bool:
         """True if the source has no such tensor."""
         return self.source in MADE
+
+    @property
+    def matrix(self) -> Task:
+        """The same task for the tensor as a matrix: axes that never grow lie in one axis."""
+        groups = self._groups()
+        if groups is None:
+            return self
+        sizes = [math.prod(self.shape[i] for i in group) for group in groups]
+        axes = [
+            next((self.tensor.axes[i] for i in group if ":" in self.tensor.axes[i]), str(size))
+            for group, size in zip(groups, sizes, strict=True)
+        ]
+        return replace(self, tensor=replace(self.tensor, axes=tuple(axes)), shape=tuple(sizes))
+
+    def part_of_matrix(self, part: Sequence[slice]) -> tuple[slice, ...]:
+        """The place of a part of the tensor in `matrix`, one slice per axis."""
+        result = []
+        for group in self._groups() or ():
+            sizes = [self.shape[i] for i in group]
+            inside = torch.arange(math.prod(sizes)).view(sizes)[tuple(part[i] for i in group)]
+            entries = inside.flatten()
+            result.append(slice(entries[0], entries[-1] + 1) if len(entries) else slice(0, 0))
+        return tuple(result)
+
+    def _groups(self) -> list[list[int]] | None:
+        """The axes of the tensor that make each axis of `matrix`; None if it has no other axes."""
+        is_space = [":" in axis for axis in self.tensor.axes]
+        if len(is_space) < 3 or sum(is_space) != 1:
+            return None
+        first, *others = (list(g) for _, g in groupby(range(len(is_space)), is_space.__getitem__))
+        return [first, [i for other in others for i in other]]
 
 
 class _Entry:
@@ -253,6 +287,7 @@ def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpe
         source_layer=f"{tensor.stack}.{layer}" if tensor.stack and layer is not None else layer,
         into=tensor.into if source is None else source.into,
         identity=_identity_role(blueprint, tensor),
+        factor=tensor.factor if source is None else source.factor,
     )
 
 

@@ -46,7 +46,7 @@ from growkern.growth.source.runs import (
     all_outputs,
     as_model,
     fits,
-    random_tokens,
+    random_inputs,
 )
 from growkern.growth.space.rotary import pair_step
 
@@ -132,7 +132,7 @@ def _is_small(plan: Blueprint) -> bool:
 
 def _texts(plan: Blueprint) -> Tensor:
     """The random texts of (0), (texts, length) int64."""
-    return random_tokens(plan.source, SEED, TEXTS if _is_small(plan) else FEW_TEXTS)
+    return random_inputs(plan.source, SEED, TEXTS if _is_small(plan) else FEW_TEXTS)
 
 
 def carries_exactly(plan: Blueprint) -> bool:

@@ -250,7 +250,7 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
     for given, value in dims.items():
         # other names of a field, such as num_experts
         name = small.text.attribute_map.get(given, given)
-        if name not in allowed and name != PAD_VOCAB:
+        if name not in allowed and (name != PAD_VOCAB or small.family.reads_images):
             raise GrowthError(
                 f"this {small.family.model_type} has no size {name!r} to grow"
                 f"{nearest(name, allowed)}"
@@ -260,8 +260,8 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
             raise GrowthError(f"{name}={value!r}: expected {POSITIVE}")
         asked[allowed.get(name, name)] = size
     multiple = asked.pop(PAD_VOCAB, 1)
-    rows = asked.get("vocab", small.size("vocab"))
-    if rows % multiple:
+    if multiple > 1:
+        rows = asked.get("vocab", small.size("vocab"))
         asked["vocab"] = rows + -rows % multiple
     return asked
 
@@ -313,7 +313,8 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
             f"target_config is a {target.model_type}, but the source's config is a "
             f"{family.model_type}"
         )
-    if bool(source.tie_word_embeddings) and not bool(target.tie_word_embeddings):
+    tied, target_tied = (getattr(c, "tie_word_embeddings", False) for c in (source, target))
+    if tied and not target_tied:
         raise GrowthError(
             "target_config.tie_word_embeddings=False unties the head of a tied source: "
             "set it to True"

@@ -75,22 +75,18 @@ def fold_rows(
         folds: of `axis_folds`.
         grown: the target tensor, of the origin's shape; may be memory-mapped.
     """
-    if all(axis.isdigit() for axis in origin.axes):
-        # a tensor that never grows
-        return grown[start:stop].double()
-    rows, *cols = folds
+    rows, *others = folds
     wanted = (rows.index >= start) & (rows.index < stop)
     x = grown.index_select(0, rows.keep[wanted]).double() + origin.offset
-    shape = (stop - start, *(fold.size for fold in cols))
-    for dim, fold in enumerate(cols, 1):
-        # this axis last, and all others as rows
-        x = x.index_select(dim, fold.keep).movedim(dim, -1) * fold.coefficient
-        before = x.shape[:-1]
-        x = folded(x.reshape(-1, x.shape[-1]), 1, fold.index, fold.size)
-        x = x.reshape(*before, fold.size).movedim(-1, dim)
+    for dim, other in enumerate(others, 1):
+        x = x.index_select(dim, other.keep).movedim(dim, -1) * other.coefficient
+        shape = (*x.shape[:-1], other.size)
+        x = folded(x.reshape(-1, len(other.keep)), 1, other.index, other.size)
+        x = x.view(shape).movedim(-1, dim)
+    shape = x.shape[1:]
     x = x.reshape(len(x), -1) * rows.coefficient[wanted][:, None]
     x = folded(x, 0, rows.index[wanted] - start, stop - start)
-    return (x / origin.factor - origin.offset).view(shape)
+    return (x / origin.factor - origin.offset).view(stop - start, *shape)
 
 
 def axis_folds(origin: Origin, space_of: SpaceOf) -> list[AxisFold]:
@@ -143,7 +139,7 @@ def _copies_of(origin: Origin, space_of: SpaceOf, space: Space, role: str) -> _C
     if origin.holds == "block":
         return _leading(space.source, space.target)
     if origin.norm is None:
-        pair = (space.write, space.read) if role == "write" else (space.read, space.write)
+        pair = (space.scale(role), space.write if role == "read" else space.read)
         return _Copies(space.read_index, *pair, ~space.is_extra)
     entering, leaving = map(space_of, origin.norm)
     factor, weight = leaving.write, leaving.read

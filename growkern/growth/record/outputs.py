@@ -20,9 +20,10 @@ from growkern.growth.plan.vocabulary import predicts_tokens
 from growkern.growth.source.runs import (
     all_outputs,
     as_model,
+    image_shape,
     largest_difference,
     longest_of,
-    random_tokens,
+    random_inputs,
 )
 from growkern.growth.source.source import Source
 
@@ -33,7 +34,17 @@ ROUNDINGS = 2
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
-    """Refuse tokens that are not (batch, length) ids, or that the source does not accept."""
+    """Refuse tokens that are not (batch, length) ids, or images, that the source accepts."""
+    if source.spec.family.reads_images:
+        expected = image_shape(source.config)
+        if tokens.ndim != 4 or not len(tokens) or tuple(tokens.shape[1:]) != expected:
+            raise GrowthError(
+                f"tokens are {list(tokens.shape)}; expected images, (batch, channels, height, "
+                f"width), of {' x '.join(map(str, expected))}"
+            )
+        if not tokens.is_floating_point():
+            raise GrowthError(f"tokens are {tokens.dtype}; expected images of floating numbers")
+        return
     vocabulary, longest = source.spec.size("vocab"), longest_of(source.spec)
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest:
         raise GrowthError(
@@ -141,7 +152,7 @@ def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -
         The largest change of an output on these tokens and on random texts, relative to the largest
         output on these tokens. A few outputs alone may change little by chance.
     """
-    texts = (tokens, random_tokens(plan.source, SEED, FEW_TEXTS))
+    texts = (tokens, random_inputs(plan.source, SEED, FEW_TEXTS))
     change = max((_outputs(narrow, t) - _outputs(wide, t)).abs().max().item() for t in texts)
     largest = max(_outputs(wide, tokens).abs().max().item(), _least_output(plan, wide))
     errors = [change / largest if change else 0.0]

@@ -58,7 +58,7 @@ from growkern.growth.record.verdict import (
     unasked_change,
 )
 from growkern.growth.source.hub import located
-from growkern.growth.source.runs import Float64, as_model, fits, random_tokens
+from growkern.growth.source.runs import Float64, as_model, fits, random_inputs
 from growkern.growth.source.source import Source, open_source
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class VerifyReport:
         groups: errors per kind of tensor.
         outputs: relative error of the outputs, KL in nats per token, share of tokens with the same
             best guess, and more, by their names in the table.
-        tokens: number of tokens that outputs were compared on.
+        tokens: number of tokens, or of images, that outputs were compared on.
         failure: the first failure in one line, "" if there is none.
         contradictions: places where the lineage file disagrees with the plan or the source's files.
         notes: one line per package that had another version when the model was grown, and per part
@@ -133,7 +133,8 @@ def verify(
         source: the model or checkpoint directory that was grown, also a directory of
             `torch.distributed.checkpoint`, or a model on the Hub, `ORGANISATION/NAME`.
         grown: the model that `grow` returned, or a directory made by `grow_checkpoint`.
-        tokens: ids to compare outputs on, (batch, length) int64; default: 4 x 32 random ones.
+        tokens: ids to compare outputs on, (batch, length) int64; default: 4 x 32 random ones. For
+            a model that reads images (batch, channels, height, width); default: 4 random ones.
         labels: target of every token, (batch, length) int64, -100 to ignore one. With labels the
             loss of both models is reported. For a causal model the caller must shift them.
         revision: branch, tag or commit of a source on the Hub.
@@ -166,7 +167,7 @@ def verify(
     _check_belongs(plan, opened_grown)
     groups = check_tensors(plan, opened_grown)
     if tokens is None:
-        tokens = random_tokens(opened)
+        tokens = random_inputs(opened)
     check_tokens(opened, tokens)
     outputs, dtype = _compare(plan, (opened, source), (opened_grown, grown), tokens, labels)
     level, contradiction = measured_level(plan, outputs, dtype)
@@ -185,7 +186,7 @@ def verify(
         plan,
         groups,
         outputs,
-        tokens.numel(),
+        len(tokens) if opened.spec.family.reads_images else tokens.numel(),
         failure,
         tuple(wrong),
         tuple(notes),
@@ -298,7 +299,8 @@ def verify_table(report: VerifyReport) -> Group:
         kind = group.kind.rpartition("{l}.")[2]
         table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
     failed = [Text(f"FAIL: {group.worst}", "red") for group in report.groups if not group.ok]
-    outputs = Table(title=f"outputs on {report.tokens} tokens", title_justify="left")
+    what = "images" if report.plan.small.family.reads_images else "tokens"
+    outputs = Table(title=f"outputs on {report.tokens} {what}", title_justify="left")
     outputs.add_column("measure")
     outputs.add_column("value", justify="right")
     for name, value in report.outputs.items():

@@ -19,7 +19,7 @@ LARGEST = 50_000_000
 # outputs of models, the main one first
 OUTPUTS = (
     *("logits", "prediction_logits", "start_logits", "last_hidden_state"),
-    *("end_logits", "seq_relationship_logits", "mc_logits"),
+    *("end_logits", "seq_relationship_logits", "mc_logits", "reconstruction"),
 )
 
 
@@ -69,9 +69,23 @@ def longest_of(model: ModelSpec) -> int:
     return int(getattr(model.text, "max_position_embeddings", 1 << 30))
 
 
-def random_tokens(source: Source, seed: int = 0, count: int = 4) -> Tensor:
-    """Random ids that the source accepts, (count, at most 32) int64; always the same for a seed."""
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the images that a model reads."""
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return config.num_channels, height, width
+
+
+def random_inputs(source: Source, seed: int = 0, count: int = 4) -> Tensor:
+    """Random inputs that the source accepts; always the same for a seed.
+
+    Returns:
+        Ids, (count, at most 32) int64, or images, (count, channels, height, width) float64.
+    """
     rng = torch.Generator().manual_seed(seed)
+    if source.spec.family.reads_images:
+        shape = (count, *image_shape(source.config))
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
     vocabulary = source.spec.size("vocab")
     length = min(32, longest_of(source.spec))
     tokens = torch.randint(vocabulary, (count, length), generator=rng)
@@ -89,7 +103,8 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     The main one are logits, or hidden states of a model without a head.
 
     Args:
-        tokens: ids, (batch, length) int64. No row is padded.
+        tokens: ids, (batch, length) int64, or images as `random_inputs` makes them. No row is
+            padded.
     """
     was_training = model.training
     model.eval()
@@ -104,6 +119,8 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    if tokens.is_floating_point():
+        return _outputs_of(model, {"pixel_values": tokens.to(model.device, model.dtype)})
     inputs = {"input_ids": tokens.to(model.device)}
     if type(model).__name__.endswith("ForMultipleChoice"):
         # multiple choice needs an axis of questions: take all rows as choices of one
@@ -111,6 +128,10 @@ def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     # a lone encoder also has is_encoder_decoder in its config, but no decoder
     if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
         inputs["decoder_input_ids"] = inputs["input_ids"]
+    return _outputs_of(model, inputs)
+
+
+def _outputs_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     output = model(**inputs)
     found = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
     if not found:

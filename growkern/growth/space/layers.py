@@ -65,9 +65,7 @@ def _period_of_kinds(small: ModelSpec) -> int:
     conditions = chain.from_iterable(small.family.kinds.values())
     found = (condition_of(text)[1:3] for text in conditions)
     # a period of 0 means no layer
-    return math.lcm(
-        *(getattr(small.text, field) or 1 for word, field in found if word == "every")
-    )
+    return math.lcm(*(getattr(small.text, field) or 1 for word, field in found if word == "every"))
 
 
 def check_kinds(

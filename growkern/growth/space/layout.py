@@ -81,7 +81,9 @@ class Layout:
     # ---- what kind of stream
 
     def sizes(self, key: str) -> tuple[int, int]:
-        """One size of the family table's [config], of source and target."""
+        """One size of the family table's [config], of source and target; 0 if it has none."""
+        if key not in self.family.config:
+            return 0, 0
         return self.small.size(key), self.large.size(key)
 
     @property

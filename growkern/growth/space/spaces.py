@@ -80,6 +80,11 @@ class Space:
     def target(self) -> int:
         return len(self.write)
 
+    def scale(self, role: str) -> Tensor:
+        """The scale of every entry on an axis that writes or reads it, or is its factor."""
+        kinds = {"write": self.write, "read": self.read, "factor": torch.ones_like(self.write)}
+        return kinds[role]
+
     @property
     def is_extra(self) -> Tensor:
         """Coordinates beyond the copies, (target,) bool."""

@@ -14,6 +14,8 @@ They are computed from its rows:
 
     written axis       one sum f_t over the rows per sign e_t:
                        f_t = (1/n) 1 + delta e_t w,   w = (gamma - mean(gamma)) / n        (2)
+                       Where the model multiplies what is written by a vector, f_t takes it
+                       entry by entry, and the vector is 1 at the extra coordinates
     first FFN matrix   the rows 1/n and w, one for each pair of carry units                (3)
     second FFN matrix  the columns that add both to the extra coordinates                  (4)
 
@@ -68,7 +70,8 @@ def gathered_rows(
     delta, mean = plan.options.carry, torch.full((size,), 1 / size, dtype=torch.float64)
 
     def functionals() -> Tensor:
-        return mean + delta * signs[:, None] * _carried_weight(plan, task, read)
+        sums = mean + delta * signs[:, None] * _carried_weight(plan, task, read)
+        return sums if task.factor is None else sums * read(task.factor).double()
 
     result = weight
     for dim, (role, space) in enumerate(kinds):
@@ -85,7 +88,9 @@ def gathered_rows(
             columns = torch.stack([ones, carried], 1)
             zeros = torch.zeros(weight.shape[0], 2, dtype=torch.float64)
             return (zeros if is_copied else columns).to(dtype)
-        if layout.family.spaces[space].kind == "stream" and result is weight:
+        if role == "factor":
+            result = weight.new_ones(len(signs), dtype=dtype)
+        elif layout.family.spaces[space].kind == "stream" and result is weight:
             result = _weighted_sums(plan, task, name, weight, dim, functionals, rows)
         elif layout.family.spaces[space].kind == "stream":
             result = (_wide(result) @ functionals().t()).to(dtype)
@@ -130,8 +135,10 @@ def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int)
 
 def _rows_of(plan: Blueprint, name: str, weight: Tensor) -> RowsOf:
     stored = plan.source.headers.get(name)
+    if stored is None or not stored.is_mapped or stored.shape != weight.shape:
+        return lambda a, b: weight[a:b]
     # a mapped file is mapped again for every block, so that summed rows can leave memory
-    return stored.rows if stored is not None and stored.is_mapped else lambda a, b: weight[a:b]
+    return stored.rows
 
 
 def _weighted_sums(

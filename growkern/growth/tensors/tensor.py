@@ -64,6 +64,12 @@ def build_tensor(
         return out.zero_()
     if task.tensor.is_copied:
         return out.copy_(read(task.source)[part])
+    if (matrix := task.matrix) is not task:
+        place = task.part_of_matrix(part)
+        flat = out.view([s.stop - s.start for s in place])
+        as_matrix = partial(_as_matrix, plan, matrix, read)
+        build_tensor(plan, matrix, read=as_matrix, backend=backend, part=place, out=flat, work=work)
+        return out
     if plan.options.is_baseline:
         return build_baseline(plan, task, _on_cpu(read), part, out)
     if is_norm:
@@ -71,6 +77,10 @@ def build_tensor(
         whole = build_norm(plan, task, _on_cpu(read), backend if out.is_cpu else None)
         return out.copy_(whole[part])
     return _build_weight(plan, task, read, part, out, work or OneByOne(backend))
+
+
+def _as_matrix(plan: Blueprint, matrix: Task, read: Read, name: str) -> Tensor:
+    return read(name).reshape([plan.small.axis_size(axis) for axis in matrix.tensor.axes])
 
 
 def _on_cpu(read: Read) -> Read:
@@ -86,7 +96,7 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     Returns:
         Per axis, indices into the source's axis, int64. None if the part may need all entries.
     """
-    if task.tensor.norm or task.identity == "zero" or task.is_made:
+    if task.tensor.norm or task.identity == "zero" or task.is_made or task.matrix is not task:
         return None
     if task.tensor.is_copied:
         return [torch.arange(n)[where] for n, where in zip(task.shape, part, strict=True)]

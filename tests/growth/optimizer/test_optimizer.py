@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 import growkern
 from growkern.growth.optimizer.moments import starts_at_zero
 from growkern.growth.optimizer.state import decay_names
-from tests.growth.models import BERT, GPT2, LLAMA, Float64Everywhere, random_model
+from tests.growth.models import BERT, GPT2, LLAMA, Float64Everywhere, images, random_model
 from tests.growth.plan.test_families import CASES as FAMILIES
 from tests.growth.plan.test_families import HEAD_DIM, PYTHIA, ROTARY
+from tests.growth.relatives import RELATIVES
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 # new entries of a padded stream learn from the first step on, which the source's do not
@@ -33,6 +34,8 @@ EXACT = [
     ("BertForMaskedLM", BERT, {}, {"hidden_size": 24}),
     ("LlamaForCausalLM", LLAMA, TIED, GROUPS),
     ("LlamaForCausalLM", LLAMA, UNTIED, {**GROUPS, "intermediate_size": 33}),
+    (*RELATIVES["vit"][:2], {}, {"hidden_size": 24, **COPIED}),
+    (*RELATIVES["dinov2"][:2], {"use_mask_token": False}, {"hidden_size": 24, **COPIED}),
 ]
 
 
@@ -41,7 +44,9 @@ def loss_of(model, step):
     rng = torch.Generator().manual_seed(step)
     tokens, labels = torch.randint(3, 50, (2, 3, 9), generator=rng)
     inputs = {"input_ids": tokens}
-    if hasattr(model, "classification_head"):
+    if model.main_input_name == "pixel_values":
+        inputs = images(model, step)
+    elif hasattr(model, "classification_head"):
         tokens[:, 5] = model.config.eos_token_id
     elif model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
         inputs["decoder_input_ids"] = labels

@@ -55,7 +55,9 @@ def alone(model):
     wider = {"stream": 2 * old["stream"]}
     found = {key: {key: old[key] + 13} for key in family.unit_sizes}
     found |= {key: {key: old[key] + 1} for key in family.stacks.values()}
-    found |= {"vocab": {"vocab": 64}, "stream": wider}
+    found |= {key: {key: old[key] + 1} for key in family.ratios}
+    found |= {"vocab": {"vocab": 64}} if "vocab" in old else {}
+    found["stream"] = wider
     found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
     if not family.forces_head_dim:
         found |= {key: {key: 2 * n} for key, n in heads.items()}
@@ -70,7 +72,8 @@ def at_once(model):
     """Every size larger, and none a multiple where the family allows that."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
     sizes = {key: old[key] + 13 for key in family.unit_sizes}
-    sizes |= {key: old[key] + 1 for key in family.stacks.values()} | {"vocab": 64}
+    sizes |= {key: old[key] + 1 for key in (*family.stacks.values(), *family.ratios)}
+    sizes |= {"vocab": 64} if "vocab" in old else {}
     if not family.forces_head_dim:
         sizes["head_dim"] = 3 * model.head_dim()
     sizes |= more_experts(model, 3)
@@ -95,8 +98,7 @@ def grown_by(model, sizes):
 
 def assert_exact(source, grown, plan):
     """The plan says exact, but for what new tokens cost, and old ones keep their logits."""
-    vocab = plan.small.family.config_field("vocab")
-    found = [f for f in plan.findings if not f.what.startswith(vocab)]
+    found = [f for f in plan.findings if not f.what.startswith("vocab_size")]
     assert {f.level for f in found} <= {"exact"}, found
     old, new = plan.layout.sizes("vocab")
     if old == new or "logits" not in (z := outputs(source)) or z["logits"].shape[-1] != old:
@@ -185,6 +187,11 @@ def test_every_class_is_exact(model_type, class_name):
         ("olmo", {"clip_qkv": 1.0}, {"head_dim": 8}, "clip_qkv=1.0 clips them"),
         ("opt", {"do_layer_norm_before": False}, {"hidden_size": 24}, "norms behind the blocks"),
         ("opt", {"word_embed_proj_dim": 8}, {"hidden_size": 24}, "word_embed_proj_dim=8: embed"),
+        ("dinov2", {"use_swiglu_ffn": True}, {"hidden_size": 24}, "rounding to a multiple of 8"),
+        ("vit", {}, {"patch_size": 8}, "this vit has no size 'patch_size' to grow"),
+        ("vit", {}, {"image_size": 16}, "this vit has no size 'image_size' to grow"),
+        ("vit", {}, {"num_channels": 4}, "this vit has no size 'num_channels' to grow"),
+        ("vit", {}, {"pad_vocab_to_multiple_of": 8}, "no size 'pad_vocab_to_multiple_of'"),
     ],
 )
 def test_what_a_table_does_not_cover_is_refused(model_type, config, growth, why):
