@@ -108,10 +108,11 @@ def _misfit(value: Any, hint: Any) -> str:
     """What a value should be, if it is something else; "" if it fits."""
     if hint is Any:
         return ""
-    if get_origin(hint) is tuple and get_args(hint)[0] is str:
-        fits = isinstance(value, list) and all(isinstance(one, str) for one in value)
-        return "" if fits else 'a list of texts, such as ["a", "b"]'
     kinds = [k for k in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if k]
+    lists = {str: 'texts, such as ["a", "b"]', int: "whole numbers, such as [1, 2]"}
+    for entry in {get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple} & {*lists}:
+        fits = isinstance(value, list) and all(type(one) is entry for one in value)
+        return "" if fits else f"a list of {lists[entry]}"
     plain = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
     if not set(kinds) <= {*plain, type(None)}:
         return "" if isinstance(value, Mapping) else "a table, such as { key = value }"

@@ -155,6 +155,21 @@ class ModelSpec:
             return head_dim
         return int(head_dim * self.text.rope_parameters.get("partial_rotary_factor", 1.0))
 
+    def turns_in_pairs(self, head_dim: int) -> bool:
+        """True if heads of this size have whole rotary pairs, or room to complete the last."""
+        turning = self.turning_of(head_dim)
+        most = turning if self.family.attention.whole_pairs else head_dim
+        return turning + turning % 2 <= most
+
+    def check_turning(self) -> None:
+        """Refuse heads that do not fit their rotary pairs: transformers cannot run such a model."""
+        head_dim = self.head_dim(self.family.query_heads[0])
+        if not self.turns_in_pairs(head_dim):
+            raise UnfitError(
+                f"head_dim={head_dim}: rotary positions turn {self.turning_of(head_dim)} entries "
+                "of a head, in pairs, so that number must be even"
+            )
+
     def space_size(self, name: str) -> int:
         """Entries of an activation space."""
         space = self.family.spaces[name]
@@ -320,7 +335,7 @@ class ModelSpec:
         if row.name.endswith(ANY):
             for name in (n for n in self.tower if n.startswith(prefix + row.name[:-1])):
                 axes = tuple(map(str, self.tower[name]))
-                own, none = name.removeprefix(prefix), (None,) * 4
+                own, none = name.removeprefix(prefix), (None,) * 5
                 yield TensorSpec(name, own, row, stack, None, axes, *none, in_body)
             return
         own = row.name.replace("{s}", stack)

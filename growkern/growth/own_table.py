@@ -31,7 +31,7 @@ from growkern.growth.plan.target import growable_fields
 from growkern.growth.record.outputs import compare_outputs
 from growkern.growth.record.verdict import measured_level
 from growkern.growth.source.config import read_config
-from growkern.growth.source.runs import Float64, random_tokens
+from growkern.growth.source.runs import Float64, random_inputs
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.layers import period_of
 
@@ -235,7 +235,7 @@ def _growth(model: Any, source: Source, family: Family, sizes: dict[str, int]) -
         return SizeCheck(named, "wrong", why=f"growth fails: {reason(error)}")
     try:
         with Float64():
-            plan, tokens = grown.growth_plan, random_tokens(source)
+            plan, tokens = grown.growth_plan, random_inputs(source)
             outputs = compare_outputs(plan, model, grown, tokens, generates=False)
     except Exception as error:
         # a wrong table makes models that transformers cannot run, with errors of any type

@@ -312,10 +312,10 @@ def grow_moment(
         built = _expanded(weight, upper, axes, where, out)
     else:
         built = torch.empty([*map(len, where)], dtype=weight.dtype) if out is None else out
-        for place, number in enumerate(where[0]):
+        for i, number in enumerate(where[0]):
             entry, factor = int(axes[0].index[number]), axes[0].scale[number].item()
             own = weight[entry], None if upper is None else upper[entry]
-            _expanded(*own, [axes[1].times(factor), axes[2]], where[1:], built[place])
+            _expanded(*own, [axes[1].times(factor), axes[2]], where[1:], built[i])
     check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, built)
     return built
 

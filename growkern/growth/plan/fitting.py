@@ -22,7 +22,6 @@ from growkern.growth.plan.target import (
     finish_target,
     resolve_target,
     sized_target,
-    turns_in_pairs,
 )
 
 Made = TypeVar("Made")
@@ -191,7 +190,7 @@ def _near_sizes(
             near["stream"] = -(-least // count) * count
         fits = all(near["stream"] % near[key] == 0 for key in heads)
         if "head_dim" in near:
-            fits &= turns_in_pairs(small, near["head_dim"])
+            fits &= small.turns_in_pairs(near["head_dim"])
         if fits and not ("kv_heads" in near and heads and count % near["kv_heads"]):
             found.append((_distance(asked, near, given), near))
     yield from (near for _, near in sorted(found, key=lambda pair: pair[0]))

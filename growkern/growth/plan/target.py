@@ -95,7 +95,7 @@ def finish_target(
     """
     family, config = small.family, copy.deepcopy(large.config)
     for model in (small, large):
-        _check_turning(model)
+        model.check_turning()
     text = family.text(config)
     for name in family.per_layer:
         values = getattr(small.text, name, None)
@@ -208,23 +208,6 @@ def _sections(small: ModelSpec, rope: dict[str, Any], step: int, pairs: int) -> 
     sections = [step * n for n in rope.get("mrope_section", default)]
     # more pairs have keys of 0, so they may turn with anything
     return [*sections[:-1], sections[-1] + pairs - sum(sections)]
-
-
-def _check_turning(model: ModelSpec) -> None:
-    """Refuse heads that do not fit their rotary pairs: transformers cannot run such a model."""
-    head_dim = model.head_dim(model.family.query_heads[0])
-    if not turns_in_pairs(model, head_dim):
-        raise UnfitError(
-            f"head_dim={head_dim}: rotary positions turn {model.turning_of(head_dim)} entries of a "
-            "head, in pairs, so that number must be even"
-        )
-
-
-def turns_in_pairs(model: ModelSpec, head_dim: int) -> bool:
-    """True if heads of this size have whole rotary pairs, or room for what completes the last."""
-    turning = model.turning_of(head_dim)
-    most = turning if model.family.attention.whole_pairs else head_dim
-    return rotary_entries(turning) <= most
 
 
 def _validate(large: ModelSpec) -> None:
