@@ -28,6 +28,8 @@ from tests.bench.documents import ROW, document
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 TOY_PIECES = {piece.name: piece for piece in pieces.PIECES}
+# of three that differ by their seed, dry runs have the first
+DRY = [name for name in TOY_PIECES if name not in ("gpt_110m_2", "gpt_110m_3")]
 
 
 TOOLS = {"sanitize": "compute-sanitizer", "counters": "ncu"}
@@ -100,14 +102,15 @@ def dry_runs(tmp_path_factory):
     assert found.stdout.strip() == "[]", "packages that should be missing are installed"
     line = ["-m", "bench.gpu", "--dry-run", "--jobs", "2"]
     line += ["--results", str(out), "--archive", str(archive)]
+    line += [f"--only={name}" for name in DRY]
     env["PYTHONPATH"] = f"{folder / 'broken'}{os.pathsep}{ROOT}"
     bare = subprocess.run([python, *line], cwd=ROOT, env=env, capture_output=True, text=True)
-    before = {name: results.read(out / f"{name}.json") for name in TOY_PIECES}
+    before = {name: results.read(out / f"{name}.json") for name in DRY}
     (out / "scaling.json").write_text("{")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, *line]
     again = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
-    after = {name: results.read(out / f"{name}.json") for name in TOY_PIECES}
+    after = {name: results.read(out / f"{name}.json") for name in DRY}
     return bare, before, again, after, archive
 
 
@@ -132,9 +135,9 @@ def test_a_second_dry_run_takes_every_piece_to_its_end(dry_runs):
     assert done.returncode == 0, done.stdout + done.stderr
     for name in (*NEEDY, "ceilings", "scaling"):
         assert f"ok {name}: " in done.stdout
-    assert done.stdout.count("done before") == len(TOY_PIECES) - len(NEEDY) - len(TOOLS) - 2
+    assert done.stdout.count("done before") == len(DRY) - len(NEEDY) - len(TOOLS) - 2
     with tarfile.open(archive) as packed:
-        assert {f"results/{name}.json" for name in TOY_PIECES} <= set(packed.getnames())
+        assert {f"results/{name}.json" for name in DRY} <= set(packed.getnames())
     for name, made in documents.items():
         if name in TOOLS and made["status"] == "skipped":
             assert made["reason"] == f"{TOOLS[name]} is neither under CUDA_HOME nor on the PATH"
