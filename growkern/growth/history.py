@@ -143,7 +143,7 @@ def family_from(file: Path, lineage: Any) -> Family | None:
     return family
 
 
-def no_weights(name: str) -> Any:
+def no_weights(name: str, _entry: int | None = None) -> Any:
     """Read a tensor of a source that is not there any more: always refused."""
     raise GrowthError(
         f"{name} of the source cannot be read: a saved plan has no weights of a model in "

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from examples import accelerate_loop, pytorch_loop
 from examples.hf_trainer import InheritingTrainer
 from growkern import InheritanceSchedule
-from tests import warm
+from tests.shared import warm
 from tests.train.tiny import VOCAB, batch, build, randomise
 
 FOLDER = Path(pytorch_loop.__file__).parent
