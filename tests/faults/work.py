@@ -200,7 +200,7 @@ WORKS = {
 
 
 class Sample(Walk):
-    stride = 5
+    stride = 9
 
 
 def main(walk=Sample):

@@ -18,6 +18,7 @@ from growkern import (
 )
 from growkern.growth.optimizer.combined import CombinedOptimizer
 from growkern.train.distributed import checkpoint
+from tests.shared import walks
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
 from tests.train.growth.test_optimizer import optimizer_of, trained, trained_both_ways
 from tests.train.safety.runs import assert_same, weights_of
@@ -106,7 +107,7 @@ def straight(tmp_path_factory):
     return SimpleNamespace(trainer=trainer, seen=watcher.seen, path=path)
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize("stop", [3, 2, 4] if walks.times > 1 else [3])
 def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
     """Before, at and after a growth; the new trainer begins with the small model."""
     shutil.copytree(straight.path, tmp_path / "run")
