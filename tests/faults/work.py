@@ -200,7 +200,7 @@ WORKS = {
 
 
 class Sample(Walk):
-    stride = 9
+    stride = 8
 
 
 def main(walk=Sample):

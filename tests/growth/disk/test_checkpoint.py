@@ -289,7 +289,7 @@ BREAKAGES = [
     ),
     (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     (lambda d: (d / "config.json").unlink(), "no config.json"),
-    (lambda d: (d / "model.safetensors").unlink(), "no model.safetensors"),
+    (lambda d: (d / "model.safetensors").unlink(), "a config without weights"),
     (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pickled"),
     (truncate, "truncated or corrupt"),
     (corrupt_header, "truncated or corrupt"),

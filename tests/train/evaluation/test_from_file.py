@@ -91,7 +91,7 @@ def test_a_model_on_the_hub_is_named_by_its_id(read, tmp_path):
         ("masking_probability", "masking_probabilty", "did you mean 'masking_probability'"),
         ("cache", "streaming", r"\[evaluate\] has no key 'streaming'"),
         ("[finetune]", "[finetuning]", "no table 'finetuning'; did you mean 'finetune'"),
-        ("0.2", '"much"', r"evaluate.masking_probability is 'much' \(str\): it must be float"),
+        ("0.2", '"much"', r"evaluate.masking_probability is 'much' \(str\): it must be a number"),
         ('model = "small"\ntext = "', 'text = "', r"\[evaluate\] lacks 'model'"),
         (FILE[: FILE.index("[finetune]")], "", r"has no table \[evaluate\]: add it"),
     ],
