@@ -200,7 +200,7 @@ WORKS = {
 
 
 class Sample(Walk):
-    stride = 8
+    stride = 7
 
 
 def main(walk=Sample):
