@@ -200,7 +200,7 @@ WORKS = {
 
 
 class Sample(Walk):
-    stride = 7
+    stride = 5
 
 
 def main(walk=Sample):
