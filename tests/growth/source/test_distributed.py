@@ -332,6 +332,7 @@ def index_of(fqn):
 PATH = b"cpathlib\nPosixPath\n"
 HOSTILE = {
     "a place of the memo": b"\x80\x02]r\xff\xff\xff\x7f.",
+    "a frame without its length": b"\x80\x04\x95\x00\x00",
     "a long frame": b"\x80\x04\x95" + b"\xff" * 8 + b".",
     "a frame of gigabytes": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b".",
     "long bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",

@@ -13,6 +13,7 @@ import math
 import pickle
 import pickletools
 import reprlib
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ _InPython: Any = pickle._Unpickler
 UNREADABLE: tuple[type[Exception], ...] = (
     *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, OverflowError),
     *(AttributeError, AssertionError, ImportError, MemoryError, pickle.UnpicklingError),
+    struct.error,
 )
 
 
