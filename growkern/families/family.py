@@ -17,6 +17,7 @@ from growkern.families.older import OlderKey
 from growkern.families.spec import (
     Attention,
     ModelClass,
+    Nested,
     Refusal,
     Row,
     Size,
@@ -80,6 +81,10 @@ class Family:
     def text(self, config: Any) -> Any:
         """The config that has the table's fields: one of this family, or one within it."""
         return config if self.under is None else getattr(config, self.under)
+
+    def fields(self, config: Any) -> Any:
+        """What the table's fields are read from."""
+        return config if self.under is None else Nested(self.text(config), config)
 
     def config_field(self, key: str) -> str:
         """Name of the config field that holds the size called `key`."""

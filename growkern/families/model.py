@@ -16,7 +16,7 @@ from typing import Any
 from growkern.errors import GrowthError, TableError, UnfitError, nearest, reason
 from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.families.spec import ANY, Nested, Row, SpaceSpec, TensorSpec, holds, is_met
+from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec, holds, is_met
 
 # of a tensor that files hold in parts: of every part of its second axis, the name for each expert
 Names = tuple[tuple[str, ...], ...]
@@ -83,7 +83,7 @@ class ModelSpec:
     @property
     def fields(self) -> Any:
         """What the table's fields are read from."""
-        return self.config if self.family.under is None else Nested(self.text, self.config)
+        return self.family.fields(self.config)
 
     @cached_property
     def tower(self) -> Mapping[str, tuple[int, ...]]:
@@ -376,6 +376,11 @@ class ModelSpec:
 
 def field_faults(family: Family, config: Any) -> Iterator[str]:
     """Fields of the table that the config does not have, or that hold no number there."""
+    if family.under is not None and not hasattr(config, family.under):
+        close = nearest(family.under, config.to_dict())
+        yield f"under: a {config.model_type} has no field {family.under!r}{close}"
+        return
+    config = family.fields(config)
     sizes = {key: size for key, size in family.config.items() if size.default is None}
     fields = {f"config.{key}": size.field for key, size in sizes.items()}
     fields |= {"activation": family.activation, "softcap": family.softcap}

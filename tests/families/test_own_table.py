@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ import growkern
 from growkern.errors import TableError
 from growkern.families.load import read_family
 from growkern.growth.own_table import check_table
+from tests.growth.relatives import RELATIVES
 
 CONFIG = {
     "model_type": "ernie4_5",
@@ -271,3 +273,18 @@ def test_a_wrong_table_gets_one_line_per_fault(tmp_path):
         "T.spaces.q: unknown key 'haeds'; did you mean 'heads'?",
         "T.tensors.trunk.norm.stored: 3 must be a text",
     ]
+
+
+def test_a_table_of_a_config_within_another(tmp_path):
+    class_name, sizes, _ = RELATIVES["mistral3"]
+    config = transformers.Mistral3Config(**sizes, architectures=[class_name])
+    config.save_pretrained(tmp_path)
+    table = tmp_path / "table.toml"
+    table.write_text('extends = "mistral3"\nmodel_type = "mistral3"\n')
+    plan = growkern.plan(tmp_path, num_hidden_layers=6, family=table)
+    assert plan.large.shapes == growkern.plan(tmp_path, num_hidden_layers=6).large.shapes
+    table.write_text(table.read_text() + 'under = "txt_config"\n')
+    with pytest.raises(
+        TableError, match="under: a mistral3 has no field 'txt_config'.*text_config"
+    ):
+        growkern.plan(tmp_path, num_hidden_layers=6, family=table)
