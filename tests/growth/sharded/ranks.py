@@ -28,9 +28,10 @@ import growkern
 from growkern.growth.sharded import grow_into
 from growkern.growth.source.distributed.tensors import DistributedTensor
 from growkern.growth.tensors import baselines
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.models import BERT, GPT2, LLAMA, eager, random_model
 from tests.growth.optimizer import ranks
 from tests.growth.plan.test_families import PYTHIA
+from tests.growth.relatives import LOCAL
 from tests.growth.watch import Watch
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -70,6 +71,14 @@ CASES = {
         {"hidden_size": 24, "intermediate_size": 34, "method": "aki"},
         "fsdp x tp",
     ),
+    # a matrix for each expert; a rank has half of the experts
+    "mixtral experts, fsdp": (
+        "MixtralForCausalLM",
+        LOCAL,
+        UNTIED,
+        {"num_local_experts": 8, "intermediate_size": 29, "method": "aki"},
+        "fsdp",
+    ),
     # 4 x 72 rows of 6 heads of 48, in three parts
     "neox larger heads aki, fsdp": (
         "GPTNeoXForCausalLM",
@@ -87,6 +96,7 @@ TWO_RANKS = (
     "llama untied uneven, fsdp",
     "llama, tp",
     "llama, copies",
+    "mixtral experts, fsdp",
 )
 RANKS = {2: TWO_RANKS, 4: tuple(name for name in CASES if name not in TWO_RANKS)}
 
@@ -179,7 +189,7 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
     name = "prediction_logits" if class_name == "BertForPreTraining" else "logits"
     for m in (model, whole):
         # DTensors have no other attention on a CPU
-        m.set_attn_implementation("eager")
+        eager(m).set_attn_implementation("eager")
     # plain tokens meet parameters that are DTensors
     with torch.no_grad(), implicit_replication():
         logits, truth = (getattr(m.eval()(input_ids=tokens), name) for m in (model, whole))
