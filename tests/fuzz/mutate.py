@@ -2,6 +2,7 @@
 
 import json
 import random
+from copy import deepcopy
 
 HOSTILE = (
     *(None, True, False, -1, 0, 1, 2, 7, 2**31, 2**63, 2**64 - 1, 10**30, 10**400, -(10**9)),
@@ -18,7 +19,8 @@ def deep(levels: int) -> list:
 
 
 def hostile(draw: random.Random):
-    return deep(draw.choice((30, 300))) if draw.random() < 0.05 else draw.choice(HOSTILE)
+    # a copy: a later change would put the list into itself
+    return deep(draw.choice((30, 300))) if draw.random() < 0.05 else deepcopy(draw.choice(HOSTILE))
 
 
 def of_bytes(data: bytes, draw: random.Random) -> bytes:
