@@ -9,9 +9,12 @@ Two steps:
 """
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.launches.driver import absent_gpu
+from bench.launches.fill import in_processes
 from bench.shared import results
 from bench.shared.harness import interleaved_ms
 from bench.shared.inputs import make_case, make_heads, make_labels, make_logits
@@ -99,19 +104,25 @@ def _products(**values: tuple[int, ...]) -> Iterator[Choice]:
         yield dict(zip(values, found, strict=True))
 
 
-def _expand(recorder: Recorder) -> None:
-    """The default of growth, one tensor and as growth does: both axes gathered, routed columns."""
-    rng = torch.Generator(recorder.device).manual_seed(0)
-    sizes = recorder.pick([(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)], [(9, 20, 17, 70)])
-    widths, warps = recorder.pick(((512, 1024, 2048, 4096), (4, 8, 16)), ((32,), (4,)))
-    choices = list(
-        _products(BLOCK_M=recorder.pick((8, 16, 32), (4,)), BLOCK_N=widths, num_warps=warps)
-    )
+def _expand_choices(toy: bool) -> list[Choice]:
+    if toy:
+        return [{"BLOCK_M": 4, "BLOCK_N": 32, "num_warps": 4}]
+    choices = _products(BLOCK_M=(8, 16, 32), BLOCK_N=(512, 1024, 2048, 4096), num_warps=(4, 8, 16))
     # each thread takes 4 to 32 columns
-    choices = [c for c in choices if 128 <= c["BLOCK_N"] // c["num_warps"] <= 1024 or recorder.toy]
+    return [c for c in choices if 128 <= c["BLOCK_N"] // c["num_warps"] <= 1024]
+
+
+def _expand_calls(device: str, toy: bool) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+    """The default of growth, one tensor and as growth does: both axes gathered, routed columns.
+
+    Yields:
+        the kernel, the output, and what launches the kernel.
+    """
+    rng = torch.Generator(device).manual_seed(0)
+    sizes = [(9, 20, 17, 70)] if toy else [(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)]
     for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
         case = make_case(size, dtype, rng, routing="col", scales=False)
-        out = torch.empty(size[2:], dtype=dtype, device=recorder.device)
+        out = torch.empty(size[2:], dtype=dtype, device=device)
 
         def call(case: dict[str, Any] = case, out: Tensor = out) -> Tensor:
             return expand(**case, out=out, backend="triton")
@@ -120,9 +131,42 @@ def _expand(recorder: Recorder) -> None:
             expand_many([ExpandCall(out, **case)])
             return out
 
+        yield "expand", out, call
+        yield "expand_many", out, many
+
+
+def _compile_some(arch: str, first: int, step: int) -> int:
+    """Compile every step-th candidate of `expand`, from the first one on, without a GPU.
+
+    Returns:
+        how many it compiled.
+    """
+    torch.set_num_threads(1)
+    choices, done = _expand_choices(toy=False)[first::step], 0
+    with absent_gpu(arch):
+        for kernel, out, call in _expand_calls("cpu", toy=False):
+            key = tuned_key(kernel, out, out.shape[1])
+            for choice in choices:
+                with (
+                    mock.patch.dict(tuned_choices(), {key: choice}),
+                    # the sweep names what does not compile
+                    contextlib.suppress(Exception),
+                ):
+                    call()
+                    done += 1
+    return done
+
+
+def _expand(recorder: Recorder) -> None:
+    if not recorder.toy:
+        start = time.perf_counter()
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+        jobs = min(os.cpu_count() or 1, len(_expand_choices(toy=False)))
+        done = in_processes(_compile_some, arch, jobs)
+        recorder.add({"compiled": sum(done), "seconds": time.perf_counter() - start})
+    for kernel, out, call in _expand_calls(recorder.device, recorder.toy):
         # All choices do the same operations in the same order: the results must be equal.
-        for kernel, launched in (("expand", call), ("expand_many", many)):
-            _sweep(recorder, kernel, out, size[3], launched, choices, 0.0)
+        _sweep(recorder, kernel, out, out.shape[1], call, _expand_choices(recorder.toy), 0.0)
 
 
 def _row_choices(recorder: Recorder) -> list[Choice]:

@@ -196,7 +196,7 @@ class Training:
             self.optimizer.load_state_dict(before[1])
             self.flops = flops
 
-    def grow(self, **sizes: int) -> None:
+    def grow(self, **sizes: Any) -> None:
         """Grow the model inside its run, together with the optimizer's moments."""
         moments = self.optimizer.state_dict()
         self.took(self.place.grown(self.model, **sizes))

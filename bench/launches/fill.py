@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,17 @@ def compile_cuda(arch: str) -> int:
     return len(kernels)
 
 
-def fill(arch: str, only: str, jobs: int) -> Iterator[dict[str, Any]]:
-    """Compile all cases into the caches that the environment names: one row per case."""
+def in_processes(compile_some: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    """Compile a part of all in each process, into the caches that the environment names.
+
+    Args:
+        compile_some: takes `args` without the last, the first number of its part, and the step.
+        args: its first arguments, then the number of processes.
+
+    Yields:
+        what it returns, in any order.
+    """
+    *args, jobs = args
     # neither interpreted nor on the GPU: each process would take some of its memory
     without = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     without["CUDA_VISIBLE_DEVICES"] = ""
@@ -103,9 +112,15 @@ def fill(arch: str, only: str, jobs: int) -> Iterator[dict[str, Any]]:
         mock.patch.dict(os.environ, without, clear=True),
         ProcessPoolExecutor(jobs, mp_context=context) as pool,
     ):
-        parts = [pool.submit(_compile_some, arch, only, first, jobs) for first in range(jobs)]
+        parts = [pool.submit(compile_some, *args, first, jobs) for first in range(jobs)]
         for part in as_completed(parts):
-            yield from part.result()
+            yield part.result()
+
+
+def fill(arch: str, only: str, jobs: int) -> Iterator[dict[str, Any]]:
+    """Compile all cases: one row per case."""
+    for rows in in_processes(_compile_some, arch, only, jobs):
+        yield from rows
 
 
 def run(recorder: Recorder) -> None:

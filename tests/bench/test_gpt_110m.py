@@ -117,8 +117,8 @@ def test_without_time_left_only_three_systems_train(tmp_path, monkeypatch):
     trained = list(dict.fromkeys(row["system"] for row in rows if "loss" in row))
     assert trained == ["source", "scratch", "grown"]
     assert [row["system"] for row in rows if row.get("what") == "left out"] == [
-        "DirectCopy",
         "2 to 4 layers",
+        "DirectCopy",
     ]
     (plan,) = (row for row in rows if row.get("what") == "plan")
     assert plan["tokens of a run"] == plan["steps"] * 4 * 16 and plan["seed"] == 2
