@@ -26,7 +26,7 @@ from bench.paper.briefs import BRIEFS, brief_text, savings
 from bench.paper.committed import committed
 from bench.paper.page import write_page
 from bench.shared import tables
-from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_readme
+from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_early, draw_readme
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
 from growkern.families.load import load_family, supported_families
 from growkern.growth.plan.advice import measured as measurements
@@ -306,13 +306,10 @@ def measured(results: Path) -> str:
         others += f"{errors['torch.compile']:.0%}"
         lines.append([what, f"{errors['growkern']:.2%}", others])
     lines += tables.measured_on_gpus(results)
-    for words, name, system in (
-        ("GPT-2, 4 x 64 to 4 x 128, the defaults", "table5", "fpi_padded"),
-        ("BERT of the same sizes, the defaults", "table2", "fpi"),
-    ):
-        saved, counted = savings(rows, (name, system, ""))
-        what = f"training FLOPs saved to reach the loss from scratch, {words}"
-        lines.append([what, saved, f"with the small model's own training: {counted}"])
+    saved, counted = savings(rows, ("table5", "fpi_padded", ""))
+    what = "training FLOPs saved to reach the loss from scratch, GPT-2, 4 x 64 to 4 x 128"
+    lines.append([what, saved, f"with the small model's own training: {counted}"])
+    lines += tables.early_saving(results)
     return table(["measured", "growkern", "beside it"], lines)
 
 
@@ -339,6 +336,7 @@ BLOCKS = {
     "grow-process": tables.grow_process,
     "carry": tables.carry,
     "gpu": gpu_table,
+    "early": tables.early,
     "headline": tables.headline,
     "predicted": tables.predicted,
     "linear-loss": tables.linear_loss,
@@ -371,12 +369,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--pages", type=Path, nargs="+", default=PAGES, help="files whose blocks are rewritten"
     )
-    parser.add_argument(
-        "--take",
-        type=Path,
-        metavar="DIRECTORY",
-        help="first bring in the results in this directory, which holds <gpu>/<piece>.json",
-    )
+    words = "first bring in the results in this directory, which holds <gpu>/<piece>.json"
+    parser.add_argument("--take", type=Path, metavar="DIRECTORY", help=words)
     args = parser.parse_args(argv)
     for path in take(args.take, args.results) if args.take else ():
         print(f"saved: {path}")
@@ -386,7 +380,7 @@ def main(argv: list[str]) -> int:
     made = [*args.pages, args.results / "aot.md", *draw_demo(args.results)]
     made += write_page(args.results) + draw_readme(args.results)
     for folder in gpus(args.results):
-        made += draw(folder)
+        made += draw(folder) + draw_early(folder)
         for aside in sorted(folder.glob("*.aside.json")):
             document = read(aside)
             print(f"{aside}: a later run: {document.get('status')} {document.get('failures')}")

@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from matplotlib.patches import Rectangle
 
+from bench.shared import tables
 from bench.shared.results import quotable, read, table
 from growkern import plan
 from growkern.plot.curve import Curve
@@ -42,6 +43,41 @@ def draw(folder: Path) -> list[Path]:
         figure.savefig(folder / f"{name}.png", dpi=130)
         made.append(folder / f"{name}.png")
     return made
+
+
+def draw_early(folder: Path) -> list[Path]:
+    """Draw the losses of one GPU's first seed against all FLOPs, the small model's included."""
+    rows = (
+        next(tables.early_seeds(folder.parent), [])
+        if (folder / "gpt_110m_1.json").is_file()
+        else []
+    )
+    if not rows:
+        return []
+    figure = new_figure(4.4)
+    axes = figure.add_axes((0.07, 0.13, 0.9, 0.82))
+    for (system, words), color in zip(
+        tables.EARLY_SYSTEMS, (GREY, "black", *COLORS[1:4]), strict=True
+    ):
+        before, runs = tables.flops_before(rows, system), tables.early_runs(rows, system)
+        runs = sorted((r for r in runs if "loss" in r), key=lambda row: row["flops"])
+        trunk = [row for row in runs if not row["ends a run"]]
+        ends = [row for row in runs if row["ends a run"]]
+        for part, style in ((trunk, "-"), (ends, "o")):
+            x, y = [(before + r["flops"]) / 1e16 for r in part], [r["loss"] for r in part]
+            axes.plot(
+                x, y, style, color=color, label=words.replace("`", "") if part is ends else None
+            )
+    mark = tables.early_runs(rows, "scratch", ends=True)[-1]["loss"]
+    axes.axhline(mark, color="black", linestyle=":", linewidth=1)
+    axes.set_ylim(1.9, 4.2)
+    axes.set_xlabel("training FLOPs, 1e16, the small model's included")
+    axes.set_ylabel("validation loss")
+    axes.legend(title="lines: while training; points: ends of runs", frameon=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder / "early.png")
+    return [folder / "early.png"]
 
 
 def _demo_curves(found: Row) -> tuple[list[Curve], list[Curve]]:

@@ -3,7 +3,7 @@
 `bench.report` writes them into the pages. Where a result is missing, a table has only its head.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +284,66 @@ def predicted(results: Path) -> str:
     """The table of what a GPU should take. It is computed, not measured, and reads no results."""
     heads = ["GPU", "loss of bfloat16 heads", "GEMMs, ms", "whole loss, times the GEMMs"]
     return table(heads, time_model.predicted())
+
+
+# ----------------------------------------------- growth to 110 million parameters
+
+
+# name in the rows, in the table and the picture
+EARLY_SYSTEMS = (
+    ("source", "small model: 12 layers of width 512"),
+    ("scratch", "from scratch: 12 layers of width 768"),
+    ("grown", "grown from the small model, defaults"),
+    ("DirectCopy", "grown from the small model, `direct_copy`"),
+    ("2 to 12 layers", "2 layers, grown to 12 inside the run, `stack`"),
+)
+
+
+def early_seeds(results: Path) -> Iterator[list[Row]]:
+    """The rows of each seed that a GPU has trained."""
+    for path in sorted(results.glob("*/gpt_110m_?.json")):
+        if rows := quotable(path).get("rows"):
+            yield rows
+
+
+def early_runs(rows: list[Row], system: str, *, ends: bool | None = None) -> list[Row]:
+    return [r for r in rows if r.get("system") == system and ends in (None, r.get("ends a run"))]
+
+
+def flops_before(rows: list[Row], system: str) -> float:
+    """FLOPs of the small model, for systems that need one."""
+    return early_runs(rows, "source")[-1]["flops"] if system in ("grown", "DirectCopy") else 0.0
+
+
+def early(results: Path) -> str:
+    """Every run's FLOPs and last loss, and what the system saves."""
+    lines = []
+    for rows in early_seeds(results):
+        whole = early_runs(rows, "scratch")[-1]["flops"]
+        for system, words in EARLY_SYSTEMS:
+            ends = early_runs(rows, system, ends=True)
+            spent = [f"{(flops_before(rows, system) + row['flops']) / whole:.2f}" for row in ends]
+            losses = [f"{row['loss']:.2f}" for row in ends]
+            found = next(
+                (r for r in early_runs(rows, system) if r.get("what") == "early saving"), {}
+            )
+            at_least = "≥ " if found.get("words", "").startswith("at least") else ""
+            saved = [
+                f"{at_least}{share:.0%}" if (share := found.get(key)) is not None else "-"
+                for key in ("saved", "source counted")
+            ]
+            lines.append([words, *(", ".join(x) for x in (spent, losses)), *saved])
+    heads = ["GPT-2", "FLOPs in all, scratch's = 1", "validation loss at the end"]
+    return table([*heads, "FLOPs saved", "source counted"], lines)
+
+
+def early_saving(results: Path) -> list[list[str]]:
+    """The README's line: the first seed's run that needs no small model."""
+    for rows in early_seeds(results):
+        plan, system = rows[0], EARLY_SYSTEMS[-1][0]
+        found = [row for row in early_runs(rows, system) if row.get("saved") is not None]
+        if found:
+            what = f"the same early in training, {plan['parameters'] / 1e6:.0f} million parameters"
+            what += f", one seed: {system} in one run"
+            return [[what, f"{found[0]['saved']:.0%}", "no small model needed"]]
+    return []
