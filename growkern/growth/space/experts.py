@@ -25,8 +25,8 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
         if new % old:
             raise UnfitError(
                 f"{field}={new} is no multiple of the source's {old}, so some experts would have "
-                "more copies than others, which changes what the router chooses; the nearest "
-                f"sizes that fit are {new - new % old} and {new - new % old + old}"
+                "more copies than others, which changes what the router chooses; nearest sizes "
+                f"that fit: {field}={new - new % old} or {new - new % old + old}"
             )
         needed = small.size(str(space.chosen)) * copies_of(space, small, large)
         found = large.size(str(space.chosen))
