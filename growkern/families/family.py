@@ -37,7 +37,7 @@ class Family:
         activation: config field of the activation function between the FFN's matrices.
         softcap: config field of the soft cap c of the logits, c tanh(z / c).
         under: the config field that holds the fields of the table; None: they lie in the config.
-        zero_in_identity, inner_norms, outer_norm, refuse_depth: the entries of [depth].
+        zero_in_identity, inner_norms, outer_norm, refuse_depth, in_place: the entries of [depth].
         parts: name of a part in [tensors] -> its rows.
         table: content of a table that is not part of the package; None: it is.
         before: this family as it was before `of_class`.
@@ -59,6 +59,7 @@ class Family:
     outer_norm: str | None
     refuse_depth: tuple[Refusal, ...]
     parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
+    in_place: str | None = None
     under: str | None = None
     softcap: str | None = None
     older: tuple[OlderKey, ...] = ()

@@ -45,7 +45,7 @@ _KEYS = {
     "space": "kind of untied heads width part weighted size activated scale scale_when chosen "
     "averaged",
     "class": "prefix body heads output stacks repeats cache beside files",
-    "depth": "zero inner_norms outer_norm refuse",
+    "depth": "zero inner_norms outer_norm refuse in_place",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files "
     "factor",
     "refuse": "value differs why",
@@ -100,7 +100,7 @@ MOST_BYTES = 1_000_000
 def _types(kind: str) -> dict[str, Any]:
     """The types of an entry's keys, where they are known."""
     if kind == "depth":
-        return {"zero": _TEXTS, "inner_norms": _TEXTS, "refuse": Mapping}
+        return {"zero": _TEXTS, "inner_norms": _TEXTS, "refuse": Mapping, "in_place": str}
     return get_type_hints(_CLASSES[kind]) if kind in _CLASSES else {}
 
 
@@ -239,6 +239,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         inner_norms=depth.get("inner_norms", ()),
         outer_norm=depth.get("outer_norm") or None,
         refuse_depth=_refusals(depth.get("refuse", {})),
+        in_place=depth.get("in_place"),
         parts={part: tuple(_rows(rows, norm.placement)) for part, rows in table["tensors"].items()},
         ties_by_value=table.get("ties_by_value", False),
         runtimes=_checked(table.get("runtimes", {})),

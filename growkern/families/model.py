@@ -6,6 +6,7 @@ A growth has two of them: `small`, the source, and `large`, the target.
 from __future__ import annotations
 
 import copy
+import fnmatch
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -332,10 +333,13 @@ class ModelSpec:
         def named(text: str | None) -> str | None:
             return None if text is None else prefix + fill(text)
 
-        if row.name.endswith(ANY):
-            for name in (n for n in self.tower if n.startswith(prefix + row.name[:-1])):
-                axes = tuple(map(str, self.tower[name]))
+        if ANY in row.name:
+            for name in fnmatch.filter(self.tower, prefix + row.name):
                 own, none = name.removeprefix(prefix), (None,) * 5
+                if row.axes:
+                    yield from self._bind(replace(row, name=own), prefix, stack, layer, in_body)
+                    continue
+                axes = tuple(map(str, self.tower[name]))
                 yield TensorSpec(name, own, row, stack, None, axes, *none, in_body)
             return
         own = row.name.replace("{s}", stack)

@@ -51,7 +51,8 @@ Its sections:
                 the last name of its prefix, `files`: how names begin in files -> how they begin in
                 the model. Files are written with the first that fits, and read with any
     [depth]     tensors that are zero in an identity block; the norms of a post-norm block, `[]` if
-                only the extended table has them
+                only the extended table has them. `in_place`: a config list with an entry for each
+                of the first layers, whose numbers must stay
     [tensors.*] name -> the tensor's axes, in order:
                 "write:S"       an output axis of space S
                 "read:S"        an input axis of space S
@@ -62,8 +63,8 @@ Its sections:
                 A first axis of experts before two others: a matrix for each of them. Where the
                 weights of an expert's copies add up to its weight, the last matrix writes the
                 experts; where every copy has that weight, it reads them.
-                A name that ends in "*" stands for all tensors of the class that begin so. They are
-                copied as they are
+                "*" in a name stands for any text. All tensors of the class with such a name are
+                meant. Without axes they are copied as they are
                 Keys beside the axes:
                 `norm`      "A>B": the weight (and bias) of a norm from space A to space B
                 `into`      the norm that a written vector enters
@@ -109,7 +110,7 @@ from typing import Any
 
 from growkern.errors import GrowthError
 
-# a size that transformers computes; at the end of a name: any names
+# a size that transformers computes; in a name: any text
 ANY = "*"
 
 
@@ -317,7 +318,7 @@ class TensorSpec:
     @property
     def is_copied(self) -> bool:
         """True if it never grows and is copied as it is."""
-        return self.row.name.endswith(ANY)
+        return ANY in self.row.name
 
     def is_one_of(self, rows: tuple[str, ...]) -> bool:
         """True if one of these rows describes this tensor; a norm's row covers weight and bias."""

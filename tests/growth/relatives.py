@@ -107,6 +107,19 @@ QWEN_VL = {
     },
     **{"image_token_id": IMAGE, "video_token_id": 48, "vision_start_token_id": 47},
 }
+# both layers of the tower write into the outputs of the text's first layers
+QWEN3_VL = {
+    "text_config": {
+        **ROTARY,
+        **{"num_hidden_layers": 3, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 1]}},
+    },
+    "vision_config": {
+        **{"depth": 2, "hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "patch_size": 4},
+        **{"out_hidden_size": 12, "num_position_embeddings": 16},
+        "deepstack_visual_indexes": [0, 1],
+    },
+    **{"image_token_id": IMAGE, "video_token_id": 48, "vision_start_token_id": 47},
+}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 # four experts, of which two are chosen
 LOCAL = {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -184,6 +197,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"norm_topk_prob": True, "attention_bias": True, "mlp_only_layers": [1]},
     ),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN_VL, {}),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        QWEN3_VL,
+        {"text_config": {**QWEN3_VL["text_config"], "attention_bias": True}},
+    ),
     "seed_oss": ("SeedOssForCausalLM", ROTARY, {**BIASES, "attention_out_bias": True}),
     "smollm3": ("SmolLM3ForCausalLM", {**ROTARY, **ROPELESS}, BIASES),
     "stablelm": (

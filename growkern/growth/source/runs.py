@@ -89,7 +89,7 @@ def random_inputs(source: Source, seed: int = 0, count: int = 4) -> Tensor:
     vocabulary = source.spec.size("vocab")
     length = min(32, longest_of(source.spec))
     tokens = torch.randint(vocabulary, (count, length), generator=rng)
-    end = source.spec.text.eos_token_id
+    end = getattr(source.spec.text, "eos_token_id", None)
     if source.config.is_encoder_decoder and isinstance(end, int):
         # classification heads need exactly one end token per row
         tokens = torch.where(tokens == end, (end + 1) % vocabulary, tokens)

@@ -40,16 +40,22 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
             f"{small.family.config_field(key)}={old} of the source is less than one period of "
             f"{period} layers, which a deeper target repeats: leave it as it is"
         )
-    return _repeated(old, new, period, options)
+    return _repeated(small, old, new, period, options)
 
 
-def _repeated(old: int, new: int, period: int, options: GrowthOptions) -> list[int]:
+def _repeated(
+    small: ModelSpec, old: int, new: int, period: int, options: GrowthOptions
+) -> list[int]:
     """The source layer of every target layer, where whole periods of layers are repeated."""
     pick = maps.stack if options.depth == "stack" else maps.interleave
-    whole, rest = divmod(old, period)
+    in_place = small.family.in_place
+    # the last of the layers that keep their numbers may be repeated behind itself
+    kept = len(getattr(small.fields, in_place)) - 1 if in_place else 0
+    kept = max(0, min(kept, old - 1))
+    whole, rest = divmod(old - kept, period)
     periods = pick(whole, whole + (new - old) // period) if whole else []
-    layers = [period * number + i for number in periods for i in range(period)]
-    return layers + list(range(old - rest, old))
+    layers = [kept + period * number + i for number in periods for i in range(period)]
+    return [*range(kept), *layers, *range(old - rest, old)]
 
 
 def whole_depths(small: ModelSpec, key: str, new: int, period: int) -> str:
@@ -85,7 +91,7 @@ def check_kinds(
     near = [
         depth
         for depth in sorted(range(old + 1, 2 * new), key=lambda depth: abs(depth - new))
-        if _first_other(small, _repeated(old, depth, 1, options)) is None
+        if _first_other(small, _repeated(small, old, depth, 1, options)) is None
     ][:2]
     fix = f"; the nearest depths that fit: {' or '.join(map(str, sorted(near)))}" if near else ""
     raise UnfitError(

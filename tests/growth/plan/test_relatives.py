@@ -40,6 +40,11 @@ def head_counts(model):
     return {key: size for key, size in old_sizes(model).items() if key in counts}
 
 
+def heads_grow(family):
+    """True if heads may get more entries."""
+    return family.forces_head_dim or "head_dim" in family.growable
+
+
 def more_experts(model, count):
     """`count` copies of all experts."""
     return {
@@ -61,7 +66,7 @@ def alone(model):
     found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
     if not family.forces_head_dim:
         found |= {key: {key: 2 * n} for key, n in heads.items()}
-        return found | {HEADS: {"head_dim": 2 * model.head_dim()}}
+        return found | ({HEADS: {"head_dim": 2 * model.head_dim()}} if heads_grow(family) else {})
     found |= {key: {**wider, **heads, key: 2 * n} for key, n in heads.items()}
     if "kv_heads" in heads:
         found["kv_heads"] = {**wider, **{key: 2 * n for key, n in heads.items()}}
@@ -74,7 +79,7 @@ def at_once(model):
     sizes = {key: old[key] + 13 for key in family.unit_sizes}
     sizes |= {key: old[key] + 1 for key in (*family.stacks.values(), *family.ratios)}
     sizes |= {"vocab": 64} if "vocab" in old else {}
-    if not family.forces_head_dim:
+    if "head_dim" in family.growable:
         sizes["head_dim"] = 3 * model.head_dim()
     sizes |= more_experts(model, 3)
     if not family.pads_exactly:
@@ -115,7 +120,7 @@ def test_every_size_that_a_table_offers_has_a_case(model_type):
     model = described(model_type)
     offered = set(model.family.growable)
     cases = alone(model)
-    assert cases.keys() == {*offered, HEADS} - {"head_dim"}
+    assert cases.keys() == {*offered, *[HEADS] * heads_grow(model.family)} - {"head_dim"}
     assert all(what == HEADS or sizes[what] > model.size(what) for what, sizes in cases.items())
     larger = {key for key, size in at_once(model).items() if size > model.size(key)}
     assert larger == offered - (set() if model.family.pads_exactly else head_counts(model).keys())
@@ -140,7 +145,7 @@ def test_all_sizes_at_once_are_exact_from_files_to_shards(model_type, tied, tmp_
         assert config["rope_theta"] == rope.get("full_attention", rope)["rope_theta"]
 
 
-ALONE = [(m, HEADS) for m in RELATIVES]
+ALONE = [(m, HEADS) for m in RELATIVES if heads_grow(load_family(m))]
 if walks.times > 1:
     ALONE = [(m, what) for m in ALL for what in alone(described(m))]
 
@@ -188,6 +193,7 @@ def test_every_class_is_exact(model_type, class_name):
         ("opt", {"do_layer_norm_before": False}, {"hidden_size": 24}, "norms behind the blocks"),
         ("opt", {"word_embed_proj_dim": 8}, {"hidden_size": 24}, "word_embed_proj_dim=8: embed"),
         ("dinov2", {"use_swiglu_ffn": True}, {"hidden_size": 24}, "rounding to a multiple of 8"),
+        ("qwen3_vl", {}, {"head_dim": 16}, "this qwen3_vl has no size 'head_dim' to grow"),
         ("vit", {}, {"patch_size": 8}, "this vit has no size 'patch_size' to grow"),
         ("vit", {}, {"image_size": 16}, "this vit has no size 'image_size' to grow"),
         ("vit", {}, {"num_channels": 4}, "this vit has no size 'num_channels' to grow"),
