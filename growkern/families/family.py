@@ -168,9 +168,13 @@ class Family:
     def of_class(self, class_name: str) -> Family:
         """This family without the stacks, spaces and sizes that no tensor of the class has."""
         if class_name not in self.classes:
+            # its outputs are those of layers, by their numbers, in the layout of an image
+            plain = next(iter(self.classes))
+            why = f"; a backbone has the weights of a {plain}: load it as one, and grow that"
             raise GrowthError(
                 f"{class_name}: no table for this {self.model_type} class; supported: "
                 + ", ".join(self.classes)
+                + (why if class_name.endswith("Backbone") else "")
             )
         rows = [(row, stack) for _, row, stack in self.rows_of(class_name)]
         stacks = {stack for row, stack in rows if "{l}" in row.name}

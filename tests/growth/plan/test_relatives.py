@@ -8,12 +8,14 @@ of every family.
 import json
 
 import pytest
+import torch
 import transformers
 
 import growkern
 from growkern.families.family import inner
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.growth.source.runs import image_shape
 from tests.growth.models import outputs, random_model, relative_error
 from tests.growth.plan.test_matrix import EXACT, FAMILIES, grown_on_disk
 from tests.growth.relatives import RELATIVES, with_sizes
@@ -192,7 +194,12 @@ def test_every_class_is_exact(model_type, class_name):
         ("olmo", {"clip_qkv": 1.0}, {"head_dim": 8}, "clip_qkv=1.0 clips them"),
         ("opt", {"do_layer_norm_before": False}, {"hidden_size": 24}, "norms behind the blocks"),
         ("opt", {"word_embed_proj_dim": 8}, {"hidden_size": 24}, "word_embed_proj_dim=8: embed"),
-        ("dinov2", {"use_swiglu_ffn": True}, {"hidden_size": 24}, "rounding to a multiple of 8"),
+        (
+            "dinov2",
+            {"use_swiglu_ffn": True},
+            {"hidden_size": 24},
+            "of the gated FFN as one",
+        ),
         ("qwen3_vl", {}, {"head_dim": 16}, "this qwen3_vl has no size 'head_dim' to grow"),
         ("vit", {}, {"patch_size": 8}, "this vit has no size 'patch_size' to grow"),
         ("vit", {}, {"image_size": 16}, "this vit has no size 'image_size' to grow"),
@@ -205,3 +212,16 @@ def test_what_a_table_does_not_cover_is_refused(model_type, config, growth, why)
     source = random_model(class_name, {**sizes, **config})
     with pytest.raises(growkern.GrowthError, match=why):
         growkern.plan(source, **growth)
+
+
+def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
+    source = random_model("Dinov2Backbone", ALL["dinov2"][1])
+    with pytest.raises(growkern.GrowthError, match="weights of a Dinov2Model: load it as one"):
+        growkern.plan(source, hidden_size=24)
+    source.save_pretrained(tmp_path / "small")
+    model = transformers.Dinov2Model.from_pretrained(tmp_path / "small", dtype=torch.float64)
+    growkern.grow(model, hidden_size=24).save_pretrained(tmp_path / "large")
+    grown = type(source).from_pretrained(tmp_path / "large", dtype=torch.float64).eval()
+    images = torch.randn(2, *image_shape(source.config), dtype=torch.float64)
+    (small,), (large,) = (m(images).feature_maps for m in (source, grown))
+    assert (large[:, :12] - small).abs().max() <= 1e-12
