@@ -46,16 +46,23 @@ def build(
         )
         model = transformers.T5ForConditionalGeneration(config)
     else:
-        config = transformers.LlamaConfig(
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=24,
-            max_position_embeddings=32,
-            **shared,
-        )
-        model = transformers.LlamaForCausalLM(config)
+        sizes = {
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 24,
+            "max_position_embeddings": 32,
+        }
+        if family == "mixtral":
+            config = transformers.MixtralConfig(
+                num_local_experts=3, output_router_logits=True, router_aux_loss_coef=0.3,
+                # the other experts take no float64
+                experts_implementation="eager", **sizes, **shared,
+            )  # fmt: skip
+            model = transformers.MixtralForCausalLM(config)
+        else:
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **shared))
     return randomise(model, seed)
 
 

@@ -7,6 +7,7 @@ logits are made.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,15 @@ from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, unwrapped
-from growkern.train.loss.rows import ROW_COUNTS, LossRows, RowCounts, count_kl_rows, take_rows
+from growkern.train.loss.router import count_tokens, router_term, router_weight
+from growkern.train.loss.rows import (
+    ROW_COUNTS,
+    LossRows,
+    RowCounts,
+    count_kl_rows,
+    real_rows,
+    take_rows,
+)
 from growkern.train.loss.side import SideTerm, side_loss_of
 from growkern.train.model.flops import ModelCost, cost_of
 from growkern.train.model.head import (
@@ -73,8 +82,9 @@ class Objective:
         flops: of the steps.
     """
 
-    # rows with a KL term in the whole accumulated batch of all processes
+    # rows with a KL term, and real tokens, in the whole accumulated batch of all processes
     _kl_items: Tensor | None = None
+    _tokens: Tensor | None = None
 
     def __init__(
         self,
@@ -108,6 +118,7 @@ class Objective:
         self._stacks = layer_stacks(model) if self._in_stages else find_stacks(model)
         self.layers = model_depth(self._stacks) or model.config.num_hidden_layers
         self._vocabulary = self.check_size(model)
+        self._router_weight = router_weight(model)
         self.flops.cost = cost_of(model, self._stacks)
 
     def check_size(self, model: Any) -> int | None:
@@ -136,6 +147,9 @@ class Objective:
         schedule, cached = self.inheritance, isinstance(self.teachers, TopKTeacher)
         if self.side is not None:
             self.side.items = add_up(accelerator, self.side.count(batches).to(device))
+        if self._router_weight:
+            tokens = torch.stack([count_tokens(batch) for batch in batches]).sum()
+            self._tokens = add_up(accelerator, tokens.to(device))
         known = self.teachers.known
         if schedule is not None and (schedule.kl_rows == "all" or cached or known is not None):
             kind: Any = {"causal": self.causal, "decoder": self.decoder, "known": known}
@@ -154,6 +168,13 @@ class Objective:
         """
         run = self._run(model, inputs, plan, accelerator, items, training=True)
         self._record(run, plan, meter)
+        if self._router_weight:
+            real_BS = real_rows(inputs, run.rows.labels_BS, causal=False)
+            sums = partial(add_up, accelerator)
+            term = router_term(unwrapped(model), run.outputs, real_BS, sums)
+            meter.add("aux_loss", term.mean().detach(), term.tokens)
+            every = term.tokens if items is None or self._tokens is None else self._tokens
+            run = run._replace(loss=run.loss + self._router_weight * term.loss / every)
         if items is None:
             return self._with_side(run), run.outputs
         loss = run.loss

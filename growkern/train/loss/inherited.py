@@ -24,7 +24,8 @@ from growkern.train.loss.models import (
     softcap,
     unwrapped,
 )
-from growkern.train.loss.rows import take_rows
+from growkern.train.loss.router import router_term, router_weight
+from growkern.train.loss.rows import real_rows, take_rows
 from growkern.train.model.head import (
     IGNORE_INDEX,
     align_labels,
@@ -89,8 +90,20 @@ def inherited_loss(
     else:
         inputs = inputs_of(model, inputs, rows.labels_BS)
         check_row_length("model", unwrapped(model), inputs)
-        with head_swap(unwrapped(model), loss_of):
-            loss = take_logits(model(**inputs))
+        inner = unwrapped(model)
+        with head_swap(inner, loss_of):
+            outputs = model(**inputs)
+        loss = take_logits(outputs)
+        if weight := router_weight(inner):
+            real_BS = real_rows(batch, rows.labels_BS, causal=False)
+            aux = router_term(inner, outputs, real_BS).mean()
+            items, share = options["num_items"], weight * aux
+            if items is not None:
+                # the labels of this batch, among those of the whole accumulated batch
+                labelled = (rows.labels_BS != IGNORE_INDEX).sum()
+                share = share * labelled / (items[0] if isinstance(items, tuple) else items)
+            loss = loss + share
+            seen[0] = seen[0]._replace(aux_loss=aux.detach())
     return (loss, seen[0]) if return_parts else loss
 
 

@@ -20,6 +20,7 @@ from growkern.growth.source.live import QUANTISED
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.context import as_known
 from growkern.train.loss.inheritance import check_same_objective
+from growkern.train.loss.router import check_router
 from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, least
 from growkern.train.model.head import (
     check_causal,
@@ -150,8 +151,8 @@ def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> N
 
     Raises:
         GrowthError: the model is quantised or without memory; it was sharded in a way that does
-            not train right; its tokens see the tokens that they predict; or it has a loss of its
-            own besides that of the labels.
+            not train right; its tokens see the tokens that they predict; or its router has a loss
+            of another kind.
     """
     name = type(model).__name__
     check_sharding(model, "model", tensor_parallel=tensor_parallel)
@@ -163,11 +164,7 @@ def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> N
             f"{name} is quantised: its weights cannot be trained. Load it without "
             "quantization_config, or use it as the teacher"
         )
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise GrowthError(
-            f"{name} adds a loss for the router of its experts, which the fused loss leaves out: "
-            "set config.output_router_logits=False to train without it"
-        )
+    check_router(model)
     if causal:
         check_causal(model)
 

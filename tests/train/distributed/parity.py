@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.tensor import DTensor
 
+import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import make_mesh, shard
@@ -120,6 +121,9 @@ def is_group():
 
 
 def model_of(family, layers, width=16, seed=0):
+    if family == "mixtral":
+        source = build(family, layers=layers, width=width // 2, tied=True, seed=seed)
+        return growkern.grow(source, hidden_size=width, num_local_experts=6)
     return build(family, layers=layers, width=width, tied=True, seed=seed)
 
 

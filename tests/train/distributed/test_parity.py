@@ -30,8 +30,11 @@ def small(family, **options):
     return Case(family, **{"layers": 2, "steps": 4} | options)
 
 
+# grown; its router has a loss of its own
+MIXTURE = small("mixtral", **TOGETHER)
 CASES = {
     2: [
+        MIXTURE,
         *(small(family, **option) for family in FAMILIES for option in OPTIONS),
         *(small(family, dtype="float32", **TOGETHER) for family in FAMILIES),
         *(small(family, **NARROW) for family in FAMILIES),
@@ -51,6 +54,7 @@ CASES = {
         small("gpt2", optim="muon", replicas=2),
         *(small(family, **COPIES) for family in SOME),
         small("gpt2", teacher="whole", by_hand=True),
+        *([MIXTURE] if walks.times > 1 else []),
     ],
 }
 TOLERANCES = {"float64": 1e-12, "float32": 1e-6}

@@ -28,9 +28,11 @@ from growkern.train.loop.checks import check_accelerator
 from growkern.train.model.load import load_tokenizer
 from growkern.train.model.sub_model import layer_stacks
 from growkern.train.topk_teacher.rows import ModelTeacher
+from tests.growth.models import random_model
+from tests.growth.relatives import LOCAL
 from tests.train.run.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import VOCAB, build
+from tests.train.tiny import build
 
 SCHEDULE = InheritanceSchedule(end_step=4)
 # those that accelerate reads
@@ -229,19 +231,11 @@ def test_an_encoder_that_sees_the_tokens_it_predicts(tmp_path):
     TwoStageTrainer(transformers.BertLMHeadModel(config), arguments(tmp_path))
 
 
-def test_a_router_with_a_loss_of_its_own(tmp_path):
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=2,
-        output_router_logits=True,
-    )
-    model = transformers.MixtralForCausalLM(config)
-    refuse("router", tmp_path, model)
+def test_a_router_whose_loss_is_not_known(tmp_path):
+    """The coefficient of JetMoE has another name."""
+    sizes = {**LOCAL, "num_key_value_heads": 1, "kv_channels": 4, "output_router_logits": True}
+    model = random_model("JetMoeForCausalLM", sizes)
+    refuse("router's loss is not", tmp_path, model)
     model.config.output_router_logits = False
     TwoStageTrainer(model, arguments(tmp_path))
 

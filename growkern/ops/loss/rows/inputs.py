@@ -272,13 +272,15 @@ class LossParts(NamedTuple):
     ``mlm`` and ``kl`` are means over their rows, before ``alpha`` weighs them. ``top1_agreement``
     is the share of KL rows where student and teacher have the same likeliest token. ``entropy`` is
     the student's mean entropy in nats, over all rows with a term. ``kl`` and ``top1_agreement`` are
-    None without a teacher, and 0 where a tensor ``alpha`` is 0.
+    None without a teacher, and 0 where a tensor ``alpha`` is 0. ``aux_loss`` is the auxiliary loss
+    of a mixture's routers in `growkern.inherited_loss`, before its coefficient weighs it.
     """
 
     mlm: Tensor
     kl: Tensor | None
     top1_agreement: Tensor | None
     entropy: Tensor
+    aux_loss: Tensor | None = None
 
 
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:

@@ -1,0 +1,107 @@
+"""The auxiliary loss of a mixture of experts, which asks that all experts be used alike.
+
+Over the N real tokens of all layers, with f_e the share of them that chose expert e and P_e the
+mean probability of e, a mixture of E experts adds
+
+    E sum_e f_e P_e                                                                        (1)
+
+f_e has no gradient. Processes that share out a batch add up their f_e first. The sum of their terms
+is then the term of one process with all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from growkern.errors import GrowthError
+from growkern.train.loss.rows import real_rows
+from growkern.train.model.head import probing
+
+
+class RouterTerm(NamedTuple):
+    """(1) times the number of real tokens, and that number; of the rows of this process."""
+
+    loss: Tensor
+    tokens: Tensor
+
+    def mean(self) -> Tensor:
+        """(1), of these rows."""
+        return self.loss / self.tokens.clamp(min=1)
+
+
+def router_weight(model: Any) -> float:
+    """The factor of (1) in the loss of a model, 0 if its config does not ask for this loss.
+
+    Args:
+        model: that passed `check_router`.
+    """
+    config = model.config.get_text_config()
+    asked = getattr(config, "output_router_logits", False)
+    return float(config.router_aux_loss_coef) if asked else 0.0
+
+
+def router_term(
+    model: Any,
+    outputs: Any,
+    real_BS: Tensor,
+    add_up: Callable[[Tensor], Tensor] = lambda x: x,
+) -> RouterTerm:
+    """The term of a batch.
+
+    Args:
+        model: that passed `check_router`.
+        outputs: of the model. Its own auxiliary loss is removed.
+        real_BS: the real tokens, (B, S).
+        add_up: sums a tensor over all processes.
+    """
+    outputs.aux_loss = None
+    layers, chosen = outputs.router_logits, model.config.get_text_config().num_experts_per_tok
+    real_N1 = real_BS.reshape(-1, 1).to(layers[0].device)
+    counts_E: Any = 0.0
+    sums_E: Any = 0.0
+    for logits_NE in layers:
+        wide = torch.promote_types(logits_NE.dtype, torch.float32)
+        p_NE = logits_NE.to(real_N1.device).softmax(-1, wide) * real_N1
+        used_NE = torch.zeros_like(p_NE).scatter_(1, p_NE.topk(chosen).indices, 1.0)
+        counts_E = counts_E + (used_NE * real_N1).sum(0)
+        sums_E = sums_E + p_NE.sum(0)
+    tokens = real_N1.sum()
+    everywhere = add_up(torch.cat([counts_E, tokens[None]]))
+    shares_E = everywhere[:-1] / everywhere[-1].clamp(min=1)
+    loss = len(shares_E) * (shares_E * sums_E).sum() / len(layers) ** 2
+    return RouterTerm(loss, tokens)
+
+
+def count_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """The real tokens of a batch with its labels, 0-d. A batch that only fills up has none."""
+    return real_rows(batch, batch["labels"], causal=False).sum()
+
+
+def check_router(model: Any) -> None:
+    """Check that (1) is the auxiliary loss of a model whose config asks for one.
+
+    Raises:
+        GrowthError: the model has none, or another one.
+    """
+    config = model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return
+    inputs = {name: x.to(model.device) for name, x in model.dummy_inputs.items()}
+    with probing(model):
+        outputs = model(**inputs)
+    loss = getattr(outputs, "aux_loss", None)
+    has_names = hasattr(config, "router_aux_loss_coef") and hasattr(config, "num_experts_per_tok")
+    if isinstance(loss, Tensor) and has_names:
+        mine = router_term(model, outputs, torch.ones_like(inputs[model.main_input_name])).mean()
+        # transformers rounds the probabilities to the dtype of the weights
+        if torch.allclose(mine, loss.to(mine), rtol=0.02):
+            return
+    raise GrowthError(
+        f"{type(model).__name__} has config.output_router_logits=True, but its router's loss is "
+        "not the one of Mixtral and its relatives, and inherited_loss would leave it out: set "
+        "config.output_router_logits=False to train without it"
+    )

@@ -1,0 +1,78 @@
+"""The auxiliary loss of routers, as a term of the student.
+
+Truth: `output_router_logits=True` of transformers, in float64.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from growkern import InheritanceSchedule, TwoStageTrainer, count_labels, inherited_loss
+from growkern.train.loss.models import check_models
+from tests.growth.models import Float64Everywhere, random_model
+from tests.growth.relatives import RELATIVES
+from tests.train.loss.plain import plain_loss
+from tests.train.loss.test_inherited import assert_same, padded
+from tests.train.test_trainer import arguments
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+
+
+def mixture(family="mixtral", **options):
+    class_name, sizes, _ = RELATIVES[family]
+    given = {"output_router_logits": True, "router_aux_loss_coef": 0.3, "use_cache": False}
+    return random_model(class_name, {**sizes, **given, **options})
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_loss_is_that_of_transformers(family):
+    student, teacher, inputs = mixture(family), mixture(family, seed=2), padded()
+    check_models(student, [teacher])
+    with Float64Everywhere():
+        theirs = student(**inputs)
+        assert_same(student, inherited_loss(student, None, inputs), theirs.loss)
+        # a teacher has no such term
+        aux = student(**inputs).aux_loss
+        expected = plain_loss(student, [teacher], inputs, causal=True, alpha=0.3) + 0.3 * aux
+        loss, parts = inherited_loss(student, teacher, inputs, alpha=0.3, return_parts=True)
+        torch.testing.assert_close(parts.aux_loss, aux.detach())
+        assert_same(student, loss, expected)
+
+
+def test_micro_batches_count_by_their_labels():
+    student, batches = mixture(), [padded(seed) for seed in range(2)]
+    items = count_labels(batches, student)
+    check_models(student, [])
+    with Float64Everywhere():
+        losses = [inherited_loss(student, None, one, num_items=items) for one in batches]
+        theirs = [
+            student(**one).loss * (count_labels([one], student) / items.double()) for one in batches
+        ]
+        assert_same(student, sum(losses), sum(theirs))
+
+
+def test_a_step_of_the_trainer(tmp_path):
+    """Two micro-batches of unequal numbers of tokens, beside a teacher."""
+    student, teacher = mixture(), mixture(seed=2)
+    twin, before = copy.deepcopy(student), copy.deepcopy(student.state_dict())
+    rows = {name: x[:2] for name, x in padded().items()}
+    schedule = InheritanceSchedule(rate=0.4, decay="constant")
+    options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    args = arguments(tmp_path, optim="sgd", warmup_steps=0, use_cpu=True, **options)
+    data = [{name: x[i] for name, x in rows.items()} for i in range(2)]
+    trainer = TwoStageTrainer(
+        student, args, teacher=teacher, inheritance=schedule, train_dataset=data
+    )
+    with Float64Everywhere():
+        trainer.train()
+        expected = plain_loss(twin.train(), [teacher], rows, causal=True, alpha=0.4)
+        tokens = [row["attention_mask"].sum().item() for row in data]
+        each = [twin(**{name: x[None] for name, x in row.items()}).aux_loss for row in data]
+        aux = sum(n * one for n, one in zip(tokens, each, strict=True)) / sum(tokens)
+        (expected + 0.3 * aux).backward()
+    assert tokens[0] != tokens[1]
+    assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(aux.item(), rel=1e-9)
+    for name, p in twin.named_parameters():
+        step = before[name] - args.learning_rate * p.grad
+        torch.testing.assert_close(student.state_dict()[name], step, rtol=1e-9, atol=1e-12)
