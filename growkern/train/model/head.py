@@ -41,15 +41,18 @@ def _added_bias(model: Any) -> Tensor | None:
     return getattr(model, ADDED_BIAS, None)
 
 
-def _changes(model: Any) -> dict[str, tuple[Any, float]]:
-    """Map each attribute of NEUTRAL that is a number to its owner and its value."""
-    found = {}
-    for owner in (model.config, model):
-        for name in NEUTRAL:
-            value = getattr(owner, name, None)
-            if isinstance(value, (int, float)):
-                found[name] = (owner, value)
-    return found
+def _changes(model: Any) -> list[tuple[Any, str, float]]:
+    """Owner, name and value of the attributes of NEUTRAL that are numbers.
+
+    Some models keep a copy of their config's number.
+    """
+    owners = [(owner, name) for owner in (model.config, model) for name in NEUTRAL]
+    found = [(*one, getattr(*one, None)) for one in owners]
+    return [one for one in found if isinstance(one[2], (int, float))]
+
+
+def _values(model: Any) -> dict[str, float]:
+    return {name: value for _, name, value in _changes(model)}
 
 
 def common_softcap(softcaps: Iterable[float | None]) -> float | None:
@@ -70,20 +73,19 @@ def softcap_of(model: Any) -> float | None:
     Returns:
         The softcap, or None if the model has none.
     """
-    return _changes(model).get("final_logit_softcapping", (None, None))[1]
+    return _values(model).get("final_logit_softcapping")
 
 
 def _scale_of(model: Any) -> float:
-    changes = _changes(model)
-    by = {name: changes.get(name, (None, 1.0))[1] for name in ("logit_scale", "logits_scaling")}
-    return by["logit_scale"] / by["logits_scaling"]
+    values = _values(model)
+    return values.get("logit_scale", 1.0) / values.get("logits_scaling", 1.0)
 
 
 @contextlib.contextmanager
 def _neutral(model: Any) -> Iterator[None]:
     """While active, the model does not change its logits after the output projection."""
     changes, added = _changes(model), _added_bias(model)
-    for name, (owner, _) in changes.items():
+    for owner, name, _ in changes:
         setattr(owner, name, NEUTRAL[name])
     if added is not None:
         setattr(model, ADDED_BIAS, added.new_zeros(()))
@@ -92,7 +94,7 @@ def _neutral(model: Any) -> Iterator[None]:
     finally:
         if added is not None:
             setattr(model, ADDED_BIAS, added)
-        for name, (owner, value) in changes.items():
+        for owner, name, value in changes:
             setattr(owner, name, value)
 
 

@@ -16,7 +16,7 @@ from tests.train.loss.plain import plain_loss
 from tests.train.loss.test_inherited import assert_same, padded
 from tests.train.test_trainer import arguments
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
 
 
 def mixture(family="mixtral", **options):
