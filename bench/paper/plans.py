@@ -265,14 +265,16 @@ def _moment(setting: Setting) -> list[Line]:
     """Growth of sources that were trained for 10, 30, 100 and 400 % of the usual steps.
 
     Each is a run of its own, whose rate falls to 0. The last one is the case of a lab whose small
-    model has seen far more text than the large one is to see.
+    model has seen far more text than the large one is to see. DirectCopy, which loses the function,
+    shows from which age on it is worth keeping.
     """
     lines = [Line(setting, "scratch")]
     for share in (10, 30, 100, 400):
         steps = max(1, setting.source_steps * share // 100)
         whole = steps == setting.source_steps
         one = setting if whole else setting.variant(f"at{share}", source_steps=steps)
-        lines.append(Line(one, "fpi_padded", f"source of {steps:,} steps"))
+        label = f"source of {steps:,} steps"
+        lines += [Line(one, name, label) for name in ("fpi_padded", "direct_copy")]
     return lines
 
 
