@@ -268,14 +268,17 @@ def _moment(setting: Setting) -> list[Line]:
     model has seen far more text than the large one is to see. DirectCopy, which loses the function,
     shows from which age on it is worth keeping.
     """
-    lines = [Line(setting, "scratch")]
+    ages = []
     for share in (10, 30, 100, 400):
         steps = max(1, setting.source_steps * share // 100)
         whole = steps == setting.source_steps
-        one = setting if whole else setting.variant(f"at{share}", source_steps=steps)
-        label = f"source of {steps:,} steps"
-        lines += [Line(one, name, label) for name in ("fpi_padded", "direct_copy")]
-    return lines
+        ages.append(setting if whole else setting.variant(f"at{share}", source_steps=steps))
+    grown = [
+        Line(one, name, f"source of {one.source_steps:,} steps")
+        for name in ("fpi_padded", "direct_copy")
+        for one in ages
+    ]
+    return [Line(setting, "scratch"), *grown]
 
 
 def _inheritance(setting: Setting) -> list[Line]:
