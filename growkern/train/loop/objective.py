@@ -41,7 +41,14 @@ from growkern.train.model.head import (
     take_logits,
 )
 from growkern.train.model.load import is_causal
-from growkern.train.model.sub_model import Part, find_stacks, layer_stacks, model_depth, only
+from growkern.train.model.sub_model import (
+    Part,
+    find_stacks,
+    layer_stacks,
+    model_depth,
+    only,
+    text_model,
+)
 from growkern.train.objectives.side_loss import SideParts
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
@@ -103,7 +110,7 @@ class Objective:
         self.causal = not self.decoder and is_causal(model)
         side = side_loss_of(model)
         self.side = None if side is None else SideTerm(side)
-        costs = [ModelCost(one, find_stacks(one)) for one in teachers.models]
+        costs = [ModelCost(one, find_stacks(text_model(one))) for one in teachers.models]
         self.flops = FlopCounter(None, costs, model.main_input_name, decoder=self.decoder)
 
     def take_model(self, model: Any) -> None:
@@ -115,7 +122,8 @@ class Objective:
         check_model(model, self.causal)
         check_head(model)
         self._softcap = softcap_of(model)
-        self._stacks = layer_stacks(model) if self._in_stages else find_stacks(model)
+        find = layer_stacks if self._in_stages else find_stacks
+        self._stacks = find(text_model(model))
         self.layers = model_depth(self._stacks) or model.config.num_hidden_layers
         self._vocabulary = self.check_size(model)
         self._router_weight = router_weight(model)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
@@ -27,6 +28,11 @@ from growkern.train.rules import check
 
 # classes that predict masked tokens, and something else
 PRETRAINING = ("BertForPreTraining", "ReplacedTokenDetection")
+# classes that predict the next token, also of texts without images
+CAUSAL = {
+    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+    *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+}
 # the largest, of 260,000 tokens, have 35 MB; a tokenizer config with all of them has 8 MB
 MOST_TOKENIZER_BYTES, MOST_BYTES = 200_000_000, 32_000_000
 
@@ -185,7 +191,7 @@ def check_fits(directory: Path, tokenizer: Any, length: int, config: Any = None)
         GrowthError: the blocks are too long or the tokenizer is too large.
     """
     config = config or read_config(directory, any_family=True)
-    positions = positions_of(config)
+    positions, config = positions_of(config), config.get_text_config()
     sizes = {"ids": len(tokenizer), "vocabulary": config.vocab_size}
     check("checkpoint", directory=directory, length=length, positions=positions, **sizes)
 
@@ -197,7 +203,7 @@ def positions_of(config: Any) -> int | None:
         if size is not None:
             # a RoBERTa numbers its positions from 2
             return size.of(config) - size.reserved
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def is_causal(model: Any) -> bool:
@@ -207,7 +213,7 @@ def is_causal(model: Any) -> bool:
         GrowthError: the model is neither a causal nor a masked language model.
     """
     names = {cls.__name__ for cls in type(model).__mro__}
-    causal = bool(names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    causal = bool(names & CAUSAL)
     masked = bool(names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), *PRETRAINING})
     if model.config.is_encoder_decoder or not (causal or masked):
         raise GrowthError(

@@ -107,13 +107,18 @@ class _LayerWindow(nn.ModuleList):
         return self._shown[index]
 
 
+def text_model(model: Any) -> Any:
+    """The part of a model that reads text; a tower for images has layers of its own."""
+    return getattr(getattr(model, "base_model", model), "language_model", model)
+
+
 def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
-    """The stacks of transformer blocks of a model, in the order of its modules.
+    """The stacks of transformer blocks of a model's text, in the order of its modules.
 
     Raises:
         GrowthError: there is none, because layers share weights or are not in a list.
     """
-    stacks = find_stacks(model)
+    stacks = find_stacks(text_model(model))
     if not stacks:
         raise GrowthError(
             f"{type(model).__name__} has no list of transformer blocks (its layers share weights, "

@@ -6,9 +6,6 @@ import math
 from typing import Literal, NamedTuple, get_args
 
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
-)
-from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
 )
 from transformers.models.auto.modeling_auto import (
@@ -17,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from growkern.arguments import Limit
 from growkern.errors import GrowthError, nearest
+from growkern.train.model.load import CAUSAL
 
 Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "pairs", "rtd"]
 OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")
@@ -64,7 +62,7 @@ def objectives_of(cls: type) -> tuple[Objective, ...]:
         first: tuple[Objective, ...] = ("span_corruption", "denoising")
         return (*(first if is_t5 else first[::-1]), "pairs")
     found: list[Objective] = []
-    if names & set(CAUSAL.values()):
+    if names & CAUSAL:
         found.append("clm")
     elif names & set(MASKED.values()):
         found.append("mlm")

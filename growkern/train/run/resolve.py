@@ -94,7 +94,7 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     if generator:
         check_fits(generator.directory, tokenizer, length, generator.config)
         _check_words(generator, tokenizer)
-    layers = getattr(model.config, "num_hidden_layers", None)
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and not run.growth:
         check_block_size(run.two_stage, layers)
     data = replace(run.data, objective=objective)

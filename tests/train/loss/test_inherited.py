@@ -7,8 +7,10 @@ import torch
 
 import growkern
 from growkern import GrowthError, count_labels, inherited_loss
-from growkern.train.model.sub_model import layer_stacks
+from growkern.train.model.sub_model import layer_stacks, text_model
 from tests.examples.test_scripts import MODELS
+from tests.growth.models import random_model
+from tests.growth.relatives import RELATIVES
 from tests.shared.forked_ranks import on_ranks
 from tests.train.loss.plain import plain_loss
 from tests.train.tiny import batch, build, randomise
@@ -212,3 +214,13 @@ def test_a_model_that_is_its_own_teacher_stays_in_training():
     before = [module.training for module in model.modules()]
     assert inherited_loss(model, model, batch(), alpha=1.0).item() == pytest.approx(0, abs=1e-6)
     assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_texts_train_a_model_that_reads_images(name):
+    student = random_model(*RELATIVES[name][:2])
+    (stack,) = layer_stacks(student)
+    assert stack is text_model(student).layers
+    inputs = padded()
+    expected = plain_loss(student, [], inputs, causal=True)
+    assert_same(student, inherited_loss(student, None, inputs), expected)
