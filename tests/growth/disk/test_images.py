@@ -3,13 +3,16 @@
 Truth: what transformers writes and reads. `tests.growth.plan.test_relatives` compares outputs.
 """
 
+import functools
 import json
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import growkern
+from growkern.growth.sharded import grow_into
 from tests.growth.models import image_inputs, random_model, relative_error
 from tests.growth.relatives import RELATIVES
 
@@ -88,3 +91,20 @@ def test_a_tower_that_a_target_config_changes_is_refused():
     target.vision_config.num_heads = 4
     with pytest.raises(growkern.GrowthError, match=r"vision_config\.num_heads=4 differs from"):
         growkern.plan(model, target_config=target)
+
+
+@pytest.mark.parametrize("model_type", ["vit", "qwen3_vl"])
+def test_a_sharded_model_is_filled_from_distributed_files(model_type, tmp_path, monkeypatch):
+    """Patch convolutions have four and five axes; they are read and built in pieces."""
+    small_pieces = functools.partial(grow_into.row_blocks, piece_bytes=1000)
+    monkeypatch.setattr(grow_into, "row_blocks", small_pieces)
+    source = random_model(*RELATIVES[model_type][:2])
+    dcp.save(source.state_dict(), checkpoint_id=str(tmp_path), no_dist=True)
+    source.config.architectures = [type(source).__name__]
+    source.config.save_pretrained(tmp_path)
+    grown = growkern.grow(source, hidden_size=24, num_hidden_layers=4)
+    with torch.device("meta"):
+        model = type(source)._from_config(grown.config, dtype=torch.float64)
+    growkern.grow_into(model, tmp_path)
+    found = model.state_dict()
+    assert all(torch.equal(x, found[name]) for name, x in grown.state_dict().items())
