@@ -12,18 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from growkern.errors import GrowthError
+from growkern.families.conditions import condition_of
 from growkern.families.norm import Norm
 from growkern.families.older import OlderKey
-from growkern.families.spec import (
-    Attention,
-    ModelClass,
-    Nested,
-    Refusal,
-    Row,
-    Size,
-    SpaceSpec,
-    condition_of,
-)
+from growkern.families.spec import Attention, ModelClass, Nested, Refusal, Row, Size, SpaceSpec
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,10 @@ class Family:
         """The sizes that may grow."""
         used = {"stream", "head_dim", "vocab", "kv_heads"}
         used |= {*self.query_heads, *self.unit_sizes, *self.stacks.values(), *self.ratios}
-        used |= {str(size) for space in self.mixtures for size in (space.size, space.chosen)}
+        sizes = ((space.size, space.chosen, *space.groups) for space in self.mixtures)
+        used |= {str(size) for some in sizes for size in some}
+        used |= {str(space.size) for space in self.spaces.values() if space.kind == "head"}
+        used -= {str(space.size) for space in self.spaces.values() if space.kind == "fixed"}
         return tuple(key for key, size in self.config.items() if key in used and size.field)
 
     def largest(self, key: str) -> int:
@@ -127,11 +122,10 @@ class Family:
         """The spaces of experts."""
         return tuple(space for space in self.spaces.values() if space.kind == "experts")
 
-    @property
-    def numbered(self) -> tuple[str, ...]:
-        """The config lists of layer numbers that decide the kinds of layers."""
+    def conditional(self, word: str) -> tuple[str, ...]:
+        """The config fields that decide the kinds of layers by a condition with this word."""
         conditions = [condition_of(text) for texts in self.kinds.values() for text in texts]
-        return tuple(field for _, word, field, _ in conditions if word == "in")
+        return tuple(field for _, used, field, _ in conditions if used == word)
 
     @property
     def query_heads(self) -> tuple[str, ...]:
@@ -181,11 +175,15 @@ class Family:
         spaces, sizes = (
             set().union(*names) for names in zip(*(row.uses(s) for row, s in rows), strict=True)
         )
-        for spec in [self.spaces[name] for name in spaces]:
-            spaces |= {spec.of, spec.untied}
-        specs = {name: spec for name, spec in self.spaces.items() if name in {*spaces, "stream"}}
-        sizes |= {size for spec in specs.values() for size in (spec.heads, spec.size, spec.chosen)}
+        names = [*spaces, "stream"]
+        for spec in (self.spaces[name] for name in names):
+            # the list grows while it is read
+            names += {spec.of, spec.untied, *spec.blocks} - {None, *names}
+        specs = {name: spec for name, spec in self.spaces.items() if name in names}
+        for spec in specs.values():
+            sizes |= {spec.heads, spec.size, spec.chosen, *spec.groups}
         sizes |= {"stream", "head_dim", *self.ratios, *(self.stacks[stack] for stack in stacks)}
+        sizes |= {*self.attention.divisor}
         return replace(
             self,
             config={key: size for key, size in self.config.items() if key in sizes},

@@ -17,20 +17,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from growkern.arguments import path_of
 from growkern.errors import GrowthError, TableError, nearest
+from growkern.families.conditions import CONDITIONS, condition_of
 from growkern.families.family import Family
 from growkern.families.norm import NORM_KINDS, Norm
 from growkern.families.older import FORMS, OlderKey
-from growkern.families.spec import (
-    CONDITIONS,
-    NOTHING,
-    Attention,
-    ModelClass,
-    Refusal,
-    Row,
-    Size,
-    SpaceSpec,
-    condition_of,
-)
+from growkern.families.spec import NOTHING, Attention, ModelClass, Refusal, Row, Size, SpaceSpec
 from growkern.files import read_bounded
 from growkern.package import parse_toml
 
@@ -41,9 +32,10 @@ _KEYS = {
     "runtimes": "head_dim layers scale",
     "config": "field default plus reserved follows",
     "norm": "kind placement eps plus_one bias",
-    "attention": "positions scale when partial field pairs whole_pairs turning clip sections",
+    "attention": "positions scale when partial field pairs whole_pairs turning clip sections "
+    "divisor",
     "space": "kind of untied heads width part weighted size activated scale scale_when chosen "
-    "averaged",
+    "averaged entries groups",
     "class": "prefix body heads output stacks repeats cache beside files",
     "depth": "zero inner_norms outer_norm refuse in_place",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files "
@@ -260,8 +252,11 @@ def _reference_faults(where: str, family: Family) -> Iterator[str]:
         *((f"config.{size}", size, family.config) for size in ("stream",)),
     ]
     for name, space in family.spaces.items():
-        used += [(f"spaces.{name}", other, family.spaces) for other in (space.of, space.untied)]
-        used += [(f"spaces.{name}", size, family.config) for size in (space.heads, space.size)]
+        others = (space.of, space.untied, *space.blocks)
+        used += [(f"spaces.{name}", other, family.spaces) for other in others]
+        sizes = (space.heads, space.size, space.chosen, *space.groups)
+        used += [(f"spaces.{name}", size, family.config) for size in sizes]
+    used += [("attention.divisor", size, family.config) for size in family.attention.divisor]
     for name, model_class in family.classes.items():
         used += [(name, part, family.parts) for part in model_class.parts]
         used += [(name, stack, family.stacks) for stack in model_class.stacks]

@@ -15,9 +15,10 @@ from functools import cached_property
 from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, nearest, reason
+from growkern.families.conditions import holds, is_met
 from growkern.families.family import Family
 from growkern.families.load import load_family
-from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec, holds, is_met
+from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec
 
 # of a tensor that files hold in parts: of every part of its second axis, the name for each expert
 Names = tuple[tuple[str, ...], ...]
@@ -136,9 +137,13 @@ class ModelSpec:
         return self.size("stream") // self.size(heads)
 
     def width(self, space: SpaceSpec) -> int:
-        """Entries of one head of a space of heads."""
+        """Entries of one head, or of one unit, of a space."""
+        if space.blocks:
+            return sum(map(self.space_size, space.blocks))
         if space.width is not None:
             return space.width
+        if space.kind == "head" and space.size:
+            return self.size(space.size)
         return len(space.parts) * self.head_dim(space.heads or self.family.query_heads[0])
 
     @property
@@ -178,7 +183,8 @@ class ModelSpec:
             return self.size(str(space.heads)) * self.width(space)
         if space.kind == "head":
             return self.width(space)
-        return self.size(space.size or "stream") * (space.width or 1)
+        count = self.size(space.size or "stream")
+        return count * self.width(space) if space.width or space.blocks else count
 
     def axis_size(self, axis: str) -> int:
         """Length of a tensor's axis, as a table names it: "write:q|k|v", "read:stream", "vocab"."""

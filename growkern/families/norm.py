@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from growkern.families.spec import holds
+from growkern.families.conditions import holds
 
 
 @dataclass(frozen=True)

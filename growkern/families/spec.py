@@ -8,11 +8,11 @@ Its sections:
                 table lie. A field that begins with a dot lies in the whole config:
                 ".vision_config.hidden_size"
     [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
-                `{ field, default, plus, reserved }`: `default` is a formula for a field that is
-                null, or for a size without one, `plus` is added to the field, `reserved` counts
-                rows without a position, `follows`: the size that it grows with, "nothing" if it
-                stays unless it is given. Without it, units follow the stream. `[]`: a size of the
-                extended table that this family does not have
+                `{ field, default, plus, reserved }`: `default` is a formula, or a number, for a
+                field that is null, or for a size without one, `plus` is added to the field,
+                `reserved` counts rows without a position, `follows`: the size that it grows with,
+                "nothing" if it stays unless it is given. Without it, units follow the stream. `[]`:
+                a size of the extended table that this family does not have
     [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
                 `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
     [kinds]     kind of layer -> the conditions under which a layer is of it, all of them: "in:F"
@@ -26,23 +26,27 @@ Its sections:
     [attention] how scores and positions depend on head_dim
     [spaces]    the activation spaces. kind = stream   the residual stream
                                               normed   output of a norm that reads `of`
-                                              heads    `heads` x head_dim (or x `width`), once
-                                                       for each `part` of "a|b|c"
-                                              head     one head, where all heads share a norm
+                                              heads    `heads` x head_dim (or x `width`, or x the
+                                                       spaces "a|b" of `entries`), once for each
+                                                       `part` of "a|b|c"
+                                              head     one head, where all heads share a norm, or
+                                                       `size` entries of one
                                               units    `size` independent units, `activated` if
                                                        an activation comes before the next norm.
-                                                       With `width` entries each they follow the
-                                                       space of this kind named after the size
+                                                       With `width` or `entries` each they follow
+                                                       the space named after the size
                                               experts  `size` experts, of which a router takes
                                                        `chosen` per token. Whole copies of all of
-                                                       them, and `chosen` grows alike. `averaged`:
-                                                       the config's coefficient of a loss that
-                                                       counts every copy
+                                                       them, and `chosen` grows alike. So do
+                                                       `groups`, the number of groups that a router
+                                                       chooses first and how many it takes, if it
+                                                       has several. `averaged`: the config's
+                                                       coefficient of a loss that counts every copy
                                               fixed    `size` entries that never grow
                                               tied_output  output of the norm under a tied LM
                                                        head; if it is not tied, the space `untied`
-                `part`: the role of a head's entries in attention. `weighted`: all heads enter one
-                norm together. `scale`: see [tensors.*]
+                `part`: the role of a head's entries in attention. `weighted`: all heads, or units,
+                enter one norm together. `scale`: see [tensors.*]
     [classes]   model class -> prefix of the body's names, parts of the table for body and heads,
                 `output`: the space of its hidden states, `stacks`: the stacks that `{s}` stands
                 for if not all, `repeats`: config fields that must equal a size, `cache`: the
@@ -71,8 +75,8 @@ Its sections:
                 `extra`     the output of that norm at coordinates beyond whole copies
                 `factor`    the tensor that a written vector is multiplied with, entry by entry
                 `tied`      the tensor whose storage this one shares under tie_word_embeddings
-                `when`      the condition under which it exists: "flag", "!flag" or
-                            "field != field"
+                `when`      the condition under which it exists: "flag", "!flag", "field != field"
+                            or several of them, with " and " between
                 `only`      the layers that have it: first, last or one of [kinds], or "not_" and
                             one of these
                 `scale`     a factor of the model that growth must undo
@@ -103,12 +107,13 @@ Its sections:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, UnfitError
 
 # a size that transformers computes; in a name: any text
 ANY = "*"
@@ -148,9 +153,12 @@ class Size:
         """
         value = getattr(config, self.field, None) if self.field else self.number or None
         if value is None and self.default is not None:
-            left, sign, right = self.default.split()
-            a, b = (int(x) if x.isdigit() else getattr(config, x) for x in (left, right))
-            value = a * b if sign == "*" else a // b
+            names = self.default.split()[::2]
+            values = [int(x) if x.isdigit() else getattr(config, x) for x in names]
+            value = values[0] // values[1] if "/" in self.default else math.prod(values)
+            if not self.field and "/" in self.default and values[0] % values[1]:
+                pairs = [f"{x}={y}" for x, y in zip(names, values, strict=True)]
+                raise UnfitError(f"{pairs[0]} is not a multiple of {pairs[1]}")
         if value is None and self.field is not None:
             raise GrowthError(f"{self.field} of the config has no value: give it a whole number")
         return int(value or 0) + self.plus
@@ -171,6 +179,7 @@ class SpaceSpec:
     untied: str | None = None
     heads: str | None = None
     width: int | None = None
+    entries: str | None = None
     part: str = "value"
     weighted: bool = False
     size: str | None = None
@@ -179,6 +188,12 @@ class SpaceSpec:
     scale_when: str | None = None
     chosen: str | None = None
     averaged: str | None = None
+    groups: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The spaces that one head or unit consists of."""
+        return tuple(self.entries.split("|")) if self.entries else ()
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -216,6 +231,7 @@ class Attention:
         pairs: where pair i lies. `halves`: entries i and i + R / 2. `adjacent`: 2 i and 2 i + 1.
         whole_pairs: True if the model cannot run with an odd R. Others then turn R + 1 entries.
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
+        divisor: the sizes that add up to that head_dim, where it is not the size of this name.
         field: config field that holds the square of that constant.
         when: config flag; without it scores are not divided.
         partial: True if R is head_dim times the config's `partial_rotary_factor`, False if R is
@@ -236,6 +252,7 @@ class Attention:
     turning: str | None = None
     clip: str | None = None
     sections: tuple[int, ...] | None = None
+    divisor: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -350,39 +367,3 @@ class ModelClass:
         if part in self.beside:
             return self.prefix[: self.prefix.rstrip(".").rfind(".") + 1]
         return self.prefix if part in self.body else ""
-
-
-def holds(condition: str | None, config: Any) -> bool:
-    """True if a condition holds for a config: "flag", "!flag" or "field != field"; None: always."""
-    if condition is None:
-        return True
-    left, unequal, right = condition.partition(" != ")
-    if unequal:
-        return bool(getattr(config, left) != getattr(config, right))
-    value = bool(getattr(config, condition.removeprefix("!"), False))
-    return value != condition.startswith("!")
-
-
-# of a layer's number, the config's value and the text behind "=" -> whether the layer is meant
-CONDITIONS: Mapping[str, Callable[[int, Any, str], bool]] = {
-    "in": lambda layer, value, _: isinstance(value, list) and layer in value,
-    "every": lambda layer, value, _: type(value) is int and value > 0 and (layer + 1) % value == 0,
-    "from": lambda layer, value, _: type(value) is int and layer >= value,
-    "is": lambda layer, value, text: isinstance(value, list) and value[layer : layer + 1] == [text],
-}
-
-# those of fields that are lists, which follow the layers
-LISTS = ("in", "is")
-
-
-def condition_of(text: str) -> tuple[bool, str, str, str]:
-    """A condition of [kinds]: whether it is negated, its word, the config field and the text."""
-    word, _, rest = text.removeprefix("not ").partition(":")
-    field, _, value = rest.partition("=")
-    return text.startswith("not "), word, field, value
-
-
-def is_met(text: str, layer: int, config: Any) -> bool:
-    """True if a layer meets a condition of [kinds]."""
-    negated, word, field, value = condition_of(text)
-    return CONDITIONS[word](layer, getattr(config, field), value) != negated

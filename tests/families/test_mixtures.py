@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import growkern
 from growkern.errors import GrowthError
+from growkern.families.conditions import is_met
 from growkern.families.model import ModelSpec
-from growkern.families.spec import is_met
 from growkern.growth.disk import stream
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.layers import check_kinds
@@ -126,9 +126,10 @@ def test_a_layer_of_another_kind_is_not_copied():
     # the first of two layers is dense, by a number
     family = dataclasses.replace(spec.family, kinds={"sparse": ("from:decoder_sparse_step",)})
     small = dataclasses.replace(spec, family=family)
-    check_kinds(small, "", (0, 1, 1), GrowthOptions())
-    with pytest.raises(GrowthError, match="layer 1 would copy layer 0 of the source, but only one"):
-        check_kinds(small, "", (0, 0, 1), GrowthOptions())
+    # the number moves with the layers, but sparse layers cannot lie before dense ones
+    check_kinds(small, "", (0, 0, 1), GrowthOptions())
+    with pytest.raises(GrowthError, match="layer 1 would copy layer 1 of the source, but only one"):
+        check_kinds(small, "", (0, 1, 0, 1), GrowthOptions())
 
 
 def test_a_depth_that_no_number_of_the_config_allows_is_refused():

@@ -167,7 +167,8 @@ def test_a_class_knows_the_sizes_its_tensors_have(model_type):
             moves = whole.with_config(other).shapes != whole.shapes
             # a head count that divides the stream changes no shape, nor do experts that are chosen
             used = own.family
-            shapeless = {*used.query_heads, *(space.chosen for space in used.mixtures)}
+            routed = (key for space in used.mixtures for key in (space.chosen, *space.groups))
+            shapeless = {*used.query_heads, *routed}
             assert moves <= (key in used.config), (class_name, key)
             assert moves or key in shapeless or key not in used.growable, (class_name, key)
 

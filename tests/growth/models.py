@@ -46,7 +46,7 @@ class Float64Everywhere(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
             return args[0].to(torch.float64)
-        if func is torch.Tensor.to:
+        if func in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
@@ -65,6 +65,9 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
         is_gain = parameter.ndim == 1 and name.endswith("weight")
         value = 1 + 0.4 * noise if is_gain else std * noise
         parameter.data = value.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += 0.2 * torch.randn(buffer.shape, generator=rng, dtype=torch.float64)
     model.tie_weights()
     return eager(model.eval())
 

@@ -129,6 +129,15 @@ WHOLE = {k: v for k, v in EXPERTS.items() if k != "head_dim"} | {"num_attention_
 WHOLE |= {"num_key_value_heads": 3}
 WIDTHS = {"moe_intermediate_size": 7, "mlp_only_layers": [0]}
 SLIDING = {"use_sliding_window": True}
+GROUPS = {
+    **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 7, "first_k_dense_replace": 1},
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False}
+LATENT = {
+    **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 10, "kv_lora_rank": 9},
+    **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+}
 PATCHES = {
     **{"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "encoder_stride": 4},
     **{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
@@ -139,6 +148,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "arcee": ("ArceeForCausalLM", ROTARY, BIASES),
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
     "cohere2": ("Cohere2ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {**{k: v for k, v in ROTARY.items() if k != "head_dim"}, **GROUPS, **LATENT},
+        {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
+    ),
     "dinov2": (
         "Dinov2ForImageClassification",
         {**PATCHES, "mlp_ratio": 2},
@@ -157,6 +171,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", GEMMA3, {}),
     "glm": ("GlmForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
     "glm4": ("Glm4ForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {**ROTARY, **GROUPS, **HALF},
+        {**ONE_GROUP, "use_qk_norm": True, "attention_bias": True},
+    ),
     "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 2, "pad_token_id": 0}, {"n_inner": 33}),
     "gpt_oss": ("GptOssForCausalLM", {**LOCAL, **KINDS, "rope_parameters": ROPE}, {}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),

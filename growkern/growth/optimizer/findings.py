@@ -72,7 +72,8 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
                 f"{old}, so a copy's gradient is no fixed share of its source's"
             )
             result.append(Finding("approximate", "keys and values", why))
-    if any(len({m.head_dim(heads) for m in models}) > 1 for heads in family.query_heads):
+    keys = [space for space in family.spaces.values() if "key" in space.parts]
+    if any(len({m.width(space) for m in models}) > 1 for space in keys):
         why = "the new entries of keys are 0 but get gradients from the queries"
         result.append(Finding("approximate", "keys", why))
     if not all(has_known_gradient(plan, task) for task in plan.tasks):

@@ -272,9 +272,9 @@ def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpe
     layer = None if tensor.layer is None else blueprint.layer_maps[tensor.stack][tensor.layer]
     source = sources.get((tensor.template, layer))
     upper = None
-    # AKI takes whole heads together with their norms, but not the norms of the stream
+    # AKI takes whole heads and units together with their norms, but not the norms of the stream
     spaces = blueprint.large.family.spaces
-    moves = tensor.norm is None or spaces[tensor.norm[1]].kind == "heads"
+    moves = tensor.norm is None or spaces[tensor.norm[1]].kind in ("heads", "units")
     if blueprint.options.method == "aki" and layer is not None and moves:
         # the last source layer has no next one and is expanded as in FPI
         above = sources.get((tensor.template, layer + 1))

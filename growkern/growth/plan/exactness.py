@@ -137,7 +137,7 @@ def _head_dim(plan: Blueprint) -> list[Finding]:
 
 
 def _heads_under_norm(plan: Blueprint) -> list[Finding]:
-    """Heads that enter one norm together, in the paper's scheme: its maps are random."""
+    """Heads or units that enter one norm, in the paper's scheme: its maps are random."""
     layout = plan.layout
     together = [space.name for space in layout.family.spaces.values() if space.weighted]
     result = []
@@ -147,8 +147,8 @@ def _heads_under_norm(plan: Blueprint) -> list[Finding]:
         spaces = [layout.space(name, layer) for layer in layers]
         counts = [space.write_index.bincount(minlength=space.source) for space in spaces]
         if any(count.min() != count.max() for count in counts):
-            why = "random maps copy heads unequally often, which changes the norm over all heads"
-            result.append(Finding("changed", f"heads of {name}", why, asked=True))
+            why = "random maps copy entries unequally often, which changes the norm over them"
+            result.append(Finding("changed", f"entries of {name}", why, asked=True))
     return result
 
 
@@ -243,7 +243,7 @@ def _head(plan: Blueprint) -> list[Finding]:
     activated = [
         s
         for s in layout.family.spaces.values()
-        if s.activated and s.kind == "units" and f"write:{s.name}" in used
+        if s.activated and s.size == "stream" and f"write:{s.name}" in used
     ]
     if not activated or layout.is_even or plan.options.scheme == "paper":
         return []

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
+from growkern.families.conditions import followed
 from growkern.families.family import Family
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
-from growkern.growth.space.experts import check_experts, copies_of
+from growkern.growth.space.experts import check_experts, copies_of, followers
 from growkern.growth.space.rotary import pair_step, rotary_entries
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def growable_fields(family: Family) -> dict[str, str]:
 def followed_fields(family: Family) -> tuple[str, ...]:
     """Config fields that users do not set: they follow from the sizes and the source's config."""
     averaged = (str(space.averaged) for space in family.mixtures if space.averaged)
-    return (*family.per_layer, *family.numbered, *averaged, "rope_parameters")
+    by_layer = (*family.per_layer, *family.conditional("in"), *family.conditional("from"))
+    return (*by_layer, *averaged, "rope_parameters")
 
 
 def resolve_target(
@@ -97,13 +99,11 @@ def finish_target(
     for model in (small, large):
         model.check_turning()
     text = family.text(config)
-    for name in family.per_layer:
-        values = getattr(small.text, name, None)
-        if values is not None:
-            setattr(text, name, [values[layer] for layer in layer_map])
-    for name in family.numbered:
-        numbers = getattr(small.text, name, None) or ()
-        setattr(text, name, [i for i, layer in enumerate(layer_map) if layer in numbers])
+    by_layer = dict.fromkeys(family.per_layer, "is")
+    by_layer |= {name: word for word in ("in", "from") for name in family.conditional(word)}
+    for name, word in by_layer.items():
+        if hasattr(small.text, name):
+            setattr(text, name, followed(word, getattr(small.text, name), layer_map))
     for space in family.mixtures:
         if space.averaged and (value := getattr(small.text, space.averaged, None)):
             # every copy of an expert adds as much to that loss as the expert did
@@ -257,8 +257,11 @@ def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
         sizes.setdefault("head_dim", small.head_dim())
     for key, size in family.config.items():
         if size.follows in asked:
-            copies = asked[size.follows] // small.size(size.follows)
-            sizes.setdefault(key, small.size(key) * copies)
+            sizes.setdefault(key, small.size(key) * asked[size.follows] // small.size(size.follows))
+    for space in family.mixtures:
+        copied, old = followers(space, small), small.size(str(space.size))
+        for key in copied if space.size in asked else ():
+            sizes.setdefault(key, small.size(key) * (asked[str(space.size)] // old))
     if "stream" not in asked:
         return sizes
     old, new = small.size("stream"), asked["stream"]
@@ -357,11 +360,16 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
             raise GrowthError(
                 f"{field}={new} is smaller than the source's {old}; sizes can only grow"
             )
+        if new and not old:
+            raise GrowthError(f"{field}={new}: the source has none that could be copied")
         if new > family.largest(key):
             most = family.largest(key)
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
     if all(small.size(key) == large.size(key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
+    for key in (key for key, size in family.config.items() if size.factors):
+        if (new := large.size(key)) < (old := small.size(key)):
+            raise UnfitError(f"{family.config[key].default} shrinks from {old} to {new}")
     check_experts(small, large)
     for heads in family.query_heads if family.forces_head_dim else ():
         _check_head_dim(small, large, heads, asked)

@@ -134,7 +134,8 @@ def check_sizes(where: str, model: ModelSpec) -> None:
     family = model.family
     for key in family.config:
         size, most = model.size(key), family.largest(key)
-        if 1 <= size <= most:
+        # a null field may mean a model without these units
+        if 1 <= size <= most or (size == 0 and family.config[key].default == "0"):
             continue
         why = ""
         if size == 0 and key in family.stacks.values():

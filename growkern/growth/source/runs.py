@@ -30,7 +30,7 @@ class Float64(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
             return args[0].to(torch.float64)
-        if func is torch.Tensor.to:
+        if func in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64

@@ -3,6 +3,9 @@
 All copies of an expert have equal logits, so a router that chose the expert chooses every copy of
 it. Their weights add up to that of the expert wherever weights are divided by their sum, over all
 experts or over the chosen ones.
+
+A router that chooses groups of experts first looks at the best of each group. So whole groups are
+copied: a copy beside its expert would count twice.
 """
 
 from __future__ import annotations
@@ -17,10 +20,16 @@ def copies_of(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> int:
     return large.size(str(space.size)) // small.size(str(space.size))
 
 
+def followers(space: SpaceSpec, model: ModelSpec) -> tuple[str, ...]:
+    """The sizes that are multiplied like the experts. A single group may hold them all."""
+    several = bool(space.groups) and model.size(space.groups[0]) > 1
+    return (str(space.chosen), *(space.groups if several else ()))
+
+
 def check_experts(small: ModelSpec, large: ModelSpec) -> None:
     """Refuse experts that are no whole copies of the source's, or that are chosen in part."""
     for space in small.family.mixtures:
-        field, chosen = (small.family.config_field(str(key)) for key in (space.size, space.chosen))
+        field = small.family.config_field(str(space.size))
         old, new = (model.size(str(space.size)) for model in (small, large))
         if new % old:
             raise UnfitError(
@@ -28,10 +37,11 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
                 "more copies than others, which changes what the router chooses; nearest sizes "
                 f"that fit: {field}={new - new % old} or {new - new % old + old}"
             )
-        needed = small.size(str(space.chosen)) * copies_of(space, small, large)
-        found = large.size(str(space.chosen))
-        if found != needed:
-            raise UnfitError(
-                f"{chosen}={found}: with {field}={new} it must be {needed}, so that the router "
-                "chooses every copy of an expert or none"
-            )
+        copied = followers(space, small)
+        for key in (str(space.chosen), *space.groups):
+            needed = small.size(key) * (new // old if key in copied else 1)
+            if (found := large.size(key)) != needed:
+                raise UnfitError(
+                    f"{small.family.config_field(key)}={found}: with {field}={new} it must be "
+                    f"{needed}, so that the router chooses every copy of an expert or none"
+                )

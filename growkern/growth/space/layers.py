@@ -12,8 +12,8 @@ from functools import partial
 from itertools import chain
 
 from growkern.errors import UnfitError
+from growkern.families.conditions import condition_of, is_met
 from growkern.families.model import ModelSpec
-from growkern.families.spec import LISTS, condition_of, is_met
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
 from growkern.growth.space.rotary import pair_step
@@ -104,11 +104,8 @@ def _first_other(small: ModelSpec, layers: Sequence[int]) -> tuple[int, str] | N
     """The first target layer of another kind than its source layer, and that kind."""
     for kind, conditions in small.family.kinds.items():
         for layer, source in enumerate(layers):
-            # config lists follow the layers; a number means the same layers in both models
-            now = all(
-                is_met(text, source if condition_of(text)[1] in LISTS else layer, small.text)
-                for text in conditions
-            )
+            # lists and first layers follow the copied ones. A period is the same in both models
+            now = all(is_met(text, layer, small.text, layers) for text in conditions)
             if now != small.kinds_of(source, len(layers))[kind]:
                 return layer, kind
     return None

@@ -7,13 +7,15 @@ are in `growkern.growth.space.spaces`. A new kind needs an entry in `Layout._bui
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from growkern.families.conditions import holds
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Row, SpaceSpec, holds
+from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
 from growkern.growth.space.spaces import (
@@ -170,7 +172,8 @@ class Layout:
             )
             return maps.uniform(source, target, rng)
         if self.options.maps == "balanced" and spec.kind != "heads":
-            rng = maps.generator(self.options.seed, "map", spec.name, layer)
+            # the spaces before and after an inner norm have one map
+            rng = maps.generator(self.options.seed, "map", spec.size or spec.name, layer)
             return maps.balanced(source, target, rng)
         return maps.cyclic(source, target)
 
@@ -178,7 +181,7 @@ class Layout:
         self, name: str, layer: Layer, index: Tensor, where: Tensor | None = None
     ) -> Tensor | None:
         """Deviations of the copies' shares, as `signed_split` makes them; None without "split"."""
-        if self.options.symmetry != "split":
+        if self.options.symmetry != "split" or not len(index):
             return None
         return signed_split(index, maps.generator(self.options.seed, "split", name, layer), where)
 
@@ -242,25 +245,39 @@ class Layout:
     def _heads(self, spec: SpaceSpec, layer: Layer) -> Space:
         heads = str(spec.heads)
         head_map = self.head_map(heads, layer)
-        build = weighted if spec.weighted and self.options.scheme == "exact" else copies
         split = self._split(spec.name, layer, head_map)
         # one share per head, as a head works as a whole
-        whole = build(head_map, self.small.size(heads), split)
-        return outer_product(whole, self._head(spec, layer))
+        whole = self._copies(spec)(head_map, self.small.size(heads), split)
+        return outer_product(whole, self._entries(spec, layer))
+
+    def _copies(self, spec: SpaceSpec) -> Callable[..., Space]:
+        return weighted if spec.weighted and self.options.scheme == "exact" else copies
+
+    def _entries(self, spec: SpaceSpec, layer: Layer) -> Space:
+        """The entries of one head or unit."""
+        if spec.blocks:
+            return direct_sum([self.space(name, layer) for name in spec.blocks])
+        if spec.width:
+            return copies(torch.arange(spec.width), spec.width)
+        return self._head(spec, layer)
 
     def _head(self, spec: SpaceSpec, _layer: Layer) -> Space:
         attention = self.family.attention
-        old, new = (m.width(spec) // len(spec.parts) for m in (self.small, self.large))
+        models = (self.small, self.large)
+        old, new = (m.width(spec) // len(spec.parts) for m in models)
         divided = attention.scale == "head_dim" and holds(attention.when, self.small.fields)
         if attention.field is not None:
-            before, after = (getattr(m.text, attention.field) for m in (self.small, self.large))
+            before, after = (getattr(m.text, attention.field) for m in models)
             # it follows head_dim or stays: see `follow_heads` of `growkern.growth.plan.target`
             divided = before != after
+        roots = [sum(map(m.size, attention.divisor)) for m in models] if attention.divisor else []
+        before, after = roots or (old, new)
+        gain = math.sqrt(after / before) if divided else 1.0
+        # where the table cuts heads into sizes of their own, those that turn never grow
+        rotary = (0, 0) if attention.divisor else self.turning
         return direct_sum(
             [
-                within_head(
-                    old, new, part, rotary=self.turning, pairs=attention.pairs, divided=divided
-                )
+                within_head(old, new, part, rotary=rotary, pairs=attention.pairs, gain=gain)
                 for part in spec.parts
             ]
         )
@@ -275,11 +292,10 @@ class Layout:
         return copies(maps.cyclic(source, target), source)
 
     def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
-        if spec.width:
+        if spec.width or spec.blocks:
             # the map of the space that is called like the size, whose units have one entry
-            units = self._units(replace(spec, name=str(spec.size), width=None), layer)
-            entries = torch.arange(spec.width)
-            return outer_product(units, copies(entries, spec.width))
+            one = SpaceSpec(str(spec.size), "units", size=spec.size)
+            return outer_product(self._units(one, layer), self._entries(spec, layer))
         source, target = self.sizes(spec.size or "stream")
         if spec.size == "stream":
             # a norm may connect this space to a tied head's input: same copies in the same order
@@ -289,7 +305,7 @@ class Layout:
         if spec.size == "ffn" and self.has_carry_units:
             split = self._split(spec.name, layer, index[:-CARRY_UNITS])
             return with_carry_units(index, source, split)
-        return copies(index, source, self._split(spec.name, layer, index))
+        return self._copies(spec)(index, source, self._split(spec.name, layer, index))
 
     # ---- advanced knowledge initialisation (AKI)
 
@@ -302,12 +318,12 @@ class Layout:
         Source: bert2BERT, Figure 14.
         """
         space, spec = self.space(name), self.family.spaces[name]
-        if spec.kind != "heads":
+        if spec.kind != "heads" and not spec.blocks:
             new = torch.arange(space.target) >= space.source
             return new & (space.write_index < space.source)
-        old, heads = self.sizes(str(spec.heads))
+        old, heads = self.sizes(str(spec.heads or spec.size))
         number = torch.arange(heads)
-        if "kv_heads" in self.family.config:
+        if spec.heads and "kv_heads" in self.family.config:
             old, groups = self.sizes("kv_heads")
             number = number // (heads // groups)
         return (number >= old).repeat_interleave(space.target // heads)

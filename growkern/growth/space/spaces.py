@@ -271,14 +271,13 @@ def within_head(
     *,
     rotary: tuple[int, int] = (0, 0),
     pairs: str = "halves",
-    divided: bool = True,
+    gain: float = 1.0,
 ) -> Space:
     """The entries of one head inside a larger head; attention scores and values stay the same.
 
     Query-key products stay the same if queries or keys are 0 at the new entries. Keys are 0 there
     and queries hold copies, so that both get gradients. Below a query or key norm both are 0, as
-    the norm would see anything else. Larger heads divide scores by a larger sqrt(head_dim); the
-    queries are scaled up to compensate.
+    the norm would see anything else.
 
     Args:
         part: "value" (copies), "query", "key", or "before_norm" (queries and keys below a norm).
@@ -286,10 +285,12 @@ def within_head(
             rotates by theta ** (-2 i / R). It is placed where the target rotates at the same speed
             (`pair_step`), the other entries after the target's pairs.
         pairs: where pair i lies, as in `growkern.families.spec.Attention`.
-        divided: True if the model divides scores by sqrt(head_dim).
+        gain: factor of the queries, where larger heads divide scores by a larger sqrt(head_dim).
     """
     index = maps.cyclic(source, target)
-    if part == "value" or source == target:
+    # queries above a norm take the gain from its weight, which has this role in the table
+    gain = {"before_norm": math.sqrt(target / source), "query": gain}.get(part, 1.0)
+    if part == "value" or (source == target and gain == 1):
         return copies(index, source)
     old, new = map(rotary_entries, rotary)
     pair = torch.arange(old // 2) * (pair_step(*rotary) or 1)
@@ -298,8 +299,6 @@ def within_head(
     place = torch.cat([turning.flatten(), torch.arange(source - old) + new])
     index[place] = torch.arange(source)
     is_old = torch.zeros(target, dtype=torch.bool).index_fill_(0, place, True)
-    gain = math.sqrt(target / source) if part == "before_norm" or divided else 1.0
-    gain = 1.0 if part == "key" else gain
     kept = is_old.double() * gain
     write = torch.full_like(kept, gain) if part == "query" else kept
     return Space(source, index, write, index, is_old.double() / gain)

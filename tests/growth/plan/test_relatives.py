@@ -16,6 +16,7 @@ from growkern.families.family import inner
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
 from growkern.growth.source.runs import image_shape
+from growkern.growth.space.experts import followers
 from tests.growth.models import outputs, random_model, relative_error
 from tests.growth.plan.test_matrix import EXACT, FAMILIES, grown_on_disk
 from tests.growth.relatives import RELATIVES, with_sizes
@@ -44,7 +45,13 @@ def head_counts(model):
 
 def heads_grow(family):
     """True if heads may get more entries."""
-    return family.forces_head_dim or "head_dim" in family.growable
+    return family.forces_head_dim or bool(growable_parts(family))
+
+
+def growable_parts(family):
+    """The sizes of a head that may grow: one, or those of its parts."""
+    parts = {space.size for space in family.spaces.values() if space.kind == "head"}
+    return {"head_dim", *parts} & {*family.growable}
 
 
 def more_experts(model, count):
@@ -52,8 +59,14 @@ def more_experts(model, count):
     return {
         key: count * model.size(key)
         for space in model.family.mixtures
-        for key in (space.size, space.chosen)
+        for key in (space.size, *followers(space, model))
     }
+
+
+def parts_of_heads(model):
+    """Those of `growable_parts` -> entries."""
+    parts = growable_parts(model.family)
+    return {key: n for key, n in old_sizes(model).items() if key in parts}
 
 
 def alone(model):
@@ -67,8 +80,9 @@ def alone(model):
     found["stream"] = wider
     found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
     if not family.forces_head_dim:
-        found |= {key: {key: 2 * n} for key, n in heads.items()}
-        return found | ({HEADS: {"head_dim": 2 * model.head_dim()}} if heads_grow(family) else {})
+        parts = parts_of_heads(model)
+        found |= {key: {key: 2 * n} for key, n in {**heads, **parts}.items()}
+        return found | ({HEADS: {key: 2 * n for key, n in parts.items()}} if parts else {})
     found |= {key: {**wider, **heads, key: 2 * n} for key, n in heads.items()}
     if "kv_heads" in heads:
         found["kv_heads"] = {**wider, **{key: 2 * n for key, n in heads.items()}}
@@ -78,11 +92,11 @@ def alone(model):
 def at_once(model):
     """Every size larger, and none a multiple where the family allows that."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
-    sizes = {key: old[key] + 13 for key in family.unit_sizes}
+    sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
     sizes |= {key: old[key] + 1 for key in (*family.stacks.values(), *family.ratios)}
     sizes |= {"vocab": 64} if "vocab" in old else {}
-    if "head_dim" in family.growable:
-        sizes["head_dim"] = 3 * model.head_dim()
+    if not family.forces_head_dim:
+        sizes |= {key: 3 * n for key, n in parts_of_heads(model).items()}
     sizes |= more_experts(model, 3)
     if not family.pads_exactly:
         return sizes | heads | {"stream": 2 * old["stream"]}
@@ -122,10 +136,11 @@ def test_every_size_that_a_table_offers_has_a_case(model_type):
     model = described(model_type)
     offered = set(model.family.growable)
     cases = alone(model)
-    assert cases.keys() == {*offered, *[HEADS] * heads_grow(model.family)} - {"head_dim"}
+    offered |= {HEADS} if heads_grow(model.family) else set()
+    assert cases.keys() - {"head_dim"} == offered - {"head_dim"}
     assert all(what == HEADS or sizes[what] > model.size(what) for what, sizes in cases.items())
     larger = {key for key, size in at_once(model).items() if size > model.size(key)}
-    assert larger == offered - (set() if model.family.pads_exactly else head_counts(model).keys())
+    assert larger == offered - {HEADS} - (set() if model.family.pads_exactly else head_counts(model).keys())
 
 
 @pytest.mark.parametrize("tied", [True, False] if walks.times > 1 else [True])
@@ -158,8 +173,9 @@ def test_a_size_alone_is_exact(model_type, what):
     model = ModelSpec.of(source.config, type(source).__name__)
     grown = growkern.grow(source, **grown_by(model, alone(model)[what]))
     plan = grown.growth_plan
-    heads = model.family.query_heads[0]
-    assert what != HEADS or plan.small.head_dim(heads) < plan.large.head_dim(heads)
+    spaces = [s for s in plan.small.family.spaces.values() if {*s.parts} & {"key", "before_norm"}]
+    old, new = (sum(map(m.width, spaces)) for m in (plan.small, plan.large))
+    assert what != HEADS or old < new
     assert_exact(source, grown, plan)
 
 
