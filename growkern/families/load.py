@@ -39,7 +39,7 @@ _KEYS = {
     "class": "prefix body heads output stacks repeats cache beside files",
     "depth": "zero inner_norms outer_norm refuse in_place",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files "
-    "factor",
+    "factor keep",
     "refuse": "value differs why",
     "older": "of form when",
 }
@@ -55,6 +55,7 @@ _VALUES = {
     "space.kind": ("stream", "normed", "heads", "head", "units", "experts", "fixed", "tied_output"),
     "space.part": ("value", "query", "key", "before_norm"),
     "space.scale": _ROOTS,
+    "tensor.keep": ("float32",),
     "tensor.extra": ("free", "zero", "carry"),
     "tensor.scale": (*_ROOTS, *(f"1/{root}" for root in _ROOTS)),
 }

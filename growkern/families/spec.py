@@ -85,6 +85,7 @@ Its sections:
                 `stored`    its full name in files if that is another; a norm's without `.weight`
                 `files`     its names in files where these have one tensor per expert, `{e}`, or
                             another name. Several: parts of its second axis, one after another
+                `keep`      "float32": its dtype beside weights of 16 bits
                 More than two axes without experts: only one may be of a space, the first or the
                 last that is longer than 1
                 Several rows may have one name: the first whose condition holds counts. A row
@@ -102,7 +103,8 @@ Its sections:
     [runtimes]  software that does not read a value, but computes it. `head_dim`: as stream / heads,
                 `layers`: the kind of a layer from its number, `scale`: the scale of the scores from
                 head_dim, not from the `field` of [attention]
-    ignored     tensors in older files that models no longer read
+    ignored     tensors in files that models do not read, with `*` for any names, and `{layers}` for
+                the number of a layer behind the last
 """
 
 from __future__ import annotations
@@ -274,6 +276,7 @@ class Row:
     stored: str | None = None
     files: tuple[str, ...] = ()
     factor: str | None = None
+    keep: str | None = None
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:
         """The spaces, and the sizes of [config], that its axes and its norm refer to."""

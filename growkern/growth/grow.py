@@ -168,7 +168,7 @@ def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dic
     total = grown.parameters() * grown.dtype.itemsize
     with tqdm(total=total, desc="growing", unit="B", unit_scale=True, disable=not progress) as bar:
         for task in grown.tasks:
-            out = torch.empty(task.shape, dtype=grown.dtype, device=device)
+            out = torch.empty(task.shape, dtype=grown.dtype_of(task), device=device)
             state[task.name] = build_tensor(grown, task, backend=backend, out=out, work=work)
             work.then(partial(bar.update, out.nbytes))
         work.run()
@@ -326,7 +326,8 @@ def carry_out(
     workers = workers_within(grown, limit)
     state = _grown_state(grown, optimizer, moments, limit)
     stored = grown.large.stored_names
-    layout = lay_out(_shapes(grown), grown.dtype, settings.max_shard_size, stored)
+    dtypes = {task.name: grown.dtype_of(task) for task in grown.tasks}
+    layout = lay_out(_shapes(grown), dtypes, settings.max_shard_size, stored)
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     # whatever the caller's default device is, pieces of weights have numbers

@@ -285,3 +285,65 @@ def test_a_grown_expert_can_be_verified_and_resumed(tmp_path, monkeypatch):
     for name, tensor in grown.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert growkern.verify(tmp_path / "small", tmp_path / "large").ok
+
+
+def test_a_bias_that_selects_experts_stays_in_float32(tmp_path):
+    """Beside weights in bfloat16, where 5.03 is 5.03125."""
+    class_name, sizes, _ = RELATIVES["deepseek_v3"]
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    source = random_model(class_name, sizes, dtype=torch.bfloat16)
+    bias = 5.03 + torch.arange(8) / 100
+    source.load_state_dict({name: bias}, strict=False, assign=True)
+    source.save_pretrained(tmp_path / "small")
+    how = {"n_routed_experts": 16, "hidden_size": 24, "qk_nope_head_dim": 7}
+    grown = growkern.grow(source, **how)
+    assert not grown.growth_plan.narrowed_tensors
+    grown.save_pretrained(tmp_path / "truth")
+    growkern.grow_checkpoint(tmp_path / "small", tmp_path / "large", progress=False, **how)
+    files = [tmp_path / where / "model.safetensors" for where in ("truth", "large")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
+    with torch.device("meta"):
+        into = type(source)._from_config(grown.growth_plan.target_config, dtype=torch.bfloat16)
+    growkern.grow_into(into, tmp_path / "small")
+    for state in (load_file(files[1]), grown.state_dict(), into.state_dict()):
+        assert torch.equal(state[name], bias.repeat(2))
+    assert torch.equal(load_file(tmp_path / "back/model.safetensors")[name], bias)
+
+
+@pytest.mark.parametrize(
+    "growth, why",
+    [
+        ({"n_routed_experts": 12}, "n_routed_experts=12 is no multiple of the source's 8"),
+        (
+            {"n_routed_experts": 16, "n_group": 4},
+            "n_group=4: with n_routed_experts=16 it must be 8",
+        ),
+        ({"qk_rope_head_dim": 8}, "no size 'qk_rope_head_dim' to grow"),
+        ({"num_hidden_layers": 4, "depth": "stack"}, "layer 1 would copy layer 1 .* is sparse by"),
+    ],
+)
+def test_sizes_of_latent_attention_and_groups_that_do_not_fit_are_refused(growth, why):
+    source = random_model(*RELATIVES["deepseek_v3"][:2])
+    with pytest.raises(GrowthError, match=why):
+        growkern.plan(source, **growth)
+
+
+def test_latent_queries_do_not_come_from_nothing():
+    class_name, sizes, options = RELATIVES["deepseek_v3"]
+    source = random_model(class_name, {**sizes, **options})
+    with pytest.raises(GrowthError, match="q_lora_rank=16: the source has none"):
+        growkern.plan(source, q_lora_rank=16)
+
+
+def test_layers_that_predict_a_second_token_are_left_out(tmp_path):
+    """As published: transformers does not load them either."""
+    class_name, sizes, _ = RELATIVES["deepseek_v3"]
+    random_model(class_name, sizes, dtype=torch.float32).save_pretrained(tmp_path)
+    more = {"eh_proj.weight": [12, 24], "mlp.experts.0.up_proj.weight": [7, 12], "norm": [12]}
+    more = {f"model.layers.2.{name}": torch.zeros(shape) for name, shape in more.items()}
+    damage(tmp_path, lambda state: state.update(more))
+    assert not more.keys() & growkern.plan(tmp_path, hidden_size=24).source.dtypes.keys()
+    damage(tmp_path, lambda state: state.update({"model.layers.3.norm": torch.zeros(2)}))
+    with pytest.raises(GrowthError, match=r"no rule for tensor model.layers.3.norm"):
+        growkern.plan(tmp_path, hidden_size=24)

@@ -45,6 +45,7 @@ MIXTURES = {
     "mistralai/Mixtral-8x7B-v0.1": (46.7, 12.9),
     "allenai/OLMoE-1B-7B-0924": (6.92, 1.28),
     "Qwen/Qwen1.5-MoE-A2.7B": (14.3, 2.7),
+    "deepseek-ai/DeepSeek-V3": (671, 37.4),
     "Qwen/Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen/Qwen3-235B-A22B": (235.1, 22.2),
 }
@@ -53,7 +54,9 @@ MIXTURES = {
 @pytest.mark.parametrize("name", MIXTURES if walks.times > 1 else [*MIXTURES][:1])
 def test_a_mixture_has_the_parameters_that_its_makers_say(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ALL[name]))
-    plan = growkern.plan(tmp_path, num_experts=2 * ALL[name].get("num_experts", 8))
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    field = next(field for field in counts if field in ALL[name])
+    plan = growkern.plan(tmp_path, **{field: 2 * ALL[name][field]})
     assert plan.exact
     total, active = (plan.parameters("source", active=active) for active in (False, True))
     assert (total / 1e9, active / 1e9) == pytest.approx(MIXTURES[name], rel=0.02)

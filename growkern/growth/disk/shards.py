@@ -22,6 +22,7 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -59,7 +60,7 @@ class ShardLayout:
 
 def lay_out(
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     max_shard_size: int,
     stored: Mapping[str, str | Names] | None = None,
 ) -> ShardLayout:
@@ -72,9 +73,11 @@ def lay_out(
     stored = stored or {}
     names_of: dict[str, tuple[str, ...]] = {}
     in_files: dict[str, tuple[int, ...]] = {}
+    dtype_of: dict[str, torch.dtype] = {}
     # transformers orders tensors before it renames them
     for name in sorted(shapes, key=dot_natural_key) if stored else shapes:
         own, shape = stored.get(name, name), shapes[name]
+        dtype_of |= dict.fromkeys([own] if isinstance(own, str) else chain(*own), dtypes[name])
         if isinstance(own, str):
             names_of[own], in_files[own] = (own,), shape
             continue
@@ -83,28 +86,32 @@ def lay_out(
             names_of[part[0]] = part
             in_files |= dict.fromkeys(part, (shape[1] // len(own), *shape[2:]))
     sizes_of = {n: (len(names), *in_files[n]) for n, names in names_of.items()}
-    empty = {name: torch.empty(s, dtype=dtype, device="meta") for name, s in sizes_of.items()}
+    empty = {n: torch.empty(s, dtype=dtype_of[n], device="meta") for n, s in sizes_of.items()}
     split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     in_file = {
-        file: sorted(name for first in firsts for name in names_of[first])
+        # safetensors writes the widest dtype first
+        file: sorted(
+            (name for first in firsts for name in names_of[first]),
+            key=lambda name: (-dtype_of[name].itemsize, name),
+        )
         for file, firsts in split.filename_to_tensors.items()
     }
-    code = next(code for code, known in STORED_DTYPES.items() if known == dtype)
+    codes = {dtype: code for code, dtype in STORED_DTYPES.items()}
     places, heads, sizes = {}, {}, {}
     for file, names in in_file.items():
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = [0]
         for name in names:
-            ends.append(ends[-1] + math.prod(in_files[name]) * dtype.itemsize)
+            ends.append(ends[-1] + math.prod(in_files[name]) * dtype_of[name].itemsize)
             place = {"shape": list(in_files[name]), "data_offsets": ends[-2:]}
-            entries[name] = {"dtype": code, **place}
+            entries[name] = {"dtype": codes[dtype_of[name]], **place}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         heads[file] = struct.pack("<Q", len(text)) + text
         sizes[file] = len(heads[file]) + ends[-1]
         for name, start in zip(names, ends[:-1], strict=True):
             at = len(heads[file]) + start
-            places[name] = Header(file, name, in_files[name], dtype, at)
+            places[name] = Header(file, name, in_files[name], dtype_of[name], at)
     index = ""
     if split.is_sharded:
         total = sum(math.prod(shape) for shape in shapes.values())

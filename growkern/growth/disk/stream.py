@@ -188,13 +188,14 @@ class Stream:
         """The checksum of every tensor, once all pieces are written."""
         tensors = {}
         for task in self.plan.tasks:
-            blocks = row_blocks(task.shape, self.plan.dtype.itemsize)
+            blocks = row_blocks(task.shape, self.plan.dtype_of(task).itemsize)
             tensors[task.name] = checksum_pieces(self.checksums[task.name, a, b] for a, b in blocks)
         return tensors
 
     def _bytes(self, piece: Piece) -> int:
         start, stop = piece.rows
-        return (stop - start) * math.prod(piece.task.shape[1:]) * self.plan.dtype.itemsize
+        itemsize = self.plan.dtype_of(piece.task).itemsize
+        return (stop - start) * math.prod(piece.task.shape[1:]) * itemsize
 
     def _write(self, piece: Piece) -> tuple[Piece, str, bool]:
         """Write a piece, unless it is on disk already with the right checksum.
@@ -221,7 +222,7 @@ class Stream:
             read=self.reader,
             backend=self.backend,
             part=piece.part,
-            out=data.view(self.plan.dtype).view(*rows, *piece.task.shape[1:]),
+            out=data.view(header.dtype).view(*rows, *piece.task.shape[1:]),
         )
         if self._may_overflow:
             refuse_overflow(piece.task.name, built)

@@ -246,7 +246,7 @@ def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
     With symmetry="split", every reader of a residual stream takes shares of its own, and attention
     reads heads by other shares than the projection above it. The gradient that comes back to a
     copy is then no fixed share of the source's. Only FFN units and the outputs of most norms have a
-    single kind of reader.
+    single kind of reader. A norm over units mixes their gradients.
     """
     if plan.options.symmetry != "split":
         return True
@@ -256,7 +256,9 @@ def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
         written += names.split("|") if names and role != "read" else []
     spaces = [plan.small.family.spaces[name] for name in written]
     return not any(
-        space.kind in ("stream", "heads") or (space.kind == "units" and space.size == "stream")
+        space.kind in ("stream", "heads")
+        or space.weighted
+        or (space.kind == "units" and space.size == "stream")
         for space in spaces
     )
 

@@ -184,8 +184,13 @@ class Blueprint:
     @property
     def narrowed_tensors(self) -> tuple[str, ...]:
         """Source tensors with a dtype whose numbers the target's dtype cannot all represent."""
-        dtypes = self.source.dtypes.items()
-        return tuple(n for n, d in dtypes if torch.promote_types(d, self.dtype) != self.dtype)
+        found, own = self.source.dtypes, {t.name: t for t in self.small.tensors}
+        new = {name: dtype_of(own[name], self.dtype) for name in found}
+        return tuple(n for n, d in found.items() if torch.promote_types(d, new[n]) != new[n])
+
+    def dtype_of(self, task: Task) -> torch.dtype:
+        """The dtype of one target tensor."""
+        return dtype_of(task.tensor, self.dtype)
 
     @property
     def may_overflow(self) -> bool:
@@ -259,6 +264,11 @@ class Blueprint:
                 "extra": int(space.is_extra.sum()),
             }
         return result
+
+
+def dtype_of(tensor: TensorSpec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of one tensor of a model in this dtype."""
+    return torch.float32 if tensor.row.keep and dtype.itemsize == 2 else dtype
 
 
 def make_tasks(blueprint: Blueprint) -> Iterator[Task]:

@@ -56,7 +56,7 @@ def pieces_of(plan: Blueprint) -> list[Piece]:
     return [
         Piece(task, rows)
         for task in plan.tasks
-        for rows in row_blocks(task.shape, plan.dtype.itemsize)
+        for rows in row_blocks(task.shape, plan.dtype_of(task).itemsize)
     ]
 
 
@@ -108,9 +108,10 @@ def _most_in_work(plan: Blueprint) -> int:
     most, summed = 0, _summed_bytes(plan)
     for task in plan.tasks:
         # the first piece of a tensor is the largest
-        start, stop = next(iter(row_blocks(task.shape, plan.dtype.itemsize)))
+        itemsize = plan.dtype_of(task).itemsize
+        start, stop = next(iter(row_blocks(task.shape, itemsize)))
         numbers = (stop - start) * math.prod(task.shape[1:])
-        buffer = numbers * plan.dtype.itemsize
+        buffer = numbers * itemsize
         most = max(most, buffer + _mapped_bytes(plan, task, numbers) + summed)
     return most
 

@@ -22,6 +22,7 @@ from growkern.growth.disk.shards import ShardLayout, TargetFile, lay_out, write_
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.models import class_shapes
 from growkern.growth.options import parse_size
+from growkern.growth.plan.blueprint import dtype_of
 from growkern.growth.record.fold import axis_folds, fold_rows
 from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
@@ -111,7 +112,10 @@ def fold(
     shapes = {name: record.origins[held].source_shape for name, held in chosen.items()}
     in_model = [name for name in class_shapes(small, dtype) if name in shapes]
     layout = lay_out(
-        {name: shapes[name] for name in in_model} | shapes, dtype, shard_size, small.stored_names
+        {name: shapes[name] for name in in_model} | shapes,
+        {tensor.name: dtype_of(tensor, dtype) for tensor in small.tensors},
+        shard_size,
+        small.stored_names,
     )
     with refusing(out):
         check_space(out, sum(layout.sizes.values()))

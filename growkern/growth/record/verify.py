@@ -259,9 +259,10 @@ def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
     for task in plan.tasks:
         if task.name not in grown.dtypes:
             raise GrowthError(f"the grown model has no tensor {task.name}")
+    expected = {task.name: plan.dtype_of(task) for task in plan.tasks}
     for name, dtype in grown.dtypes.items():
-        if dtype != plan.dtype and dtype.is_floating_point:
-            raise GrowthError(f"the grown {name} is {dtype}, its growth record says {plan.dtype}")
+        if dtype != expected[name] and dtype.is_floating_point:
+            raise GrowthError(f"the grown {name} is {dtype}, not {expected[name]} as planned")
     for field, (_, size) in plan.size_changes().items():
         found = getattr(grown.spec.text, field, None)
         if found not in (size, None):

@@ -112,6 +112,9 @@ def grow_into(
     materialise(model, device or device_of(parameters))
     restore_buffers(model)
     targets = _targets(grown, named_tensors(model))
+    for task in (task for task in grown.tasks if task.tensor.row.keep):
+        # the class may have built it in the dtype of the weights
+        targets[task.name].data = targets[task.name].data.to(grown.dtype_of(task))
     written = 0
     locals_of = {task.name: local_tensor(targets[task.name]) for task in grown.tasks}
     works = {x.device: work_on(_device_of_work(x), backend) for x in locals_of.values()}
@@ -232,9 +235,10 @@ def _plan_for(
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise GrowthError("the model is quantised: grow a full-precision model and quantise that")
+    tensors = opened.spec.with_config(model.config).tensors
     dtypes: dict[torch.dtype, str] = {}
-    for name, parameter in parameters.items():
-        dtypes.setdefault(parameter.dtype, name)
+    for name in parameters.keys() - {t.name for t in tensors if t.row.keep}:
+        dtypes.setdefault(parameters[name].dtype, name)
     if len(dtypes) > 1:
         named = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
         raise GrowthError(f"the model's parameters have several dtypes: {named}: build it in one")

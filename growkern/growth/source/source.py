@@ -23,6 +23,7 @@ from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.families.spec import ANY
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import is_dtensor
 from growkern.growth.source.checks import (
@@ -322,7 +323,10 @@ def _canonical_names(
     - the file has buffers that models no longer store.
     """
     prefix = model.family.classes[model.class_name].prefix
-    ignored = [re.escape(name).replace(r"\{l\}", r"\d+") for name in model.family.ignored]
+    layers = str(model.size(next(iter(model.family.stacks.values()))))
+    wild = {"{l}": r"\d+", "{layers}": layers, ANY: ".*"}
+    parts = [re.split(r"(\{l\}|\{layers\}|\*)", name) for name in model.family.ignored]
+    ignored = ["".join(wild.get(part) or re.escape(part) for part in one) for one in parts]
     names: dict[str, str] = {}
     for raw in headers:
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))

@@ -40,14 +40,14 @@ def build_tensor(
     out: Tensor | None = None,
     work: Work | None = None,
 ) -> Tensor:
-    """Build one target tensor or a part of it, in the plan's dtype.
+    """Build one target tensor or a part of it, in the dtype that the plan gives it.
 
     Args:
         read: returns a source tensor by name; default: from the plan's source. Of a memory-mapped
             tensor, only the rows that the part needs are read.
         part: one slice per axis of the target tensor; default: all of it. A part has the same bits
             as that place of the whole tensor.
-        out: tensor to fill, of the part's shape and the plan's dtype, on any device. Default: a
+        out: tensor to fill, of the part's shape and that dtype, on any device. Default: a
             new tensor on the CPU.
         work: batch of `work_on` to join. The result is then valid only after `work.run()`.
 
@@ -58,7 +58,7 @@ def build_tensor(
     part = tuple(part or (slice(None),) * len(task.shape))
     if out is None:
         shape = [len(range(*s.indices(n))) for s, n in zip(part, task.shape, strict=True)]
-        out = torch.empty(shape, dtype=plan.dtype)
+        out = torch.empty(shape, dtype=plan.dtype_of(task))
     is_norm = task.tensor.norm is not None
     if task.source == "zero" or (task.identity == "zero" and not is_norm):
         return out.zero_()

@@ -34,6 +34,11 @@ EXACT = [
     ("BertForMaskedLM", BERT, {}, {"hidden_size": 24}),
     ("LlamaForCausalLM", LLAMA, TIED, GROUPS),
     ("LlamaForCausalLM", LLAMA, UNTIED, {**GROUPS, "intermediate_size": 33}),
+    (
+        *RELATIVES["deepseek_v3"][:2],
+        {"norm_topk_prob": False},
+        {"hidden_size": 24, "q_lora_rank": 15, "v_head_dim": 8, "n_routed_experts": 16, **COPIED},
+    ),
     (*RELATIVES["vit"][:2], {}, {"hidden_size": 24, **COPIED}),
     (*RELATIVES["dinov2"][:2], {"use_mask_token": False}, {"hidden_size": 24, **COPIED}),
 ]

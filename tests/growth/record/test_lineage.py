@@ -99,7 +99,7 @@ def test_of_a_large_model_it_is_small(tmp_path):
     config = transformers.LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
     shapes = ModelSpec.of(config, "LlamaForCausalLM").shapes
-    layout = lay_out(shapes, torch.bfloat16, 50 * 10**9)
+    layout = lay_out(shapes, dict.fromkeys(shapes, torch.bfloat16), 50 * 10**9)
     for name, size in layout.sizes.items():
         with open(tmp_path / name, "wb") as file:
             file.write(layout.heads[name])
