@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
 from growkern.families.conditions import condition_of
 from growkern.families.norm import Norm
 from growkern.families.older import OlderKey
@@ -197,3 +198,23 @@ def inner(data: Mapping[str, Any], under: str | None) -> Mapping[str, Any]:
     """The part of a config's JSON object that has the fields of a table: see `Family.under`."""
     part = data if under is None else data.get(under)
     return part if isinstance(part, Mapping) else {}
+
+
+def field_faults(family: Family, config: Any) -> Iterator[str]:
+    """Fields of the table that the config does not have, or that hold no number there."""
+    if family.under is not None and not hasattr(config, family.under):
+        close = nearest(family.under, config.to_dict())
+        yield f"under: a {config.model_type} has no field {family.under!r}{close}"
+        return
+    config = family.fields(config)
+    sizes = {key: size for key, size in family.config.items() if size.default is None}
+    fields = {f"config.{key}": size.field for key, size in sizes.items()}
+    fields |= {"activation": family.activation, "softcap": family.softcap}
+    fields["norm.eps"] = family.norm.eps if isinstance(family.norm.eps, str) else None
+    for key, name in ((key, name) for key, name in fields.items() if name is not None):
+        if not hasattr(config, name):
+            close = nearest(name, config.to_dict())
+            yield f"{key}: a {config.model_type} has no field {name!r}{close}"
+        elif key.startswith("config.") and type(getattr(config, name)) not in (int, float):
+            found = " ".join(reprlib.repr(getattr(config, name)).split())
+            yield f"{key}: {name}={found} of a {config.model_type} is no size: name another field"

@@ -8,15 +8,14 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from growkern.errors import GrowthError, TableError, UnfitError, nearest, reason
+from growkern.errors import GrowthError, TableError, UnfitError, reason
 from growkern.families.conditions import holds, is_met
-from growkern.families.family import Family
+from growkern.families.family import Family, field_faults
 from growkern.families.load import load_family
 from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec
 
@@ -382,23 +381,3 @@ class ModelSpec:
                 fallback=None if row.fallback is None else f"{named(row.fallback)}.{kind}",
                 stored=None if tensor.stored is None else f"{tensor.stored}.{kind}",
             )
-
-
-def field_faults(family: Family, config: Any) -> Iterator[str]:
-    """Fields of the table that the config does not have, or that hold no number there."""
-    if family.under is not None and not hasattr(config, family.under):
-        close = nearest(family.under, config.to_dict())
-        yield f"under: a {config.model_type} has no field {family.under!r}{close}"
-        return
-    config = family.fields(config)
-    sizes = {key: size for key, size in family.config.items() if size.default is None}
-    fields = {f"config.{key}": size.field for key, size in sizes.items()}
-    fields |= {"activation": family.activation, "softcap": family.softcap}
-    fields["norm.eps"] = family.norm.eps if isinstance(family.norm.eps, str) else None
-    for key, field in ((key, field) for key, field in fields.items() if field is not None):
-        if not hasattr(config, field):
-            close = nearest(field, config.to_dict())
-            yield f"{key}: a {config.model_type} has no field {field!r}{close}"
-        elif key.startswith("config.") and type(getattr(config, field)) not in (int, float):
-            found = " ".join(reprlib.repr(getattr(config, field)).split())
-            yield f"{key}: {field}={found} of a {config.model_type} is no size: name another field"

@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import GrowthError, GrowthWarning, nearest, reason
-from growkern.families.family import Family
+from growkern.families.family import Family, field_faults
 from growkern.families.load import read_family
-from growkern.families.model import ModelSpec, field_faults
+from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
 from growkern.growth.models import tie, untrained_model
 from growkern.growth.plan.finding import OUTPUT_ERROR
