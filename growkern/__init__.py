@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from growkern.train.evaluation.finetune import FinetuneReport as FinetuneReport
     from growkern.train.evaluation.finetune import finetune as finetune
     from growkern.train.growth.step import GrowthStep as GrowthStep
+    from growkern.train.loop.balancing import ExpertBalancing as ExpertBalancing
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
     from growkern.train.loop.two_stage import TwoStageConfig as TwoStageConfig
     from growkern.train.loss.inheritance import InheritanceSchedule as InheritanceSchedule
@@ -114,6 +115,7 @@ _MODULE_OF = {
     "inherited_loss": "growkern.train.loss.losses",
     "ReplacedTokenDetection": "growkern.train.objectives.electra",
     "OptimizerOptions": "growkern.train.optimizer.options",
+    "ExpertBalancing": "growkern.train.loop.balancing",
     "TwoStageTrainer": "growkern.train.loop.trainer",
     "run": "growkern.train.run.start",
 }

@@ -54,7 +54,17 @@ def build(
             "intermediate_size": 24,
             "max_position_embeddings": 32,
         }
-        if family == "mixtral":
+        if family == "deepseek":
+            # two groups of four experts, behind a dense layer
+            ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "moe_intermediate_size": 8}
+            heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+            groups = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2}
+            config = transformers.DeepseekV3Config(
+                topk_group=1, first_k_dense_replace=1, experts_implementation="eager",
+                **sizes | {"num_key_value_heads": 2}, **ranks, **heads, **groups, **shared,
+            )  # fmt: skip
+            model = transformers.DeepseekV3ForCausalLM(config)
+        elif family == "mixtral":
             config = transformers.MixtralConfig(
                 num_local_experts=3, output_router_logits=True, router_aux_loss_coef=0.3,
                 # the other experts take no float64

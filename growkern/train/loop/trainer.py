@@ -55,8 +55,8 @@ class TwoStageTrainer(Trainer):
     The `loss` of a log line is the mean over the steps since the last line, like Trainer's. Steps
     without a single label are left out. `mlm` is the mean over all labels. Log lines also hold
     flops (so far, without evaluation and padding), kl, top1_agreement, kl_rows_lost (the share of
-    rows without a KL term because of tokens that a teacher lacks), alpha, depth and
-    tokens_per_second.
+    rows without a KL term because of tokens that a teacher lacks), aux_loss (of a mixture's
+    routers, before its coefficient), alpha, depth and tokens_per_second.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, a model of an encoder and a decoder

@@ -25,7 +25,7 @@ from growkern.train.loss.models import (
     unwrapped,
 )
 from growkern.train.loss.router import router_term, router_weight
-from growkern.train.loss.rows import real_rows, take_rows
+from growkern.train.loss.rows import LossRows, real_rows, take_rows
 from growkern.train.model.head import (
     IGNORE_INDEX,
     align_labels,
@@ -93,18 +93,29 @@ def inherited_loss(
         inner = unwrapped(model)
         with head_swap(inner, loss_of):
             outputs = model(**inputs)
-        loss = take_logits(outputs)
-        if weight := router_weight(inner):
-            real_BS = real_rows(batch, rows.labels_BS, causal=False)
-            aux = router_term(inner, outputs, real_BS).mean()
-            items, share = options["num_items"], weight * aux
-            if items is not None:
-                # the labels of this batch, among those of the whole accumulated batch
-                labelled = (rows.labels_BS != IGNORE_INDEX).sum()
-                share = share * labelled / (items[0] if isinstance(items, tuple) else items)
-            loss = loss + share
-            seen[0] = seen[0]._replace(aux_loss=aux.detach())
+        loss, aux = _with_router(take_logits(outputs), inner, outputs, batch, rows, options)
+        seen[0] = seen[0]._replace(aux_loss=aux)
     return (loss, seen[0]) if return_parts else loss
+
+
+def _with_router(
+    loss: Tensor,
+    model: Any,
+    outputs: Any,
+    batch: Mapping[str, Any],
+    rows: LossRows,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The loss with that of a mixture's routers; and that one, None if there is none."""
+    if not (weight := router_weight(model)):
+        return loss, None
+    aux = router_term(model, outputs, real_rows(batch, rows.labels_BS, causal=False)).mean()
+    term, num_items = weight * aux, options["num_items"]
+    if num_items is not None:
+        # by the share of the labels of the whole accumulated batch
+        every = num_items[0] if isinstance(num_items, tuple) else num_items
+        term = term * (rows.labels_BS != IGNORE_INDEX).sum() / every
+    return loss + term, aux.detach()
 
 
 def count_labels(

@@ -492,6 +492,10 @@ def inherited_loss(
     sharded, or whose blocks are compiled. All processes of a tensor-parallel group
     (`from_pretrained(..., tp_plan="auto")`) pass the same batch and get the same loss.
 
+    A mixture of experts whose config has `output_router_logits=True` adds `router_aux_loss_coef`
+    times the auxiliary loss of its routers, as in transformers. With `num_items` this term counts
+    by the batch's share of the labels. Teachers add none.
+
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model; a model of an encoder and a decoder such
             as T5ForConditionalGeneration; or a tuple (hidden states (B, S, H), output projection).

@@ -249,12 +249,12 @@ def _linears(module: nn.Module) -> list[Any]:
     found: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
     for above in module.modules():
         children = [*above.children()]
-        if any(map(_is_experts, children)):
-            found += [m for m in children if _is_experts(m) or _is_router(m)]
+        if any(map(is_experts, children)):
+            found += [m for m in children if is_experts(m) or _is_router(m)]
     return found
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """True if a module holds one matrix per expert."""
     own = [p.ndim for p in module.parameters(recurse=False)]
     return 3 in own and len(own) > 1 and not isinstance(module, _ConvNd)
@@ -267,7 +267,7 @@ def _is_router(module: nn.Module) -> bool:
 
 def _weights(module: Any) -> int:
     """The weights of a linear map, or of one expert; without biases."""
-    if not _is_experts(module):
+    if not is_experts(module):
         return int(module.weight.numel())
     return sum(p[0].numel() for p in module.parameters(recurse=False) if p.ndim == 3)
 
@@ -275,7 +275,7 @@ def _weights(module: Any) -> int:
 def _uses(linear: nn.Module, args: Any) -> int:
     """How many rows a linear map gets, or all experts together."""
     # experts take their inputs, and the numbers of those that are chosen for each
-    return int(args[1].numel()) if _is_experts(linear) else math.prod(args[0].shape[:-1])
+    return int(args[1].numel()) if is_experts(linear) else math.prod(args[0].shape[:-1])
 
 
 def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:

@@ -46,9 +46,12 @@ def _changes(model: Any) -> list[tuple[Any, str, float]]:
 
     Some models keep a copy of their config's number.
     """
-    owners = [(owner, name) for owner in (model.config, model) for name in NEUTRAL]
-    found = [(*one, getattr(*one, None)) for one in owners]
-    return [one for one in found if isinstance(one[2], (int, float))]
+    return [
+        (owner, name, value)
+        for owner in (model.config, model)
+        for name in NEUTRAL
+        if isinstance(value := getattr(owner, name, None), (int, float))
+    ]
 
 
 def _values(model: Any) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from examples import pytorch_loop
-from growkern import InheritanceSchedule, count_labels, inherited_loss
+from growkern import ExpertBalancing, InheritanceSchedule, count_labels, inherited_loss
 from growkern.train.model.sub_model import Part, layer_stacks, sub_model
 from tests.train.loss.plain import plain_loss
 from tests.train.tiny import VOCAB, batch, build, randomise
@@ -110,7 +110,22 @@ def check_tensor_parallel(folder):
         torch.testing.assert_close(whole(p), q, rtol=1e-7, atol=1e-9, msg=name)
 
 
+def check_balancing():
+    """Every process moves the biases by the tokens of all of them."""
+    whole, found = batch(6), []
+    mine = {name: x[3 * dist.get_rank() :][:3] for name, x in whole.items()}
+    for rows in (mine, whole):
+        model, balancing = build("deepseek", layers=2), ExpertBalancing()
+        balancing.watch(model)
+        model.train()(input_ids=rows["input_ids"])
+        balancing.update()
+        found.append(model.model.layers[1].mlp.gate.e_score_correction_bias)
+    assert found[0].any() and torch.equal(*found)
+
+
 def main(folder):
+    print("balancing", file=sys.stderr)
+    check_balancing()
     print("tensor parallel", file=sys.stderr)
     check_tensor_parallel(folder)
     for how in ("ddp", "fsdp2", "accelerate"):

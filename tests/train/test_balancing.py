@@ -1,0 +1,73 @@
+"""Experts that are balanced by the bias of their router.
+
+Truth: what the router of transformers chooses, counted from its outputs.
+"""
+
+import pytest
+import torch
+
+from growkern import ExpertBalancing, GrowthError, TwoStageTrainer
+from tests.train.loss.test_inherited import padded
+from tests.train.test_trainer import arguments
+from tests.train.tiny import build
+
+SPEED, STEPS = 0.05, 3
+
+
+def bias_of(model):
+    return model.model.layers[1].mlp.gate.e_score_correction_bias
+
+
+def expected_step(model, rows):
+    """The bias after a step over these rows."""
+    chosen, gate = [], model.model.layers[1].mlp.gate
+    hook = gate.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
+    with torch.no_grad():
+        model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])
+    hook.remove()
+    real = rows["attention_mask"].flatten().bool()
+    load = torch.bincount(chosen[0][real].flatten(), minlength=8).double()
+    return bias_of(model) + SPEED * torch.sign(load.mean() - load)
+
+
+def test_the_bias_moves_once_a_step(tmp_path):
+    """With activations computed again, and micro-batches; resumed too."""
+    rows, model = padded(), build("deepseek", layers=2)
+    data = [{name: x[i] for name, x in rows.items()} for i in (0, 1)]
+    found = []
+
+    class Kept(ExpertBalancing):
+        def on_optimizer_step(self, *args, **kwargs):
+            # every real token chose two experts
+            assert self._routers[0][2].sum() == 2 * rows["attention_mask"][:2].sum()
+            super().on_optimizer_step(*args, **kwargs)
+
+        def on_step_end(self, *args, model, **kwargs):
+            found.append(bias_of(model).clone())
+
+    def trained(model, checkpoint=None):
+        # rate 0: the same tokens go through the same router in every step
+        args = arguments(
+            tmp_path, max_steps=STEPS, learning_rate=0.0, per_device_train_batch_size=1,
+            gradient_accumulation_steps=2, gradient_checkpointing=True, use_cpu=True,
+            save_strategy="steps", save_steps=2,
+        )  # fmt: skip
+        trainer = TwoStageTrainer(model, args, train_dataset=data, callbacks=[Kept(SPEED)])
+        trainer.train(resume_from_checkpoint=checkpoint)
+
+    twin, expected = build("deepseek", layers=2).eval(), []
+    for _ in range(STEPS):
+        step = expected_step(twin, {name: x[:2] for name, x in rows.items()})
+        bias_of(twin).copy_(step)
+        expected.append(step)
+    trained(model)
+    assert len(expected[0].unique()) > 1
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected).float())
+    trained(again := build("deepseek", layers=2), str(tmp_path / "checkpoint-2"))
+    assert torch.equal(bias_of(again), found[STEPS - 1])
+    assert bias_of(again).dtype == torch.float32
+
+
+def test_a_router_without_a_bias_is_refused():
+    with pytest.raises(GrowthError, match="MixtralForCausalLM has no router with a bias"):
+        ExpertBalancing().watch(build("mixtral", layers=1))
