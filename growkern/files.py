@@ -108,20 +108,20 @@ def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
             value = json.loads(data.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
-    _check_levels(value, MOST_LEVELS)
+    _check_levels([value], MOST_LEVELS + 1)
     if rb"\ud" in data or rb"\uD" in data:
         # half of a pair of UTF-16 stands for no character, and cannot be written again
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-def _check_levels(value: Any, left: int) -> None:
-    if not isinstance(value, (dict, list)):
-        return
+def _check_levels(value: dict[str, Any] | list[Any], left: int) -> None:
     if not left:
         raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
     for inner in value.values() if isinstance(value, dict) else value:
-        _check_levels(inner, left - 1)
+        # most values are numbers and texts: no call for these
+        if isinstance(inner, (dict, list)):
+            _check_levels(inner, left - 1)
 
 
 def stays_inside(name: str) -> bool:
@@ -213,6 +213,23 @@ def sync_tree(directory: Path) -> None:
             path.chmod(stat.S_IMODE(path.stat().st_mode) | readers)
         sync(path)
     sync(directory)
+
+
+def read_all(file: int, out: memoryview, at: int) -> None:
+    """Fill `out` from byte `at` of a file on; the system may give the bytes in several bites.
+
+    Args:
+        file: a descriptor.
+
+    Raises:
+        OSError: the file cannot be read, or has too few bytes.
+    """
+    done = 0
+    while done < len(out):
+        count = os.preadv(file, [out[done:]], at + done)
+        if not count:
+            raise OSError(errno.EIO, f"it ends at byte {at + done}")
+        done += count
 
 
 def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> None:

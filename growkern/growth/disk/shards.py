@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
 
 from growkern.families.model import Names
-from growkern.files import write_all
+from growkern.files import no_collections, write_all
 from growkern.growth.source.files import INDEX_FILE, STORED_DTYPES, Header
 from growkern.growth.source.stored import Stacked
 
@@ -58,6 +58,7 @@ class ShardLayout:
             (directory / INDEX_FILE).write_text(self.index, encoding="utf-8")
 
 
+@no_collections()
 def lay_out(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
@@ -154,17 +155,18 @@ class TargetFile:
 
     def write(self, data: Tensor, at: int) -> None:
         """Put `data`, (n,) uint8, to its place, byte `at` of the file."""
-        view = data.numpy().data
-        start = min(-at % BLOCK_BYTES, len(view))
-        stop = start + (len(view) - start) // BLOCK_BYTES * BLOCK_BYTES
-        if (data.data_ptr() + start) % BLOCK_BYTES == 0 and stop - start >= LEAST_DIRECT_BYTES:
-            written = self._write_direct(view[start:stop], at + start)
-        else:
-            written = 0
+        view, start, written = data.numpy().data, 0, 0
+        if len(view) >= LEAST_DIRECT_BYTES:
+            start = -at % BLOCK_BYTES
+            stop = start + (len(view) - start) // BLOCK_BYTES * BLOCK_BYTES
+            if (data.data_ptr() + start) % BLOCK_BYTES == 0:
+                written = self._write_direct(view[start:stop], at + start)
         # the cache takes one writer per file at a time: a second one should not wait inside it
         with self._writing:
-            write_all(self._cached, view[:start], at)
-            write_all(self._cached, view[start + written :], at + start + written)
+            if start:
+                write_all(self._cached, view[:start], at)
+            start += written
+            write_all(self._cached, view[start:], at + start)
 
     def _write_direct(self, data: memoryview, at: int) -> int:
         """Write past the cache as far as possible; returns how many bytes were written."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +29,7 @@ from growkern.growth.plan.pieces import Piece, pieces_of
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source
-from growkern.growth.source.stored import read_entry
+from growkern.growth.source.stored import read_entries
 from growkern.growth.tensors.tensor import build_tensor
 
 
@@ -46,9 +46,9 @@ class SourceReader:
         self._allow_nonfinite = allow_nonfinite
         self._locks = {name: threading.Lock() for name in source.headers}
 
-    def __call__(self, name: str, entry: int | None = None) -> Tensor:
+    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
         self.check(name)
-        return read_entry(self._headers[name], entry)
+        return read_entries(self._headers[name], entries)
 
     def check(self, name: str) -> None:
         """Compute its checksum and look for NaN and Inf, once."""

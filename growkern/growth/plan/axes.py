@@ -79,6 +79,19 @@ class AxisMap:
         sums = self.sums and (self.sums[0] * factor, self.sums[1] * factor)
         return dataclasses.replace(self, scale=self.scale * factor, sums=sums)
 
+    def within(self, index: Tensor, scale: Tensor, count: int) -> AxisMap:
+        """This map within entries of an axis before it, both as one axis without extra entries.
+
+        Args:
+            index, scale: of the entries of that axis, (n,).
+            count: length of that axis in the source.
+        """
+        total = count * self.source
+        own = torch.where(self.index < self.source, self.index, self.index - self.source + total)
+        joined = (index[:, None] * self.source + own).flatten()
+        scales = (scale[:, None] * self.scale).flatten()
+        return AxisMap(joined, scales, self.noise.repeat(len(index)), total)
+
     def block(self, where: range) -> dict[str, Any]:
         """Index, scale, noise and copies of some entries, each None if it changes nothing."""
         at = slice(where.start, where.stop)
@@ -148,7 +161,7 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         scale = torch.ones(size, dtype=torch.float64)
         return AxisMap(index, scale, torch.zeros_like(scale), total, extra=size - total)
     is_routed = role == "read" and plan.options.symmetry == "routing"
-    pieces, offset, extra, free = [], 0, 0, 0
+    pieces, copies, offset, extra, free = [], list[Tensor](), 0, 0, 0
     for name in names.split("|"):
         space = layout.space(name, layer)
         if role == "read" and space.free_extra and plan.options.symmetry != "none":
@@ -164,18 +177,18 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         copied = index + offset + total * from_next
         index = torch.where(is_computed, index - space.source, copied)
         no_noise = torch.zeros(space.target, dtype=torch.float64)
-        copies = space.copies
-        if bool(from_next.any()):
+        if is_routed:
             # entries of two layers share one index: they are no copies of each other
-            copies = torch.tensor([0, 1]).expand_as(copies)
-        pieces.append((index, scale, no_noise if noise is None else noise, ~space.is_extra, copies))
+            alone = torch.tensor([0, 1]).expand(space.target, 2)
+            copies.append(alone if bool(from_next.any()) else space.copies)
+        pieces.append((index, scale, no_noise if noise is None else noise, ~space.is_extra))
         offset += space.source
-    joined, scales, noises, is_copy, copies = (torch.cat(x) for x in zip(*pieces, strict=True))
+    joined, scales, noises, is_copy = (torch.cat(x) for x in zip(*pieces, strict=True))
     if axis == _scaled_axis(task):
         scales = scales * layout.scale(task.tensor.row)
     is_split = role == "read" and plan.options.symmetry == "split"
     sums = partial_sums(joined, scales, is_copy) if is_split else None
-    routed = copies if is_routed else None
+    routed = torch.cat(copies) if is_routed else None
     return AxisMap(joined, scales, noises, total, extra, sums, routed, free)
 
 
@@ -184,12 +197,16 @@ def _scaled_axis(task: Task) -> str:
     return next(axis for axis in task.tensor.axes if ":" in axis)
 
 
-def matrix_of(task: Task, number: int) -> Task:
-    """The task of one matrix of a tensor with three axes."""
+def matrix_of(task: Task, number: int, count: int = 1) -> Task:
+    """The task of some matrices of a tensor with three axes, one below the other.
+
+    Args:
+        number: of the first one.
+    """
     tensor = dataclasses.replace(
         task.tensor, name=f"{task.name}.{number}", axes=task.tensor.axes[1:]
     )
-    return dataclasses.replace(task, tensor=tensor, shape=task.shape[1:])
+    return dataclasses.replace(task, tensor=tensor, shape=(count * task.shape[1], task.shape[2]))
 
 
 def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:

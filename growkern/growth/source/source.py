@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,14 @@ from growkern.growth.source.live import (
 )
 from growkern.growth.source.refused import quantised_advice, refuse_adapters, refuse_quantised
 from growkern.growth.source.stamps import Stamps
-from growkern.growth.source.stored import Read, StoredTensor, read_entry, spellings, stacked
+from growkern.growth.source.stored import (
+    Read,
+    StoredTensor,
+    joined_rows,
+    read_entries,
+    spellings,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -190,8 +197,8 @@ class _Stored(_Reader):
 
     headers: Mapping[str, StoredTensor]
 
-    def __call__(self, name: str, entry: int | None = None) -> Tensor:
-        return read_entry(self.headers[name], entry)
+    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
+        return read_entries(self.headers[name], entries)
 
 
 @dataclass(frozen=True)
@@ -200,9 +207,9 @@ class _Live(_Reader):
 
     tensors: Mapping[str, Tensor]
 
-    def __call__(self, name: str, entry: int | None = None) -> Tensor:
+    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
         tensor = self.tensors[name].detach()
-        return tensor if entry is None else tensor[entry]
+        return tensor if entries is None else joined_rows(lambda a, b: tensor[a:b], entries)
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[Callable[[str], Any]]]:
         return partial, (no_weights,)
@@ -213,13 +220,13 @@ class _Checked(_Reader):
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._checked: set[tuple[str, int | None]] = set()
+        self._checked: set[tuple[str, tuple[int, ...]]] = set()
 
-    def __call__(self, name: str, entry: int | None = None) -> Tensor:
-        tensor = self._read(name, entry)
-        if (name, entry) not in self._checked:
+    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
+        tensor, key = self._read(name, entries), (name, tuple(entries or ()))
+        if key not in self._checked:
             refuse_nonfinite(name, tensor)
-        self._checked.add((name, entry))
+        self._checked.add(key)
         return tensor
 
 

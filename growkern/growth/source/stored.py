@@ -8,10 +8,13 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache, cached_property
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,11 +24,12 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
+from growkern.files import no_collections, read_all
 
 NUMBERED = re.compile(r"(.*)\.(\d+)\.(.*)")
 
 
-# a source tensor by name; with a number, that entry of its first axis alone
+# a source tensor by name; with numbers, those entries of its first axis alone
 Read = Callable[..., Tensor]
 
 
@@ -87,9 +91,17 @@ class BareTensor:
         return self.read()
 
 
-def read_entry(tensor: StoredTensor, entry: int | None) -> Tensor:
-    """One entry of the first axis of a stored tensor; None: the whole tensor."""
-    return tensor.read() if entry is None else tensor.rows(entry, entry + 1)[0]
+def joined_rows(rows: Callable[[int, int], Tensor], entries: Sequence[int]) -> Tensor:
+    """Some entries of a tensor's first axis, in rising order; `rows` returns a run of them."""
+    breaks = [i for i in range(1, len(entries)) if entries[i] != entries[i - 1] + 1]
+    ends = pairwise([0, *breaks, len(entries)])
+    found = [rows(entries[a], entries[b - 1] + 1) for a, b in ends]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def read_entries(tensor: StoredTensor, entries: Sequence[int] | None) -> Tensor:
+    """Some entries of the first axis of a stored tensor; None: the whole tensor."""
+    return tensor.read() if entries is None else joined_rows(tensor.rows, entries)
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ class Stacked:
         parts: the stored tensors of each expert. They are rows of its matrix, one after another.
     """
 
-    # `StoredTensor`s; where files are written, `Header`s
+    # `Header`s of safetensors files
     parts: tuple[tuple[Any, ...], ...]
 
     @property
@@ -130,25 +142,56 @@ class Stacked:
         return Stacked(tuple(parts))
 
     def places(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """File, first byte and number of bytes of every piece of the rows [start, stop)."""
-        for parts in self.parts[start:stop]:
-            for part in parts:
-                yield from part.places(0, part.shape[0])
+        """File, first byte and number of bytes of every run of the rows [start, stop)."""
+        yield from chain.from_iterable(self._runs[start:stop])
+
+    @cached_property
+    def _runs(self) -> list[list[tuple[str, int, int]]]:
+        """`places` of every expert: parts that lie side by side in a file are one run."""
+        sizes = [part.nbytes for part in self.parts[0]]
+        result = []
+        for parts in self.parts:
+            runs: list[tuple[str, int, int]] = []
+            for part, size in zip(parts, sizes, strict=True):
+                file, first, before = runs[-1] if runs else ("", 0, 0)
+                if (file, first + before) == (part.file, part.start):
+                    runs[-1] = (file, first, before + size)
+                else:
+                    runs.append((part.file, part.start, size))
+            result.append(runs)
+        return result
 
     def read(self) -> Tensor:
         return self.rows(0, len(self.parts))
 
     def rows(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        for number in range(start, stop):
-            torch.cat([part.read() for part in self.parts[number]], out=out[number - start])
+        self._fill(out, start, stop)
         return out
+
+    def _fill(self, out: Tensor, start: int, stop: int) -> None:
+        """Read rows [start, stop). Reading is faster than to map thousands of small tensors."""
+        view, done = memoryview(out.view(-1).view(torch.uint8).numpy()), 0
+        with ExitStack() as stack:
+            files: dict[str, int] = {}
+            for file, at, size in self.places(start, stop):
+                if file not in files:
+                    files[file] = os.open(file, os.O_RDONLY)
+                    stack.callback(os.close, files[file])
+                try:
+                    read_all(files[file], view[done : done + size], at)
+                except OSError as error:
+                    name = self.parts[start][0].raw_name
+                    raise GrowthError(
+                        f"{file}: {name} or one after it cannot be read: {error}"
+                    ) from error
+                done += size
 
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         # memory that is not written takes no room
         out = torch.empty(self.shape, dtype=self.dtype)
         for number in index[0].unique().tolist():
-            torch.cat([part.read() for part in self.parts[number]], out=out[number])
+            self._fill(out[number], number, number + 1)
         return out
 
 
@@ -173,6 +216,7 @@ def spellings(model: ModelSpec, name: str) -> list[str]:
     return [name, *renamed, prefix + name, *(name.removeprefix(p) for p in prefixes)]
 
 
+@no_collections()
 def stacked(
     model: ModelSpec, headers: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
@@ -182,14 +226,19 @@ def stacked(
     """
     known = {file: (t, part) for t in model.tensors for part, file in enumerate(t.files)}
     known |= {t.stored: (t, 0) for t in model.tensors if t.stored}
+
+    @cache
+    def place_of(key: str) -> tuple[TensorSpec, int] | None:
+        return next((known[n] for n in spellings(model, key) if n in known), None)
+
     result: dict[str, StoredTensor] = {}
     found: dict[str, dict[tuple[int, int], StoredTensor]] = {}
     for raw, header in headers.items():
         # the last number in a name is that of the expert
         number = NUMBERED.fullmatch(raw) if known else None
-        keys = {raw: 0, f"{number[1]}.{{e}}.{number[3]}": int(number[2])} if number else {raw: 0}
-        places = ((known.get(n), e) for key, e in keys.items() for n in spellings(model, key))
-        place, expert = next((p for p in places if p[0]), (None, 0))
+        place = place_of(f"{number[1]}.{{e}}.{number[3]}") if number else None
+        expert = int(number[2]) if place else 0
+        place = place or place_of(raw)
         if place is None:
             result[raw] = header
         elif found.setdefault(place[0].name, {}).setdefault((expert, place[1]), header) != header:

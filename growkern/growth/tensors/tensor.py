@@ -10,7 +10,7 @@ in a separate call, from a few rows that `growth.tensors.extras` computes from t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -129,16 +129,54 @@ def _build_weight(
     ]
     if len(axes) < 3:
         return _build_matrix(plan, task, axes, read, part, out, work)
-    for place, number in enumerate(range(*part[0].indices(task.shape[0]))):
-        of_expert = partial(_entry_of, read, entry=int(axes[0].index[number]))
-        one = matrix_of(task, number)
+    numbers = range(*part[0].indices(task.shape[0]))
+    if out.is_contiguous() and _may_join(plan, task, axes, part):
+        _build_experts(plan, task, axes, numbers, read, part, out, work)
+        return out
+    for place, number in enumerate(numbers):
+        of_expert = cache(partial(_matrices_of, read, entries=[int(axes[0].index[number])]))
         rows = axes[1].times(axes[0].scale[number].item())
-        _build_matrix(plan, one, [rows, axes[2]], of_expert, part[1:], out[place], work)
+        maps, whole = [rows, axes[2]], (task, number)
+        one = matrix_of(task, number)
+        _build_matrix(plan, one, maps, of_expert, part[1:], out[place], work, whole)
     return out
 
 
-def _entry_of(read: Read, name: str, entry: int) -> Tensor:
-    return read(name, entry)
+def _may_join(plan: Blueprint, task: Task, axes: Sequence[AxisMap], part: Part) -> bool:
+    """Whether the experts of a part can be built by one call, their rows one after another."""
+    own = zip(axes[1:], task.tensor.axes[1:], strict=True)
+    is_whole = part[1].indices(task.shape[1]) == (0, task.shape[1], 1)
+    # rows that are read have noise and routing of their own in every expert
+    is_written = not task.tensor.axes[1].startswith("read:")
+    return is_whole and is_written and not any(m.extra and not _is_nothing(plan, a) for m, a in own)
+
+
+def _build_experts(
+    plan: Blueprint,
+    task: Task,
+    axes: Sequence[AxisMap],
+    numbers: range,
+    read: Read,
+    part: Part,
+    out: Tensor,
+    work: Work,
+) -> None:
+    """The experts `numbers` as one matrix. It has the bits of each of them built by itself."""
+    at = slice(numbers.start, numbers.stop)
+    entries, index = axes[0].index[at].unique(return_inverse=True)
+    # every block of columns asks for it
+    of_experts = cache(partial(_matrices_of, read, entries=entries.tolist()))
+    rows = axes[1].within(index, axes[0].scale[at], len(entries))
+    one = matrix_of(task, numbers.start, len(numbers))
+    where, whole = (slice(0, one.shape[0]), part[2]), (task, numbers.start)
+    _build_matrix(plan, one, [rows, axes[2]], of_experts, where, out.flatten(0, 1), work, whole)
+    if extra := axes[1].extra:
+        work.then(out[:, -extra:].zero_)
+
+
+def _matrices_of(read: Read, name: str, entries: Sequence[int]) -> Tensor:
+    """The source's matrices of some experts, one below the other."""
+    return read(name, entries).flatten(0, 1)
 
 
 def _build_matrix(
@@ -149,8 +187,18 @@ def _build_matrix(
     part: Part,
     out: Tensor,
     work: Work,
+    whole: tuple[Task, int] | None = None,
 ) -> Tensor:
-    """A weight of one or two axes, with their maps."""
+    """A weight of one or two axes, with their maps.
+
+    Args:
+        whole: the tensor that it is a matrix of, and its number there.
+    """
+    first, seeded = 0, task
+    if whole is not None:
+        first = whole[1] * whole[0].shape[1]
+        # read rows
+        seeded = task if task.tensor.axes[0].startswith("read:") else whole[0]
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
         extra = tuple(is_extra for _, is_extra in block)
         place = out[_within(part, block)]
@@ -162,6 +210,7 @@ def _build_matrix(
         group = max(m.group(where) for m, (where, _) in zip(axes, block, strict=True))
         # noise and routing depend on the place in the whole tensor: parts have the same bits
         offsets = [where.start for where, _ in block] + [0]
+        offsets[0] += first
         gathered = axes[0].index[block[0][0].start : block[0][0].stop] % axes[0].source
         # extra rows are float64 sums; they are computed on the CPU
         readers = _on_cpu(read) if any(extra) else read
@@ -178,7 +227,7 @@ def _build_matrix(
             col_noise=cols.get("noise"),
             routing=_routing(plan, rows, cols),
             upper=upper,
-            seed=noise_seed(plan, task, group),
+            seed=noise_seed(plan, seeded, group),
             offsets=(offsets[0], offsets[1]),
             out=place,
         )
