@@ -293,7 +293,7 @@ def measured(results: Path) -> str:
     if grown:
         row = max(grown[:3], key=lambda row: row["target GB"])
         what = f"growing a Llama to {row['target GB']:.2f} GB, disk to disk, 2 cores"
-        own = f"{row['stream s']:.1f} s, {row['stream peak MB']:.0f} MB of memory"
+        own = f"{row['stream s']:.1f} s, {row['stream peak MB']:.0f} MB beside Python"
         lines.append([what, own, f"`cp` of the same bytes: {row['cp, on disk s']:.1f} s"])
     if losses:
         errors = {

@@ -66,7 +66,7 @@ def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise GrowthError("plots need matplotlib: pip install 'growkern[plot]'") from error
+        raise GrowthError("plots need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(WIDTH, height), layout=layout, dpi=DPI)
     FigureCanvasAgg(figure)
     return figure

@@ -201,6 +201,15 @@ def test_inherited_loss_of_a_grown_vocabulary(family, kind, tmp_path):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("said", [None, 0, True, "48", VOCAB + 1, VOCAB + NEW])
+def test_a_wrong_number_of_known_tokens_is_refused_by_name(said):
+    teacher, student = (build("llama", vocab_size=v, seed=v) for v in (VOCAB, VOCAB + NEW))
+    with pytest.raises(GrowthError, match="teacher_vocab_size"):
+        growkern.inherited_loss(
+            student, teacher, batch_of("plain"), alpha=0.4, teacher_vocab_size=said
+        )
+
+
 def test_an_encoder_and_its_decoder_may_have_new_tokens():
     teacher, student = (build("t5", layers=1, vocab_size=v, seed=v) for v in (VOCAB, VOCAB + NEW))
     batch = batch_of("plain")

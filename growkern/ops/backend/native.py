@@ -17,8 +17,8 @@ FILE_NAME = "libgrowkern.so"
 ISA_NAMES = ("portable", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 HOW_TO_BUILD = (
-    "install a C++17 compiler, then `pip install --force-reinstall --no-deps --no-binary growkern "
-    "growkern`"
+    "install a C++17 compiler, then growkern again from its sources: `pip install "
+    "--force-reinstall --no-deps ./growkern`"
 )
 LOST = (
     "Without it growth, the losses and GrowthAdamW run in plain PyTorch on a CPU: slower, and with "

@@ -131,7 +131,7 @@ def why_not() -> str:
     if torch.version.hip or not torch.cuda.is_available():
         return "no NVIDIA GPU found by PyTorch"
     if source_folder() is None:
-        return "installed without the sources of csrc: pip install --force-reinstall growkern"
+        return "installed without the sources of csrc: install growkern from its repository"
     if nvrtc() is None:
         return "no NVRTC beside PyTorch: pip install nvidia-cuda-nvrtc"
     return ""

@@ -68,7 +68,7 @@ from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.dtypes import check_tensors
 from growkern.ops.backend.transforms import apply
 from growkern.ops.loss.rows.inputs import (
-    check_vocabulary,
+    check_columns,
     outcome,
     over_columns,
     row_inputs,
@@ -201,7 +201,7 @@ def kl_mlm_loss(
     if shard.group:
         refuse_reference(chosen)
     widths = [t.shape[-1] for t in teachers]
-    columns = check_vocabulary(call, student_logits.shape[-1], widths, shard)
+    columns = check_columns(call, student_logits.shape[-1], widths, shard)
     student = ("student_logits", student_logits)
     rows = row_inputs(call, checked, labels, student, columns.vocab, shard)
 

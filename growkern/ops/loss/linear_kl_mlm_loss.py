@@ -58,7 +58,7 @@ from growkern.ops.loss.linear.heads import (
 )
 from growkern.ops.loss.linear.op import LINEAR_KL_MLM
 from growkern.ops.loss.rows.inputs import (
-    check_vocabulary,
+    check_columns,
     outcome,
     over_columns,
     row_inputs,
@@ -117,7 +117,7 @@ def linear_kl_mlm_loss(
         refuse_reference(chosen)
     student, *teachers = heads
     widths = [len(t.weight) for t in teachers]
-    columns = check_vocabulary(call, len(student.weight), widths, shard)
+    columns = check_columns(call, len(student.weight), widths, shard)
     named = ("student_hidden", student_hidden)
     rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
 

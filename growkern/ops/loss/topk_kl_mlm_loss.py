@@ -61,7 +61,7 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, reference_loss
-from growkern.ops.loss.rows.inputs import check_vocabulary, outcome, over_columns, row_inputs
+from growkern.ops.loss.rows.inputs import check_columns, outcome, over_columns, row_inputs
 from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
@@ -146,7 +146,7 @@ def topk_kl_mlm_loss(
     chosen = choose_backend(call.backend, labels.device)
     if shard.group:
         refuse_reference(chosen)
-    columns = check_vocabulary(call, len(student.weight), [], shard)
+    columns = check_columns(call, len(student.weight), [], shard)
     total = shard.vocab or columns.vocab
     known = min(total, call.teacher_vocab_size or total)
     topk = check_topk(teacher_topk_ids, cached, student_hidden, known)

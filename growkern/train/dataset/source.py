@@ -237,7 +237,7 @@ def need_datasets(work: str) -> Any:
         GrowthError: it is not installed; the message names the command that installs it.
     """
     if find_spec("datasets") is None:
-        raise GrowthError(f"{work} needs the datasets library: pip install 'growkern[train]'")
+        raise GrowthError(f"{work} needs the datasets library: pip install datasets")
     import datasets
 
     return datasets

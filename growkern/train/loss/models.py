@@ -17,11 +17,13 @@ from transformers.models.auto.modeling_auto import (
 
 from growkern.errors import GrowthError
 from growkern.growth.source.live import QUANTISED
+from growkern.ops.loss.rows.inputs import check_columns
+from growkern.ops.loss.rows.options import LossCall
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.context import as_known
 from growkern.train.loss.inheritance import check_same_objective
 from growkern.train.loss.router import check_router
-from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, least
+from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, columns_of, least
 from growkern.train.model.head import (
     check_causal,
     check_head,
@@ -170,7 +172,11 @@ def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> N
 
 
 def check_models(
-    model: Any, teachers: Sequence[Any], *, vocab_size: int | None = None
+    model: Any,
+    teachers: Sequence[Any],
+    *,
+    vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
 ) -> int | None:
     """Check each model once, when it is first seen.
 
@@ -178,13 +184,14 @@ def check_models(
         model: in training.
         teachers: models and pairs.
         vocab_size: columns that mean the same token in all; None compares the vocabularies.
+        teacher_vocab_size: the tokens that all teachers know, if the caller says it.
 
     Returns:
         The tokens that all teachers know; None if these are all of the student's, as far as known.
 
     Raises:
         GrowthError: something is not a model; the student would be trained wrongly; or a teacher
-            has another objective or vocabulary than the student.
+            has another objective or vocabulary than the student, or fewer tokens than are said.
     """
     _check_type("model", model)
     if not is_pair(model):
@@ -196,7 +203,13 @@ def check_models(
             _check_teacher(unwrapped(teacher), model)
             if vocab_size is None and not is_pair(model):
                 found.append(_known_tokens(unwrapped(teacher), unwrapped(model)))
-    return least(found)
+    known = least(found) if teacher_vocab_size is None else teacher_vocab_size
+    if not any(is_pair(one) for one in (model, *teachers)):
+        # before a teacher runs, and meets a token that it does not have
+        width, *widths = [columns_of(unwrapped(one)) for one in (model, *teachers)]
+        sizes = {"vocab_size": vocab_size, "teacher_vocab_size": known}
+        check_columns(LossCall(alpha=0.5, **sizes), width, widths)
+    return known
 
 
 def _check_type(name: str, model: Any) -> None:

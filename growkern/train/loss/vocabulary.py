@@ -137,8 +137,8 @@ def check_vocabulary(
             f"{name} is a {others} and the student a {family}, so it seems to have another "
             f"vocabulary. If all ids agree, {remedy}"
         )
-    columns = _columns(teacher)
-    if tokenizer is not None and columns != _columns(student):
+    columns = columns_of(teacher)
+    if tokenizer is not None and columns != columns_of(student):
         check_padding(name, columns, len(tokenizer), remedy)
     return None
 
@@ -215,14 +215,15 @@ def _tokenizer_of(model: Any) -> Any | None:
         return None
 
 
-def _columns(model: Any) -> int:
+def columns_of(model: Any) -> int:
+    """The columns of a model's logits."""
     columns: int = model.get_output_embeddings().weight.shape[0]
     return columns
 
 
 def _special_ids(model: Any) -> dict[str, set[int]]:
     """The special ids in a model's config. Ids beyond its vocabulary are defaults of its class."""
-    found, columns = {}, _columns(model)
+    found, columns = {}, columns_of(model)
     for name in SPECIAL_IDS:
         value = getattr(model.config, name, None)
         several = value if isinstance(value, list | tuple) else [value]

@@ -303,7 +303,7 @@ def reports_of(output: OutputSection) -> tuple[str, ...]:
         if name == "tensorboard" and not has_tensorboard():
             raise GrowthError(
                 "TensorBoard is not installed: set output.tensorboard to false, or "
-                "pip install 'growkern[train]'"
+                "pip install tensorboard"
             )
         if name not in available:
             raise GrowthError(

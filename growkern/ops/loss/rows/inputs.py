@@ -32,7 +32,7 @@ class Columns(NamedTuple):
     known: int | None  # that the teachers know; None: all, on every rank
 
 
-def check_vocabulary(
+def check_columns(
     call: LossCall, student: int, teachers: Sequence[int], shard: Shard = WHOLE
 ) -> Columns:
     """The numbers of columns here, given the widths of all logits.
@@ -43,7 +43,7 @@ def check_vocabulary(
     known = call.teacher_vocab_size
     if known is None:
         return Columns(_columns(call.vocab_size, student, teachers, shard), None)
-    if not isinstance(known, int) or known < 1:
+    if not isinstance(known, int) or isinstance(known, bool) or known < 1:
         raise GrowthError(f"teacher_vocab_size must be a positive integer, got {known!r}")
     vocab = _columns(call.vocab_size, student, [], shard)
     here = min(max(0, known - shard.start), vocab)
