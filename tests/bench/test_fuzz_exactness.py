@@ -73,6 +73,17 @@ def test_a_wrong_word_is_found(monkeypatch):
         check(case)
 
 
+def test_rounding_that_a_model_enlarges_is_none_of_the_growth():
+    """Norms over two entries: in twelve layers, float32 moves outputs by more than 1e-4."""
+    sizes = {"hidden_size": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    sizes |= {"intermediate_size": 22, "num_hidden_layers": 12, "query_pre_attn_scalar": 6}
+    sizes |= {"vocab_size": 50, "pad_token_id": 0, "hidden_act": "relu", "rms_norm_eps": 1e-4}
+    sizes |= {"layer_types": ["full_attention"] * 12}
+    how = {"intermediate_size": 48, "head_dim": 8, "symmetry": "split", "seed": 9}
+    case = Case("Gemma3TextModel", sizes, how, on_disk=False, std=0.3, dtype=torch.float32)
+    assert check(case) == "exact"
+
+
 # source and target dtypes; sums, scaled copies, and constants that the model rounds
 WIDER = [
     Case("GPT2LMHeadModel", GPT2, {"n_embd": 20, "n_head": 5, "dtype": torch.float32}, False),

@@ -101,8 +101,9 @@ def stated_bound(plan: GrowthPlan, outputs: Mapping[str, float], dtype: torch.dt
 
 
 def _noise(errors: Mapping[str, float], dtype: torch.dtype) -> float:
-    """The largest relative error of outputs that arithmetic explains."""
-    return rounding(dtype) + ROUNDING_ROOM * errors.get(ARITHMETIC_ERROR, 0.0)
+    """The largest relative error of outputs that rounding explains."""
+    measured = sum(errors.get(name, 0.0) for name in (ARITHMETIC_ERROR, ROUNDING_ERROR))
+    return rounding(dtype) + ROUNDING_ROOM * measured
 
 
 def _allowed(plan: GrowthPlan, errors: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
@@ -115,8 +116,6 @@ def _allowed(plan: GrowthPlan, errors: Mapping[str, float], dtype: torch.dtype) 
     # a change that nobody asked for must not hide in the room for 16 bits
     if unasked_change(plan) is None:
         output = sum(_bounds(plan, OUTPUT_ERROR)) + _noise(errors, dtype)
-        if plan.rounds_weights:
-            output += ROUNDING_ROOM * errors[ROUNDING_ERROR]
     # the bound in 16 bits has room for logits that are rounded
     tokens = sum(_bounds(plan, NEW_TOKENS)) + rounding(dtype)
     return {OUTPUT_ERROR: output, NEW_TOKENS: tokens, GENERATION_ERROR: output}
