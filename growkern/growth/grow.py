@@ -326,8 +326,7 @@ def carry_out(
     workers = workers_within(grown, limit)
     state = _grown_state(grown, optimizer, moments, limit)
     stored = grown.large.stored_names
-    dtypes = {task.name: grown.dtype_of(task) for task in grown.tasks}
-    layout = lay_out(_shapes(grown), dtypes, settings.max_shard_size, stored)
+    layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, stored)
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     # whatever the caller's default device is, pieces of weights have numbers

@@ -193,6 +193,11 @@ class Blueprint:
         return dtype_of(task.tensor, self.dtype)
 
     @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Name -> dtype of every target tensor."""
+        return {task.name: self.dtype_of(task) for task in self.tasks}
+
+    @property
     def may_overflow(self) -> bool:
         """True if finite weights of the source may become infinite in the target."""
         # the share of a copy may be larger than the weight

@@ -262,7 +262,7 @@ def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
     for task in plan.tasks:
         if task.name not in grown.dtypes:
             raise GrowthError(f"the grown model has no tensor {task.name}")
-    expected = {task.name: plan.dtype_of(task) for task in plan.tasks}
+    expected = plan.dtypes
     for name, dtype in grown.dtypes.items():
         if dtype != expected[name] and dtype.is_floating_point:
             raise GrowthError(f"the grown {name} is {dtype}, not {expected[name]} as planned")
