@@ -349,6 +349,21 @@ def test_sizes_of_latent_attention_and_groups_that_do_not_fit_are_refused(growth
         growkern.plan(source, **growth)
 
 
+@pytest.mark.parametrize(
+    "growth, why",
+    [
+        ({"linear_key_head_dim": 8}, "no size 'linear_key_head_dim' to grow"),
+        ({"linear_value_head_dim": 9}, "=9 is no multiple of the source's 6, .*_head_dim=12$"),
+        ({"linear_num_value_heads": 5}, "_value_heads=5 is not a multiple of .*; nearest .*=6$"),
+        ({"linear_num_key_heads": 4, "linear_num_value_heads": 4}, "shrinks from 2 to 1"),
+    ],
+)
+def test_sizes_of_a_delta_net_that_do_not_fit_are_refused(growth, why):
+    source = random_model(*RELATIVES["qwen3_next"][:2])
+    with pytest.raises(GrowthError, match=why):
+        growkern.plan(source, **growth)
+
+
 def test_latent_queries_do_not_come_from_nothing():
     class_name, sizes, options = RELATIVES["deepseek_v3"]
     source = random_model(class_name, {**sizes, **options})

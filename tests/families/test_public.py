@@ -46,6 +46,7 @@ MIXTURES = {
     "allenai/OLMoE-1B-7B-0924": (6.92, 1.28),
     "Qwen/Qwen1.5-MoE-A2.7B": (14.3, 2.7),
     "deepseek-ai/DeepSeek-V3": (671, 37.4),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (80, 3.9),
     "Qwen/Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen/Qwen3-235B-A22B": (235.1, 22.2),
 }

@@ -133,6 +133,10 @@ GROUPS = {
     **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
     **{"moe_intermediate_size": 7, "first_k_dense_replace": 1},
 }
+DELTA = {
+    **{"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6},
+}
 ONE_GROUP = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False}
 LATENT = {
     **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 10, "kv_lora_rank": 9},
@@ -214,6 +218,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**LOCAL, **WIDTHS},
         {"norm_topk_prob": True, "attention_bias": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {**EXPERTS, **WIDTHS, **DELTA, "head_dim": 8, "shared_expert_intermediate_size": 6},
+        {"attention_bias": True, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN_VL, {}),
     "qwen3_vl": (

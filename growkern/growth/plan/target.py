@@ -16,7 +16,7 @@ from growkern.families.conditions import followed
 from growkern.families.family import Family
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
-from growkern.growth.space.experts import check_experts, copies_of, followers
+from growkern.growth.space.experts import check_copies, copies_of, followers
 from growkern.growth.space.rotary import pair_step, rotary_entries
 
 if TYPE_CHECKING:
@@ -255,15 +255,19 @@ def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
     if not family.forces_head_dim:
         # a config without head_dim would derive it from the new sizes
         sizes.setdefault("head_dim", small.head_dim())
-    for key, size in family.config.items():
-        if size.follows in asked:
-            sizes.setdefault(key, small.size(key) * asked[size.follows] // small.size(size.follows))
-    for space in family.mixtures:
-        copied, old = followers(space, small), small.size(str(space.size))
-        for key in copied if space.size in asked else ():
-            sizes.setdefault(key, small.size(key) * (asked[str(space.size)] // old))
-    if "stream" not in asked:
-        return sizes
+    if "stream" in asked:
+        _follow_stream(small, asked, sizes)
+    follows = {key: size.follows for key, size in family.config.items()}
+    follows |= {key: space.size for space in family.mixtures for key in followers(space, small)}
+    for key, other in follows.items():
+        if other in sizes:
+            sizes.setdefault(key, small.size(key) * sizes[other] // small.size(other))
+    return sizes
+
+
+def _follow_stream(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int]) -> None:
+    """Add the sizes that grow in proportion to the stream."""
+    family = small.family
     old, new = small.size("stream"), asked["stream"]
     for key in family.unit_sizes:
         if family.config[key].follows is None:
@@ -277,7 +281,6 @@ def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
             group = small.size("q_heads") // small.size("kv_heads")
             if heads % group == 0:
                 sizes["kv_heads"] = heads // group
-    return sizes
 
 
 def _with_sizes(small: ModelSpec, sizes: dict[str, int]) -> Any:
@@ -367,10 +370,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
     if all(small.size(key) == large.size(key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
-    for key in (key for key, size in family.config.items() if size.factors):
-        if (new := large.size(key)) < (old := small.size(key)):
-            raise UnfitError(f"{family.config[key].default} shrinks from {old} to {new}")
-    check_experts(small, large)
+    check_copies(small, large)
     for heads in family.query_heads if family.forces_head_dim else ():
         _check_head_dim(small, large, heads, asked)
     large.check_groups()

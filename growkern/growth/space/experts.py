@@ -15,6 +15,26 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import SpaceSpec
 
 
+def check_copies(small: ModelSpec, large: ModelSpec) -> None:
+    """Refuse experts and units of which some would have more copies than others, where it matters.
+
+    That is so before a norm with an activation in front: no scale keeps what the norm divides by.
+    """
+    check_experts(small, large)
+    for key in (key for key, size in small.family.config.items() if size.factors):
+        if (new := large.size(key)) < (old := small.size(key)):
+            raise UnfitError(f"{small.family.config[key].default} shrinks from {old} to {new}")
+    for space in small.family.spaces.values():
+        if space.kind == "units" and space.activated and space.size != "stream":
+            old, new = (model.size(str(space.size)) for model in (small, large))
+            if new % old:
+                field = small.family.config_field(str(space.size))
+                raise UnfitError(
+                    f"{field}={new} is no multiple of the source's {old}, and an activation lies "
+                    "before their norm, so no scale keeps what the norm divides by"
+                )
+
+
 def copies_of(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> int:
     """How many copies of every expert the target has."""
     return large.size(str(space.size)) // small.size(str(space.size))

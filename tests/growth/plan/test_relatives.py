@@ -69,13 +69,32 @@ def parts_of_heads(model):
     return {key: n for key, n in old_sizes(model).items() if key in parts}
 
 
+def more_units(model, together=False):
+    """Sizes of units, and those that others are products or quotients of.
+
+    Args:
+        together: they grow at once.
+    """
+    family, old = model.family, old_sizes(model)
+    sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
+    sizes |= {key: old[key] + 1 for key in family.ratios}
+    units = [space for space in family.spaces.values() if space.kind == "units"]
+    sizes |= {s.size: 2 * old[s.size] for s in units if s.activated and s.size != "stream"}
+    keys = {size.field: key for key, size in family.config.items()}
+    for size in family.config.values():
+        if "/" in size.factors:
+            above, below = keys[size.factors[0]], keys[size.factors[2]]
+            count = sizes[below] if together else old[below]
+            sizes[above] = (old[above] // old[below] + 1) * count
+    return sizes
+
+
 def alone(model):
     """What grows -> the table's sizes that change it, and as little else as fits."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
     wider = {"stream": 2 * old["stream"]}
-    found = {key: {key: old[key] + 13} for key in family.unit_sizes}
+    found = {key: {key: size} for key, size in more_units(model).items()}
     found |= {key: {key: old[key] + 1} for key in family.stacks.values()}
-    found |= {key: {key: old[key] + 1} for key in family.ratios}
     found |= {"vocab": {"vocab": 64}} if "vocab" in old else {}
     found["stream"] = wider
     found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
@@ -92,8 +111,8 @@ def alone(model):
 def at_once(model):
     """Every size larger, and none a multiple where the family allows that."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
-    sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
-    sizes |= {key: old[key] + 1 for key in (*family.stacks.values(), *family.ratios)}
+    sizes = more_units(model, together=True)
+    sizes |= {key: old[key] + 1 for key in family.stacks.values()}
     sizes |= {"vocab": 64} if "vocab" in old else {}
     if not family.forces_head_dim:
         sizes |= {key: 3 * n for key, n in parts_of_heads(model).items()}
