@@ -184,7 +184,7 @@ class Family:
         for spec in specs.values():
             sizes |= {spec.heads, spec.size, spec.chosen, *spec.groups}
         sizes |= {"stream", "head_dim", *self.ratios, *(self.stacks[stack] for stack in stacks)}
-        sizes |= {*self.attention.divisor}
+        sizes |= {self.attention.divisor}
         return replace(
             self,
             config={key: size for key, size in self.config.items() if key in sizes},

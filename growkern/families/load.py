@@ -257,7 +257,7 @@ def _reference_faults(where: str, family: Family) -> Iterator[str]:
         used += [(f"spaces.{name}", other, family.spaces) for other in others]
         sizes = (space.heads, space.size, space.chosen, *space.groups)
         used += [(f"spaces.{name}", size, family.config) for size in sizes]
-    used += [("attention.divisor", size, family.config) for size in family.attention.divisor]
+    used += [("attention.divisor", family.attention.divisor, family.config)]
     for name, model_class in family.classes.items():
         used += [(name, part, family.parts) for part in model_class.parts]
         used += [(name, stack, family.stacks) for stack in model_class.stacks]

@@ -158,6 +158,7 @@ class Size:
             names = self.default.split()[::2]
             values = [int(x) if x.isdigit() else getattr(config, x) for x in names]
             value = values[0] // values[1] if "/" in self.default else math.prod(values)
+            value = sum(values) if "+" in self.default else value
             if not self.field and "/" in self.default and values[0] % values[1]:
                 pairs = [f"{x}={y}" for x, y in zip(names, values, strict=True)]
                 raise UnfitError(f"{pairs[0]} is not a multiple of {pairs[1]}")
@@ -233,7 +234,7 @@ class Attention:
         pairs: where pair i lies. `halves`: entries i and i + R / 2. `adjacent`: 2 i and 2 i + 1.
         whole_pairs: True if the model cannot run with an odd R. Others then turn R + 1 entries.
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
-        divisor: the sizes that add up to that head_dim, where it is not the size of this name.
+        divisor: that head_dim, if it is a size of another name.
         field: config field that holds the square of that constant.
         when: config flag; without it scores are not divided.
         partial: True if R is head_dim times the config's `partial_rotary_factor`, False if R is
@@ -254,7 +255,7 @@ class Attention:
     turning: str | None = None
     clip: str | None = None
     sections: tuple[int, ...] | None = None
-    divisor: tuple[str, ...] = ()
+    divisor: str | None = None
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,19 @@ class GrowthKeywords(TypedDict, total=False):
     num_experts_per_tok: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    n_group: int
+    topk_group: int
+    # latent attention
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    # gated delta nets
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_value_head_dim: int
     # GPT-2
     n_embd: int
     n_inner: int

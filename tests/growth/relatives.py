@@ -171,6 +171,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", ROTARY, {"use_bias": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
+    "flex_olmo": (
+        "FlexOlmoForCausalLM",
+        EXPERTS,
+        {"norm_topk_prob": True, "attention_bias": True},
+    ),
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
     "gemma3": ("Gemma3ForConditionalGeneration", GEMMA3, {}),
     "glm": ("GlmForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),

@@ -270,8 +270,7 @@ class Layout:
             before, after = (getattr(m.text, attention.field) for m in models)
             # it follows head_dim or stays: see `follow_heads` of `growkern.growth.plan.target`
             divided = before != after
-        roots = [sum(map(m.size, attention.divisor)) for m in models] if attention.divisor else []
-        before, after = roots or (old, new)
+        before, after = self.sizes(attention.divisor) if attention.divisor else (old, new)
         gain = math.sqrt(after / before) if divided else 1.0
         # where the table cuts heads into sizes of their own, those that turn never grow
         rotary = (0, 0) if attention.divisor else self.turning

@@ -71,7 +71,9 @@ class ModelCost:
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self._attention = 4 * heads * head_dim
+        # of queries and keys, and of values
+        widths = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+        self._attention = 2 * heads * sum(widths)
         # blocks shared between depths are in no stack, but attend once per depth
         self._outside_attentions = 0 if stacks else config.num_hidden_layers
         attention = attention or getattr(config, "_attn_implementation", None) or ""

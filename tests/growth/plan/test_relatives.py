@@ -77,7 +77,7 @@ def more_units(model, together=False):
     """
     family, old = model.family, old_sizes(model)
     sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
-    sizes |= {key: old[key] + 1 for key in family.ratios}
+    sizes |= {key: old[key] + 1 for key in family.ratios if key in family.growable}
     units = [space for space in family.spaces.values() if space.kind == "units"]
     sizes |= {s.size: 2 * old[s.size] for s in units if s.activated and s.size != "stream"}
     keys = {size.field: key for key, size in family.config.items()}

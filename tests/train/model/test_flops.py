@@ -53,6 +53,11 @@ MIXTURE = {
     "shared_expert_intermediate_size": 12,
     "mlp_only_layers": [1],
 }
+LATENT = {
+    **{"num_key_value_heads": 2, "q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6},
+    **{"qk_rope_head_dim": 4, "v_head_dim": 5, "moe_intermediate_size": 7, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+}
 # by model type: the Auto class and the sizes
 ALL_FAMILIES = {
     "roberta": ("MaskedLM", SIZES),
@@ -67,6 +72,7 @@ ALL_FAMILIES = {
     "gemma2": ("CausalLM", {**GROUPED, "head_dim": 12}),
     "gemma3_text": ("CausalLM", {**GROUPED, "head_dim": 12}),
     "qwen2_moe": ("CausalLM", {**GROUPED, **MIXTURE}),
+    "deepseek_v3": ("CausalLM", {**SIZES, **LATENT}),
     "gpt_oss": ("CausalLM", {**GROUPED, "head_dim": 12, "num_local_experts": 6}),
     "bart": (
         "CausalLM",
