@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from growkern import ExpertBalancing, GrowthError, TwoStageTrainer
+from growkern.errors import GrowthWarning
+from growkern.train.safety.precision import set_precision
 from tests.train.loss.test_inherited import padded
 from tests.train.test_trainer import arguments
 from tests.train.tiny import build
@@ -71,3 +73,14 @@ def test_the_bias_moves_once_a_step(tmp_path):
 def test_a_router_without_a_bias_is_refused():
     with pytest.raises(GrowthError, match="MixtralForCausalLM has no router with a bias"):
         ExpertBalancing().watch(build("mixtral", layers=1))
+
+
+def test_the_bias_stays_float32_in_pure_bf16(tmp_path):
+    model = build("deepseek", layers=2)
+    bias_of(model).fill_(5.0).add_(torch.arange(8) * 1e-3)
+    before = bias_of(model).clone()
+    with pytest.warns(GrowthWarning, match="pure-bf16"):
+        set_precision(model, arguments(tmp_path), "pure-bf16")
+    assert torch.equal(bias_of(model), before)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model(**padded()).logits.isfinite().all()

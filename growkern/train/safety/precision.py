@@ -83,7 +83,12 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
             GrowthWarning,
             stacklevel=4,
         )
+        strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        kept = {n: b for n, b in model.named_buffers() if any(word in n for word in strict)}
         model.to(torch.bfloat16)
+        for name, buffer in kept.items():
+            # near 5, bfloat16 would not tell the biases of a router apart
+            model.get_buffer(name).data = buffer.data
     elif is_sharded(model):
         if any(p.dtype in HALF for p in model.parameters()):
             # FSDP2 follows `to`; an assigned `data` would not reach its shards
