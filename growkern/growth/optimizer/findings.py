@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.optimizer.moments import entry_factors, has_known_gradient, is_new
+from growkern.growth.optimizer.moments import (
+    entry_factors,
+    has_known_gradient,
+    has_matrices,
+    is_new,
+)
 from growkern.growth.plan.finding import Finding
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import unknown_growth
@@ -95,7 +100,7 @@ def _steps_of_muon(plan: GrowthPlan) -> list[Finding]:
     uneven = [
         task.name
         for task in plan.tasks
-        if len(task.shape) == 2
+        if has_matrices(plan, task)
         and any(
             bool((vector != vector.flatten()[0]).any())
             for factors in [entry_factors(plan, task, {})]

@@ -85,8 +85,9 @@ class EntryFactors:
         eps: g of (2), float64, positive.
         old: bool; an entry existed in the source if it is true on all axes.
         centre: one vector that weight decay pulls towards, see (4); () if that is 0.
-        muon: of a matrix, the factor of Muon's learning rate by the name of `adjust_lr_fn`: (5)
-            over the growth of that rule. PyTorch's default, None, is "original". "none": (5).
+        muon: of a matrix, or of the stacked ones of experts, the factor of Muon's learning rate by
+            the name of `adjust_lr_fn`: (5) over the growth of that rule. PyTorch's default, None,
+            is "original". "none": (5).
     """
 
     lr: tuple[Tensor, ...]
@@ -189,17 +190,26 @@ def _gathered(axis: AxisMap, earlier: Sequence[Tensor]) -> Tensor | float:
 
 
 def _muon_factors(plan: GrowthPlan, task: Task, earlier: Mapping[str, float]) -> dict[str, float]:
-    """`EntryFactors.muon`; empty unless the tensor is a matrix."""
-    if len(task.shape) != 2:
+    """`EntryFactors.muon`; empty unless the tensor is a matrix, or has one for each expert."""
+    if not has_matrices(plan, task):
         return {}
     maps = [axis_map(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)]
-    (a, b), (rows, cols) = task.shape, [m.source for m in maps]
-    copied = [m.scale[: len(m.scale) - m.extra] for m in maps]
+    (a, b), (rows, cols) = task.shape[-2:], [m.source for m in maps[-2:]]
+    copied = [m.scale[: len(m.scale) - m.extra] for m in maps[-2:]]
     scale = math.prod(float(u.norm()) for u in copied) / math.sqrt(rows * cols)
+    # all experts have whole copies
+    scale *= math.prod(float(m.scale[0]) for m in maps[:-2])
     return {
         name: scale * rule(rows, cols) / rule(a, b) * earlier.get(name, 1.0)
         for name, rule in MUON_RULES.items()
     }
+
+
+def has_matrices(plan: GrowthPlan, task: Task) -> bool:
+    """True for a matrix, and for the stacked matrices of experts."""
+    experts = {space.name for space in plan.small.family.mixtures}
+    first = task.tensor.axes[0].partition(":")[2] if task.tensor.axes else ""
+    return len(task.shape) == 2 or (len(task.shape) == 3 and first in experts)
 
 
 def _filled(scale: Tensor) -> Tensor:

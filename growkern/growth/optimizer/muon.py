@@ -14,18 +14,81 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import _muon
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import check_state_dict
 from growkern.growth.optimizer.moments import growth_lr_multipliers, warn_of_unknown_growth
 from growkern.growth.optimizer.steps import factors_of, loss_of
 from growkern.growth.plan.growth_plan import PlanOfModel
+from growkern.growth.sharded.placement import local_tensor
 
 # PyTorch's own step without its wrappers: GrowthMuon.step has them already, and hooks run once
 _STEP = inspect.unwrap(torch.optim.Muon.step)
 
 
-class GrowthMuon(torch.optim.Muon):
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon`, which also takes the stacked experts of a mixture.
+
+    The matrix of each expert takes a step of its own. The state is that of `torch.optim.Muon`.
+
+    Args:
+        params: matrices, and stacks of them with the experts on the first axis.
+        lr, weight_decay, options: as in `torch.optim.Muon`.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.1, **options: Any
+    ) -> None:
+        # PyTorch checks the options, and refuses parameters of three axes
+        checked = torch.optim.Muon([torch.empty(0, 0)], lr, weight_decay, **options)
+        torch.optim.Optimizer.__init__(self, params, checked.defaults)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.ndim not in (2, 3):
+                raise GrowthError(
+                    f"Muon got a parameter of shape {list(p.shape)}: give it matrices, and the "
+                    "stacked matrices of experts"
+                )
+
+    def _init_group(self, group: Any, params: Any, grads: Any, buffers: Any) -> bool:
+        """PyTorch's. Stacks take their step here, and PyTorch's function the matrices."""
+        columns: tuple[list[Tensor], ...] = ([], [], [])
+        is_complex = super()._init_group(group, *columns)
+        for found in zip(*columns, strict=True):
+            if found[0].ndim == 3:
+                _step_of_experts(group, found)
+            else:
+                for column, x in zip((params, grads, buffers), found, strict=True):
+                    column.append(x)
+        return is_complex
+
+
+def _step_of_experts(group: Mapping[str, Any], stacks: tuple[Tensor, ...]) -> None:
+    """PyTorch's step for each matrix of a parameter, a gradient and a momentum."""
+    parameter = stacks[0]
+    if isinstance(parameter, DTensor):
+        if any(x.is_shard() and not x.is_shard(0) for x in parameter.placements):
+            raise GrowthError(
+                f"Muon got stacked experts of shape {list(parameter.shape)} that are cut within a "
+                "matrix: shard them on their first axis"
+            )
+        stacks = tuple(local_tensor(x) for x in stacks)
+    names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps")
+    options = {name: group[name] for name in names}
+
+    def step(*of_expert: Tensor) -> Tensor:
+        one = [[x] for x in of_expert]
+        _muon._single_tensor_muon(
+            *one, **options, adjust_lr_fn=group["adjust_lr_fn"], has_complex=False
+        )
+        return of_expert[0]
+
+    if len(stacks[0]):
+        torch.vmap(step)(*stacks)
+
+
+class GrowthMuon(Muon):
     """Muon with a learning rate of its own for every matrix of a grown model.
 
     With `matched`, the learning rate is multiplied by the factor of `growth_lr_multipliers` for the
@@ -35,8 +98,9 @@ class GrowthMuon(torch.optim.Muon):
     grown momentum is a start value.
     `moment_findings(plan, optimizer="muon")` says which case this is.
 
-    Muon takes matrices only. Use `GrowthAdamW` for the rest, and grow the state of each optimizer
-    by itself. The state is that of `torch.optim.Muon`.
+    Muon takes matrices only, and the stacked experts of a mixture as one matrix for each expert.
+    Use `GrowthAdamW` for the rest, and grow the state of each optimizer by itself. The state is
+    that of `torch.optim.Muon`.
 
     Args:
         params: named matrices of the grown model: pairs as in `model.named_parameters()`, or groups

@@ -21,10 +21,11 @@ from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.growth.history import History, history_of
 from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, decay_groups
 from growkern.growth.optimizer.combined import CombinedOptimizer
-from growkern.growth.optimizer.muon import GrowthMuon
+from growkern.growth.optimizer.muon import GrowthMuon, Muon
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.distributed.shard import is_sharded
+from growkern.train.model.flops import is_experts
 from growkern.train.model.sub_model import find_stacks
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 
@@ -151,11 +152,7 @@ class OptimizerMaker:
             **{name: getattr(own, name) for name in ("momentum", "nesterov", "ns_steps")},
             "adjust_lr_fn": own.adjust_lr_fn,
         }
-        muon = (
-            torch.optim.Muon(held, **settings)
-            if plan is None
-            else GrowthMuon(held, plan, **settings)
-        )
+        muon = Muon(held, **settings) if plan is None else GrowthMuon(held, plan, **settings)
         # the first group's rate is the one in the log
         return CombinedOptimizer(adamw, muon)
 
@@ -239,7 +236,8 @@ def _block_matrices(model: Any) -> set[str]:
         for module in stack.modules()
         if not isinstance(module, nn.Embedding)
         for p in module.parameters(recurse=False)
-        if p.ndim == 2
+        # experts have stacked biases too
+        if p.ndim == (3 if is_experts(module) else 2)
     }
     return {name for name, p in model.named_parameters() if id(p) in inside}
 

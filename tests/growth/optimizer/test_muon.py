@@ -1,5 +1,6 @@
 """Muon: its momentum grows as a gradient, and its steps commute with even growth."""
 
+import itertools
 import math
 
 import pytest
@@ -11,8 +12,9 @@ from torch.optim import _muon
 
 import growkern
 from growkern.growth.optimizer.moments import MUON_RULES
+from growkern.growth.optimizer.muon import Muon
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
-from tests.growth.optimizer.test_growth_adamw import largest_difference
+from tests.growth.optimizer.test_growth_adamw import EXPERTS, largest_difference
 from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, loss_of
 
 MUON = {"lr": 1e-2, "weight_decay": 0.1}
@@ -25,6 +27,8 @@ CASES = [
     ("BertForMaskedLM", BERT, {}, {"hidden_size": 24}),
     ("LlamaForCausalLM", LLAMA, TIED, GROUPS),
 ]
+# a matrix for each expert
+MIXTURE = ("GptOssForCausalLM", EXPERTS, {}, {**GROUPS, "num_local_experts": 12})
 
 
 @pytest.fixture
@@ -36,13 +40,14 @@ def in_float64(monkeypatch):
 def split(model):
     """The matrices of the blocks, and all other parameters, with their names."""
     named = list(model.named_parameters())
-    blocks = {name for name, p in named if p.ndim == 2 and (".h." in name or ".layer" in name)}
+    inside = (x for x in named if ".h." in x[0] or ".layer" in x[0])
+    blocks = {name for name, p in inside if p.ndim > 1 and not name.endswith("_proj_bias")}
     return [x for x in named if x[0] in blocks], [x for x in named if x[0] not in blocks]
 
 
 def both(model, rule):
     matrices, rest = split(model)
-    muon = torch.optim.Muon(matrices, **MUON, adjust_lr_fn=rule)
+    muon = Muon(matrices, **MUON, adjust_lr_fn=rule)
     return muon, torch.optim.AdamW(rest, **ADAMW)
 
 
@@ -80,8 +85,11 @@ def source_after_five_steps(case, rule):
     return source, optimizers, growkern.grow(source, symmetry="none", **{**COPIED, **how})
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
+@pytest.mark.parametrize(
+    "case, rule",
+    [*itertools.product(CASES, RULES), (MIXTURE, None)],
+    ids=lambda x: f"{x[0]}-{x[3]}" if isinstance(x, tuple) else x,
+)
 def test_five_steps_then_growth_then_five_is_ten_steps_then_growth(case, rule, in_float64):
     """Of both optimizers, clipped, each over its own parameters."""
     source, optimizers, target = source_after_five_steps(case, rule)
@@ -93,6 +101,20 @@ def test_five_steps_then_growth_then_five_is_ten_steps_then_growth(case, rule, i
     assert (after - before).abs().max() > 0.1
     assert largest_difference(source, target) <= 1e-12
     assert (outputs(target)["logits"] - after).abs().max() <= 1e-12 * after.abs().max()
+
+
+def test_experts_take_the_steps_of_matrices(in_float64):
+    rng = torch.Generator().manual_seed(0)
+    for shape in ((3, 8, 5), (3, 5, 8)):
+        stack = torch.nn.Parameter(torch.randn(shape, generator=rng, dtype=torch.float64))
+        each = [torch.nn.Parameter(x.clone()) for x in stack.detach()]
+        ours, theirs = Muon([stack], **MUON), torch.optim.Muon(each, **MUON)
+        for _ in range(2):
+            stack.grad = torch.randn(shape, generator=rng, dtype=torch.float64)
+            for p, gradient in zip(each, stack.grad, strict=True):
+                p.grad = gradient.clone()
+            ours.step(), theirs.step()
+        torch.testing.assert_close(stack, torch.stack(each))
 
 
 def step_of_muon(momentum):

@@ -102,7 +102,7 @@ RANKS = {2: TWO_RANKS, 4: tuple(name for name in CASES if name not in TWO_RANKS)
 
 # of these, optimizers too
 OPTIMIZERS = {
-    2: ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp"),
+    2: ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp", "mixtral experts, fsdp"),
     4: ("bert uneven and deeper, hsdp", "llama aki uneven, fsdp x tp"),
 }
 

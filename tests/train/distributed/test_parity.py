@@ -31,7 +31,7 @@ def small(family, **options):
 
 
 # grown; its router has a loss of its own
-MIXTURE = small("mixtral", **TOGETHER)
+MIXTURE = small("mixtral", optim="muon", **TOGETHER)
 CASES = {
     2: [
         MIXTURE,

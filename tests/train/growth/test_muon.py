@@ -17,6 +17,7 @@ from growkern import (
     TwoStageTrainer,
 )
 from growkern.growth.optimizer.combined import CombinedOptimizer
+from growkern.growth.optimizer.muon import Muon
 from growkern.train.distributed import checkpoint
 from tests.shared import walks
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
@@ -36,12 +37,12 @@ def in_float64(monkeypatch):
 
 
 def split(model):
-    """By the names of the four families: the matrices of the blocks, and the rest."""
+    """By the names of the families: the matrices of the blocks, and the rest."""
     named, blocks = dict(model.named_parameters()), (".layer.", ".h.", ".layers.", ".block.")
     matrices = {
         name: p
         for name, p in named.items()
-        if p.ndim == 2 and any(x in name for x in blocks) and "relative_attention" not in name
+        if p.ndim > 1 and any(x in name for x in blocks) and "relative_attention" not in name
     }
     return matrices, {name: p for name, p in named.items() if name not in matrices}
 
@@ -50,7 +51,7 @@ def decays(name, p):
     return p.ndim > 1 and "bias" not in name
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "mixtral"])
 def test_it_steps_as_muon_and_adamw_by_hand(family, tmp_path, in_float64):
     """One schedule for both, weight decay on matrices alone, and clipping by the norm of all."""
     model, data = build(family, layers=2, tied=True).double(), Batches(8)
@@ -61,9 +62,7 @@ def test_it_steps_as_muon_and_adamw_by_hand(family, tmp_path, in_float64):
         model, args, train_dataset=data, optimizer="muon", optimizer_options=OWN
     ).train()
     matrices, rest = split(twin)
-    muon = torch.optim.Muon(
-        list(matrices.values()), lr=2e-2, weight_decay=0.1, momentum=0.9, ns_steps=4
-    )
+    muon = Muon(list(matrices.values()), lr=2e-2, weight_decay=0.1, momentum=0.9, ns_steps=4)
     adamw = torch.optim.AdamW(
         [
             {"params": [p for n, p in rest.items() if decays(n, p)], "weight_decay": 0.1},
@@ -93,7 +92,7 @@ def test_grown_then_trained_is_trained_then_grown(family, tmp_path, in_float64):
     """Through the trainer, with clipping: the same function as growth after the same steps."""
     both = trained_both_ways(family, tmp_path, optimizer="muon")
     kinds = [[type(part) for part in optimizer_of(one).optimizers] for one in both]
-    assert kinds == [[GrowthAdamW, GrowthMuon], [torch.optim.AdamW, torch.optim.Muon]]
+    assert kinds == [[GrowthAdamW, GrowthMuon], [torch.optim.AdamW, Muon]]
 
 
 @pytest.fixture(scope="module")
