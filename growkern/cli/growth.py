@@ -343,7 +343,7 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     from growkern.train.model.load import load_tokenizer
     from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 
-    opened = open_source(source, allow_nonfinite=True)
+    opened = open_source(source, allow_nonfinite=True, dequantize=True)
     tokenizer = load_tokenizer(source)
     length = min(length, longest_of(opened.spec))
     # 16 characters per token are more than enough for any tokenizer

@@ -26,6 +26,7 @@ class GrowthKeywords(TypedDict, total=False):
     identity_gain: float
     seed: int
     portable: bool
+    dequantize: bool
 
     vocab_size: int
     pad_vocab_to_multiple_of: int

@@ -73,6 +73,9 @@ class GrowthOptions:
             hidden_size / num_attention_heads in families that do not declare it. Layers are added
             in whole periods of their kinds, rope_theta stays, and so does the relation of
             query_pre_attn_scalar to head_dim. Sizes that do not allow this are refused.
+        dequantize: read a checkpoint in fp8 with block scales or in mxfp4 as the numbers in
+            bfloat16 that its weights stand for. The target is not quantised. Without this option
+            such a checkpoint is refused.
     """
 
     LIMITS: ClassVar[dict[str, Limit]] = {
@@ -94,6 +97,7 @@ class GrowthOptions:
     identity_gain: float = 1.0
     seed: int = 0
     portable: bool = False
+    dequantize: bool = False
 
     def __post_init__(self) -> None:
         self._check_kinds()

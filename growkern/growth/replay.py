@@ -51,7 +51,12 @@ def replay(
 
     def make_plan() -> GrowthPlan:
         place = located(source_path, revision)
-        source = open_source(place, allow_nonfinite=True, family=record.family)
+        source = open_source(
+            place,
+            allow_nonfinite=True,
+            family=record.family,
+            dequantize=record.options.dequantize,
+        )
         plan = plan_from_lineage(source, record)
         for line in [*notes, *contradictions(record, plan)]:
             warnings.warn(line, stacklevel=4)

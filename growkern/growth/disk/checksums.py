@@ -185,7 +185,8 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     checked = {"target": len(record["target"]), "files": len(record["files"])}
     if source is not None:
         # not all of a source is read where weights are random
-        headers = open_source(source, allow_nonfinite=True, family=family).headers
+        opened = open_source(source, allow_nonfinite=True, family=family, dequantize=True)
+        headers = opened.headers
         wrong += _wrong_tensors(source, headers, record["source"], record["piece_bytes"])
         checked["source"] = len(record["source"])
     return ChecksumReport(checked, tuple(wrong))

@@ -30,10 +30,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
 
+from growkern.errors import GrowthError
 from growkern.families.model import Names
 from growkern.files import no_collections, write_all
-from growkern.growth.source.files import INDEX_FILE, STORED_DTYPES, Header
-from growkern.growth.source.stored import Stacked
+from growkern.growth.source.files import INDEX_FILE, MOST_TENSORS, STORED_DTYPES, Header
+from growkern.growth.source.parts.experts import Stacked
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def lay_out(
     codes = {dtype: code for code, dtype in STORED_DTYPES.items()}
     places, heads, sizes = {}, {}, {}
     for file, names in in_file.items():
+        _refuse_many(file, len(names))
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = [0]
         for name in names:
@@ -122,6 +124,14 @@ def lay_out(
         index = json.dumps(record, indent=2, sort_keys=True) + "\n"
     tensors = {name: _placed(stored.get(name, name), places) for name in shapes}
     return ShardLayout(tensors, heads, sizes, index)
+
+
+def _refuse_many(file: str, count: int) -> None:
+    if count > MOST_TENSORS:
+        raise GrowthError(
+            f"{file} would hold {count} tensors, more than the {MOST_TENSORS} that growkern "
+            "reads: give a smaller max_shard_size, for more files"
+        )
 
 
 def _placed(names: str | Names, places: Mapping[str, Header]) -> Header | Stacked:

@@ -30,7 +30,7 @@ from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.source import Source
 from growkern.growth.source.stored import read_entries
-from growkern.growth.tensors.tensor import build_tensor
+from growkern.growth.tensors.tensor import build_tensor, part_reader
 
 
 class SourceReader:
@@ -169,7 +169,7 @@ class Stream:
 
         A failed sync lost rows that earlier writes put there, and another sync would not tell.
         """
-        if self._has_lost:
+        if self._has_lost or not marks:
             return
         try:
             places = (self.layout.tensors[name].places(*rows) for name, *rows in marks)
@@ -216,10 +216,13 @@ class Stream:
         at = next(header.places(start, stop))[1]
         data = self._own.buffer.room(size, at)
         rows = (stop - start,) if piece.task.shape else ()
+        for name in (piece.task.source, piece.task.upper):
+            if name in self.plan.source.headers:
+                self.reader.check(str(name))
         built = build_tensor(
             self.plan,
             piece.task,
-            read=self.reader,
+            read=part_reader(self.plan, piece.task, piece.part or (), self.reader),
             backend=self.backend,
             part=piece.part,
             out=data.view(header.dtype).view(*rows, *piece.task.shape[1:]),

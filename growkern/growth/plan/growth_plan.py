@@ -239,7 +239,13 @@ def plan(
     if isinstance(place, Path) and place.name == CONFIG_FILE and place.is_file():
         place = place.parent
     own = None if family is None else read_family(family)
-    opened = open_source(place, allow_nonfinite=allow_nonfinite, weights=False, family=own)
+    opened = open_source(
+        place,
+        allow_nonfinite=allow_nonfinite,
+        weights=False,
+        family=own,
+        dequantize=options.dequantize,
+    )
     made = plan_growth(opened, options, dims, target_config, dtype)
     refuse_idle_options(made)
     if target_config is not None:

@@ -120,8 +120,12 @@ def _mapped_bytes(plan: Blueprint, task: Task, numbers: int) -> int:
     """Bytes of source files mapped while this many elements of a target tensor are built."""
     names = [n for n in (task.source, task.upper) if n is not None]
     headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
-    # every target row is gathered from one source row, so no more is mapped than is built
-    return sum(min(header.nbytes, numbers * header.dtype.itemsize) for header in headers)
+    # every target row is gathered from one source row, so no more is mapped than is built; what
+    # stands for quantised weights is made in memory, from half as many bytes
+    return sum(
+        min(header.nbytes, numbers * header.dtype.itemsize) * (1 if header.is_mapped else 2)
+        for header in headers
+    )
 
 
 def _summed_bytes(plan: Blueprint) -> int:

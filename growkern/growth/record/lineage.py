@@ -31,8 +31,8 @@ from growkern.growth.history import (
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.origins import origin_of, spaces_of
 from growkern.growth.source.hub import hub_model, name_of
+from growkern.growth.source.parts.experts import files_of
 from growkern.growth.source.source import Source
-from growkern.growth.source.stored import files_of
 from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version
 

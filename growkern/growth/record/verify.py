@@ -148,7 +148,8 @@ def verify(
     opened_grown = open_source(grown, allow_nonfinite=True, family=own_family_of(lineage))
     family = opened_grown.spec.family.whole
     is_own = family.table is not None
-    opened = open_source(source, allow_nonfinite=True, family=family if is_own else None)
+    own_family = family if is_own else None
+    opened = open_source(source, allow_nonfinite=True, family=own_family, dequantize=True)
     wrong, notes = [], []
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)

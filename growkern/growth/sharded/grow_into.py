@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,7 @@ from growkern.growth.source.files import row_blocks
 from growkern.growth.source.hub import located
 from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
 from growkern.growth.source.source import Source, open_source, refuse_unreadable
-from growkern.growth.tensors.tensor import build_tensor, source_index
+from growkern.growth.tensors.tensor import build_tensor, part_reader
 from growkern.ops.expand.work import Work, work_on
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def grow_into(
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
     own = None if family is None else read_family(family)
-    opened = open_source(located(source, revision), allow_nonfinite=True, family=own)
+    place = located(source, revision)
+    opened = open_source(place, allow_nonfinite=True, family=own, dequantize=options.dequantize)
     refuse_unreadable(opened)
     grown = plan_into(model, opened, options)
     parameters = named_tensors(model)
@@ -169,7 +170,7 @@ def _fill(
     in_place = local.device.type in ("cpu", "cuda")
     for piece, within in _pieces(part, local):
         place = local[within]
-        read = _part_reader(grown, task, piece)
+        read = part_reader(grown, task, piece, grown.source.read)
         out = place if in_place else torch.empty_like(place, device="cpu")
         build_tensor(grown, task, read=read, part=piece, out=out, backend=backend, work=work)
         if not in_place:
@@ -191,23 +192,6 @@ def _pieces(
     first = part[0].start
     for start, stop in row_blocks(tuple(local.shape), local.itemsize):
         yield (slice(first + start, first + stop), *part[1:]), (slice(start, stop),)
-
-
-def _part_reader(
-    grown: GrowthPlan, task: Task, part: tuple[slice, ...]
-) -> Callable[[str], Tensor] | None:
-    """A function that reads only the entries that a part needs; None: read whole tensors."""
-    headers, index = grown.source.headers, source_index(grown, task, part)
-    if index is None or task.source not in headers or len(index) > 2:
-        # of experts, each is read by itself
-        return None
-
-    def read(name: str) -> Tensor:
-        if name in (task.source, task.upper):
-            return headers[name].read_entries(index)
-        return grown.source.read(name)
-
-    return read
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -106,16 +106,19 @@ STORED_DTYPES = {
     "I32": torch.int32,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    # 8-bit weights, which have scales
+    "F8_E4M3": torch.float8_e4m3fn,
 }
-STORED_FLOATS = [dtype for dtype in STORED_DTYPES.values() if dtype.is_floating_point]
+EIGHT_BITS = torch.float8_e4m3fn
+STORED_FLOATS = [d for d in STORED_DTYPES.values() if d.is_floating_point and d != EIGHT_BITS]
 # dtypes that only quantised weights have
-QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
+QUANTISED_DTYPES = ("F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
 # no tensor of a model has more axes, and no axis more entries
 MOST_AXES, MOST_ENTRIES = 8, 1 << 48
-# more tensors than the largest models have, all shards together
+# in one file
 MOST_TENSORS = 1 << 17
-# a name and its shard take about 100 bytes
-MOST_INDEX_BYTES = 20_000_000
+# a name and its shard take about 100 bytes, and mixtures have 140,000 tensors
+MOST_INDEX_BYTES = 64_000_000
 
 
 @no_collections()
@@ -296,16 +299,27 @@ def _header(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) ->
         places = reprlib.repr(offsets)
         raise ValueError(f"{name} has shape {reprlib.repr(shape)} and data_offsets {places}")
     if code in QUANTISED_DTYPES:
-        raise GrowthError(
-            f"{file}: {name} has dtype {code}, as in a quantised checkpoint: "
-            f"{quantised_advice()} ({HANDLED})"
-        )
+        raise GrowthError(_quantised(file, name, code))
     if code not in STORED_DTYPES:
         raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")
     header = Header(str(file), name, tuple(shape), STORED_DTYPES[code], data_start + offsets[0])
     if header.nbytes != offsets[1] - offsets[0]:
         raise ValueError(f"{name} is {code} {shape} and has bytes {offsets[0]} to {offsets[1]}")
     return header
+
+
+def _quantised(file: str | Path, name: str, code: str) -> str:
+    return (
+        f"{file}: {name} has dtype {code}, as in a quantised checkpoint: {quantised_advice()} "
+        f"({HANDLED})"
+    )
+
+
+def refuse_eight_bits(headers: Mapping[str, Any]) -> None:
+    """Refuse weights of 8 bits, whose scales nobody applied."""
+    for name, header in headers.items():
+        if header.dtype == EIGHT_BITS:
+            raise GrowthError(_quantised(header.file, name, "F8_E4M3"))
 
 
 def _check_places(headers: Iterable[Header], start: int, size: int) -> None:

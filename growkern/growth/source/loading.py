@@ -21,7 +21,7 @@ from growkern.growth.source.config import (
     read_generation,
 )
 from growkern.growth.source.config_values import check_layers
-from growkern.growth.source.files import Header, read_headers
+from growkern.growth.source.files import Header, read_headers, refuse_eight_bits
 from growkern.growth.source.refused import refuse_quantised
 from growkern.growth.source.stamps import Stamps
 
@@ -47,6 +47,7 @@ def load_model(
     refuse_quantised(config, str(directory))
     cls = class_of(directory, config)
     headers = read_headers(directory)
+    refuse_eight_bits(headers)
     check_layers(directory, vars(config), len(headers))
     if attention is not None:
         config._attn_implementation = attention

@@ -40,7 +40,7 @@ from growkern.growth.source.config import (
     read_config_file,
     read_generation,
 )
-from growkern.growth.source.files import HANDLED, STORED_FLOATS
+from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, Format, format_of
 from growkern.growth.source.live import (
     check_live,
@@ -50,7 +50,14 @@ from growkern.growth.source.live import (
     refuse_flattened,
     unwrapped,
 )
-from growkern.growth.source.refused import quantised_advice, refuse_adapters, refuse_quantised
+from growkern.growth.source.parts.experts import stacked
+from growkern.growth.source.parts.quantised import dequantised
+from growkern.growth.source.refused import (
+    quantised_advice,
+    refuse_adapters,
+    refuse_quantised,
+    scale_block,
+)
 from growkern.growth.source.stamps import Stamps
 from growkern.growth.source.stored import (
     Read,
@@ -58,7 +65,6 @@ from growkern.growth.source.stored import (
     joined_rows,
     read_entries,
     spellings,
-    stacked,
 )
 
 if TYPE_CHECKING:
@@ -127,6 +133,7 @@ def open_source(
     allow_nonfinite: bool = False,
     weights: bool = True,
     family: Family | None = None,
+    dequantize: bool = False,
 ) -> Source:
     """Open a `PreTrainedModel` or a checkpoint directory for growth.
 
@@ -135,6 +142,7 @@ def open_source(
         weights: False: a directory may hold a config alone, as a plan needs no more.
         family: a table of one's own; default: that of the growth which made the directory, or the
             package's.
+        dequantize: whether a directory may hold weights in fp8 or mxfp4.
 
     Raises:
         GrowthError: an unsupported or quantised model; a model in memory that computes something
@@ -145,7 +153,7 @@ def open_source(
     refuse_adapters(source, "source")
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
     if isinstance(source, (str, Path)):
-        opened = _open_directory(Path(source), weights, family)
+        opened = _open_directory(Path(source), weights, family, dequantize)
     elif isinstance(source, nn.Module):
         opened = _open_model(unwrapped(source, "source"), family)
     else:
@@ -272,12 +280,19 @@ def _open_model(model: Any, family: Family | None) -> Source:
 # -------------------------------------------------------------- directories
 
 
-def _open_directory(directory: Path, weights: bool, family: Family | None) -> Source:
+def _open_directory(
+    directory: Path, weights: bool, family: Family | None, dequantize: bool
+) -> Source:
     stamps = Stamps.of(directory)
     beside = config_directory(directory)
-    spec, keys = _read_spec(directory, family or family_in(beside))
+    spec, keys, block = _read_spec(directory, family or family_in(beside), dequantize)
     format = format_of(directory, weights=weights)
-    headers = stacked(spec, format.read(directory, spec), str(directory))
+    found_headers = format.read(directory, spec)
+    if "quantization_config" in keys:
+        del keys["quantization_config"]
+        found_headers = dequantised(found_headers, block, str(directory))
+    refuse_eight_bits(found_headers)
+    headers = stacked(spec, found_headers, str(directory))
     check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
@@ -300,11 +315,13 @@ def _open_directory(directory: Path, weights: bool, family: Family | None) -> So
     )
 
 
-def _read_spec(directory: Path, family: Family | None) -> tuple[ModelSpec, dict[str, Any]]:
-    """The model that config.json describes, and the JSON object of that file."""
+def _read_spec(
+    directory: Path, family: Family | None, dequantize: bool
+) -> tuple[ModelSpec, dict[str, Any], tuple[int, int] | None]:
+    """The model that config.json describes, the JSON object of that file, and `scale_block`."""
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)
-    refuse_quantised(config, str(directory))
+    block = scale_block(config, str(directory), dequantize=dequantize)
     if not config.architectures:
         some_class = next(iter(family.classes))
         raise GrowthError(
@@ -313,7 +330,7 @@ def _read_spec(directory: Path, family: Family | None) -> tuple[ModelSpec, dict[
         )
     spec = ModelSpec.of(config, config.architectures[0], family)
     check_values(directory / "config.json", spec)
-    return spec, keys
+    return spec, keys, block
 
 
 def _canonical_names(

@@ -115,6 +115,27 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     return needed
 
 
+def part_reader(plan: Blueprint, task: Task, part: Part, read: Read) -> Read:
+    """A function that reads only the entries that a part needs, where reading copies them.
+
+    Args:
+        read: reads all other tensors.
+    """
+    headers = plan.source.headers
+    # of experts, each is read by itself
+    is_small = task.source not in headers or headers[task.source].is_mapped or len(part) > 2
+    index = None if is_small else source_index(plan, task, part)
+    if index is None:
+        return read
+
+    def read_part(name: str, entries: Sequence[int] | None = None) -> Tensor:
+        if name in (task.source, task.upper):
+            return headers[name].read_entries(index)
+        return read(name, entries)
+
+    return cache(read_part)
+
+
 def _build_weight(
     plan: Blueprint,
     task: Task,

@@ -185,7 +185,9 @@ def grown_model(
     """
     if planned is None:
         # its config counts: transformers and callbacks change that of a model in training
-        planned = plan_growth(open_source(source), options_of(growth), growth.sizes, judged=False)
+        how = options_of(growth)
+        opened = open_source(source, dequantize=how.dequantize)
+        planned = plan_growth(opened, how, growth.sizes, judged=False)
     config = planned.target_config
     if plan is not None:
         # not part of a checkpoint

@@ -173,7 +173,9 @@ def _plan(run: Run, model: Checkpoint) -> GrowthPlan | None:
     """
     if not run.growths or run.model.generator is not None:
         return None
-    opened, first = open_source(model.directory), run.first_growth
+    first = run.first_growth
+    dequantize = first is not None and options_of(first).dequantize
+    opened = open_source(model.directory, dequantize=dequantize)
     small, history, planned = opened.spec, opened.history, None
     if first is not None:
         planned = plan_growth(opened, options_of(first), first.sizes, judged=False)

@@ -162,3 +162,11 @@ def test_a_grown_checkpoint_is_the_same_past_the_cache(tmp_path, direct):
     for name in files:
         assert (tmp_path / "grown" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
     assert direct or not can_write_direct(tmp_path / "grown" / files[0])
+
+
+def test_a_file_with_more_tensors_than_growth_reads_is_refused(monkeypatch):
+    monkeypatch.setattr(shards, "MOST_TENSORS", 2)
+    shapes = {name: (4,) for name in "abc"}
+    assert shards.lay_out(shapes, dict.fromkeys(shapes, torch.float32), 32).sizes
+    with pytest.raises(growkern.GrowthError, match=r"would hold 3 tensors.*smaller max_shard_size"):
+        shards.lay_out(shapes, dict.fromkeys(shapes, torch.float32), 1000)

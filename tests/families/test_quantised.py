@@ -1,0 +1,138 @@
+"""Sources in fp8 and mxfp4. Truth: the numbers they stand for, by transformers' own code."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import growkern
+from growkern.errors import GrowthError
+from growkern.growth.disk.checksums import verify_checksums
+from growkern.growth.source.files import row_blocks
+from growkern.growth.source.source import open_source
+from tests.growth.models import random_model
+from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
+
+BLOCK = (4, 8)
+SIZES = {"hidden_size": 20, "moe_intermediate_size": 11, "num_experts": 8}
+
+
+def whole_by_hand(values, scales):
+    rows, cols = (torch.arange(n) // b for n, b in zip(values.shape, BLOCK, strict=True))
+    return (values.float() * scales[rows][:, cols]).bfloat16()
+
+
+def make_fp8(whole, packed):
+    """A mixture in bfloat16 in a directory, and in another one the fp8 that stands for it."""
+    model = random_model("Qwen3MoeForCausalLM", {**LOCAL, **WIDTHS}, dtype=torch.bfloat16)
+    for directory in (whole, packed):
+        model.save_pretrained(directory)
+    state = load_file(whole / "model.safetensors")
+    eight_bits = {}
+    for name, weight in state.items():
+        if "proj" not in name:
+            eight_bits[name] = weight
+            continue
+        counts = [-(-n // b) for n, b in zip(weight.shape, BLOCK, strict=True)]
+        scales = torch.rand(counts) + 0.01
+        values = (100 * torch.randn(weight.shape)).to(torch.float8_e4m3fn)
+        eight_bits |= {name: values, f"{name}_scale_inv": scales}
+        state[name] = whole_by_hand(values, scales)
+        if not (weight.shape[0] % BLOCK[0] or weight.shape[1] % BLOCK[1]):
+            truth = Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
+            assert torch.equal(state[name], truth)
+    save_file(state, whole / "model.safetensors", metadata={"format": "pt"})
+    save_file(eight_bits, packed / "model.safetensors", metadata={"format": "pt"})
+    say_quantised(packed, quant_method="fp8", weight_block_size=BLOCK)
+    return eight_bits
+
+
+def make_mxfp4(whole, packed):
+    """The same for gpt-oss."""
+    class_name, sizes, _ = RELATIVES["gpt_oss"]
+    sizes = {**sizes, "hidden_size": 32, "intermediate_size": 64}
+    model = random_model(class_name, sizes, dtype=torch.bfloat16)
+    for directory in (whole, packed):
+        model.save_pretrained(directory)
+    state = load_file(whole / "model.safetensors")
+    four_bits = dict(state)
+    for name in [n for n in state if n.endswith("_proj") and "experts" in n]:
+        experts, read, written = four_bits.pop(name).shape
+        blocks = torch.randint(256, (experts, written, read // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 130, blocks.shape[:-1], dtype=torch.uint8)
+        four_bits |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        truth = convert_moe_packed_tensors(blocks, scales).contiguous()
+        assert truth.shape == state[name].shape
+        state[name] = truth
+    save_file(state, whole / "model.safetensors", metadata={"format": "pt"})
+    save_file(four_bits, packed / "model.safetensors", metadata={"format": "pt"})
+    say_quantised(packed, quant_method="mxfp4")
+
+
+def say_quantised(directory, **how):
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "quantization_config": how}))
+
+
+@pytest.mark.parametrize(
+    "make, sizes",
+    [(make_fp8, SIZES), (make_mxfp4, {"intermediate_size": 96, "num_local_experts": 8})],
+)
+def test_a_quantised_source_grows_as_what_it_stands_for(make, sizes, tmp_path, monkeypatch):
+    whole, packed = tmp_path / "whole", tmp_path / "packed"
+    make(whole, packed)
+    with pytest.raises(GrowthError, match=r"is quantised .*dequantize=True \(--dequantize\)"):
+        growkern.plan(packed, **sizes)
+    # pieces of few rows
+    monkeypatch.setattr(row_blocks, "__defaults__", (300,))
+    how = {**sizes, "progress": False, "symmetry": "noise"}
+    growkern.grow_checkpoint(whole, tmp_path / "truth", **how)
+    growkern.grow_checkpoint(packed, tmp_path / "grown", dequantize=True, **how)
+    truth, grown = (load_file(tmp_path / name / "model.safetensors") for name in ("truth", "grown"))
+    assert truth.keys() == grown.keys()
+    assert all(torch.equal(truth[name], grown[name]) for name in truth)
+    record = json.loads((tmp_path / "grown/lineage.json").read_text())
+    assert record["options"]["dequantize"]
+    assert "quantization_config" not in json.loads((tmp_path / "grown/config.json").read_text())
+    monkeypatch.undo()
+    assert growkern.verify(packed, tmp_path / "grown").ok
+    growkern.replay(tmp_path / "grown", packed, tmp_path / "again", progress=False)
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert all(torch.equal(again[name], grown[name]) for name in grown)
+    assert verify_checksums(tmp_path / "again", packed).ok
+
+
+def test_quantised_sources_that_are_refused(tmp_path):
+    whole, packed = tmp_path / "whole", tmp_path / "packed"
+    state = make_fp8(whole, packed)
+    name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+
+    def why(**how):
+        with pytest.raises(GrowthError) as refused:
+            growkern.plan(packed, dequantize=True, hidden_size=24)
+        return str(refused.value)
+
+    say_quantised(packed, quant_method="gptq")
+    assert "quantised (gptq): grow the full-precision checkpoint" in why()
+    say_quantised(packed, quant_method="fp8", weight_block_size=None)
+    assert "weight_block_size is None" in why()
+    say_quantised(packed, quant_method="fp8", weight_block_size=(8, 8))
+    assert "its weight needs scales of the shape [2, 3]" in why()
+    say_quantised(packed, quant_method="fp8", weight_block_size=BLOCK)
+    del state[name]
+    save_file(state, packed / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name} is missing" in why()
+
+
+def test_only_the_rows_of_a_piece_are_computed(tmp_path):
+    make_fp8(tmp_path / "whole", tmp_path / "packed")
+    headers = open_source(tmp_path / "packed", dequantize=True).headers
+    stored = headers["model.layers.0.self_attn.q_proj.weight"]
+    rows = []
+    object.__setattr__(stored, "fill", lambda out, *run: rows.append(run))
+    stored.read_entries([torch.tensor([1, 5, 2]), torch.arange(3)])
+    assert rows == [(1, 3), (5, 6)]
