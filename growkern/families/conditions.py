@@ -37,6 +37,27 @@ def followed(word: str, value: Any, layers: Sequence[int]) -> Any:
     return [*map(value.__getitem__, layers)] if isinstance(value, list) else value
 
 
+def follow_layers(
+    config: Any, source: Any, fields: Mapping[str, str], layers: Sequence[int] | None
+) -> None:
+    """Set the fields of a target's config that say of which kind its layers are.
+
+    Args:
+        config: of the target; is changed.
+        source: the source's config.
+        fields: names, and the word of the condition of each.
+        layers: the source layer of every target layer. None: the source has no layers, and the
+            config's class fills the lists.
+    """
+    for name, word in fields.items():
+        value = getattr(source, name, None)
+        if layers is not None and hasattr(source, name):
+            setattr(config, name, followed(word, value, layers))
+        elif value == []:
+            given = {key: kept for key, kept in config.to_dict().items() if key != name}
+            setattr(config, name, getattr(type(config).from_dict(given), name))
+
+
 def condition_of(text: str) -> tuple[bool, str, str, str]:
     """A condition of [kinds]: whether it is negated, its word, the config field and the text."""
     word, _, rest = text.removeprefix("not ").partition(":")

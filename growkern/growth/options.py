@@ -16,7 +16,7 @@ from growkern.ops.expand.limits import MOST_AMPLITUDE
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"
 Method = Literal["fpi", "aki", "direct_copy", "random"]
-Depth = Literal["auto", "identity", "stack", "interleave"]
+Depth = Literal["auto", "identity", "stack", "interleave", "random"]
 Scheme = Literal["exact", "paper"]
 Symmetry = Literal["auto", "routing", "noise", "split", "none"]
 Stream = Literal["auto", "copies", "padded"]
@@ -34,8 +34,9 @@ class GrowthOptions:
             a random matrix. `random` uses nothing of the source (bert2BERT, Table 1).
         depth: how layers are added. `identity` inserts blocks that add nothing, which keeps the
             function. `stack` repeats the whole stack (bert2BERT, Algorithm 1). `interleave` puts
-            copies next to their layer. `auto` is `stack` with scheme="paper" and with the methods
-            `direct_copy` and `random`, else `identity`.
+            copies next to their layer. `random` inserts untrained layers, as the class initialises
+            them, and can start from a model without layers. `auto` is `stack` with scheme="paper"
+            and with the methods `direct_copy` and `random`, else `identity`.
         scheme: `exact` computes the source's function up to rounding wherever possible. `paper` is
             bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are made different. Equal copies get equal gradients and never part.

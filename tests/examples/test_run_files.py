@@ -65,14 +65,17 @@ def place(tmp_path_factory):
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 12
+    assert len(RUNS) == 13
 
 
 # what the comments of a file offer in place of a line of it
 OTHERS = [
     ("two_stage", 'method = "aki"', f'method = "{method}"')
     for method in ("fpi", "direct_copy", "random")
-] + [("inheritance", 'decay = "linear"', 'decay = "switch"')]
+] + [
+    ("inheritance", 'decay = "linear"', 'decay = "switch"'),
+    ("progressive", 'depth = "stack"', 'depth = "random"'),
+]
 
 
 @pytest.mark.parametrize(("name", "line", "other"), OTHERS, ids=[x[2] for x in OTHERS])

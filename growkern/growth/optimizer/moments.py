@@ -55,7 +55,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
-from growkern.growth.plan.blueprint import Task
+from growkern.growth.plan.blueprint import RANDOM, Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import plan_of_source, unknown_growth
 from growkern.ops.expand.op import expand
@@ -143,6 +143,11 @@ def entry_factors(
         earlier: those of the source's parameters, see (6); empty: of this growth alone.
     """
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
+    if task.source == RANDOM:
+        ones = [torch.ones(size, dtype=torch.float64) for size in task.shape]
+        usual = tuple(_broadcast(x, dim, len(axes)) for dim, x in enumerate(ones))
+        none = tuple(x == 0 for x in usual)
+        return EntryFactors(usual, usual, none, muon=dict.fromkeys(MUON_RULES, 1.0))
     maps, gradients = [axis_map(plan, task, *axis) for axis in axes], _gradient_maps(plan, task)
     # with AKI, entries of the next layer are counted behind those of the layer
     sources = [name for name in (task.source, task.upper) if name is not None]

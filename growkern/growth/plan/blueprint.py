@@ -25,8 +25,10 @@ from growkern.growth.plan.target import growable_fields
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer, Layout
 
-# names for tensors that the source lacks. Without them a layer computes x (identity) or 0 (zero)
-MADE = ("identity", "zero")
+# names for tensors that no tensor of the source becomes. Without them a layer computes x (identity)
+# or 0 (zero); a random one is initialised as its class does it
+RANDOM = "random"
+MADE = ("identity", "zero", RANDOM)
 # the pieces under way belong to few tensors; a map over 30 000 entries takes 0.7 MB
 MAX_ENTRIES = 32
 
@@ -38,7 +40,8 @@ class Task:
     Attributes:
         tensor: the tensor: its name, axes and layer in the target.
         source: name of the source tensor it comes from. If the source has no such tensor:
-            "identity" or "zero", which computes the same as the source without it.
+            "identity" or "zero", which computes the same as the source without it. "random" in a
+            layer that begins untrained.
         upper: name of the same tensor in the next source layer, if AKI mixes it in.
         source_layer: the layer of `source`, or None.
         into: name of the source norm that the written vector enters, if the table names one.
@@ -63,7 +66,7 @@ class Task:
 
     @property
     def is_made(self) -> bool:
-        """True if the source has no such tensor."""
+        """True if no tensor of the source becomes this one."""
         return self.source in MADE
 
     @property
@@ -140,7 +143,7 @@ class Blueprint:
         target_config: the target's Hugging Face config.
         options: method, depth, scheme, symmetry, seed.
         layer_maps: per stack, the source layer of every target layer.
-        inserted: (stack, target layer) of the identity blocks.
+        inserted: (stack, target layer) of the identity blocks, or of layers that begin untrained.
         dtype: of the grown weights.
     """
 
@@ -284,6 +287,9 @@ def make_tasks(blueprint: Blueprint) -> Iterator[Task]:
 
 
 def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpec]) -> Task:
+    if blueprint.options.depth == "random" and (tensor.stack, tensor.layer) in blueprint.inserted:
+        shape = blueprint.large.shapes[tensor.name]
+        return Task(tensor, shape, RANDOM, upper=None, source_layer=None, into=None, identity=None)
     layer = None if tensor.layer is None else blueprint.layer_maps[tensor.stack][tensor.layer]
     source = sources.get((tensor.template, layer))
     upper = None
@@ -309,7 +315,7 @@ def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpe
 def _identity_role(blueprint: Blueprint, tensor: TensorSpec) -> str | None:
     """`Task.identity` of a tensor."""
     family, layer = blueprint.large.family, tensor.layer
-    if layer is None:
+    if layer is None or blueprint.options.depth == "random":
         return None
     is_inserted = (tensor.stack, layer) in blueprint.inserted
     if tensor.is_one_of(family.zero_in_identity):

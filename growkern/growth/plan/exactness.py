@@ -262,7 +262,10 @@ def _depth(plan: Blueprint) -> list[Finding]:
         what = f"{old} -> {new} {stack} layers".replace("  ", " ")
         if new == old:
             continue
-        if plan.options.depth != "identity":
+        if plan.options.depth == "random":
+            why = f"{new - old} layers begin untrained, so the loss rises until they have learned"
+            result.append(Finding("changed", what, why, asked=True))
+        elif plan.options.depth != "identity":
             verb = {"stack": "stacked", "interleave": "repeated"}[plan.options.depth]
             why = f"layers are {verb}, so they get inputs that they were not trained on"
             result.append(Finding("changed", what, why, asked=True))

@@ -54,7 +54,7 @@ class GrowthPlan(Blueprint):
         target_config: the target's Hugging Face config.
         options: the `GrowthOptions`.
         layer_maps: per stack, the source layer of every target layer.
-        inserted: (stack, target layer) of the layers that add nothing yet.
+        inserted: (stack, target layer) of the layers that add nothing yet, or begin untrained.
         dtype: of the grown weights.
         findings: for each part of the model, whether it is exact, and why.
         exact: whether every part is exact.
@@ -309,9 +309,11 @@ def _plan_for(
         stack: tuple(layers_of(small, large, key, options)) for stack, key in family.stacks.items()
     }
     inserted: set[tuple[str, int]] = set()
-    if options.depth == "identity":
+    if options.depth in ("identity", "random"):
         for stack, layers in layer_maps.items():
-            inserted |= {(stack, layer) for layer in inserted_in(layers)}
+            # a source without layers keeps none
+            new = inserted_in(layers) if small.size(family.stacks[stack]) else range(len(layers))
+            inserted |= {(stack, layer) for layer in new}
     tiny, is_copied = torch.finfo(dtype).tiny, not options.is_baseline
     if inserted and is_copied and family.norm.placement == "post" and options.identity_gain < tiny:
         raise GrowthError(
@@ -322,7 +324,8 @@ def _plan_for(
         for refusal in family.refuse_depth:
             refusal.check(small.fields)
     for stack, layers in layer_maps.items():
-        check_kinds(small, stack, layers, options)
+        if small.size(family.stacks[stack]):
+            check_kinds(small, stack, layers, options)
     layers = next(iter(layer_maps.values()))
     large = finish_target(small, large, layers, dtype)
     grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)

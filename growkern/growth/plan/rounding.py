@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from growkern.growth.plan.axes import axis_map
-from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain
+from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task, affine_gain
 from growkern.growth.plan.finding import WEIGHT_ERROR, WEIGHT_ROUNDINGS, Finding
 from growkern.growth.plan.probe import FEWEST
 from growkern.growth.plan.vocabulary import values_of
@@ -40,7 +40,7 @@ def rounding_findings(plan: Blueprint) -> list[Finding]:
     for task in plan.tasks:
         layer = task.source_layer if is_random or (is_read and task.tensor.norm) else None
         kinds[task.tensor.template, task.identity, layer, task.upper is None] = task
-    rounded = [task.name for task in kinds.values() if _is_rounded(plan, task)]
+    rounded = [t.name for t in kinds.values() if t.source != RANDOM and _is_rounded(plan, t)]
     if rounded:
         why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}, {each}"
         return [_rounded(plan, dtype, why, bound)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
-from growkern.families.conditions import followed
+from growkern.families.conditions import follow_layers
 from growkern.families.family import Family
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
@@ -101,9 +101,8 @@ def finish_target(
     text = family.text(config)
     by_layer = dict.fromkeys(family.per_layer, "is")
     by_layer |= {name: word for word in ("in", "from") for name in family.conditional(word)}
-    for name, word in by_layer.items():
-        if hasattr(small.text, name):
-            setattr(text, name, followed(word, getattr(small.text, name), layer_map))
+    has_layers = small.size(next(iter(family.stacks.values()))) > 0
+    follow_layers(text, small.text, by_layer, layer_map if has_layers else None)
     for space in family.mixtures:
         if space.averaged and (value := getattr(small.text, space.averaged, None)):
             # every copy of an expert adds as much to that loss as the expert did
@@ -363,7 +362,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
             raise GrowthError(
                 f"{field}={new} is smaller than the source's {old}; sizes can only grow"
             )
-        if new and not old:
+        if new and not old and key not in family.stacks.values():
             raise GrowthError(f"{field}={new}: the source has none that could be copied")
         if new > family.largest(key):
             most = family.largest(key)

@@ -130,18 +130,15 @@ def check_values(file: Path, model: ModelSpec) -> None:
 
 
 def check_sizes(where: str, model: ModelSpec) -> None:
-    """Refuse sizes that no model has, and models without layers."""
+    """Refuse sizes that no model has. One without layers may grow new ones."""
     family = model.family
     for key in family.config:
         size, most = model.size(key), family.largest(key)
         # a null field may mean a model without these units
-        if 1 <= size <= most or (size == 0 and family.config[key].default == "0"):
-            continue
-        why = ""
-        if size == 0 and key in family.stacks.values():
-            why = ": new layers are made from those of the source, so train one with 1 layer first"
-        field = family.config_field(key)
-        raise GrowthError(f"{where}: {field}={size} must lie in 1 .. {most}{why}")
+        is_optional = key in family.stacks.values() or family.config[key].default == "0"
+        if not (0 if is_optional else 1) <= size <= most:
+            field = family.config_field(key)
+            raise GrowthError(f"{where}: {field}={size} must lie in 1 .. {most}")
 
 
 def _check_activation(where: str, activation: Any) -> None:

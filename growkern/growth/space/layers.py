@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 
-from growkern.errors import UnfitError
+from growkern.errors import GrowthError, UnfitError
 from growkern.families.conditions import condition_of, is_met
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
@@ -24,8 +24,18 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
 
     Args:
         key: the size that counts its layers.
+
+    Returns:
+        Numbers of layers; all 0 if the source has none.
     """
     old, new = small.size(key), large.size(key)
+    if not old:
+        if new and options.depth != "random":
+            raise GrowthError(
+                f"{small.family.config_field(key)}=0: the source has no layers to copy, so "
+                f"depth={options.depth!r} has none to add: give depth='random'"
+            )
+        return [0] * new
     period = _period_of_kinds(small)
     if options.portable:
         period = math.lcm(period, period_of(small))

@@ -1,4 +1,4 @@
-"""Builds the tensors of the baselines in bert2BERT, Table 1: random weights, and DirectCopy.
+"""Builds tensors of random weights, and those of DirectCopy (bert2BERT, Table 1).
 
 DirectCopy puts the source into the leading block of a random tensor.
 

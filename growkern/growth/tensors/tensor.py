@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth.plan.axes import AxisMap, axis_map, matrix_of, noise_seed
-from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
 from growkern.growth.source.stored import Read
 from growkern.growth.space.shares import take_shares
 from growkern.growth.tensors.baselines import build_baseline, old_entries_within
@@ -62,7 +62,7 @@ def build_tensor(
     is_norm = task.tensor.norm is not None
     if task.source == "zero" or (task.identity == "zero" and not is_norm):
         return out.zero_()
-    if task.tensor.is_copied:
+    if task.tensor.is_copied and not task.is_made:
         return out.copy_(read(task.source)[part])
     if (matrix := task.matrix) is not task:
         place = task.part_of_matrix(part)
@@ -70,7 +70,7 @@ def build_tensor(
         as_matrix = partial(_as_matrix, plan, matrix, read)
         build_tensor(plan, matrix, read=as_matrix, backend=backend, part=place, out=flat, work=work)
         return out
-    if plan.options.is_baseline:
+    if plan.options.is_baseline or task.source == RANDOM:
         return build_baseline(plan, task, _on_cpu(read), part, out)
     if is_norm:
         # norms are short vectors, so they are computed on the CPU for any device

@@ -48,6 +48,8 @@ from growkern.train.rules import check
 from growkern.train.toml import read_toml, to_dataclass
 from growkern.train.topk_teacher.teacher import TeacherSection
 
+Schedule = Literal["linear", "cosine", "constant_with_warmup", "warmup_stable_decay"]
+
 
 @dataclass(frozen=True)
 class TrainingSection:
@@ -59,7 +61,8 @@ class TrainingSection:
         accumulation: micro-batches per optimizer step.
         learning_rate: the peak of the schedule.
         warmup_steps: optimizer steps in which the rate rises from 0 to its peak.
-        schedule: of the rate after the warm-up.
+        schedule: of the rate after the warm-up. With "warmup_stable_decay" it falls in the last
+            steps only: [trainer] lr_scheduler_kwargs = { num_decay_steps = 1000 } says in how many.
         weight_decay: of the optimizer.
         optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW` and others with
             AdamW. "adamw" and "growth-adamw" take one of them. "muon" trains the matrices of the
@@ -99,7 +102,7 @@ class TrainingSection:
     accumulation: int = 1
     learning_rate: float = 1e-4
     warmup_steps: int = 0
-    schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    schedule: Schedule = "linear"
     weight_decay: float = 0.01
     optimizer: OptimizerChoice = "auto"
     max_grad_norm: float = 1.0

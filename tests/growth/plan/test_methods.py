@@ -233,6 +233,48 @@ def test_stacked_copies_get_their_own_noise():
     assert not torch.equal(state[at.format(0)], state[at.format(3)])
 
 
+@pytest.mark.parametrize(
+    "class_name, sizes, kept",
+    [
+        ("BertForMaskedLM", BERT, {0: 0, 3: 1}),
+        # its config has a list with the kind of every layer
+        ("Qwen3ForCausalLM", {**LLAMA, "num_hidden_layers": 0}, {}),
+    ],
+)
+def test_random_depth_keeps_the_layers_and_begins_new_ones_untrained(class_name, sizes, kept):
+    """New ones have the numbers of `method="random"`, whose statistics are tested above."""
+    source, how = random_model(class_name, sizes), {"num_hidden_layers": 5, "seed": 4}
+    grown = growkern.grow(source, depth="random", **how)
+    plan, old, new = grown.growth_plan, source.state_dict(), grown.state_dict()
+    untrained = growkern.grow(source, method="random", depth="random", **how).state_dict()
+    for name, tensor in new.items():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if layer is None or layer in kept:
+            before = name if layer is None else name.replace(f".{layer}.", f".{kept[layer]}.")
+            assert torch.equal(tensor, old[before]), name
+        else:
+            assert torch.equal(tensor, untrained[name]), name
+    assert {layer for _, layer in plan.inserted} == set(range(5)) - set(kept)
+    assert [(one.level, one.asked) for one in plan.findings] == [("changed", True)]
+    assert f"{5 - len(kept)} layers begin untrained" in plan.findings[0].why
+    assert growkern.verify(source, grown).ok
+    tokens = torch.arange(12).reshape(2, 6)
+    assert grown(input_ids=tokens).logits.isfinite().all()
+
+
+def test_optimizers_treat_new_random_layers_like_any_others():
+    """Of a grown source too, whose own layers have factors from both growths."""
+    wide = growkern.grow(bert(), hidden_size=24)
+    deep = growkern.grow(wide, hidden_size=36, num_hidden_layers=5, depth="random")
+    factors = growkern.growth_lr_multipliers(deep.growth_plan)
+    name = "bert.encoder.layer.{}.attention.self.query.weight".format
+    for layer in (1, 3):
+        found = factors[name(layer)]
+        assert all((one == 1).all() for one in (*found.lr, *found.eps))
+        assert not any(one.any() for one in found.old) and set(found.muon.values()) == {1.0}
+    assert (factors[name(0)].lr[1] != 1).all()
+
+
 # ------------------------------------------------------------------ refusals
 
 

@@ -107,7 +107,7 @@ def test_a_source_without_layers_is_refused_with_the_fix(family, sizes, field, d
     model = random_model(family, sizes | {field: 0}, dtype=torch.float32)
     model.save_pretrained(tmp_path / "small")
     for source in (model, tmp_path / "small"):
-        with pytest.raises(GrowthError, match=f"{field}=0 must .* train one with 1 layer first"):
+        with pytest.raises(GrowthError, match=f"{field}=0: the source has no .* depth='random'"):
             growkern.plan(source, **{field: 4}, depth=depth)
 
 

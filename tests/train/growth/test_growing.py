@@ -45,15 +45,17 @@ class Watcher(TrainerCallback):
 
 
 def trainer_in(
-    path, growth=GROWTH, family="bert", watcher=None, args=None, cls=TwoStageTrainer, **options
-):
+    path, growth=GROWTH, family="bert", watcher=None, args=None, cls=TwoStageTrainer, layers=2,
+    **options,
+):  # fmt: skip
     settings = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
         "gradient_accumulation_steps": 2, "warmup_steps": 2, "logging_steps": 1, "save_steps": 2,
         "report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
     }  # fmt: skip
     return cls(
-        build(family, layers=2, tied=True), TrainingArguments(str(path), **settings | (args or {})),
+        build(family, layers=layers, tied=True),
+        TrainingArguments(str(path), **settings | (args or {})),
         growth=growth, train_dataset=Batches(14), callbacks=[watcher] if watcher else None,
         **options,
     )  # fmt: skip
@@ -99,6 +101,21 @@ def test_the_state_grows_and_the_rest_goes_on(family, tmp_path):
         assert seen["kind"] == "GrowthAdamW" and watcher.seen[0]["kind"] == "AdamW"
         after = watcher.seen[one.at_step + 1]["weights"]
         assert all(not torch.equal(x, seen["weights"][name]) for name, x in after.items())
+
+
+def test_a_run_may_begin_without_layers(tmp_path):
+    """The new ones begin untrained, and so does their state; that of the rest goes on."""
+    watcher, growth = Watcher(), GrowthStep(at_step=2, sizes={SIZES[0]: 2}, depth="random")
+    trainer = trainer_in(tmp_path, [growth], watcher=watcher, layers=0, args={"max_steps": 4})
+    trainer.train()
+    seen, after = watcher.seen[2], watcher.seen[3]["weights"]
+    for name, entry in seen["state"].items():
+        is_new = ".layer." in name
+        assert float(entry["step"]) == (0 if is_new else 2), name
+        assert bool(entry["exp_avg_sq"].any()) != is_new, name
+        assert is_new or not torch.equal(seen["weights"][name], after[name]), name
+    flops = [line["flops"] for line in trainer.state.log_history if "loss" in line]
+    assert flops[3] - flops[2] > flops[1] - flops[0] > 0
 
 
 def test_the_rate_follows_one_schedule(tmp_path):
