@@ -382,3 +382,11 @@ def test_layers_that_predict_a_second_token_are_left_out(tmp_path):
     damage(tmp_path, lambda state: state.update({"model.layers.3.norm": torch.zeros(2)}))
     with pytest.raises(GrowthError, match=r"no rule for tensor model.layers.3.norm"):
         growkern.plan(tmp_path, hidden_size=24)
+
+
+def test_a_window_of_zero_is_none(tmp_path):
+    """As transformers writes the config of a Qwen2 MoE."""
+    config = transformers.Qwen2MoeConfig(architectures=["Qwen2MoeForCausalLM"])
+    assert config.sliding_window == 0
+    config.save_pretrained(tmp_path)
+    assert growkern.plan(tmp_path, num_experts=120).exact

@@ -46,6 +46,8 @@ IMPLEMENTATIONS = (
 # the share of a head that rotary positions turn
 SHARES = ("partial_rotary_factor", "rotary_pct")
 DTYPES = ("dtype", "torch_dtype")
+# Qwen2-MoE writes 0 for no window
+MAY_BE_ZERO = ("sliding_window",)
 # of transformers' config classes: they say how fields are read and where files are
 OF_THE_CLASS = {
     *("attribute_map", "sub_configs", "sub_configs_defaults", "base_config_key", "extra_files"),
@@ -177,7 +179,7 @@ def _of_number(name: str, value: Any) -> Iterator[str]:
     if not -(1 << 62) < value < 1 << 62:
         # the comparison is also false for NaN
         yield f"{name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62"
-    elif name in POSITIVE and value <= 0:
+    elif name in POSITIVE and value <= 0 and not (name in MAY_BE_ZERO and value == 0):
         yield f"{name}={value} must be positive"
     elif not 0 <= value <= 1 and (name in SHARES or "dropout" in name or name.endswith("pdrop")):
         yield f"{name}={value} must lie in 0 .. 1"
