@@ -75,10 +75,24 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
         raise GrowthError(
             f"{output} holds another run ({changes(before, identity)}): undo the changes or choose "
             "another directory. --overwrite would delete its checkpoints and its model"
+            + _how_to_train_longer(before["run"], identity["run"])
         )
     if why := _why_kept(output):
         raise GrowthError(f"{output} must not be deleted: {why}: choose another directory")
     return False
+
+
+def _how_to_train_longer(before: dict[str, Any], run: dict[str, Any]) -> str:
+    sections = [one.get("training") for one in (before, run)]
+    # sections without steps may grow longer
+    old, new = (part.get("steps") if isinstance(part, dict) else None for part in sections)
+    if not (isinstance(old, int) and isinstance(new, int) and old < new):
+        return ""
+    return (
+        f'. With schedule = "{run["training"]["schedule"]}" more steps change the rates of those '
+        "before. To train on, begin a new run with this directory as model.path and a short "
+        'warm-up. Only "constant_with_warmup" can go on where it stopped'
+    )
 
 
 def begin(output: Path, identity: dict[str, Any]) -> None:
