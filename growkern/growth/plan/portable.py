@@ -83,7 +83,7 @@ def _kinds(plan: Blueprint) -> Iterator[str]:
         if small.size(key) >= period:
             depths = whole_depths(small, key, plan.large.size(key), period_of(small))
             field = small.family.config_field(key)
-            line += f"; {PORTABLE} adds whole periods, with {field}={depths}"
+            line += f"; {field}={depths} adds whole periods"
         yield line
 
 

@@ -37,8 +37,9 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
             )
         return [0] * new
     period = _period_of_kinds(small)
-    if options.portable:
-        period = math.lcm(period, period_of(small))
+    whole = math.lcm(period, period_of(small))
+    if options.portable or ((new - old) % whole == 0 and whole <= old):
+        period = whole
     if (new - old) % period:
         raise UnfitError(
             f"{small.family.config_field(key)}={new}: the kinds of layers repeat every {period}, "

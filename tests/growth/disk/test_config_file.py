@@ -242,11 +242,11 @@ def test_a_folded_model_has_older_keys(tmp_path):
 SIX = {**GROUPED, "num_hidden_layers": 6, "head_dim": 4}
 EVERY_3 = ["sliding_attention"] * 2 + PLAIN
 PATTERNS = {
-    "gemma3 repeated": ("Gemma3ForCausalLM", "sliding_window_pattern", EVERY_3 * 2, 3, 9, None),
+    "gemma3 repeated": ("Gemma3ForCausalLM", "sliding_window_pattern", EVERY_3 * 2, 3, 11, None),
     "gemma3 in its first period": (
         "Gemma3ForCausalLM", "sliding_window_pattern", ["sliding_attention"] * 5 + PLAIN, 6, 7, 7,
     ),
-    "gemma3 hidden": ("Gemma3ForCausalLM", "_sliding_window_pattern", EVERY_3 * 2, 3, 9, None),
+    "gemma3 hidden": ("Gemma3ForCausalLM", "_sliding_window_pattern", EVERY_3 * 2, 3, 9, 3),
     "modernbert": (
         "ModernBertForMaskedLM", "global_attn_every_n_layers", (PLAIN + TWO[:1]) * 3, 2, 9, None,
     ),
@@ -256,7 +256,7 @@ PATTERNS = {
     "olmo3": ("Olmo3ForCausalLM", "sliding_window_pattern", TWO[:1] * 5 + PLAIN, 6, 7, 7),
     "smollm3": ("SmolLM3ForCausalLM", "no_rope_layer_interval", [1] * 5 + [0], 6, 7, 7),
     "smollm3 repeated": (
-        "SmolLM3ForCausalLM", "no_rope_layer_interval", [1, 1, 0] * 2, 3, 9, None,
+        "SmolLM3ForCausalLM", "no_rope_layer_interval", [1, 1, 0] * 2, 3, 9, 3,
     ),
     "qwen2": ("Qwen2ForCausalLM", "max_window_layers", PLAIN * 3 + TWO[:1] * 3, 3, 8, 4),
     "qwen3": ("Qwen3ForCausalLM", "max_window_layers", PLAIN * 6, 6, 8, 8),

@@ -143,7 +143,7 @@ PERIODS = [
 
 @pytest.mark.parametrize(("name", "config", "layers"), PERIODS)
 @pytest.mark.parametrize("depth", ["identity", "stack"])
-def test_portable_adds_whole_periods(name, config, layers, depth):
+def test_whole_periods_are_added_where_they_fit(name, config, layers, depth):
     if name.startswith("Modern"):
         config = {**config, **dict.fromkeys(("pad_token_id", "eos_token_id"), 1)}
         config |= dict.fromkeys(("bos_token_id", "cls_token_id", "sep_token_id"), 2)
@@ -153,14 +153,13 @@ def test_portable_adds_whole_periods(name, config, layers, depth):
     period = period or (3 if "layer_types" in config else 6)
     how = {"num_hidden_layers": layers, "depth": depth}
     if depth == "identity":
-        (line,) = said(source, "no longer repeats", **how)
-        assert line.endswith(f"adds whole periods, with num_hidden_layers={layers}")
         (line,) = said(source, "no longer repeats", num_hidden_layers=layers + 1)
-        assert line.endswith(f"num_hidden_layers={layers} or {layers + period}")
-    grown = growkern.grow(source, portable=True, **how)
+        depths = f"num_hidden_layers={layers} or {layers + period}"
+        assert line.endswith(f"; {depths} adds whole periods")
+    grown = growkern.grow(source, **how)
     old, new = source.config.layer_types, grown.config.layer_types
     assert new == [old[i % period] for i in range(layers)]
-    assert not said(source, "no longer repeats", portable=True, **how)
+    assert not said(source, "no longer repeats", **how)
     plan = grown.growth_plan
     assert set(plan.layer_maps[""]) == set(range(source.config.num_hidden_layers))
     if depth == "identity":
@@ -174,7 +173,7 @@ def test_portable_adds_whole_periods(name, config, layers, depth):
 def test_pattern_keys_are_said_in_one_line():
     source = model("Gemma3ForCausalLM", layer_types=EVERY_3 * 2)
     source.config.sliding_window_pattern = source.config._sliding_window_pattern = 3
-    (line,) = said(source, "config.json", num_hidden_layers=9)
+    (line,) = said(source, "config.json", num_hidden_layers=11)
     assert line == (
         "left out of config.json, as no value describes the new layers: sliding_window_pattern=3, "
         "_sliding_window_pattern=3"
