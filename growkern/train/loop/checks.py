@@ -191,6 +191,11 @@ def choose_teachers(
         return Teachers([], None)
     if isinstance(teacher, TopKRows):
         return TopKTeacher(teacher, inheritance)
+    if inheritance.tail is not None:
+        raise GrowthError(
+            f"inheritance tail is {inheritance.tail!r}, but a model gives every token its "
+            "probability: leave it out"
+        )
     for model in as_list(teacher):
         if not isinstance(model, nn.Module):
             raise GrowthError(

@@ -25,7 +25,7 @@ from torch import nn
 from growkern.arguments import POSITIVE, SHARE, Limit, check_fields
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
-from growkern.ops.loss.rows.options import Divergence, KLRows
+from growkern.ops.loss.rows.options import Divergence, KLRows, Tail
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.loss.context import as_known
 from growkern.train.model.head import (
@@ -59,6 +59,10 @@ class InheritanceSchedule:
         divergence: between teacher p and student q: "forward" is KL(p || q), "reverse" is
             KL(q || p), "jsd" is the Jensen-Shannon divergence.
         beta: of "jsd", in (0, 1): small values are close to "forward". None takes 0.5.
+        tail: of a teacher that is known by its k likeliest tokens, the use of its remaining
+            probability. "bucket" compares it as a whole with the student's. "renormalise"
+            distributes it over the k tokens, as Knowledge Inheritance does; its gradient is wrong
+            where k is small. None is "bucket".
 
     Raises:
         GrowthError: a value is out of range.
@@ -78,6 +82,7 @@ class InheritanceSchedule:
     divergence: Divergence = "forward"
     beta: float | None = None
     decay: Decay = "linear"
+    tail: Tail | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,6 +102,11 @@ class InheritanceSchedule:
         if self.beta is not None and self.divergence != "jsd":
             raise GrowthError(
                 f"beta is {self.beta} with divergence {self.divergence!r}: beta belongs to 'jsd'"
+            )
+        if self.tail == "renormalise" and self.divergence == "reverse":
+            raise GrowthError(
+                "divergence 'reverse' is infinite with tail 'renormalise', which gives probability "
+                "0 to all but the k tokens: set tail to 'bucket'"
             )
 
     def rate_at(self, step: int) -> float:

@@ -85,6 +85,7 @@ class TopKTeacher:
 
     def __init__(self, rows: TopKRows, schedule: InheritanceSchedule) -> None:
         self.rows, facts = rows, rows.facts
+        self._tail = schedule.tail or "bucket"
         self._columns: int | None = None
         found = {"temperature": facts.temperature, "kl_rows": facts.rows}
         if schedule.temperature != facts.temperature or (
@@ -188,7 +189,8 @@ class TopKTeacher:
             `topk_kl_mlm_loss` with the arguments of the teacher filled in.
         """
         topk = {name: inputs.pop(name, None) for name in (IDS, LOGPROBS)}
-        return partial(topk_kl_mlm_loss, **(topk if alpha > 0 else dict.fromkeys(topk)))
+        topk = topk if alpha > 0 else dict.fromkeys(topk)
+        return partial(topk_kl_mlm_loss, **topk, tail=self._tail)
 
 
 class TopKCollator:

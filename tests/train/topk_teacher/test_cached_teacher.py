@@ -10,6 +10,7 @@ from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTra
 from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.objectives.language_modeling import MaskedLMCollator
+from growkern.train.topk_teacher.teacher import TopKTeacher
 from tests.train.dataset.data import write_jsonl
 from tests.train.run.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import STAGES, arguments, losses_of
@@ -55,6 +56,29 @@ def test_all_of_the_vocabulary_trains_as_the_live_teacher(family, rows, workers,
     line = kept.state.log_history[0]
     assert {"kl", "mlm", "top1_agreement"} <= set(line)
     assert line["flops"] < live.state.log_history[0]["flops"]
+
+
+def test_the_k_tokens_get_all_of_the_probability(tmp_path):
+    """tail="renormalise" as Knowledge Inheritance has it, against the whole teacher in float64."""
+    teacher, blocks = build("bert", layers=2, width=8, seed=9).double(), blocks_of()
+    make(tmp_path / "c", model=teacher, k=4, dtype="float32")
+    schedule = InheritanceSchedule(end_step=6, tail="renormalise")
+    kept = TopKTeacher(TeacherCache(tmp_path / "c"), schedule)
+    batch = kept.collator(collator_of("bert"), blocks)([blocks[0], blocks[1]])
+    labels = batch.pop("labels")
+    hidden, weight = torch.randn(*labels.shape, 8).double(), torch.randn(VOCAB, 8).double()
+    loss_of = kept.loss_function(batch, 1.0)
+    loss = loss_of(hidden, weight, labels=labels, alpha=1.0, temperature=2.0)
+    rows = labels != -100
+    p, ids = (teacher(**batch).logits[rows] / 2).softmax(-1).topk(4)
+    p = p / p.sum(-1, keepdim=True)
+    log_q = (hidden[rows] @ weight.T / 2).log_softmax(-1).gather(1, ids)
+    expected = 4 * (p * (p.log() - log_q)).sum(-1).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(GrowthError, match="tail is 'renormalise', but a model gives every token"):
+        train_with(tmp_path / "a", "bert", teacher, schedule=schedule)
+    with pytest.raises(GrowthError, match="infinite with tail 'renormalise'"):
+        InheritanceSchedule(end_step=6, tail="renormalise", divergence="reverse")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
