@@ -129,6 +129,7 @@ PUBLIC_OPS = {
     "growkern.ops.loss.linear.gemm.project",
     "growkern.ops.loss.linear_kl_mlm_loss.linear_kl_mlm_loss",
     "growkern.ops.loss.rows.inputs.LossParts",
+    "growkern.ops.loss.rows.inputs.check_columns",
     "growkern.ops.loss.rows.options.Divergence",
     "growkern.ops.loss.rows.options.IGNORE_INDEX",
     "growkern.ops.loss.rows.options.KLRows",

@@ -82,7 +82,7 @@ def plot(
         out = out or Path("loss_vs_flops.png")
         groups = _plot_losses(directories, out, sources or [])
     if as_json:
-        print_json({"out": str(out), "runs": savings_rows(groups)})
+        print_json({"out": str(out), **({"runs": savings_rows(groups)} if groups else {})})
         return
     if len(groups) > 1:
         print_table(savings_table(groups))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growkern.arguments import check_kind
+from growkern.arguments import check_kind, whole_number
 from growkern.errors import GrowthError, nearest
 from growkern.growth.space import maps
 from growkern.growth.space.spaces import copies
@@ -19,6 +19,7 @@ from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 
 Shape = tuple[int, ...] | list[int]
+BY_HAND = "growkern.expand(weight, **growkern.widening(...))"
 
 
 def widening(source: Shape, target: Shape, *, reads: bool = True, fused: int = 1) -> dict[str, Any]:
@@ -39,6 +40,9 @@ def widening(source: Shape, target: Shape, *, reads: bool = True, fused: int = 1
     """
     for name, shape in (("source", source), ("target", target)):
         check_kind(name, shape, (tuple, list), "the shape of a weight, such as (64, 32)")
+        for size in shape:
+            whole_number(f"{name} {tuple(shape)}", size, "whole sizes")
+    fused = whole_number("fused", fused, "how many matrices lie below each other, such as 3")
     if len(source) != len(target) or len(source) not in (1, 2) or fused < 1:
         raise GrowthError(
             f"widening takes two shapes of 1 or 2 sizes, and fused >= 1: got {tuple(source)}, "
@@ -83,7 +87,8 @@ def widen(small: nn.Module, large: nn.Module, *, fused: dict[str, int] | None = 
         GrowthError: names that differ, a tied weight, or a parameter that cannot be widened
             exactly. Nothing is written then.
     """
-    fused = fused or {}
+    fused = {} if fused is None else fused
+    check_kind("fused", fused, dict, 'numbers by the names of layers, such as {"qkv": 3}')
     _check_names(small, large, fused)
     jobs = []
     for path, layer in small.named_modules():
@@ -117,9 +122,10 @@ def _check_names(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> N
             f"only one of small and large has {sorted(ours.keys() ^ theirs.keys())[:5]}: build "
             "both with the same class and the same number of layers"
         )
-    names = {path.rpartition(".")[2] for path, _ in small.named_modules()}
+    names = {path.rpartition(".")[2] for path, _ in small.named_modules() if path}
     for name in fused.keys() - names:
-        raise GrowthError(f"fused names {name!r}, which is no layer{nearest(name, names)}")
+        allowed = nearest(name, names) if names else f": fill a single layer with {BY_HAND}"
+        raise GrowthError(f"fused names {name!r}, which is no layer{allowed}")
     first: dict[int, str] = {}
     for name, x in theirs.items():
         other = first.setdefault(id(x), name)
@@ -156,7 +162,8 @@ def _arguments(name: str, layer: nn.Module, weight: Tensor, out: Tensor, fused: 
     if len(source) != 1:
         raise GrowthError(
             f"whether a weight of shape {source} reads copies is not known here: fill it with "
-            "growkern.expand(weight, **growkern.widening(...))"
+            f"{BY_HAND}"
+            + (", a matrix (rows, columns) for each place of the rest" if len(source) > 2 else "")
         )
     if target[0] % source[0]:
         raise GrowthError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -17,6 +18,7 @@ from growkern.plot.curve import Curve, first_crossing
 from growkern.plot.figure import plain
 
 NOT_REACHED = "not reached"
+KEYS = ("start_loss", "flops", "flops_saved", "flops_saved_with_small_model")
 HEADS = ("run", "start\nloss", "FLOPs\nto mark", "FLOPs\nsaved", "small model\ncounted")
 
 
@@ -116,32 +118,41 @@ def savings_table(groups: Sequence[Group]) -> Table:
     return table
 
 
-def savings_rows(groups: Sequence[Group]) -> list[dict[str, str]]:
-    """The table as JSON values, a row per name."""
-    heads = [head.replace("\n", " ") for head in HEADS]
-    return [dict(zip(heads, cells, strict=True)) for cells in savings_cells(groups)]
+def savings_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The table for JSON, a row per name: lists with a number for each seed, None for none."""
+    rows = []
+    for group in groups:
+        numbers = [values or None for values in _numbers(group, groups[0])]
+        rows.append({"run": group.name, **dict(zip(KEYS, numbers, strict=True))})
+    return rows
 
 
 def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
     """The cells under HEADS, a list for each name. Those of several seeds are ranges. (1)"""
-    return [_cells(group, groups[0]) for group in groups]
+    rows = []
+    for group in groups:
+        numbers = zip(_numbers(group, groups[0]), (".2f", ".2g", ".0%", ".0%"), strict=True)
+        start, cost, *shares = [_range(values, form) if values else "-" for values, form in numbers]
+        rows.append([group.name, start, NOT_REACHED if cost == "-" else cost, *shares])
+    return rows
 
 
-def _cells(group: Group, reference: Group) -> list[str]:
+def _numbers(group: Group, reference: Group) -> list[list[float]]:
+    """The numbers of KEYS, one for each seed; none where there are none."""
     costs = [cost for cost, _ in group.reached()]
-    cells = [group.name, _range([curve.losses[0] for curve in group.curves], ".2f")]
+    found = [[curve.losses[0] for curve in group.curves]]
     if len(costs) < len(group.curves):
-        return [*cells, NOT_REACHED, "-", "-"]
-    cells.append(_range(costs, ".2g"))
+        return [*found, [], [], []]
+    found.append(costs)
     if len(set(group.marks)) > 1:
         full = [cost for cost, _ in reference.reached()]
     else:
         full = [reference.cost() or 0.0] * len(costs)
     if group is reference or not all(full):
-        return [*cells, "-", "-"]
+        return [*found, [], []]
     saved = [1 - cost / whole for cost, whole in zip(costs, full, strict=True)]
     counted = [x - group.before / whole for x, whole in zip(saved, full, strict=True)]
-    return [*cells, _range(saved, ".0%"), _range(counted, ".0%") if group.before else "-"]
+    return [*found, saved, counted if group.before else []]
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -65,7 +65,8 @@ def check_space(target: Path, kind: str, size: int) -> None:
     free += sum(file.lstat().st_blocks * 512 for file in kept)
     if free < size:
         raise GrowthError(
-            f"{target}: {size / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free on that disk"
+            f"{target}: {size / 1e9:.2f} GB to write, {free / 1e9:.2f} GB free on that disk: make "
+            "room or choose another one"
         )
 
 
@@ -109,7 +110,10 @@ class Workplace:
                 if not resume:
                     self.clear()
             except OSError as error:
-                raise GrowthError(f"{target}: {error.strerror or error}") from error
+                raise GrowthError(
+                    f"{target} cannot be made there: {error.strerror or error}. Choose another "
+                    "directory"
+                ) from error
             self._descriptors = stack.pop_all()
 
     def _open(self, stack: contextlib.ExitStack) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from growkern.arguments import path_of
+from growkern.arguments import check_kind, path_of
 from growkern.errors import GrowthError, reason
 from growkern.families.family import Family
 from growkern.families.model import ModelSpec
@@ -211,11 +211,14 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
             directory that growkern wrote; or the path of such a directory.
 
     Raises:
-        GrowthError: the record of its growth is missing or damaged, or there is no such directory.
+        GrowthError: it is neither; the record of its growth is missing or damaged; or there is no
+            such directory.
     """
     plan = getattr(model, "growth_plan", None)
     if plan is not None:
         return plan
+    wanted = "a model, or the path of its directory"
+    check_kind("model", model, (str, Path, nn.Module), wanted)
     is_path = isinstance(model, str | Path)
     directory = config_directory(Path(model)) if is_path else directory_of(model)
     if directory is not None and has_record(directory):

@@ -201,7 +201,9 @@ def kl_mlm_loss(
     if shard.group:
         refuse_reference(chosen)
     widths = [t.shape[-1] for t in teachers]
-    columns = check_columns(call, student_logits.shape[-1], widths, shard)
+    columns = check_columns(
+        call.vocab_size, call.teacher_vocab_size, student_logits.shape[-1], widths, shard
+    )
     student = ("student_logits", student_logits)
     rows = row_inputs(call, checked, labels, student, columns.vocab, shard)
 

@@ -117,7 +117,9 @@ def linear_kl_mlm_loss(
         refuse_reference(chosen)
     student, *teachers = heads
     widths = [len(t.weight) for t in teachers]
-    columns = check_columns(call, len(student.weight), widths, shard)
+    columns = check_columns(
+        call.vocab_size, call.teacher_vocab_size, len(student.weight), widths, shard
+    )
     named = ("student_hidden", student_hidden)
     rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
 

@@ -146,7 +146,9 @@ def topk_kl_mlm_loss(
     chosen = choose_backend(call.backend, labels.device)
     if shard.group:
         refuse_reference(chosen)
-    columns = check_columns(call, len(student.weight), [], shard)
+    columns = check_columns(
+        call.vocab_size, call.teacher_vocab_size, len(student.weight), [], shard
+    )
     total = shard.vocab or columns.vocab
     known = min(total, call.teacher_vocab_size or total)
     topk = check_topk(teacher_topk_ids, cached, student_hidden, known)

@@ -8,7 +8,15 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from growkern.arguments import MOST_SEED, NOT_NEGATIVE, Limit, between, check_fields
+from growkern.arguments import (
+    MOST_SEED,
+    NOT_NEGATIVE,
+    Limit,
+    between,
+    check_fields,
+    check_kind,
+    whole_number,
+)
 from growkern.errors import GrowthError
 from growkern.train.model.sub_model import Part, layer_stacks, model_depth, only
 
@@ -101,8 +109,11 @@ class TwoStageConfig:
             step: optimizer step, counted from 0.
 
         Raises:
-            GrowthError: the model has no list of transformer blocks, or the length of stage 1 is in
-                epochs, see `in_steps`.
+            GrowthError: the model has no list of transformer blocks, the step is no whole number
+                from 0 on, or the length of stage 1 is in epochs, see `in_steps`.
         """
+        check_kind("model", model, nn.Module, "a model of transformers")
+        if whole_number("step", step) < 0:
+            raise GrowthError(f"step must be 0 or more, got {step}")
         stacks = layer_stacks(model)
         return only(self.part(step, model_depth(stacks)), stacks)

@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import (
 from growkern.errors import GrowthError
 from growkern.growth.source.live import QUANTISED
 from growkern.ops.loss.rows.inputs import check_columns
-from growkern.ops.loss.rows.options import LossCall
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.context import as_known
 from growkern.train.loss.inheritance import check_same_objective
@@ -207,8 +206,7 @@ def check_models(
     if not any(is_pair(one) for one in (model, *teachers)):
         # before a teacher runs, and meets a token that it does not have
         width, *widths = [columns_of(unwrapped(one)) for one in (model, *teachers)]
-        sizes = {"vocab_size": vocab_size, "teacher_vocab_size": known}
-        check_columns(LossCall(alpha=0.5, **sizes), width, widths)
+        check_columns(vocab_size, known, width, widths)
     return known
 
 
@@ -222,6 +220,8 @@ def _check_type(name: str, model: Any) -> None:
         return
     else:
         found = f"a {type(unwrapped(model)).__name__}"
+    if isinstance(model, str):
+        found += " (load it first: AutoModelForCausalLM.from_pretrained(...))"
     raise GrowthError(
         f"{name} is {found}: give a language model of transformers itself, without a module "
         "around it but DistributedDataParallel (of a PeftModel its base_model.model), or a tuple "

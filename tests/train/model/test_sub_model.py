@@ -68,6 +68,9 @@ def test_the_stages_of_a_loop_of_ones_own():
         trained = [i for i, layer in layers if layer.mlp.up_proj.weight.grad is not None]
         assert trained == list(range(depth - 2 if step < 6 else 0, depth))
     assert seen == {2, 4}
+    for wrong in ("a", None, 1.5, -1):
+        with pytest.raises(GrowthError, match="step"):
+            stages.sub_model(model, wrong)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -209,7 +209,7 @@ def test_another_runs_directory_is_refused_unless_overwritten(workplace):
     train(workplace / "run.toml", progress=False)
     before = files_of(workplace / "out")
     (workplace / "run.toml").write_text(RUN.replace("steps = 6", "steps = 7"))
-    with pytest.raises(GrowthError, match='"linear" more steps change .* "constant_with_warmup"'):
+    with pytest.raises(GrowthError, match=r'"linear" more steps change .* "constant_with_warmup"'):
         train(workplace / "run.toml", progress=False)
     (workplace / "run.toml").write_text(RUN.replace("steps = 6", "steps = 5"))
     changed = r"holds another run \(training.steps 6 -> 5\): .*--overwrite would delete its check"

@@ -33,19 +33,28 @@ class Columns(NamedTuple):
 
 
 def check_columns(
-    call: LossCall, student: int, teachers: Sequence[int], shard: Shard = WHOLE
+    vocab_size: int | None,
+    known: int | None,
+    student: int,
+    teachers: Sequence[int],
+    shard: Shard = WHOLE,
 ) -> Columns:
-    """The numbers of columns here, given the widths of all logits.
+    """The numbers of columns here.
+
+    Args:
+        vocab_size: of the options of a loss.
+        known: their `teacher_vocab_size`.
+        student, teachers: widths of the logits.
+        shard: the columns of this process.
 
     Raises:
         GrowthError: the widths do not fit the options.
     """
-    known = call.teacher_vocab_size
     if known is None:
-        return Columns(_columns(call.vocab_size, student, teachers, shard), None)
+        return Columns(_columns(vocab_size, student, teachers, shard), None)
     if not isinstance(known, int) or isinstance(known, bool) or known < 1:
         raise GrowthError(f"teacher_vocab_size must be a positive integer, got {known!r}")
-    vocab = _columns(call.vocab_size, student, [], shard)
+    vocab = _columns(vocab_size, student, [], shard)
     here = min(max(0, known - shard.start), vocab)
     if min(teachers, default=here) < here:
         raise GrowthError(
