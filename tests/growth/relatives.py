@@ -157,6 +157,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**{k: v for k, v in ROTARY.items() if k != "head_dim"}, **GROUPS, **LATENT},
         {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
     ),
+    "cwm": ("CwmForCausalLM", {**ROTARY, **KINDS, "rope_parameters": ROPE}, {"mlp_bias": True}),
     "dinov2": (
         "Dinov2ForImageClassification",
         {**PATCHES, "mlp_ratio": 2},
