@@ -158,6 +158,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
     ),
     "cwm": ("CwmForCausalLM", {**ROTARY, **KINDS, "rope_parameters": ROPE}, {"mlp_bias": True}),
+    "data2vec-text": ("Data2VecTextForMaskedLM", ENCODER, {}),
     "dinov2": (
         "Dinov2ForImageClassification",
         {**PATCHES, "mlp_ratio": 2},
