@@ -18,7 +18,10 @@ import torch
 import growkern
 from bench.shared import loss_measure
 from bench.shared.harness import Rows, machine, show_and_save
+from growkern.families.model import ModelSpec
 from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
+from tests.growth.plan.test_relatives import alone, at_once, grown_by, largest_error
+from tests.growth.relatives import RELATIVES
 
 # hidden size and heads of the source, hidden size of the target, feed-forward sizes of both
 WIDTHS = ((384, 6, 512), (96, 6, 144), (12, 3, 20))
@@ -66,6 +69,22 @@ def _logits_error(source: Any, grown: Any) -> float:
     return ((z - grown_z).abs().max() / z.abs().max()).item()
 
 
+def mixtures() -> Iterator[dict[str, Any]]:
+    """Mixtures of experts, in every size alone and in all at once, in float64."""
+    for model_type, case in RELATIVES.items():
+        source = random_model(*case[:2], tie_word_embeddings=False)
+        model = ModelSpec.of(source.config, case[0])
+        growths = alone(model) | {"all at once": at_once(model)} if model.family.mixtures else {}
+        for what, sizes in growths.items():
+            grown = growkern.grow(source, **grown_by(model, sizes))
+            error = largest_error(source, grown, grown.growth_plan)
+            # new tokens take a share of every output, which the error leaves out
+            found = (f for f in grown.growth_plan.findings if not f.what.startswith("vocab_size"))
+            said = " and ".join(sorted({f.level for f in found})) or "exact"
+            row = {"what": model_type, "sizes": what, "said": said, "dtype": "float64"}
+            yield row | {"error": error}
+
+
 def losses() -> Iterator[dict[str, Any]]:
     """The gradient errors of the linear loss and of plain PyTorch at several drifts."""
     for drift in DRIFTS:
@@ -83,7 +102,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def main() -> int:
     facts, rows = machine(), Rows()
-    for part in (carried, exact, losses):
+    for part in (carried, exact, mixtures, losses):
         for row in part():
             rows.append(row)
     print(show_and_save("exactness", facts, rows))
