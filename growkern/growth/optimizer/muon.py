@@ -74,18 +74,16 @@ def _step_of_experts(group: Mapping[str, Any], stacks: tuple[Tensor, ...]) -> No
                 "matrix: shard them on their first axis"
             )
         stacks = tuple(local_tensor(x) for x in stacks)
-    names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps")
-    options = {name: group[name] for name in names}
-
-    def step(*of_expert: Tensor) -> Tensor:
-        one = [[x] for x in of_expert]
-        _muon._single_tensor_muon(
-            *one, **options, adjust_lr_fn=group["adjust_lr_fn"], has_complex=False
-        )
-        return of_expert[0]
-
-    if len(stacks[0]):
-        torch.vmap(step)(*stacks)
+    p, gradient, momentum = stacks
+    if not len(p):
+        return
+    lr, rate = float(group["lr"]), group["momentum"]
+    momentum.lerp_(gradient, 1 - rate)
+    update = gradient.lerp(momentum, rate) if group["nesterov"] else momentum
+    settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    update = torch.vmap(lambda x: _muon._zeropower_via_newtonschulz(x, *settings))(update)
+    p.mul_(1 - lr * group["weight_decay"])
+    p.add_(update, alpha=-_muon._adjust_lr(lr, group["adjust_lr_fn"], p.shape[1:]))
 
 
 class GrowthMuon(Muon):

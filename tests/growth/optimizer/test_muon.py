@@ -14,8 +14,9 @@ import growkern
 from growkern.growth.optimizer.moments import MUON_RULES
 from growkern.growth.optimizer.muon import Muon
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
-from tests.growth.optimizer.test_growth_adamw import EXPERTS, largest_difference
+from tests.growth.optimizer.test_growth_adamw import largest_difference
 from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, loss_of
+from tests.growth.relatives import RELATIVES
 
 MUON = {"lr": 1e-2, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
@@ -27,8 +28,12 @@ CASES = [
     ("BertForMaskedLM", BERT, {}, {"hidden_size": 24}),
     ("LlamaForCausalLM", LLAMA, TIED, GROUPS),
 ]
-# a matrix for each expert
-MIXTURE = ("GptOssForCausalLM", EXPERTS, {}, {**GROUPS, "num_local_experts": 12})
+# a matrix for each expert; all copies of an expert keep its weight
+MIXTURE = (
+    *RELATIVES["deepseek_v3"][:2],
+    {"norm_topk_prob": False},
+    {"hidden_size": 24, "num_local_experts": 16},
+)
 
 
 @pytest.fixture
