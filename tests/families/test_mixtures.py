@@ -390,3 +390,25 @@ def test_a_window_of_zero_is_none(tmp_path):
     assert config.sliding_window == 0
     config.save_pretrained(tmp_path)
     assert growkern.plan(tmp_path, num_experts=120).exact
+
+
+@pytest.mark.parametrize("symmetry", ["split", "noise"])
+def test_weights_of_copies_that_add_up_are_divided(symmetry, tmp_path):
+    """A router by sigmoids that does not normalise gives every copy the weight of its expert."""
+    class_name, sizes, _ = RELATIVES["deepseek_v3"]
+    source = random_model(class_name, sizes, norm_topk_prob=False)
+    grown = growkern.grow(source, hidden_size=20, n_routed_experts=24, symmetry=symmetry)
+    assert grown.growth_plan.exact
+    assert relative_error(source, grown) < 1e-12
+    plan = growkern.plan(source, n_routed_experts=24, moe_intermediate_size=11, symmetry=symmetry)
+    task = next(t for t in plan.tasks if t.tensor.axes[0] == "read:experts")
+    whole, old = build_tensor(plan, task), source.get_parameter(task.source)
+    torch.testing.assert_close(whole[:8, :, 4:7], old[..., 4:7] / 3)
+    part = (slice(5, 19), slice(2, 9), slice(1, 11))
+    assert torch.equal(build_tensor(plan, task, part=part), whole[part])
+    grown.save_pretrained(tmp_path / "large")
+    growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
+    back = load_file(tmp_path / "back/model.safetensors")
+    for expert, matrix in enumerate(old):
+        name = task.source.replace("down_proj", f"{expert}.down_proj.weight")
+        torch.testing.assert_close(back[name], matrix)
