@@ -105,7 +105,9 @@ def draw(seed: int, number: int) -> Case:
     class_name = rng.choice(sorted(family.classes))
     own = _source_sizes(rng, family)
     for field, key in family.classes[class_name].repeats.items():
-        own[field] = own[family.config_field(key)]
+        # the config computes those that have no field
+        if (repeated := family.config[key].field) is not None:
+            own[field] = own[repeated]
     ties = {TIED: own.pop(TIED)} if TIED in own else {}
     sizes = with_sizes(family, SOURCES[model_type][1], own) | ties
     how = _growth(rng, family.of_class(class_name), inner(sizes, family.under))
@@ -137,7 +139,7 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     hidden = count * 2 * rng.randint(1, 4)
     sizes |= {family.config_field(key): value for key, value in heads.items()}
     sizes[family.config_field("stream")] = hidden
-    if not family.forces_head_dim:
+    if "head_dim" in family.growable:
         sizes[family.config_field("head_dim")] = rng.choice([2, 4, hidden // count])
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = rng.randint(3, 24)
