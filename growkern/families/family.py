@@ -20,6 +20,15 @@ from growkern.families.spec import Attention, ModelClass, Nested, Refusal, Row, 
 
 
 @dataclass(frozen=True)
+class Dense:
+    """[dense]: the dense models that can become a mixture of this family."""
+
+    of: tuple[str, ...]
+    set: Mapping[str, Any] = field(default_factory=dict)
+    refuse: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
 class Family:
     """The parsed table of one model family, as `load_family` returns it.
 
@@ -59,6 +68,7 @@ class Family:
     ties_by_value: bool = False
     runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dense: Dense | None = None
     table: Mapping[str, Any] | None = field(default=None, repr=False)
     before: Family | None = field(default=None, repr=False)
 

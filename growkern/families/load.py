@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from growkern.arguments import path_of
 from growkern.errors import GrowthError, TableError, nearest
 from growkern.families.conditions import CONDITIONS, condition_of
-from growkern.families.family import Family
+from growkern.families.family import Dense, Family
 from growkern.families.norm import NORM_KINDS, Norm
 from growkern.families.older import FORMS, OlderKey
 from growkern.families.spec import NOTHING, Attention, ModelClass, Refusal, Row, Size, SpaceSpec
@@ -28,7 +28,8 @@ from growkern.package import parse_toml
 _KEYS = {
     "table": "extends under model_type activation softcap ignored per_layer norm attention config "
     "stacks refuse spaces classes depth tensors older "
-    "ties_by_value runtimes kinds",
+    "ties_by_value runtimes kinds dense",
+    "dense": "of set refuse",
     "runtimes": "head_dim layers scale",
     "config": "field default plus reserved follows",
     "norm": "kind placement eps plus_one bias",
@@ -39,7 +40,7 @@ _KEYS = {
     "class": "prefix body heads output stacks repeats cache beside files",
     "depth": "zero inner_norms outer_norm refuse in_place",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files "
-    "factor keep",
+    "factor keep dense",
     "refuse": "value differs why",
     "older": "of form when",
 }
@@ -73,6 +74,7 @@ _CLASSES: dict[str, Any] = {
     "tensor": Row,
     "refuse": Refusal,
     "older": OlderKey,
+    "dense": Dense,
 }
 _REQUIRED: tuple[str, ...] = (
     "model_type",
@@ -145,14 +147,15 @@ def table_faults(where: str, table: Mapping[str, Any]) -> Iterator[str]:
         # what is no table was named above
         return found if isinstance(found := of.get(name, {}), Mapping) else {}
 
-    for name in ("norm", "attention", "depth", "runtimes"):
+    for name in ("norm", "attention", "depth", "runtimes", "dense"):
         if name in table and isinstance(table[name], Mapping):
             yield from _faults(name, f"{where}.{name}", table[name])
     for name, kind in _SECTIONS.items():
         for key, entry in section(name).items():
             yield from _faults(kind, f"{where}.{name}.{key}", entry)
-    for key, entry in section("refuse", section("depth")).items():
-        yield from _faults("refuse", f"{where}.depth.refuse.{key}", entry)
+    for name in ("depth", "dense"):
+        for key, entry in section("refuse", section(name)).items():
+            yield from _faults("refuse", f"{where}.{name}.refuse.{key}", entry)
     for key, entry in section("config").items():
         if isinstance(entry, Mapping):
             yield from _faults("config", f"{where}.config.{key}", entry)
@@ -183,6 +186,12 @@ def _checked(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refusals(table: Mapping[str, Any]) -> tuple[Refusal, ...]:
     return tuple(Refusal(name, **_checked(entry)) for name, entry in table.items())
+
+
+def _dense(table: Mapping[str, Any] | None) -> Dense | None:
+    if not table:
+        return None
+    return Dense(**{**_checked(table), "refuse": _refusals(table.get("refuse", {}))})
 
 
 def _size(entry: Any) -> Size:
@@ -236,6 +245,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         parts={part: tuple(_rows(rows, norm.placement)) for part, rows in table["tensors"].items()},
         ties_by_value=table.get("ties_by_value", False),
         runtimes=_checked(table.get("runtimes", {})),
+        dense=_dense(table.get("dense")),
         kinds={kind: tuple(texts) for kind, texts in table.get("kinds", {}).items()},
         older=tuple(
             OlderKey(name, **_checked(entry)) for name, entry in table.get("older", {}).items()

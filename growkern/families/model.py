@@ -34,12 +34,14 @@ class ModelSpec:
         family: the table, without the parts that this class does not use (`Family.of_class`).
         class_name: the model class in transformers, such as "BertForMaskedLM".
         untied: tensors with values of their own that the config calls tied (`ties_by_value`).
+        dense: the dense model that this mixture shows (`growkern.growth.space.upcycling`).
     """
 
     family: Family
     config: Any
     class_name: str
     untied: frozenset[str] = frozenset()
+    dense: ModelSpec | None = None
 
     @classmethod
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
@@ -70,7 +72,7 @@ class ModelSpec:
 
     def with_config(self, config: Any) -> ModelSpec:
         """The same class with another config of the same family."""
-        other = replace(self, config=config)
+        other = replace(self, config=config, dense=None)
         if "tower" in vars(self):
             # it never grows
             vars(other)["tower"] = self.tower
@@ -220,8 +222,9 @@ class ModelSpec:
         """Every tensor of the state dict, in the table's order, tied ones included."""
         found: dict[str, TensorSpec] = {}
         for tensor in self._bound_rows():
-            # of alternative rows the first that holds wins
-            found.setdefault(tensor.name, tensor)
+            # a dense model has no router; of alternative rows the first that holds wins
+            if self.dense is None or tensor.fallback is None:
+                found.setdefault(tensor.name, tensor)
         return tuple(found.values())
 
     @cached_property

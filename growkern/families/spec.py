@@ -81,7 +81,9 @@ Its sections:
                             one of these
                 `scale`     a factor of the model that growth must undo
                 `scale_when`  the flag under which it must
-                `fallback`  the tensor to grow if the source has no such tensor
+                `fallback`  the tensor to grow if the source has no such tensor, or a word of
+                            `growkern.growth.plan.blueprint.MADE`
+                `dense`     the tensors of a dense model's FFN that make it, one after another
                 `stored`    its full name in files if that is another; a norm's without `.weight`
                 `files`     its names in files where these have one tensor per expert, `{e}`, or
                             another name. Several: parts of its second axis, one after another
@@ -93,6 +95,9 @@ Its sections:
                 extended table that this family never has
     [refuse]    config fields with a `value` that the table does not cover, or with one that
                 `differs` from another field, and why
+    [dense]     the families `of` dense models that can become such mixtures. `set`: config fields
+                without which the mixture would not compute the same. `refuse`: as [refuse], for
+                the dense model's config
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
     ties_by_value  true: whatever the file says, the config says tie_word_embeddings=True. A head
@@ -278,6 +283,7 @@ class Row:
     files: tuple[str, ...] = ()
     factor: str | None = None
     keep: str | None = None
+    dense: tuple[str, ...] = ()
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:
         """The spaces, and the sizes of [config], that its axes and its norm refer to."""

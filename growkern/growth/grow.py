@@ -134,7 +134,7 @@ def grow(
             family=family,
             **how,
         )
-        refuse_unreadable(grown.source)
+        refuse_unreadable(grown.source.dense or grown.source)
         # a config that transformers cannot build must fail before any work
         _shapes(grown)
         _warn_of_changes(grown)

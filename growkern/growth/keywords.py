@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from growkern.growth.options import Aki, Depth, Maps, Method, Scheme, Stream, Symmetry
+from growkern.growth.options import Aki, Depth, Maps, Method, Router, Scheme, Stream, Symmetry
 
 
 class GrowthKeywords(TypedDict, total=False):
@@ -27,6 +27,8 @@ class GrowthKeywords(TypedDict, total=False):
     seed: int
     portable: bool
     dequantize: bool
+    to: str
+    router: Router
 
     vocab_size: int
     pad_vocab_to_multiple_of: int

@@ -22,6 +22,7 @@ Symmetry = Literal["auto", "routing", "noise", "split", "none"]
 Stream = Literal["auto", "copies", "padded"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
+Router = Literal["random", "zero"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ class GrowthOptions:
         dequantize: read a checkpoint in fp8 with block scales or in mxfp4 as the numbers in
             bfloat16 that its weights stand for. The target is not quantised. Without this option
             such a checkpoint is refused.
+        to: the family of mixtures that a dense model becomes, such as "qwen3_moe". Its experts are
+            copies of the dense FFN, or of equal parts of it if they are smaller.
+        router: rows of the new router, `random` as its class draws them, or `zero`.
     """
 
     LIMITS: ClassVar[dict[str, Limit]] = {
@@ -99,6 +103,8 @@ class GrowthOptions:
     seed: int = 0
     portable: bool = False
     dequantize: bool = False
+    to: str = ""
+    router: Router = "random"
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -115,6 +121,14 @@ class GrowthOptions:
                     f"{name}={getattr(self, name):g} has no effect with "
                     f"symmetry={self.symmetry!r}: give symmetry={name!r} as well"
                 )
+        if self.to and (self.method != "fpi" or self.scheme != "exact"):
+            raise GrowthError(
+                f"to={self.to!r} takes method='fpi' and scheme='exact': leave the others out"
+            )
+        if self.router != "random" and not self.to:
+            raise GrowthError(
+                f"router={self.router!r} has no effect without a family to become: give to as well"
+            )
         if self.stream == "padded" and (self.scheme == "paper" or self.is_baseline):
             other = 'scheme="paper"' if self.scheme == "paper" else f"method={self.method!r}"
             raise GrowthError(f"stream='padded' has no effect with {other}: leave it out")

@@ -28,6 +28,7 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.pieces import Piece, pieces_of
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
+from growkern.growth.source.parts.experts import Assembled
 from growkern.growth.source.source import Source
 from growkern.growth.source.stored import read_entries
 from growkern.growth.tensors.tensor import build_tensor, part_reader
@@ -103,6 +104,8 @@ class Stream:
         self.backend = backend
         self._may_overflow = plan.may_overflow and not allow_nonfinite
         self.reader = SourceReader(plan.source, journal.source_checksums, allow_nonfinite)
+        # what it reads of a dense model, as tensors of the mixture that the model becomes
+        self._read = Assembled(self.reader, plan.source.parts)
         self.checksums: dict[Mark, str] = {}
         self.bytes_kept = 0
         self._has_lost = False
@@ -222,7 +225,7 @@ class Stream:
         built = build_tensor(
             self.plan,
             piece.task,
-            read=part_reader(self.plan, piece.task, piece.part or (), self.reader),
+            read=part_reader(self.plan, piece.task, piece.part or (), self._read),
             backend=self.backend,
             part=piece.part,
             out=data.view(header.dtype).view(*rows, *piece.task.shape[1:]),

@@ -300,10 +300,13 @@ def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpe
         # the last source layer has no next one and is expanded as in FPI
         above = sources.get((tensor.template, layer + 1))
         upper = above.name if above else None
+    made = str(tensor.fallback)
+    if made == RANDOM and blueprint.options.router == "zero":
+        made = "zero"
     return Task(
         tensor,
         blueprint.large.shapes[tensor.name],
-        source=str(tensor.fallback) if source is None else source.name,
+        source=made if source is None else source.name,
         upper=upper,
         source_layer=f"{tensor.stack}.{layer}" if tensor.stack and layer is not None else layer,
         into=tensor.into if source is None else source.into,

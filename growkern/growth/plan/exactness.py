@@ -155,7 +155,15 @@ def _heads_under_norm(plan: Blueprint) -> list[Finding]:
 def _experts(plan: Blueprint) -> list[Finding]:
     result = []
     for space in plan.small.family.mixtures:
-        if (copies := copies_of(space, plan.small, plan.large)) > 1:
+        if plan.small.dense:
+            parts, count = (m.size(str(space.size)) for m in (plan.small, plan.large))
+            each = "a copy" if parts == 1 else f"one of {parts} parts"
+            what = f"{count} experts, each {each} of the dense FFN"
+            why = "the weights of those that the router chooses add up to 1"
+            if parts > 1:
+                why = f"the router chooses whole copies, and outputs count {parts} times"
+            result.append(Finding("exact", what, why))
+        elif (copies := copies_of(space, plan.small, plan.large)) > 1:
             what = f"{plan.small.family.config_field(str(space.size))} times {copies}"
             why = "the router chooses every copy of an expert or none, and their weights add up"
             result.append(Finding("exact", what, why))

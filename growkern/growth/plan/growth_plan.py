@@ -35,6 +35,7 @@ from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.layers import check_kinds, inserted_in, layers_of, refuse_unportable
+from growkern.growth.space.upcycling import check_router, mixture_config, upcycled
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 
@@ -249,7 +250,7 @@ def plan(
     made = plan_growth(opened, options, dims, target_config, dtype)
     refuse_idle_options(made)
     if target_config is not None:
-        check_given(opened.spec, target_config, made.large)
+        check_given(made.small, target_config, made.large)
     return made
 
 
@@ -274,6 +275,14 @@ def plan_growth(
         raise GrowthError(
             f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
         )
+
+    if not options.to and target_config is not None and opened.dense is None:
+        kind = target_config.model_type
+        options = options if kind == opened.spec.family.model_type else replace(options, to=kind)
+    dims = {**dims}
+    if options.to not in ("", opened.spec.family.model_type):
+        opened = upcycled(opened, mixture_config(opened.spec, options.to, dims, target_config))
+        check_router(opened.spec, options)
 
     def make(large: ModelSpec) -> GrowthPlan:
         if target_config is None:

@@ -118,6 +118,10 @@ def _most_in_work(plan: Blueprint) -> int:
 
 def _mapped_bytes(plan: Blueprint, task: Task, numbers: int) -> int:
     """Bytes of source files mapped while this many elements of a target tensor are built."""
+    if part := plan.source.parts.get(task.source):
+        # the matrix of an expert is assembled
+        stored = [plan.source.headers[n] for n in part.names if n in plan.source.headers]
+        return sum(header.nbytes for header in stored) // max(1, part.experts)
     names = [n for n in (task.source, task.upper) if n is not None]
     headers = [plan.source.headers[n] for n in names if n in plan.source.headers]
     # every target row is gathered from one source row, so no more is mapped than is built; what

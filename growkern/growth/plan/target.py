@@ -104,9 +104,10 @@ def finish_target(
     has_layers = small.size(next(iter(family.stacks.values()))) > 0
     follow_layers(text, small.text, by_layer, layer_map if has_layers else None)
     for space in family.mixtures:
-        if space.averaged and (value := getattr(small.text, space.averaged, None)):
-            # every copy of an expert adds as much to that loss as the expert did
-            setattr(text, space.averaged, value / copies_of(space, small, large))
+        value = getattr(small.text, str(space.averaged), None)
+        # every copy of an expert adds as much to that loss as the expert did; a dense FFN adds none
+        if value and not small.dense:
+            setattr(text, str(space.averaged), value / copies_of(space, small, large))
     for name, key in family.classes[small.class_name].repeats.items():
         above, _, field = name.rpartition(".")
         setattr(attrgetter(above)(config) if above else config, field, large.size(key))

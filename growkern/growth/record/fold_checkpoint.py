@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from growkern.arguments import path_of
@@ -28,8 +29,12 @@ from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
+from growkern.growth.source.parts.experts import Parts
 from growkern.growth.source.source import Source, open_source
+from growkern.growth.space.upcycling import parts_of
 from growkern.publish.manifest import write_manifest
+
+Places = Mapping[str, tuple[str, int, Parts | None]]
 
 
 @dataclass(frozen=True)
@@ -106,10 +111,16 @@ def fold(
     opened = open_source(target, allow_nonfinite=True, family=own_family_of(lineage))
     record = read_lineage_of(target, lineage)
     refuse_changed(record.file)
-    small = opened.spec.with_config(record.source_config)
-    chosen = choose(record, opened, small)
+    shown = record.shown(opened.spec.with_config(record.source_config))
+    small, chosen = shown.dense or shown, choose(record, opened, shown)
     dtype = dtype or record.source_dtype
-    shapes = {name: record.origins[held].source_shape for name, held in chosen.items()}
+    places = places_in(shown)
+    # of a dense model, what its mixture is made of
+    shapes = {
+        name: small.shapes[name] if shown.dense else record.origins[chosen[name]].source_shape
+        for name in small.shapes
+        if places.get(name, (name,))[0] in chosen
+    }
     in_model = [name for name in class_shapes(small, dtype) if name in shapes]
     layout = lay_out(
         {name: shapes[name] for name in in_model} | shapes,
@@ -122,7 +133,7 @@ def fold(
     with staging(out, resume=False) as place:
         check_target(target, out, overwrite)
         new = place.open_new()
-        _write(new, layout, opened, record, chosen, progress)
+        _write(new, layout, opened, record, (chosen, places), progress)
         copied = complete(new, small, dtype, layout, target)
         if is_sentence_model(beside := config_directory(target)):
             fold_modules(beside, new, record.space(small.output_space, None))
@@ -134,7 +145,8 @@ def fold(
         write_manifest(new, copied)
         place.publish(overwrite=overwrite)
     size = sum(header.nbytes for header in layout.tensors.values())
-    return FoldReport(out, chosen, size, time.perf_counter() - start)
+    held = {name: chosen[places.get(name, (name,))[0]] for name in shapes}
+    return FoldReport(out, held, size, time.perf_counter() - start)
 
 
 def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
@@ -170,14 +182,28 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
     return {name: chosen[name] for name in small.shapes if name in chosen}
 
 
+def places_in(shown: ModelSpec) -> Places:
+    """Tensor of a dense model -> where its mixture has it: tensor, place in its parts, and parts.
+
+    Experts count before an expert that all tokens share.
+    """
+    parts = sorted(parts_of(shown).items(), key=lambda item: not item[1].experts)
+    return {
+        own: (name, number, part)
+        for name, part in reversed(parts)
+        for number, own in enumerate(part.names)
+    }
+
+
 def _write(
     directory: Path,
     layout: ShardLayout,
     grown: Source,
     lineage: Lineage,
-    chosen: Mapping[str, str],
+    found: tuple[Mapping[str, str], Places],
     progress: bool,
 ) -> None:
+    chosen, places = found
     total = sum(header.nbytes for header in layout.tensors.values())
     with ExitStack() as stack:
         bar = tqdm(total=total, desc="folding", unit="B", unit_scale=True, disable=not progress)
@@ -187,10 +213,30 @@ def _write(
             files[name] = TargetFile(directory / name, size, layout.heads[name])
             stack.callback(files[name].close)
         for name, header in layout.tensors.items():
-            origin, tensor = lineage.origins[chosen[name]], grown.read(chosen[name])
+            shown, number, part = places.get(name, (name, 0, None))
+            origin, tensor = lineage.origins[chosen[shown]], grown.read(chosen[shown])
             folds = axis_folds(origin, partial(lineage.space, layer=origin.layer))
+            if part is not None:
+                own = _part_of(partial(fold_rows, origin, folds, tensor), number, part)
+                data = own.to(header.dtype).contiguous()
+                write_rows(files, header, 0, len(data), data.view(-1).view(torch.uint8))
+                bar.update(data.nbytes)
+                continue
             # 8 bytes per element, as sums are float64
             for rows in row_blocks(header.shape, 8):
                 data = fold_rows(origin, folds, tensor, *rows).to(header.dtype).contiguous()
                 write_rows(files, header, *rows, data.view(-1).view(torch.uint8))
                 bar.update(data.nbytes)
+
+
+def _part_of(rows: Callable[[int, int], Tensor], number: int, part: Parts) -> Tensor:
+    """A tensor of a dense model, float64, from the experts of its mixture.
+
+    Args:
+        rows: some experts of the folded tensor.
+        number: the place of the tensor among those that `part` names.
+    """
+    if not part.experts:
+        return rows(0, 1 << 62)
+    matrices = (rows(expert, expert + 1)[0] for expert in range(part.experts))
+    return torch.cat([m.chunk(len(part.names))[number] for m in matrices], part.axis)

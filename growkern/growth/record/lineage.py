@@ -43,6 +43,8 @@ T = TypeVar("T")
 FORMAT = 1
 # the key of a record whose weights were trained or changed after the growth
 TRAINED = "trained_since"
+# the key with the config of a dense model that became a mixture
+DENSE = "dense_config"
 # where there is a record, for messages
 RECORD = f"a grown checkpoint, or its {LINEAGE_FILE}"
 
@@ -122,6 +124,7 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
         **(plan.to_dict() if "findings" in vars(plan) else plan.summary()),
         **({} if (table := plan.small.family.table) is None else {TABLE_KEY: table}),
         "source_config": config_dict(plan.small.config),
+        **({} if (dense := plan.small.dense) is None else {DENSE: config_dict(dense.config)}),
         "target_config": config_dict(plan.large.config),
         "source_dtype": str(plan.source.dtype).removeprefix("torch."),
         "maps": spaces_of(plan),

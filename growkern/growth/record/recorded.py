@@ -33,13 +33,14 @@ from growkern.growth.history import (
 )
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.record.lineage import DTYPES, FORMAT, RECORD, Settings
+from growkern.growth.record.lineage import DENSE, DTYPES, FORMAT, RECORD, Settings
 from growkern.growth.record.origins import Origin, space_from_dict, space_key, spaces_of
 from growkern.growth.source.config import check_config, config_directory, config_from, read_config
 from growkern.growth.source.config_values import check_layers
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
+from growkern.growth.space.upcycling import dense_model, upcycled
 
 T = TypeVar("T")
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
@@ -56,6 +57,8 @@ class Lineage:
         dtype, source_dtype: dtype of the target's weights and of the source's.
         earlier: the growths that made the source.
         family: the table of one's own that the growth used, if it did.
+        dense_config: of the dense model, if one became a mixture. `source_config` then shows it as
+            a mixture of one copy.
     """
 
     file: Path
@@ -70,6 +73,13 @@ class Lineage:
     target_config: Any
     earlier: History
     family: Family | None = None
+    dense_config: Any = None
+
+    def shown(self, spec: ModelSpec) -> ModelSpec:
+        """The source's `spec`, with the dense model that it shows."""
+        if self.dense_config is None:
+            return spec
+        return replace(spec, dense=dense_model(self.dense_config, spec))
 
     @cached_property
     def _spaces(self) -> Any:
@@ -110,7 +120,8 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             if not isinstance(data.get(name, {}), dict):
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
         family = family_from(file, data)
-        for name in ("source_config", "target_config"):
+        configs = ("source_config", "target_config", *({DENSE} & data.keys()))
+        for name in configs:
             check_layers(file, data[name], len(data["tensors"]))
         return Lineage(
             file,
@@ -125,6 +136,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             _read_config(file, data["target_config"], family),
             History(records=history_from(file, data).records[1:]),
             family,
+            _read_config(file, data[DENSE], None) if DENSE in data else None,
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")
@@ -191,12 +203,16 @@ def _read_config(file: Path, data: Any, family: Family | None) -> Any:
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     """Make the plan of a lineage again, for this source."""
+    dense = lineage.dense_config
     for name, (size, _) in lineage.sizes.items():
+        own = size if dense is None else getattr(dense, name, None)
         other = getattr(source.spec.text, name, None)
-        if other not in (size, None):
+        if other not in (own, None):
             raise GrowthError(
-                f"{lineage.file}: made from a model with {name}={size}, this source has {other}"
+                f"{lineage.file}: made from a model with {name}={own}, this source has {other}"
             )
+    if dense is not None:
+        source = upcycled(source, lineage.source_config)
     return plan_growth(source, lineage.options, {}, lineage.target_config, lineage.dtype)
 
 
@@ -271,7 +287,7 @@ def recorded_plan(lineage: Lineage) -> GrowthPlan:
     """The plan of a lineage, made without the source. Its findings cannot be asked for."""
     name = lineage.data.get("model_class")
     small = ModelSpec.of(lineage.source_config, str(name), lineage.family)
-    small = small.with_own_heads(lineage.origins)
+    small = lineage.shown(small).with_own_heads(lineage.origins)
     dtypes = {name: lineage.source_dtype for name in small.shapes if name not in small.ties}
 
     def read(name: str) -> Tensor:

@@ -61,6 +61,7 @@ from growkern.growth.record.verdict import (
 from growkern.growth.source.hub import located
 from growkern.growth.source.runs import Float64, as_model, fits, random_inputs
 from growkern.growth.source.source import Source, open_source
+from growkern.growth.space.upcycling import as_source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,7 +164,7 @@ def verify(
                 "the grown model has no growth_plan: pass the model that grow() returned or a "
                 "directory made by grow_checkpoint()"
             )
-        plan = dataclasses.replace(own, source=opened)
+        plan = dataclasses.replace(own, source=as_source_of(own.small, opened))
     for whose, model in (("source", opened), ("grown model", opened_grown)):
         notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)

@@ -46,7 +46,11 @@ def fits(source: Source, most: int = LARGEST) -> bool:
 
 
 def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
-    """A source as a model in this dtype and in evaluation mode, on the source's device."""
+    """A source as a model in this dtype and in evaluation mode, on the source's device.
+
+    A dense model that becomes a mixture is run as it is.
+    """
+    source = source.dense or source
     # constants such as Gemma's root of the hidden size stay rounded to the source's dtype
     model = untrained_model(source.spec, source.dtype)
     state = {name: source.read(name).to(dtype) for name in source.dtypes}

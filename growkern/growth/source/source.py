@@ -50,7 +50,7 @@ from growkern.growth.source.live import (
     refuse_flattened,
     unwrapped,
 )
-from growkern.growth.source.parts.experts import stacked
+from growkern.growth.source.parts.experts import Parts, stacked
 from growkern.growth.source.parts.quantised import dequantised
 from growkern.growth.source.refused import (
     quantised_advice,
@@ -86,6 +86,7 @@ class Source:
         keys: the JSON object of its config.json; empty for a model in memory.
         warned: what growth does not take over of a model in memory, one line each.
         stamps: of the files of `directory`, before they were read; None for a model in memory.
+        dense, parts: the dense model that this mixture shows, and the tensors made of its own.
     """
 
     spec: ModelSpec
@@ -100,6 +101,8 @@ class Source:
     keys: Mapping[str, Any] = field(default_factory=dict, repr=False)
     warned: tuple[str, ...] = field(default=(), repr=False)
     stamps: Stamps | None = field(default=None, repr=False)
+    dense: Source | None = field(default=None, repr=False)
+    parts: Mapping[str, Parts] = field(default_factory=dict, repr=False)
 
     def refuse_changed(self, is_same: Callable[[], bool] = lambda: False) -> None:
         """Refuse files that changed since the source was opened. Call it after they were read.
@@ -146,9 +149,8 @@ def open_source(
 
     Raises:
         GrowthError: an unsupported or quantised model; a model in memory that computes something
-            else than its config says; a file that is missing, truncated or
-            corrupt; a tensor that the family's table does not have; a shape that contradicts the
-            config.
+            else than its config says; a file that is missing, truncated or corrupt; a tensor that
+            the family's table does not have; a shape that contradicts the config.
     """
     refuse_adapters(source, "source")
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s

@@ -12,7 +12,12 @@ from __future__ import annotations
 
 from growkern.errors import UnfitError
 from growkern.families.model import ModelSpec
-from growkern.families.spec import SpaceSpec
+from growkern.families.spec import Row, SpaceSpec, TensorSpec
+
+
+def is_output(row: Row | TensorSpec) -> bool:
+    """True for the matrices of experts that write their outputs."""
+    return len(row.axes) == 3 and row.axes[1] == "write:stream"
 
 
 def check_copies(small: ModelSpec, large: ModelSpec) -> None:
@@ -57,6 +62,9 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
                 "more copies than others, which changes what the router chooses; nearest sizes "
                 f"that fit: {field}={new - new % old} or {new - new % old + old}"
             )
+        if small.dense:
+            # its experts are one FFN: see `growkern.growth.space.upcycling`
+            continue
         copied = followers(space, small)
         for key in (str(space.chosen), *space.groups):
             needed = small.size(key) * (new // old if key in copied else 1)

@@ -59,6 +59,28 @@ def build_baseline(
     return out
 
 
+def build_random(plan: Blueprint, task: Task, part: Sequence[slice], out: Tensor) -> Tensor:
+    """Build a part of a random tensor; arguments and result as in `build_baseline`.
+
+    A new router has equal rows for the experts that are parts of one copy of an FFN.
+    """
+    experts = plan.small.axis_size(task.tensor.axes[0]) if _is_router(plan, task) else 1
+    if experts == 1:
+        return build_baseline(plan, task, plan.source.read, part, out)
+    rows = torch.arange(task.shape[0])[part[0]] // experts
+    drawn = slice(int(rows[0]), int(rows[-1]) + 1)
+    numbers = torch.empty(drawn.stop - drawn.start, *out.shape[1:], dtype=out.dtype)
+    build_baseline(plan, task, plan.source.read, (drawn, *part[1:]), numbers)
+    return out.copy_(numbers[rows - drawn.start])
+
+
+def _is_router(plan: Blueprint, task: Task) -> bool:
+    """True for the router of a mixture that was a dense model."""
+    mixtures = [f"write:{space.name}" for space in plan.small.family.mixtures]
+    axes = task.tensor.axes
+    return plan.small.dense is not None and len(axes) == 2 and axes[0] in mixtures
+
+
 def _ranges(task: Task, part: Sequence[slice]) -> list[range]:
     return [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
 

@@ -21,7 +21,7 @@ from growkern.growth.plan.axes import AxisMap, axis_map, matrix_of, noise_seed
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
 from growkern.growth.source.stored import Read
 from growkern.growth.space.shares import take_shares
-from growkern.growth.tensors.baselines import build_baseline, old_entries_within
+from growkern.growth.tensors.baselines import build_baseline, build_random, old_entries_within
 from growkern.growth.tensors.extras import gathered_rows
 from growkern.growth.tensors.norms import build_norm
 from growkern.ops.expand.call import Routing
@@ -70,8 +70,10 @@ def build_tensor(
         as_matrix = partial(_as_matrix, plan, matrix, read)
         build_tensor(plan, matrix, read=as_matrix, backend=backend, part=place, out=flat, work=work)
         return out
-    if plan.options.is_baseline or task.source == RANDOM:
+    if plan.options.is_baseline:
         return build_baseline(plan, task, _on_cpu(read), part, out)
+    if task.source == RANDOM:
+        return build_random(plan, task, part, out)
     if is_norm:
         # norms are short vectors, so they are computed on the CPU for any device
         whole = build_norm(plan, task, _on_cpu(read), backend if out.is_cpu else None)

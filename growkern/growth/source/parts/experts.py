@@ -21,7 +21,7 @@ from growkern.families.spec import TensorSpec
 from growkern.files import no_collections, read_all
 from growkern.growth.source.files import Header
 from growkern.growth.source.parts.quantised import Dequantised
-from growkern.growth.source.stored import StoredTensor, spellings
+from growkern.growth.source.stored import Read, StoredTensor, spellings
 
 NUMBERED = re.compile(r"(.*)\.(\d+)\.(.*)")
 
@@ -121,6 +121,49 @@ class Stacked:
         for number in index[0].unique().tolist():
             self._fill(out[number], number, number + 1)
         return out
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A tensor of a mixture, made of a dense model's.
+
+    Attributes:
+        names: the dense tensors; their rows lie one after another.
+        experts: how many experts share their units; 0: the tensor has no axis of experts.
+        axis: the axis of their units.
+    """
+
+    names: tuple[str, ...]
+    experts: int
+    axis: int
+
+    def of_expert(self, tensors: Sequence[Tensor], expert: int) -> Tensor:
+        """The matrix of one expert, from the dense tensors."""
+        own = [x.chunk(self.experts, self.axis)[expert] for x in tensors]
+        return own[0].contiguous() if len(own) == 1 else torch.cat(own)
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """Reads tensors of a mixture, from a dense model those in `parts`."""
+
+    read: Read
+    parts: Mapping[str, Parts]
+
+    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
+        part = self.parts.get(name)
+        if part is None:
+            return self.read(name) if entries is None else self.read(name, entries)
+        tensors = [self.read(own) for own in part.names]
+        if not part.experts:
+            return tensors[0]
+        numbers = range(part.experts) if entries is None else entries
+        found = [part.of_expert(tensors, number) for number in numbers]
+        # of a single tensor nothing is copied
+        return found[0][None] if len(found) == 1 else torch.stack(found)
+
+    def __deepcopy__(self, memo: Any) -> Assembled:
+        return self
 
 
 def files_of(tensor: StoredTensor) -> set[str]:

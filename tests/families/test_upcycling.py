@@ -1,0 +1,165 @@
+"""A dense model becomes a mixture: what is exact, and what is refused.
+
+Truth: the dense model in transformers, in float64, with every parameter random.
+"""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import growkern
+from growkern.errors import GrowthError
+from growkern.growth.disk import stream
+from tests.growth.models import random_model, relative_error
+
+SIZES = {
+    "hidden_size": 12,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    # defaults differ between the configs of siblings
+    "rms_norm_eps": 1e-3,
+}
+HEADS = {"head_dim": 4}
+MULTIPLIERS = {
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+}
+PAIRS = {
+    "Llama": ("mixtral", HEADS),
+    "Mistral": ("mixtral", {**HEADS, "sliding_window": 7}),
+    "Qwen2": ("qwen2_moe", {}),
+    "Qwen3": ("qwen3_moe", HEADS),
+    "Granite": ("granitemoe", MULTIPLIERS),
+}
+
+
+def dense(name, dtype=torch.float64, **options):
+    return random_model(f"{name}ForCausalLM", {**SIZES, **PAIRS[name][1]}, dtype=dtype, **options)
+
+
+def sizes_of(kind, experts, chosen, width=None):
+    fields = ("num_experts", "moe_intermediate_size")
+    if not kind.startswith("qwen"):
+        fields = ("num_local_experts", "intermediate_size")
+    sizes = {fields[0]: experts, "num_experts_per_tok": chosen}
+    return sizes | ({} if width is None else {fields[1]: width})
+
+
+def eager(model):
+    """The same model, whose experts take float64 and every size."""
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_dense_model_becomes_an_exact_mixture(name):
+    """Parts of the FFN, wider ones, together with more layers and with uneven width and heads."""
+    heads = {"num_attention_heads": 10, "num_key_value_heads": 5}
+    source, kind = dense(name), PAIRS[name][0]
+    larger = {"hidden_size": 20, "num_hidden_layers": 3, **heads}
+    grown = growkern.grow(source, to=kind, **sizes_of(kind, 8, 4, 9), **larger)
+    assert grown.growth_plan.exact
+    assert grown.config.model_type == kind
+    assert relative_error(source, eager(grown)) < 1e-12
+
+
+def test_whole_copies_are_chosen_in_any_number():
+    source = dense("Mistral")
+    grown = growkern.grow(source, to="mixtral", **sizes_of("mixtral", 5, 3))
+    assert grown.growth_plan.exact
+    assert relative_error(source, eager(grown)) < 1e-12
+    rows = grown.model.layers[0].mlp.gate.weight
+    assert len(rows.unique(dim=0)) == 5
+    # the config of Mixtral has another default
+    assert grown.config.rope_parameters == source.config.rope_parameters
+
+
+def test_some_layers_stay_dense():
+    source = dense("Qwen3", num_hidden_layers=3)
+    sizes = sizes_of("qwen3_moe", 4, 2)
+    grown = growkern.grow(source, to="qwen3_moe", mlp_only_layers=[1], **sizes)
+    assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == [True, False, True]
+    assert relative_error(source, eager(grown)) < 1e-12
+    config = transformers.Qwen3MoeConfig(
+        **{**SIZES, **HEADS, **sizes}, moe_intermediate_size=16, norm_topk_prob=True
+    )
+    config.num_hidden_layers, config.decoder_sparse_step = 3, 3
+    grown = growkern.grow(source, target_config=config)
+    assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == [False, False, True]
+    assert relative_error(source, eager(grown)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "source, options, why",
+    [
+        ({"attention_bias": True}, {}, "config.attention_bias: a MixtralForCausalLM has no place"),
+        ({"mlp_bias": True}, {}, "config.mlp_bias: a MixtralForCausalLM has no place for"),
+        ({}, {"to": "qwen3_moe"}, "to='qwen3_moe': a llama cannot become one.*'?mixtral'?"),
+        ({}, {"num_local_experts": None}, "to='mixtral' needs num_local_experts"),
+        ({}, {"intermediate_size": 7}, "does not split evenly into 3 .* 4 and 8"),
+        ({}, {"intermediate_size": 4}, "at most num_local_experts=8, in multiples of 4"),
+        (
+            {},
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9: give at most num_local_experts=8$",
+        ),
+        ({}, {"method": "aki"}, "takes method='fpi'"),
+        ({}, {"intermediate_size": 8, "router": "zero"}, "does not keep the 2 parts"),
+        ({}, {"to": "", "router": "zero"}, "router='zero' has no effect"),
+    ],
+)
+def test_what_a_sibling_lacks_is_refused_by_name(source, options, why):
+    given = {"to": "mixtral", **sizes_of("mixtral", 8, 2), **options}
+    given = {name: value for name, value in given.items() if value is not None}
+    with pytest.raises(GrowthError, match=why):
+        growkern.plan(dense("Llama", **source), **given)
+
+
+def test_a_target_config_that_changes_the_function_is_refused():
+    sizes = {**SIZES, **HEADS, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16)
+    with pytest.raises(GrowthError, match="norm_topk_prob=False"):
+        growkern.plan(dense("Qwen3"), target_config=config)
+
+
+def test_a_directory_becomes_a_mixture_and_again_a_dense_model(tmp_path, monkeypatch):
+    """From disk to disk, interrupted and resumed, then repeated and folded back."""
+    source = dense("Qwen3", torch.float32)
+    source.save_pretrained(tmp_path / "dense")
+    how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 8, 4, 8), "num_hidden_layers": 3}
+    build, calls = stream.build_tensor, []
+
+    def interrupted(*args, **options):
+        calls.append(1)
+        if len(calls) > 12:
+            raise KeyboardInterrupt
+        return build(*args, **options)
+
+    monkeypatch.setattr(stream, "build_tensor", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        growkern.grow_checkpoint(tmp_path / "dense", tmp_path / "moe", progress=False, **how)
+    monkeypatch.undo()
+    report = growkern.grow_checkpoint(tmp_path / "dense", tmp_path / "moe", progress=False, **how)
+    assert report.bytes_kept > 0
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "moe", output_loading_info=True
+    )
+    assert not any(info.values())
+    assert relative_error(source.double(), eager(loaded.double())) < 1e-12
+    checked = growkern.verify(tmp_path / "dense", tmp_path / "moe")
+    assert checked.ok and checked.level == "exact"
+    growkern.replay(tmp_path / "moe", tmp_path / "dense", tmp_path / "again", progress=False)
+    for file in (tmp_path / "again").iterdir():
+        assert file.read_bytes() == (tmp_path / "moe" / file.name).read_bytes(), file.name
+    growkern.fold(tmp_path / "moe", tmp_path / "back", progress=False)
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "back"))
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    assert growkern.growth_plan_of(tmp_path / "moe").small.dense is not None
