@@ -163,3 +163,41 @@ def test_a_directory_becomes_a_mixture_and_again_a_dense_model(tmp_path, monkeyp
     assert old.keys() == new.keys()
     assert all(torch.equal(old[name], new[name]) for name in old)
     assert growkern.growth_plan_of(tmp_path / "moe").small.dense is not None
+
+
+def test_moments_are_shared_by_the_experts(tmp_path):
+    """Every expert sees 1 / N of the tokens, as a weight of 1 / k is given to each of k experts."""
+    source = dense("Qwen2", torch.float32)
+    optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
+    source(
+        input_ids=torch.arange(40).view(2, 20), labels=torch.arange(40).view(2, 20)
+    ).loss.backward()
+    optimizer.step()
+    names = [name for name, _ in source.named_parameters()]
+    old = dict(zip(names, optimizer.state_dict()["state"].values(), strict=True))
+    how = {"to": "qwen2_moe", **sizes_of("qwen2_moe", 4, 2)}
+    grown = growkern.grow(source, **how)
+    state = growkern.grow_optimizer(optimizer.state_dict(), grown.growth_plan)
+    names = [name for name, _ in grown.named_parameters()]
+    new = dict(zip(names, state["state"].values(), strict=True))
+    mlp = "model.layers.1.mlp"
+    for key, share in (("exp_avg", 1 / 4), ("exp_avg_sq", 1 / 16)):
+        parts = [old[f"{mlp}.{part}_proj.weight"][key] for part in ("gate", "up")]
+        for expert in new[f"{mlp}.experts.gate_up_proj"][key]:
+            torch.testing.assert_close(expert, share * torch.cat(parts))
+        down = old[f"{mlp}.down_proj.weight"][key]
+        torch.testing.assert_close(new[f"{mlp}.experts.down_proj"][key][3], share * down)
+        own = f"{mlp[:-3]}self_attn.q_proj.weight"
+        torch.testing.assert_close(new[own][key], old[own][key])
+        for made in ("gate", "shared_expert_gate", "shared_expert.down_proj"):
+            assert not new[f"{mlp}.{made}.weight"][key].any()
+    assert new[f"{mlp}.gate.weight"]["step"] == 0
+    growkern.GrowthAdamW(grown.named_parameters(), grown.growth_plan)
+    # from file to file it is the same
+    source.save_pretrained(tmp_path / "dense")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    made, file = tmp_path / "moe", tmp_path / "optimizer.pt"
+    growkern.grow_checkpoint(tmp_path / "dense", made, optimizer=file, progress=False, **how)
+    streamed = torch.load(made / "optimizer.pt")["state"]
+    for number, entry in state["state"].items():
+        assert torch.equal(entry["exp_avg_sq"], streamed[number]["exp_avg_sq"])

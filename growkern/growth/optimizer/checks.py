@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
+from growkern.families.model import ModelSpec
 from growkern.growth.optimizer.moments import MOMENTS, MUON
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.stored import StoredTensor
@@ -161,6 +162,11 @@ def check_kind(group: Mapping[str, Any], name: str, entry: Any) -> None:
         raise GrowthError(f"{name}: no rule for the optimizer's {MUON!r}; {NO_RULE}")
 
 
+def trained(plan: GrowthPlan) -> ModelSpec:
+    """The model whose parameters the optimizer has: a dense one, if that becomes a mixture."""
+    return plan.small.dense or plan.small
+
+
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
     """Refuse a state that is not one of Adam or Muon, or does not fit its parameter."""
     for name, entry in state.items():
@@ -168,7 +174,7 @@ def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
             raise GrowthError(
                 f"{name}: its optimizer state is a {type(entry).__name__}, not a dict"
             )
-        _check_entry(name, entry, plan.small.shapes[name])
+        _check_entry(name, entry, trained(plan).shapes[name])
 
 
 def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:

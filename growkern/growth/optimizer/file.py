@@ -112,9 +112,10 @@ def release_pages(mapped: Tensor) -> None:
 
     The tensor must be mapped from an archive. Any other tensor would lose its values.
     """
-    start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    size = mapped.data_ptr() + mapped.nbytes - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    for one in getattr(mapped, "tensors", (mapped,)):
+        start = one.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = one.data_ptr() + one.nbytes - start
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 # -------------------------------------------------------------------- writing

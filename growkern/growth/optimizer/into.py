@@ -38,6 +38,7 @@ from growkern.growth.optimizer.state import (
     known_names,
     moments_in,
     reader_of,
+    shown_state,
     source_entry,
     state_by_name,
 )
@@ -177,7 +178,7 @@ def _open_state(plan: GrowthPlan, source: Any, moments: str) -> tuple[State, boo
     if path is not None and read_stored is not None:
         stored = read_stored(path, known_names(plan))
         check_entries(plan, stored)
-        return stored, False
+        return {**stored, **dict(shown_state(plan, stored))}, False
     state_dict = source if path is None else read_optimizer(path)
     state = state_by_name(plan, state_dict)[1]
     check_decay(state_dict, moments)

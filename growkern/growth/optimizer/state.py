@@ -6,7 +6,8 @@ sharded optimizers (`optimizer.into`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ from growkern.growth.optimizer.checks import (
     check_moments,
     check_state_dict,
     count_of,
+    trained,
 )
 from growkern.growth.optimizer.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
+from growkern.growth.source.parts.experts import Parts
 from growkern.growth.source.stored import StoredTensor
+from growkern.growth.space.upcycling import parts_of
 
 State = Mapping[str, Mapping[str, Any]]
 # (the source's state, task of the target parameter, moment, does it start at 0) -> the moment
@@ -167,6 +171,42 @@ def reader_of(state: State, key: str) -> ReadEntries:
     return read
 
 
+@dataclass(frozen=True)
+class ShownMoment:
+    """One moment of a mixture's tensor, made of those of a dense model when it is read."""
+
+    part: Parts
+    tensors: tuple[Any, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.tensors[0].dtype
+        return found
+
+    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
+        """As of a `StoredTensor`."""
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in self.tensors]
+        whole = [x.cpu() if isinstance(x, Tensor) else x.read() for x in whole]
+        experts = [self.part.of_expert(whole, e) for e in range(self.part.experts)]
+        return experts[0][None] if len(experts) == 1 else torch.stack(experts)
+
+
+def shown_state(plan: GrowthPlan, state: State) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The state of the tensors that a mixture has in place of a dense model's FFN."""
+    for name, part in parts_of(plan.small).items():
+        entries = [state[own] for own in part.names if own in state]
+        if len(entries) < len(part.names):
+            continue
+        if not part.experts:
+            yield name, entries[0]
+            continue
+        moments = {
+            key: ShownMoment(part, tuple(entry[key] for entry in entries))
+            for key in moments_in(entries[0])
+        }
+        yield name, {**entries[0], **moments}
+
+
 # -------------------------------------------------------------------- names
 
 
@@ -190,7 +230,7 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
     counts, expected = ([len(x) for x in y] for y in ([g["params"] for g in groups], found))
     if counts != expected:
         raise GrowthError(
-            f"the optimizer's groups hold {counts} parameters, {plan.small.class_name} has "
+            f"the optimizer's groups hold {counts} parameters, {trained(plan).class_name} has "
             f"{expected}: make the optimizer from named parameters, as in "
             "AdamW(model.named_parameters())"
         )
@@ -198,7 +238,7 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
     for name in (name for group in found for name in group):
         if name not in known:
             raise GrowthError(
-                f"the optimizer has state for {name}, which {plan.small.class_name} does not "
+                f"the optimizer has state for {name}, which {trained(plan).class_name} does not "
                 f"have{nearest(name, known)}"
             )
     return [[known[name] for name in group] for group in found]
@@ -206,12 +246,12 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
 
 def known_names(plan: GrowthPlan) -> dict[str, str]:
     """Every name of a source parameter -> the name used in the plan; tied ones have several."""
-    small = plan.small
+    small = trained(plan)
     return {t.name: small.ties.get(t.name, t.name) for t in small.tensors}
 
 
 def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
-    model = _meta_model(plan.small)
+    model = _meta_model(trained(plan))
     names = [name for name, _ in model.named_parameters()]
     if groups == 1:
         return [names]
@@ -228,14 +268,16 @@ def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
 def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[list[str]]:
     """The target's parameter names in model order, each in the group of its source."""
     group_of = {name: number for number, names in enumerate(source) for name in names}
-    sources = {task.name: task.source for task in plan.tasks}
+    parts, small = parts_of(plan.small), trained(plan)
+    first = {name: part.names[0] for name, part in parts.items()}
+    sources = {task.name: first.get(task.source, task.source) for task in plan.tasks}
     by_rank: dict[int, int] = {}
     for name, number in group_of.items():
-        by_rank.setdefault(len(plan.small.shapes[name]), number)
+        by_rank.setdefault(len(small.shapes[name]), number)
     grown: list[list[str]] = [[] for _ in source]
     for name, parameter in _meta_model(plan.large).named_parameters():
         name = plan.large.ties.get(name, name)
-        is_made = sources[name] not in plan.small.shapes
+        is_made = sources[name] not in small.shapes
         # a tensor that the source lacks joins the group of tensors with as many axes, so that
         # matrices decay and vectors do not
         found = by_rank.get(parameter.ndim) if is_made else group_of.get(sources[name])
@@ -269,4 +311,4 @@ def state_by_name(
                 check_kind(group, name, entry)
                 by_name[name] = entry
     check_entries(plan, by_name)
-    return names, by_name
+    return names, by_name | dict(shown_state(plan, by_name))

@@ -26,6 +26,7 @@ from growkern.growth.optimizer.file import (
 )
 from growkern.growth.optimizer.moments import check_values, grow_moment
 from growkern.growth.optimizer.state import (
+    ShownMoment,
     State,
     grown_state,
     moments_in,
@@ -105,6 +106,9 @@ class OptimizerStream:
         for name, entry in self._source.items():
             for key in moments_in(entry) if self._moments != "reset" else ():
                 moment = entry[key]
+                if isinstance(moment, ShownMoment):
+                    # its parts have entries of their own
+                    continue
                 for block in row_blocks(moment.shape, moment.dtype.itemsize, PIECE_BYTES):
                     rows = moment[slice(*block)]
                     check_values(name, key, rows)

@@ -20,7 +20,7 @@ import transformers
 from growkern.errors import GrowthError, nearest
 from growkern.families.conditions import condition_of
 from growkern.families.family import Family
-from growkern.families.load import load_family, supported_families
+from growkern.families.load import dense_families, load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source.parts.experts import Assembled, Parts
@@ -114,24 +114,20 @@ def dense_model(config: Any, view: ModelSpec) -> ModelSpec:
     family, own = load_family(config.model_type), view.family.classes[view.class_name]
     classes = family.classes.items()
     same = [n for n, c in classes if (c.heads, c.prefix) == (own.heads, own.prefix)]
-    if not same or family.model_type not in _dense_of(view.family):
+    if not same or family.model_type not in dense_families(view.family.model_type):
         raise GrowthError(f"no {family.model_type} becomes a {view.class_name}")
     return ModelSpec.of(config, same[0], family)
 
 
 def _sibling(small: ModelSpec, kind: str) -> Family:
     known = small.family.model_type
-    allowed = [k for k in supported_families() if known in _dense_of(load_family(k))]
+    allowed = [k for k in supported_families() if known in dense_families(k)]
     if kind not in allowed:
         text = nearest(kind, allowed) if allowed else ": it can only grow in its own family"
         raise GrowthError(f"to={kind!r}: a {known} cannot become one{text}")
     if small.family.table is not None:
         raise GrowthError(f"to={kind!r}: a {known} with a table of your own cannot become one")
     return load_family(kind)
-
-
-def _dense_of(family: Family) -> tuple[str, ...]:
-    return family.dense.of if family.dense else ()
 
 
 def _set_sizes(config: Any, small: ModelSpec, family: Family, asked: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from growkern.arguments import as_list
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.families.load import dense_families
 from growkern.growth.history import directory_of
 from growkern.train.model.load import has_tokenizer, load_tokenizer
 
@@ -132,7 +133,7 @@ def check_vocabulary(
             f"{remedy}"
         )
     family, others = (getattr(one.config, "model_type", None) for one in (student, teacher))
-    if family != others:
+    if family != others and others not in dense_families(str(family)):
         raise GrowthError(
             f"{name} is a {others} and the student a {family}, so it seems to have another "
             f"vocabulary. If all ids agree, {remedy}"
