@@ -219,13 +219,12 @@ class Stream:
         at = next(header.places(start, stop))[1]
         data = self._own.buffer.room(size, at)
         rows = (stop - start,) if piece.task.shape else ()
-        for name in (piece.task.source, piece.task.upper):
-            if name in self.plan.source.headers:
-                self.reader.check(str(name))
         built = build_tensor(
             self.plan,
             piece.task,
-            read=part_reader(self.plan, piece.task, piece.part or (), self._read),
+            read=part_reader(
+                self.plan, piece.task, piece.part or (), self._read, self.reader.check
+            ),
             backend=self.backend,
             part=piece.part,
             out=data.view(header.dtype).view(*rows, *piece.task.shape[1:]),

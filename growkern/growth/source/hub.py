@@ -11,6 +11,7 @@ wants a large one, to run the source, that file is downloaded.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import sys
@@ -215,7 +216,11 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     # without an index there is no other file
     is_single = not (directory / INDEX_FILE).is_file() or _has_file(model, WEIGHTS_FILE)
     found = read_headers(directory, read_shard, is_single)
-    return {name: RemoteTensor(**vars(header), model=model) for name, header in found.items()}
+    names = [field.name for field in dataclasses.fields(Header)]
+    return {
+        name: RemoteTensor(**{key: getattr(header, key) for key in names}, model=model)
+        for name, header in found.items()
+    }
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ in a separate call, from a few rows that `growth.tensors.extras` computes from t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -117,11 +117,18 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     return needed
 
 
-def part_reader(plan: Blueprint, task: Task, part: Part, read: Read) -> Read:
+def part_reader(
+    plan: Blueprint,
+    task: Task,
+    part: Part,
+    read: Read,
+    check: Callable[[str], None] = lambda name: None,
+) -> Read:
     """A function that reads only the entries that a part needs, where reading copies them.
 
     Args:
         read: reads all other tensors.
+        check: called with the name before entries of a tensor are read.
     """
     headers = plan.source.headers
     # of experts, each is read by itself
@@ -132,6 +139,7 @@ def part_reader(plan: Blueprint, task: Task, part: Part, read: Read) -> Read:
 
     def read_part(name: str, entries: Sequence[int] | None = None) -> Tensor:
         if name in (task.source, task.upper):
+            check(name)
             return headers[name].read_entries(index)
         return read(name, entries)
 

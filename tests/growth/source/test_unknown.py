@@ -19,7 +19,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("vaultgemma", {}, r"nearest: gemma2 \(100% of its tensor names\). A table of your own"),
         # sizes of a damaged file are not built
         ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: opt"),
-        ("deepseek_v3", DEEPSEEK, r"it is a mixture of experts \(n_routed_experts=4\)"),
+        ("deepseek_v2", DEEPSEEK, r"it is a mixture of experts \(n_routed_experts=4\)"),
         # a class that may have experts, of which this model has none
         ("xglm", {"num_experts": 0}, "nearest: opt"),
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),

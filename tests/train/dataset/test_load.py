@@ -112,10 +112,10 @@ def test_text_files_give_the_rows_they_gave_before(load, tmp_path, monkeypatch):
     again = load(train=("*.txt",), cache="in_pieces").train
     assert rows_of(again) == expected
     assert pack_text(files, TOKENIZER, LENGTH).tokens_NS.tolist() == expected
-    with pytest.raises(GrowthError, match=r"needs the datasets library: pip install 'growkern\[t"):
+    with pytest.raises(GrowthError, match="needs the datasets library: pip install datasets"):
         load(train=("*.txt",), streaming=True)
     write_jsonl(tmp_path / "a.jsonl", [{"text": "w1"}])
-    with pytest.raises(GrowthError, match=r"needs the datasets library: pip install 'growkern\[t"):
+    with pytest.raises(GrowthError, match="needs the datasets library: pip install datasets"):
         load(train=("*.jsonl",))
 
 
