@@ -106,7 +106,9 @@ def _advised(refusal: str, how: dict[str, Any]) -> dict[str, Any] | None:
     if "nearest sizes that fit" in refusal:
         # each is enough by itself
         sizes = dict([next(iter(sizes.items()))])
-    return how | sizes if sizes else None
+    idle = re.findall(r"\w+", refusal.partition("Leave out ")[2])
+    kept = {name: value for name, value in how.items() if name not in idle}
+    return kept | sizes if sizes else None
 
 
 def _word(plan: GrowthPlan) -> str:

@@ -56,17 +56,20 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
     for space in small.family.mixtures:
         field = small.family.config_field(str(space.size))
         old, new = (model.size(str(space.size)) for model in (small, large))
+        others = (str(space.chosen), *space.groups)
         if new % old:
+            names = " and ".join(small.family.config_field(key) for key in others)
             raise UnfitError(
                 f"{field}={new} is no multiple of the source's {old}, so some experts would have "
                 "more copies than others, which changes what the router chooses; nearest sizes "
-                f"that fit: {field}={new - new % old} or {new - new % old + old}"
+                f"that fit: {field}={new - new % old} or {new - new % old + old}. Leave out "
+                f"{names}, which will fit then"
             )
         if small.dense:
             # its experts are one FFN: see `growkern.growth.space.upcycling`
             continue
         copied = followers(space, small)
-        for key in (str(space.chosen), *space.groups):
+        for key in others:
             needed = small.size(key) * (new // old if key in copied else 1)
             if (found := large.size(key)) != needed:
                 raise UnfitError(
