@@ -274,15 +274,17 @@ def aot_table(results: Path) -> str:
 
 
 def families(results: Path) -> str:
-    """The table of the families: their norms, positions, sizes and classes."""
+    """The table of the families: their norms, positions, sizes and classes, and what is exact."""
     lines = []
     for model_type in supported_families():
         family = load_family(model_type)
         norm = f"{family.norm.kind}, {family.norm.placement}"
         sizes = ", ".join(f"`{name}`" for name in growable_fields(family))
         classes = ", ".join(f"`{name}`" for name in family.classes)
-        lines.append([f"`{model_type}`", norm, family.attention.positions, sizes, classes])
-    return table(["`model_type`", "norms", "positions", "sizes", "classes"], lines)
+        exact = "any" if family.pads_exactly else "multiples"
+        lines.append([f"`{model_type}`", norm, family.attention.positions, exact, sizes, classes])
+    heads = ["`model_type`", "norms", "positions", "exact hidden sizes", "sizes", "classes"]
+    return table(heads, lines)
 
 
 def measured(results: Path) -> str:

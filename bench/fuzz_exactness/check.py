@@ -83,16 +83,20 @@ def _planned(source: Any, how: dict[str, Any]) -> tuple[dict[str, Any], GrowthPl
         GrowthError: there is no advice, or it led to another refusal.
         AssertionError: the advised sizes do not fit either.
     """
-    refused = ""
+    refused, changed = "", set()
     while True:
         try:
             return how, growkern.plan(source, **how)
         except growkern.GrowthError as error:
             advised = _advised(str(error), how)
             both = all("sizes that fit" in one for one in (refused, str(error)))
-            assert not both, f"{refused}; then {error}"
+            # of two sizes that have nothing to do with each other, both may be wrong
+            assert not both or (advised and _changed(how, advised).isdisjoint(changed)), (
+                f"{refused}; then {error}"
+            )
             if advised is None:
                 raise
+            changed |= _changed(how, advised)
             how, refused = advised, str(error)
 
 
@@ -109,6 +113,11 @@ def _advised(refusal: str, how: dict[str, Any]) -> dict[str, Any] | None:
     idle = re.findall(r"\w+", refusal.partition("Leave out ")[2])
     kept = {name: value for name, value in how.items() if name not in idle}
     return kept | sizes if sizes else None
+
+
+def _changed(how: dict[str, Any], advised: dict[str, Any]) -> set[str]:
+    """The names of the options that differ."""
+    return {name for name in how | advised if how.get(name) != advised.get(name)}
 
 
 def _word(plan: GrowthPlan) -> str:

@@ -189,10 +189,12 @@ def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     if kind in supported_families():
         return f"its text_config is a {kind}, which has a table: grow that part by itself"
-    for name in EXPERTS:
-        # dense models of such a class say 0 or 1
-        if isinstance(count := config.get(name), int) and count > 1:
-            return f"it is a mixture of experts ({name}={count})"
+    # some configs have a config of the text or of the FFN inside
+    for part in (config, *(x for x in config.values() if isinstance(x, Mapping))):
+        for name in EXPERTS:
+            # dense models of such a class say 0 or 1
+            if isinstance(count := part.get(name), int) and count > 1:
+                return f"it is a mixture of experts ({name}={count})"
     names = _names_of(model_type)
     if not names:
         return ""

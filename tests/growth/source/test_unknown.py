@@ -20,6 +20,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         # sizes of a damaged file are not built
         ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: opt"),
         ("deepseek_v2", DEEPSEEK, r"it is a mixture of experts \(n_routed_experts=4\)"),
+        ("dbrx", {"ffn_config": {"moe_num_experts": 4}}, r"of experts \(moe_num_experts=4\)"),
         # a class that may have experts, of which this model has none
         ("xglm", {"num_experts": 0}, "nearest: opt"),
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
