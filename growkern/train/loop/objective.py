@@ -182,7 +182,9 @@ class Objective:
             term = router_term(unwrapped(model), run.outputs, real_BS, sums)
             meter.add("aux_loss", term.mean().detach(), term.tokens)
             every = term.tokens if items is None or self._tokens is None else self._tokens
-            run = run._replace(loss=run.loss + self._router_weight * term.loss / every)
+            # a batch that only fills up has none
+            share = term.loss / every.clamp(min=1)
+            run = run._replace(loss=run.loss + self._router_weight * share)
         if items is None:
             return self._with_side(run), run.outputs
         loss = run.loss
