@@ -70,6 +70,20 @@ def test_the_bias_moves_once_a_step(tmp_path):
     assert bias_of(again).dtype == torch.float32
 
 
+def test_nothing_moves_where_no_token_was_counted():
+    model, balancing, inputs = build("deepseek", layers=2).train(), ExpertBalancing(), padded()
+    balancing.watch(model)
+    before = bias_of(model).clone()
+    model(**{**inputs, "attention_mask": torch.zeros_like(inputs["attention_mask"])})
+    balancing.update()
+    model(**inputs)
+    assert torch.equal(bias_of(model), before)
+    balancing.update()
+    after = bias_of(model).clone()
+    balancing.update()
+    assert torch.equal(bias_of(model), after) and not torch.equal(after, before)
+
+
 def test_a_router_without_a_bias_is_refused():
     with pytest.raises(GrowthError, match="MixtralForCausalLM has no router with a bias"):
         ExpertBalancing().watch(build("mixtral", layers=1))

@@ -8,7 +8,13 @@ import copy
 import pytest
 import torch
 
-from growkern import InheritanceSchedule, TwoStageTrainer, count_labels, inherited_loss
+from growkern import (
+    InheritanceSchedule,
+    TwoStageConfig,
+    TwoStageTrainer,
+    count_labels,
+    inherited_loss,
+)
 from growkern.train.loss.models import check_models
 from tests.growth.models import Float64Everywhere, random_model
 from tests.growth.relatives import RELATIVES
@@ -76,3 +82,42 @@ def test_a_step_of_the_trainer(tmp_path):
     for name, p in twin.named_parameters():
         step = before[name] - args.learning_rate * p.grad
         torch.testing.assert_close(student.state_dict()[name], step, rtol=1e-9, atol=1e-12)
+
+
+def test_stage_1_has_no_such_term_where_all_its_layers_are_dense(tmp_path):
+    student = mixture("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
+    data = [{name: x[0] for name, x in padded().items()}]
+    args = arguments(tmp_path, max_steps=2, logging_steps=1, warmup_steps=0, use_cpu=True)
+    # the depths of this seed are 1 and, in stage 2, 2
+    stages = TwoStageConfig(layers_per_block=1, stage1_steps=1, seed=0)
+    trainer = TwoStageTrainer(student, args, train_dataset=data, two_stage=stages)
+    rows = {name: x[None] for name, x in data[0].items()}
+    with stages.sub_model(student, 0):
+        check_models(student, [])
+    with Float64Everywhere():
+        with stages.sub_model(student, 0):
+            expected, parts = inherited_loss(student, None, rows, return_parts=True)
+        assert parts.aux_loss is None
+        trainer.train()
+    first, second = trainer.state.log_history[:2]
+    assert (first["depth"], second["depth"]) == (1, 2)
+    assert first["loss"] == pytest.approx(expected.item(), abs=1e-4)
+    assert "aux_loss" not in first and second["aux_loss"] > 1
+
+
+def test_a_batch_without_tokens_has_a_loss_of_0(tmp_path):
+    student, inputs = mixture().float(), padded()
+    full = {name: x[0] for name, x in inputs.items()}
+    inputs["attention_mask"] = torch.zeros_like(inputs["labels"])
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    one = {"per_device_train_batch_size": 1, "logging_steps": 1, "use_cpu": True}
+    args = arguments(tmp_path, max_steps=2, optim="sgd", **one)
+    data = [full, {name: x[0] for name, x in inputs.items()}]
+    trainer = TwoStageTrainer(student, args, train_dataset=data)
+    loss, parts = inherited_loss(student, None, inputs, return_parts=True)
+    loss.backward()
+    assert loss == parts.aux_loss == 0
+    assert all(p.grad is None or not p.grad.any() for p in student.parameters())
+    trainer.train()
+    assert sorted(entry["grad_norm"] > 0 for entry in trainer.state.log_history[:2]) == [0, 1]
+    assert all(p.isfinite().all() for p in student.parameters())

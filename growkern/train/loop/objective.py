@@ -21,7 +21,7 @@ from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, unwrapped
-from growkern.train.loss.router import count_tokens, router_term, router_weight
+from growkern.train.loss.router import count_tokens, router_inputs, router_term, router_weight
 from growkern.train.loss.rows import (
     ROW_COUNTS,
     LossRows,
@@ -180,11 +180,12 @@ class Objective:
             real_BS = real_rows(inputs, run.rows.labels_BS, causal=False)
             sums = partial(add_up, accelerator)
             term = router_term(unwrapped(model), run.outputs, real_BS, sums)
-            meter.add("aux_loss", term.mean().detach(), term.tokens)
-            every = term.tokens if items is None or self._tokens is None else self._tokens
-            # a batch that only fills up has none
-            share = term.loss / every.clamp(min=1)
-            run = run._replace(loss=run.loss + self._router_weight * share)
+            if term is not None:
+                meter.add("aux_loss", term.mean().detach(), term.tokens)
+                every = term.tokens if items is None or self._tokens is None else self._tokens
+                # a batch that only fills up has none
+                share = term.loss / every.clamp(min=1)
+                run = run._replace(loss=run.loss + self._router_weight * share)
         if items is None:
             return self._with_side(run), run.outputs
         loss = run.loss
@@ -242,7 +243,7 @@ class Objective:
             return loss
 
         with only(plan.part, self._stacks), head_swap(inner, loss_of):
-            outputs = model(**inputs)
+            outputs = model(**inputs, **router_inputs(inner))
         loss = take_logits(outputs)
         side = None if self.side is None else self.side.parts(outputs, targets, loss.device)
         return _Run(loss, rows, seen[0], outputs, side)

@@ -24,7 +24,7 @@ from growkern.train.loss.models import (
     softcap,
     unwrapped,
 )
-from growkern.train.loss.router import router_term, router_weight
+from growkern.train.loss.router import router_inputs, router_term, router_weight
 from growkern.train.loss.rows import LossRows, real_rows, take_rows
 from growkern.train.model.head import (
     IGNORE_INDEX,
@@ -93,7 +93,7 @@ def inherited_loss(
         check_row_length("model", unwrapped(model), inputs)
         inner = unwrapped(model)
         with head_swap(inner, loss_of):
-            outputs = model(**inputs)
+            outputs = model(**inputs, **router_inputs(inner))
         loss, aux = _with_router(take_logits(outputs), inner, outputs, batch, rows, options)
         seen[0] = seen[0]._replace(aux_loss=aux)
     return (loss, seen[0]) if return_parts else loss
@@ -110,7 +110,10 @@ def _with_router(
     """The loss with that of a mixture's routers; and that one, None if there is none."""
     if not (weight := router_weight(model)):
         return loss, None
-    aux = router_term(model, outputs, real_rows(batch, rows.labels_BS, causal=False)).mean()
+    of_batch = router_term(model, outputs, real_rows(batch, rows.labels_BS, causal=False))
+    if of_batch is None:
+        return loss, None
+    aux = of_batch.mean()
     term, num_items = weight * aux, options["num_items"]
     if num_items is not None:
         # by the share of the labels of the whole accumulated batch

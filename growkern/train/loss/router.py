@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from growkern.errors import GrowthError
 from growkern.train.loss.rows import real_rows
+from growkern.train.model.flops import is_experts
 from growkern.train.model.head import probing
 
 
@@ -39,9 +40,25 @@ def router_weight(model: Any) -> float:
     Args:
         model: that passed `check_router`.
     """
-    config = model.config.get_text_config()
-    asked = getattr(config, "output_router_logits", False)
-    return float(config.router_aux_loss_coef) if asked else 0.0
+    return float(model.config.get_text_config().router_aux_loss_coef) if _asks(model) else 0.0
+
+
+def _asks(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+
+def router_inputs(model: Any) -> dict[str, bool]:
+    """Inputs without which a model fails whose config asks for (1), but of which no router runs.
+
+    In stage 1 the layers that run may all be dense.
+    """
+    if not _asks(model):
+        return {}
+    # a list shows the layers that run, and modules() all
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    runs = any(is_experts(m) for stack in stacks for layer in stack for m in layer.modules())
+    is_off = not runs and any(map(is_experts, model.modules()))
+    return {"output_router_logits": False} if is_off else {}
 
 
 def router_term(
@@ -49,8 +66,8 @@ def router_term(
     outputs: Any,
     real_BS: Tensor,
     add_up: Callable[[Tensor], Tensor] = lambda x: x,
-) -> RouterTerm:
-    """The term of a batch.
+) -> RouterTerm | None:
+    """The term of a batch, None if no layer that ran has a router.
 
     Args:
         model: that passed `check_router`.
@@ -59,6 +76,8 @@ def router_term(
         add_up: sums a tensor over all processes.
     """
     outputs.aux_loss = None
+    if not outputs.router_logits:
+        return None
     layers, chosen = outputs.router_logits, model.config.get_text_config().num_experts_per_tok
     real_N1 = real_BS.reshape(-1, 1).to(layers[0].device)
     counts_E: Any = 0.0
@@ -87,18 +106,19 @@ def check_router(model: Any) -> None:
     Raises:
         GrowthError: the model has none, or another one.
     """
-    config = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
+    # of a stage 1 whose layers are all dense nothing can be told
+    if not _asks(model) or router_inputs(model):
         return
+    config = model.config.get_text_config()
     inputs = {name: x.to(model.device) for name, x in model.dummy_inputs.items()}
     with probing(model):
-        outputs = model(**inputs)
+        outputs = model(**inputs, output_router_logits=True)
     loss = getattr(outputs, "aux_loss", None)
     has_names = hasattr(config, "router_aux_loss_coef") and hasattr(config, "num_experts_per_tok")
     if isinstance(loss, Tensor) and has_names:
-        mine = router_term(model, outputs, torch.ones_like(inputs[model.main_input_name])).mean()
+        term = router_term(model, outputs, torch.ones_like(inputs[model.main_input_name]))
         # transformers rounds the probabilities to the dtype of the weights
-        if torch.allclose(mine, loss.to(mine), rtol=0.02):
+        if term and torch.allclose(mine := term.mean(), loss.to(mine), rtol=0.02):
             return
     raise GrowthError(
         f"{type(model).__name__} has config.output_router_logits=True, but its router's loss is "

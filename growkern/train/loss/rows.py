@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from growkern.errors import GrowthError
 from growkern.train.loss.context import document_starts, taught_rows
 from growkern.train.loss.inheritance import KLRows
-from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows, align_weights
+from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
 # of a teacher that is known by its k likeliest tokens: (B, S, k), -1 where it has no row
@@ -70,7 +70,7 @@ def take_rows(
     labels_BS = align_labels(inputs.pop("labels"), causal=causal)
     weights_BS = None
     if row_weights is not None:
-        weights_BS = align_weights(inputs.pop(row_weights), causal=causal)
+        weights_BS = align_labels(inputs.pop(row_weights), causal=causal, filler=0.0)
     if kl_rows != "all" and TEACHER_IDS not in inputs and known is None:
         return LossRows(labels_BS, kl_rows, weights_BS)
     if decoder and kl_rows == "all":

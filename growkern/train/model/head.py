@@ -217,27 +217,35 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def reading(model: Any) -> Iterator[None]:
     """While active, a model is in evaluation mode and keeps no cache of keys and values."""
-    use_cache = getattr(model.config, "use_cache", None)
-    model.config.use_cache = False
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        model.config.use_cache = use_cache
+    with _setting(model.config, "use_cache", False), evaluating(model):
+        yield
 
 
 @contextlib.contextmanager
-def probing(model: nn.Module) -> Iterator[None]:
-    """While active, a model runs without dropout, without gradients and without compiled code.
+def probing(model: Any) -> Iterator[None]:
+    """While active, a model runs without dropout, gradients, compiled code and loss of routers.
 
-    Compiled code would be compiled again for a probe, and would not call new hooks. The parameters
-    of a sharded model are shards again afterwards.
+    Compiled code would be compiled again for a probe, and would not call new hooks. The loss of
+    routers fails where no layer that runs has one. The parameters of a sharded model are shards
+    again afterwards.
     """
+    no_loss = _setting(model.config.get_text_config(), "output_router_logits", False)
     try:
-        with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluating(model), no_loss, torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         free_gathered(model)
+
+
+@contextlib.contextmanager
+def _setting(config: Any, name: str, value: bool) -> Iterator[None]:
+    """While active, a field of a config has this value."""
+    had, before = hasattr(config, name), getattr(config, name, None)
+    setattr(config, name, value)
+    try:
+        yield
+    finally:
+        setattr(config, name, before) if had else delattr(config, name)
 
 
 def check_head(model: Any) -> None:
@@ -355,17 +363,15 @@ def _tokens_to_try(model: Any) -> dict[str, Tensor]:
     return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 
-def align_labels(labels_BS: Tensor, *, causal: bool) -> Tensor:
+def align_labels(x_BS: Tensor, *, causal: bool, filler: float = IGNORE_INDEX) -> Tensor:
     """Move labels to the positions that predict them: one to the left for causal models.
 
     Args:
-        labels_BS: (B, S) int64.
+        x_BS: (B, S), labels or their weights.
         causal: whether the model predicts the next token.
-
-    Returns:
-        (B, S) int64; the last position of a causal model gets -100.
+        filler: of the last position of a causal model.
     """
-    return _shift(labels_BS, IGNORE_INDEX) if causal else labels_BS
+    return _shift(x_BS, filler) if causal else x_BS
 
 
 def align_rows(mask_BS: Tensor, *, causal: bool) -> Tensor:
@@ -379,19 +385,6 @@ def align_rows(mask_BS: Tensor, *, causal: bool) -> Tensor:
         (B, S) bool; False at the last position of a causal model.
     """
     return _shift(mask_BS.bool(), False) if causal else mask_BS.bool()
-
-
-def align_weights(weights_BS: Tensor, *, causal: bool) -> Tensor:
-    """Move the weights of labels to the positions that predict these labels.
-
-    Args:
-        weights_BS: (B, S) float.
-        causal: whether the model predicts the next token.
-
-    Returns:
-        (B, S) float; 0 at the last position of a causal model.
-    """
-    return _shift(weights_BS, 0.0) if causal else weights_BS
 
 
 def _shift(x_BS: Tensor, filler: float) -> Tensor:
