@@ -12,6 +12,7 @@ import growkern
 from growkern.errors import GrowthError
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.source.files import row_blocks
+from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
 from tests.growth.models import random_model
 from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
@@ -87,6 +88,9 @@ def test_a_quantised_source_grows_as_what_it_stands_for(make, sizes, tmp_path, m
     make(whole, packed)
     with pytest.raises(GrowthError, match=r"is quantised .*dequantize=True \(--dequantize\)"):
         growkern.plan(packed, **sizes)
+    # a teacher may be quantised
+    truth, read = (load_model(directory).state_dict() for directory in (whole, packed))
+    assert all(torch.equal(read[name], x) for name, x in truth.items())
     # pieces of few rows
     monkeypatch.setattr(row_blocks, "__defaults__", (300,))
     how = {**sizes, "progress": False, "symmetry": "noise"}
@@ -117,7 +121,7 @@ def test_quantised_sources_that_are_refused(tmp_path):
         return str(refused.value)
 
     say_quantised(packed, quant_method="gptq")
-    assert "quantised (gptq): grow the full-precision checkpoint" in why()
+    assert "quantised (gptq): use the full-precision checkpoint" in why()
     say_quantised(packed, quant_method="fp8", weight_block_size=None)
     assert "weight_block_size is None" in why()
     say_quantised(packed, quant_method="fp8", weight_block_size=(8, 8))

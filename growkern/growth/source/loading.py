@@ -21,9 +21,11 @@ from growkern.growth.source.config import (
     read_generation,
 )
 from growkern.growth.source.config_values import check_layers
-from growkern.growth.source.files import Header, read_headers, refuse_eight_bits
-from growkern.growth.source.refused import refuse_quantised
+from growkern.growth.source.files import read_headers, refuse_eight_bits
+from growkern.growth.source.parts.quantised import dequantised
+from growkern.growth.source.refused import scale_block
 from growkern.growth.source.stamps import Stamps
+from growkern.growth.source.stored import StoredTensor
 
 # names in an error message
 MOST_NAMED = 3
@@ -33,6 +35,8 @@ def load_model(
     directory: Path, dtype: torch.dtype | None = None, *, attention: str | None = None
 ) -> Any:
     """The model of a checkpoint directory, in evaluation mode, on the CPU.
+
+    Weights in fp8 with block scales or in mxfp4 are read as the numbers that they stand for.
 
     Args:
         dtype: of the weights; None takes the one of the checkpoint.
@@ -44,9 +48,9 @@ def load_model(
     """
     stamps = Stamps.of(directory)
     config = read_config(directory, any_family=True)
-    refuse_quantised(config, str(directory))
+    block = scale_block(config, str(directory), dequantize=True)
     cls = class_of(directory, config)
-    headers = read_headers(directory)
+    headers = dequantised(read_headers(directory), block, str(directory))
     refuse_eight_bits(headers)
     check_layers(directory, vars(config), len(headers))
     if attention is not None:
@@ -71,14 +75,14 @@ def class_of(directory: Path, config: Any) -> Any:
     return cls
 
 
-def _dtype_of(config: Any, headers: Mapping[str, Header]) -> torch.dtype:
+def _dtype_of(config: Any, headers: Mapping[str, StoredTensor]) -> torch.dtype:
     """The dtype that the config names, else that of the first tensor of floating-point numbers."""
     found = (header.dtype for header in headers.values() if header.dtype.is_floating_point)
     return config.dtype or next(found, torch.float32)
 
 
 def _built(
-    directory: Path, cls: Any, config: Any, dtype: torch.dtype, headers: Mapping[str, Header]
+    directory: Path, cls: Any, config: Any, dtype: torch.dtype, headers: Mapping[str, StoredTensor]
 ) -> Any:
     state = {name: header.read() for name, header in headers.items()}
     try:

@@ -127,11 +127,9 @@ KINDS = (
 UNDO = {
     "bitsandbytes": ("", ".dequantize()"),
     "higgs": ("", ".dequantize()"),
-    "fp8": (", quantization_config=t.FineGrainedFP8Config(dequantize=True)", ""),
-    "mxfp4": (", quantization_config=t.Mxfp4Config(dequantize=True)", ""),
     "compressed-tensors": (", quantization_config=t.CompressedTensorsConfig(dequantize=True)", ""),
 }
-# methods that growth undoes itself, with dequantize=True
+# methods that growkern undoes itself; growth, with dequantize=True
 READ = ("fp8", "mxfp4")
 # rows of a block are computed at once
 MOST_BLOCK = 1024
@@ -208,26 +206,22 @@ def _peft_class(directory: Path | None) -> str:
 # ---------------------------------------------------------------- quantised
 
 
-def quantised_advice(
-    method: str = "", place: str = "", model_class: str = "", *, is_source: bool = False
-) -> str:
+def quantised_advice(method: str = "", place: str = "", model_class: str = "") -> str:
     """What to do with a quantised checkpoint, as the end of an error message.
 
     Args:
         method: how it was quantised, by its config: "gptq". Empty: no config says it, and
             transformers cannot undo it.
-        is_source: whether the checkpoint is the source of a growth.
     """
-    advice = "grow the full-precision checkpoint that it was made from, and quantise the result"
-    how = UNDO.get(method)
-    if how is None or not place:
-        return advice
-    if is_source and method in READ:
+    advice = "use the full-precision checkpoint that it was made from, and quantise the result"
+    if place and method in READ:
         return (
             f"{advice}; or give dequantize=True (--dequantize), to grow the numbers in bfloat16 "
             "that its weights stand for"
         )
-    arguments, undo = how
+    if not place or method not in UNDO:
+        return advice
+    arguments, undo = UNDO[method]
     # in its original format, transformers would quantise the weights again
     code = (
         f"import transformers as t; t.{model_class}.from_pretrained({place!r}{arguments}, "
@@ -246,28 +240,24 @@ def quantisation_of(config: Any) -> tuple[str, dict[str, Any]]:
     return str(getattr(values.get("quant_method"), "value", values.get("quant_method"))), values
 
 
-def refuse_quantised(config: Any, place: str = "", *, is_source: bool = False) -> None:
-    """Refuse the config of a quantised model.
-
-    Args:
-        is_source: as in `quantised_advice`.
-    """
+def refuse_quantised(config: Any, place: str = "") -> None:
+    """Refuse the config of a quantised model."""
     method, _ = quantisation_of(config)
     if not method:
         return
     where = f"{place} is" if place else "the model is"
     names = getattr(config, "architectures", None) or ("AutoModel",)
     raise GrowthError(
-        f"{where} quantised ({method}): "
-        f"{quantised_advice(method, place, str(names[0]), is_source=is_source)}"
+        f"{where} quantised ({method}): {quantised_advice(method, place, str(names[0]))}"
     )
 
 
-def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, int] | None:
+def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...] | None:
     """Take the quantisation out of the config of a source whose weights are to be dequantised.
 
     Returns:
-        Rows and columns that share a scale, where weights have 8 bits.
+        Rows and columns that share a scale; () where the weights have 4 bits, and None without
+        quantisation.
 
     Raises:
         GrowthError: it is quantised in a way that is not read, or `dequantize` is False.
@@ -276,15 +266,15 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, int]
     if not method:
         return None
     if not dequantize or method not in READ:
-        refuse_quantised(config, place, is_source=True)
+        refuse_quantised(config, place)
     del config.quantization_config
     if method == "mxfp4":
-        return None
+        return ()
     block = values.get("weight_block_size")
     sizes = list(block) if isinstance(block, (list, tuple)) else []
     if len(sizes) != 2 or not all(type(n) is int and 0 < n <= MOST_BLOCK for n in sizes):
         raise GrowthError(
-            f"{place}: weight_block_size is {block!r} in its quantization_config: growth reads "
+            f"{place}: weight_block_size is {block!r} in its quantization_config: growkern reads "
             "weights with a scale for every block, such as [128, 128]"
         )
     return sizes[0], sizes[1]

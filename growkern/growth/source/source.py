@@ -289,10 +289,8 @@ def _open_directory(
     beside = config_directory(directory)
     spec, keys, block = _read_spec(directory, family or family_in(beside), dequantize)
     format = format_of(directory, weights=weights)
-    found_headers = format.read(directory, spec)
-    if "quantization_config" in keys:
-        del keys["quantization_config"]
-        found_headers = dequantised(found_headers, block, str(directory))
+    found_headers = dequantised(format.read(directory, spec), block, str(directory))
+    keys.pop("quantization_config", None)
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
     check_number_of_tensors(spec, len(headers), str(directory))
@@ -319,7 +317,7 @@ def _open_directory(
 
 def _read_spec(
     directory: Path, family: Family | None, dequantize: bool
-) -> tuple[ModelSpec, dict[str, Any], tuple[int, int] | None]:
+) -> tuple[ModelSpec, dict[str, Any], tuple[int, ...] | None]:
     """The model that config.json describes, the JSON object of that file, and `scale_block`."""
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)

@@ -11,6 +11,7 @@ import torch
 
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.config import read_config
+from growkern.growth.source.refused import scale_block
 from growkern.train.dataset.options import DataSection
 from growkern.train.model.load import check_directory
 from growkern.train.run.file import Run
@@ -31,7 +32,9 @@ class Checkpoint:
             GrowthError: it holds no checkpoint, or a damaged one.
         """
         check_directory(directory)
-        return cls(directory, read_config(directory, any_family=True))
+        config = read_config(directory, any_family=True)
+        scale_block(config, str(directory), dequantize=True)
+        return cls(directory, config)
 
     @property
     def dtype(self) -> torch.dtype:

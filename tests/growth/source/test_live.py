@@ -110,5 +110,5 @@ def test_a_weight_that_is_computed_is_refused_with_the_call_that_undoes_it(chang
 def test_a_dynamically_quantised_model_is_refused():
     source = random_model("BertForMaskedLM", BERT, dtype=torch.float32)
     quantised = torch.ao.quantization.quantize_dynamic(source, {torch.nn.Linear})
-    with pytest.raises(growkern.GrowthError, match=r"query is a quantised Linear: grow the full"):
+    with pytest.raises(growkern.GrowthError, match=r"query is a quantised Linear: use the full"):
         growkern.plan(quantised, hidden_size=24)

@@ -128,7 +128,7 @@ def test_quantised_checkpoints(tmp_path, method):
     model.config.quantization_config = {"quant_method": method}
     model.config.save_pretrained(tmp_path)
     text, code = advice_of(tmp_path, n_embd=24)
-    assert f"{tmp_path} is quantised ({method}): grow the full-precision checkpoint" in text
+    assert f"{tmp_path} is quantised ({method}): use the full-precision checkpoint" in text
     assert bool(code) == METHODS[method]
     if code:
         compile(code, "advice", "exec")

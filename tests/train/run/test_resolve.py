@@ -11,6 +11,7 @@ from growkern import run as train
 from growkern.train import rules
 from growkern.train.run.file import load_run
 from growkern.train.run.resolve import resolve
+from tests.train.model.test_load import edit
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
 
@@ -45,6 +46,9 @@ def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
     assert list(run.inputs) == ["model", "teacher"]
     assert len(run.tokenizer) == len(run.teacher_tokenizers[0])
     assert not run.output.exists()
+    edit(workplace / "teacher/config.json", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(GrowthError, match=r"teacher is quantised \(gptq\): use the full-precision"):
+        resolve(load_run(workplace / "run.toml"), workplace)
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda x: f"{x.setting} {x.other}")

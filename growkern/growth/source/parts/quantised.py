@@ -141,15 +141,17 @@ def dequantised(
     """The stored tensors, with those that quantised ones stand for in the place of these.
 
     Args:
-        block: rows and columns that share a scale of 8-bit numbers.
+        block: from `scale_block`.
     """
     result = dict(headers)
+    if block is None:
+        return result
     for name, header in headers.items():
         if name.endswith(BLOCKS):
             whole = name.removesuffix(BLOCKS)
             scales = _scales_of(result, f"{whole}_scales", header.shape[:-1], where)
             result[whole] = PackedFp4(result.pop(name), scales)
-        elif header.dtype == EIGHT_BITS and block is not None and len(header.shape) == 2:
+        elif header.dtype == EIGHT_BITS and block and len(header.shape) == 2:
             rows, cols = block
             needed = (-(-header.shape[0] // rows), -(-header.shape[1] // cols))
             scales = _scales_of(result, f"{name}_scale_inv", needed, where)
