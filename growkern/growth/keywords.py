@@ -29,6 +29,7 @@ class GrowthKeywords(TypedDict, total=False):
     dequantize: bool
     to: str
     router: Router
+    drop: float
 
     vocab_size: int
     pad_vocab_to_multiple_of: int

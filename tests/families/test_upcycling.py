@@ -3,14 +3,17 @@
 Truth: the dense model in transformers, in float64, with every parameter random.
 """
 
+from itertools import product
+
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
 import growkern
-from growkern.errors import GrowthError
+from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk import stream
+from growkern.growth.tensors.tensor import build_tensor
 from tests.growth.models import random_model, relative_error
 
 SIZES = {
@@ -113,6 +116,8 @@ def test_some_layers_stay_dense():
         ({}, {"method": "aki"}, "takes method='fpi'"),
         ({}, {"intermediate_size": 8, "router": "zero"}, "does not keep the 2 parts"),
         ({}, {"to": "", "router": "zero"}, "router='zero' has no effect"),
+        ({}, {"to": "", "drop": 0.5}, "drop=0.5 has no effect"),
+        ({}, {"drop": 1.5}, "drop is 1.5: it must lie in"),
     ],
 )
 def test_what_a_sibling_lacks_is_refused_by_name(source, options, why):
@@ -127,6 +132,51 @@ def test_a_target_config_that_changes_the_function_is_refused():
     config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16)
     with pytest.raises(GrowthError, match="norm_topk_prob=False"):
         growkern.plan(dense("Qwen3"), target_config=config)
+
+
+def test_half_of_the_units_are_drawn_again():
+    """Those units in gate, up and down alike; the others are copies, in parts of the FFN too."""
+    how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 8, 2, 64), "hidden_size": 48}
+    source = dense("Qwen3", intermediate_size=128)
+    plans = [growkern.plan(source, **how, **options) for options in ({}, {"drop": 0.5})]
+    tasks = {task.name: task for task in plans[1].tasks}
+    kept = []
+    for layer, name in product((0, 1), ("gate_up_proj", "down_proj")):
+        task = tasks[f"model.layers.{layer}.mlp.experts.{name}"]
+        old, new = (build_tensor(plan, task) for plan in plans)
+        # the part of a process, cut along every axis
+        part = (slice(3, 6), slice(7, 40), slice(5, 30))
+        assert torch.equal(build_tensor(plans[1], task, part=part), new[part])
+        if name == "down_proj":
+            old, new = old.mT, new.mT
+        is_kept = (old == new).all(-1)
+        for one, whole, units in zip(*(x.split(64, 1) for x in (new, old, is_kept)), strict=True):
+            assert units.sum(1).tolist() == [32] * 8
+            kept.append(units)
+            drawn, scale = one[~units].view(8, -1), whole.flatten(1).std(1)
+            assert (drawn.mean(1) - whole.flatten(1).mean(1)).abs().max() < 0.15 * scale.max()
+            torch.testing.assert_close(drawn.std(1), scale, rtol=0.1, atol=0)
+            assert len(drawn.unique()) > 0.99 * drawn.numel()
+    for first in (0, 3):
+        assert all(torch.equal(kept[first], other) for other in kept[first + 1 : first + 3])
+    # every expert of every layer draws its own
+    assert len(torch.cat(kept[:4:3]).unique(dim=0)) == 16
+
+
+def test_drawn_units_are_the_same_on_disk_and_cannot_be_folded(tmp_path):
+    source = dense("Qwen2", torch.float32)
+    source.save_pretrained(tmp_path / "dense")
+    how = {"to": "qwen2_moe", **sizes_of("qwen2_moe", 4, 2), "drop": 0.25}
+    with pytest.warns(FunctionChangedWarning, match="drop=0.25"):
+        growkern.grow_checkpoint(tmp_path / "dense", tmp_path / "moe", progress=False, **how)
+        grown = growkern.grow(source, **how)
+    grown.save_pretrained(tmp_path / "saved")
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "moe"))
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    checked = growkern.verify(tmp_path / "dense", tmp_path / "moe")
+    assert checked.ok and checked.level == "changed"
+    with pytest.raises(GrowthError, match=r"drop=0.25 drew units .* cannot be folded"):
+        growkern.fold(tmp_path / "moe", tmp_path / "back", progress=False)
 
 
 def test_a_directory_becomes_a_mixture_and_again_a_dense_model(tmp_path, monkeypatch):

@@ -163,6 +163,10 @@ def _experts(plan: Blueprint) -> list[Finding]:
             if parts > 1:
                 why = f"the router chooses whole copies, and outputs count {parts} times"
             result.append(Finding("exact", what, why))
+            if plan.options.drop:
+                what = f"drop={plan.options.drop:g}"
+                why = "that share of the units of every expert is drawn again"
+                result.append(Finding("changed", what, why, asked=True))
         elif (copies := copies_of(space, plan.small, plan.large)) > 1:
             what = f"{plan.small.family.config_field(str(space.size))} times {copies}"
             why = "the router chooses every copy of an expert or none, and their weights add up"

@@ -99,7 +99,11 @@ def part_bytes(plan: Blueprint, ranks: int) -> int:
         row = math.prod(task.shape[1:])
         return min(-(-math.prod(task.shape) // ranks), max(piece, row))
 
-    most = (_mapped_bytes(plan, task, numbers(task)) for task in plan.tasks)
+    def whole(task: Task) -> int:
+        # the mean and the deviation of an expert that is cut
+        return math.prod(task.shape[1:]) * plan.dtype.itemsize if plan.options.drop else 0
+
+    most = (_mapped_bytes(plan, task, numbers(task)) + whole(task) for task in plan.tasks)
     return FIXED_BYTES + _summed_bytes(plan) + max(most, default=0)
 
 

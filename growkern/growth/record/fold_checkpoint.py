@@ -164,6 +164,11 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
         raise GrowthError(
             f"{file}: method='random' kept nothing of the source, so it cannot be folded"
         )
+    if drop := lineage.options.drop:
+        raise GrowthError(
+            f"{file}: drop={drop:g} drew units of every expert again, so no mean over experts is "
+            "the dense model: it cannot be folded"
+        )
     chosen: dict[str, str] = {}
     for name, origin in lineage.origins.items():
         if origin.holds:

@@ -24,6 +24,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
 from growkern.growth.tensors import norms
+from growkern.growth.tensors.drop import is_dropped
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def _holds(plan: GrowthPlan, task: Task) -> str:
         return ""
     if method == "direct_copy":
         return "" if task.identity == "zero" and not is_norm else "block"
-    return "copies" if task.identity in (None, "affine") else ""
+    is_kept = task.identity in (None, "affine") and not is_dropped(plan, task)
+    return "copies" if is_kept else ""
 
 
 def _next_layer(plan: GrowthPlan, task: Task) -> tuple[str, ...]:

@@ -45,8 +45,7 @@ def build_baseline(
     ranges = _ranges(task, part)
     initial = plan.initial_tensors[task.name]
     if initial.deviation:
-        digest = hashlib.sha256(repr((plan.options.seed, "init", task.name)).encode()).digest()
-        key = int.from_bytes(digest[:16], "little")
+        key = philox_key(plan, "init", task.name)
         for tile in product(*map(_tiles, ranges, task.shape, (1, *TILE)[-len(ranges) :])):
             _fill_from_tile(initial, key, ranges, tile, out)
     else:
@@ -79,6 +78,12 @@ def _is_router(plan: Blueprint, task: Task) -> bool:
     mixtures = [f"write:{space.name}" for space in plan.small.family.mixtures]
     axes = task.tensor.axes
     return plan.small.dense is not None and len(axes) == 2 and axes[0] in mixtures
+
+
+def philox_key(plan: Blueprint, *which: object) -> int:
+    """The key of a generator that draws for one purpose."""
+    digest = hashlib.sha256(repr((plan.options.seed, *which)).encode()).digest()
+    return int.from_bytes(digest[:16], "little")
 
 
 def _ranges(task: Task, part: Sequence[slice]) -> list[range]:

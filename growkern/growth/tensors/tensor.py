@@ -22,6 +22,7 @@ from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
 from growkern.growth.source.stored import Read
 from growkern.growth.space.shares import take_shares
 from growkern.growth.tensors.baselines import build_baseline, build_random, old_entries_within
+from growkern.growth.tensors.drop import drop_units, is_dropped
 from growkern.growth.tensors.extras import gathered_rows
 from growkern.growth.tensors.norms import build_norm
 from growkern.ops.expand.call import Routing
@@ -78,7 +79,19 @@ def build_tensor(
         # norms are short vectors, so they are computed on the CPU for any device
         whole = build_norm(plan, task, _on_cpu(read), backend if out.is_cpu else None)
         return out.copy_(whole[part])
-    return _build_weight(plan, task, read, part, out, work or OneByOne(backend))
+    work = work or OneByOne(backend)
+    _build_weight(plan, task, read, part, out, work)
+    if is_dropped(plan, task):
+        whole = partial(_expert, plan, task, read, backend)
+        work.then(partial(drop_units, plan, task, part, out, whole))
+    return out
+
+
+def _expert(plan: Blueprint, task: Task, read: Read, backend: str | None, number: int) -> Tensor:
+    """The matrix of one expert, as a copy of the source's."""
+    part = (slice(number, number + 1), slice(None), slice(None))
+    out = torch.empty(1, *task.shape[1:], dtype=plan.dtype_of(task))
+    return _build_weight(plan, task, _on_cpu(read), part, out, OneByOne(backend))[0]
 
 
 def _as_matrix(plan: Blueprint, matrix: Task, read: Read, name: str) -> Tensor:

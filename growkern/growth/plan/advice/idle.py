@@ -38,6 +38,7 @@ def uses(plan: Blueprint) -> dict[str, tuple[bool, str]]:
         "the methods that copy, fpi and aki",
         "copies in a wider model, of the methods",
     )
+    becoming = "dense models that become mixtures"
     return {
         "stream": (plan.layout.is_padded, "a larger hidden size: the hidden size stays"),
         "carry": (
@@ -55,6 +56,7 @@ def uses(plan: Blueprint) -> dict[str, tuple[bool, str]]:
         "depth": (bool(changed & layers), "new layers, and their number stays"),
         "symmetry": (options.symmetry == "none" or widened, f"{in_width} fpi and aki"),
         "scheme": (copied, "the methods fpi and aki"),
+        **dict.fromkeys(("router", "drop"), (plan.small.dense is not None, becoming)),
     }
 
 

@@ -1,0 +1,103 @@
+"""Draws a share of the units of every copied expert again (Drop-Upcycling, arXiv 2502.19261).
+
+A unit is a row of the gate, one of the up matrix and a column of the down matrix. Its new numbers
+are normal, with the mean and the deviation that all numbers of the same matrix have. The seed, the
+layer and the expert decide which units are drawn. So a part has the same bits as the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.space.experts import is_output
+from growkern.growth.tensors.baselines import philox_key
+
+# units that are in memory in wide numbers at once
+BLOCK = 64
+
+
+def is_dropped(plan: Blueprint, task: Task) -> bool:
+    """True for the matrices of experts of which units are drawn again."""
+    is_copied = plan.small.dense is not None and bool(task.tensor.row.dense)
+    return bool(plan.options.drop) and is_copied and len(task.shape) == 3
+
+
+def drop_units(
+    plan: Blueprint,
+    task: Task,
+    part: Sequence[slice],
+    out: Tensor,
+    build: Callable[[int], Tensor],
+) -> None:
+    """Draw units again in a part of a tensor of experts.
+
+    Args:
+        part: one slice per axis of the target tensor.
+        out: that part, as copies of the source.
+        build: makes the whole matrix of an expert, as a copy. It is called if the part cuts it.
+    """
+    ranges = [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
+    is_whole = [len(r) for r in ranges[1:]] == list(task.shape[1:])
+    for number, matrix in zip(ranges[0], out, strict=True):
+        found = _statistics(task, matrix) if is_whole else None
+        if found is None:
+            key = ("drop", task.name, number)
+            found = plan.cache.get(key, lambda n=number: _statistics(task, build(n)))
+        _draw(plan, task, number, found, ranges[1:], matrix)
+
+
+def _matrices(task: Task) -> tuple[int, int]:
+    """How many matrices lie side by side in an expert's, and the axis of their units."""
+    axis = 2 if is_output(task.tensor) else 1
+    return task.tensor.axes[axis].count("|") + 1, axis
+
+
+def _statistics(task: Task, matrix: Tensor) -> list[tuple[float, float]]:
+    """Mean and deviation of each matrix of an expert, the same on any number of threads."""
+    count, _ = _matrices(task)
+    result = []
+    for one in matrix.chunk(count):
+        mean = _mean(one, lambda x: x)
+        result.append((mean, _mean(one, lambda x, m=mean: (x - m) ** 2) ** 0.5))
+    return result
+
+
+def _mean(matrix: Tensor, of: Callable[[Tensor], Tensor]) -> float:
+    sums = [of(rows.cpu().double()).sum(1) for rows in matrix.split(BLOCK)]
+    return (torch.cat(sums).sum() / matrix.numel()).item()
+
+
+def _draw(
+    plan: Blueprint,
+    task: Task,
+    number: int,
+    statistics: Sequence[tuple[float, float]],
+    ranges: Sequence[range],
+    out: Tensor,
+) -> None:
+    """Draw units of one expert; `ranges` are the place of `out` in its matrix."""
+    count, axis = _matrices(task)
+    units = task.shape[axis] // count
+    # the same units of all matrices of an expert
+    layer = (task.tensor.stack, task.tensor.layer)
+    rng = _generator(plan, "units", *layer, number)
+    gone = np.sort(rng.permutation(units)[: round(plan.options.drop * units)])
+    rng = _generator(plan, task.name, number)
+    of_units, others = (ranges[axis - 1], ranges[2 - axis])
+    view = out if axis == 1 else out.T
+    for place, (mean, deviation) in enumerate(statistics):
+        for block in np.split(gone + place * units, range(BLOCK, len(gone), BLOCK)):
+            drawn = rng.standard_normal((len(block), task.shape[3 - axis]), dtype=np.float32)
+            inside = (block >= of_units.start) & (block < of_units.stop)
+            numbers = drawn[inside, others.start : others.stop] * np.float32(deviation)
+            rows = torch.from_numpy(block[inside] - of_units.start).to(out.device)
+            view[rows] = torch.from_numpy(numbers + np.float32(mean)).to(out)
+
+
+def _generator(plan: Blueprint, *which: object) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=philox_key(plan, "drop", *which)))
