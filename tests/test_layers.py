@@ -60,7 +60,6 @@ PARTS = {
         "space",
         "widen",
         "plan",
-        "tensors",
         "disk",
         "sharded",
         "record",

@@ -122,7 +122,7 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     # imported here, because only this function needs them and they take three seconds
     import transformers
 
-    import growkern.growth.tensors.tensor as apply
+    import growkern.growth.plan.tensors.tensor as apply
     from growkern.growth.plan.growth_plan import plan
 
     source, target = SIZES[size]

@@ -29,6 +29,7 @@ from growkern.growth.optimizer.stream import OptimizerStream
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
+from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.record.card import card_text, write_card
 from growkern.growth.record.lineage import (
     Settings,
@@ -41,7 +42,6 @@ from growkern.growth.record.save import record_when_saved
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import refuse_unreadable
-from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import work_on
 
 if TYPE_CHECKING:

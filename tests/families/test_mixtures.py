@@ -22,8 +22,8 @@ from growkern.families.conditions import is_met
 from growkern.families.model import ModelSpec
 from growkern.growth.disk import stream
 from growkern.growth.options import GrowthOptions
+from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.space.layers import check_kinds
-from growkern.growth.tensors.tensor import build_tensor
 from growkern.ops.expand.work import OneByOne
 from tests.growth.models import random_model, relative_error
 from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS

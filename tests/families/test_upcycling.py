@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import growkern
 from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk import stream
-from growkern.growth.tensors.tensor import build_tensor
+from growkern.growth.plan.tensors.tensor import build_tensor
 from tests.growth.models import random_model, relative_error
 
 SIZES = {

@@ -26,12 +26,12 @@ from growkern.growth.disk.journal import Journal, Mark
 from growkern.growth.disk.shards import Buffer, ShardLayout, TargetFile, write_rows
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.pieces import Piece, pieces_of
+from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.parts.experts import Assembled
 from growkern.growth.source.source import Source
 from growkern.growth.source.stored import read_entries
-from growkern.growth.tensors.tensor import build_tensor, part_reader
 
 
 class SourceReader:

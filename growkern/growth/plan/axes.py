@@ -37,7 +37,7 @@ class AxisMap:
     Attributes:
         index: source entry of every target entry, (target,) int64. Values from `source` on mean
             entries of the next layer (AKI). In the last `extra` entries, the index points into rows
-            computed for them (`growth.tensors.extras`).
+            computed for them (`growth.plan.tensors.extras`).
         scale: factor of every target entry, (target,) float64.
         noise: size of the noise on every target entry, (target,) float64.
         source: length of the source's axis.

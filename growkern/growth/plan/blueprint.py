@@ -1,6 +1,6 @@
 """The blueprint of a growth: from which source tensors each target tensor is built.
 
-It is made from configs and file headers, without reading weights. `growkern.growth.tensors` builds
+It is made from configs and file headers, without reading weights. `growth.plan.tensors` builds
 tensors from it.
 """
 

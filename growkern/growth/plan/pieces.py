@@ -1,7 +1,7 @@
 """Cuts a growth into pieces that fit the memory limit, and estimates what it all costs.
 
-The estimates must cover every buffer that `growth.disk.stream` and `growth.tensors` allocate per
-piece. Whoever adds a buffer there adds it here.
+The estimates must cover every buffer that `growth.disk.stream` and `growth.plan.tensors` allocate
+per piece. Whoever adds a buffer there adds it here.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Changes are relative to the largest output over all of these texts, in `verify` 
 Two kinds of norms err.
 
 A LayerNorm with weight gamma and bias beta, whose input has extra coordinates that carry the mean,
-gets coordinates delta e_k t, in units of the input's deviation (`growkern.growth.tensors.extras`):
+gets coordinates delta e_k t, in units of the input's deviation (`growth.plan.tensors.extras`):
 
     t = mean(y - beta),   y = beta + gamma z the norm's output in the source                (1)
 
@@ -20,7 +20,7 @@ They shift the mean and add to the variance, so over N coordinates y becomes
 
     beta + gamma (z - t S_1) (1 - t^2 S_2 / 2),   S_i = delta^i sum_k e_k^i / N              (2)
 
-The norms around inserted blocks repeat z at the size K (`growkern.growth.tensors.norms`). z has the
+The norms around inserted blocks repeat z at the size K (`growth.plan.tensors.norms`). z has the
 variance v / (v + eps) for an input of variance v. Each norm behind the first one turns a square s
 into (K^2 + eps) s / (s + eps).
 

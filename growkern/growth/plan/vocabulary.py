@@ -1,6 +1,6 @@
 """How much probability new tokens take, by a bound that holds for every input.
 
-`growkern.growth.tensors.extras` starts a new token's logit at the mean of the old logits, minus
+`growth.plan.tensors.extras` starts a new token's logit at the mean of the old logits, minus
 `NEW_TOKEN_MARGIN` where every token has a bias. With n new tokens and V old ones, the loss of any
 text then rises by at most
 

@@ -2,7 +2,7 @@
 
 This is the inverse of growth for a model that was not trained since, and an average over the copies
 after training. It works from `lineage.json` alone and must follow every change in how
-`growth.tensors` builds tensors.
+`growth.plan.tensors` builds tensors.
 
     written axis    copies are averaged, weighted with the shares of their readers          (1)
     read axis       copies are summed, weighted with the coefficients of their writers

@@ -11,10 +11,10 @@ from torch import Tensor
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.finding import WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.record.fold import fold_tensor
 from growkern.growth.record.origins import origin_of
 from growkern.growth.source.source import Source
-from growkern.growth.tensors.tensor import build_tensor
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Each process computes only the parts of parameters that it holds, so no parameter exists whole and
 no process waits for another. A part has the same bits as in the whole tensor
-(`growkern.growth.tensors.tensor`). The target may be on the meta device. Its parameters may be
+(`growkern.growth.plan.tensors.tensor`). The target may be on the meta device. Its parameters may be
 DTensors: sharded, replicated or tensor-parallel.
 """
 
@@ -35,13 +35,13 @@ from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
 from growkern.growth.plan.target import followed_fields
+from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.hub import located
 from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
 from growkern.growth.source.source import Source, open_source, refuse_unreadable
-from growkern.growth.tensors.tensor import build_tensor, part_reader
 from growkern.ops.expand.work import Work, work_on
 
 if TYPE_CHECKING:

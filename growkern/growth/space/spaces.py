@@ -56,7 +56,7 @@ class Space:
     """One activation space of the source, embedded in the target.
 
     An index >= `source` points past the source tensor, at a row that growth computes
-    (`growth.tensors.extras`): one row per entry of `signs`, or one per pair of carry units.
+    (`growth.plan.tensors.extras`): one row per entry of `signs`, or one per pair of carry units.
 
     Attributes:
         source: size of the source's space.
@@ -64,7 +64,7 @@ class Space:
         write: its coefficient, the nonzero entry of that row of E, (target,) float64.
         read_index: source entry of every target entry where the space is read, (target,) int64.
         read: its share, the nonzero entry of that column of P, (target,) float64.
-        signs: the distinct e of the extra coordinates, see (2) of `growth.tensors.extras`.
+        signs: the distinct e of the extra coordinates, see (2) of `growth.plan.tensors.extras`.
         free_extra: True if extra coordinates hold 0, so that any weight may read them.
     """
 

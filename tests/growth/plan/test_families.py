@@ -6,7 +6,7 @@ import transformers
 
 import growkern
 from growkern.families.load import supported_families
-from growkern.growth.tensors.tensor import build_tensor
+from growkern.growth.plan.tensors.tensor import build_tensor
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
 from tests.growth.relatives import RELATIVES
 

@@ -10,8 +10,8 @@ from growkern.errors import FunctionChangedWarning, GrowthWarning
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.idle import idle_options, uses
 from growkern.growth.plan.growth_plan import plan_growth
+from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.source.source import open_source
-from growkern.growth.tensors.tensor import build_tensor
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 WIDE = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4}

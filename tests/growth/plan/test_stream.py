@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth.tensors.tensor import build_tensor
+from growkern.growth.plan.tensors.tensor import build_tensor
 from tests.growth.models import (
     BERT,
     GPT2,

@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import growkern
+from growkern.growth.plan.tensors import baselines
 from growkern.growth.sharded import grow_into
 from growkern.growth.source.distributed.tensors import DistributedTensor
-from growkern.growth.tensors import baselines
 from tests.growth.models import BERT, GPT2, LLAMA, eager, random_model
 from tests.growth.optimizer import ranks
 from tests.growth.plan.test_families import PYTHIA

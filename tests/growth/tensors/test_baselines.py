@@ -7,8 +7,8 @@ import transformers
 import growkern
 from growkern.families.model import ModelSpec
 from growkern.growth.plan.initialisation import initial_tensors
-from growkern.growth.tensors import baselines
-from growkern.growth.tensors.tensor import build_tensor, source_index
+from growkern.growth.plan.tensors import baselines
+from growkern.growth.plan.tensors.tensor import build_tensor, source_index
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_families import CASES
 

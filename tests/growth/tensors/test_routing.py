@@ -9,7 +9,7 @@ import growkern
 from growkern.errors import GrowthError
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.growth_plan import plan
-from growkern.growth.tensors.tensor import build_tensor
+from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_matrix import (

@@ -21,7 +21,7 @@ They are computed from its rows:
 
 gamma belongs to the norm that the vector enters, n is the source's hidden size, and delta is the
 option `carry`. A norm that carries the mean multiplies extra coordinate k by 1 / (delta e_k)
-(`growth.tensors.norms`). The coordinate then leaves as the mean of the norm's output.
+(`growth.plan.tensors.norms`). The coordinate then leaves as the mean of the norm's output.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.plan.tensors.baselines import philox_key
 from growkern.growth.space.experts import is_output
-from growkern.growth.tensors.baselines import philox_key
 
 # units that are in memory in wide numbers at once
 BLOCK = 64

@@ -4,7 +4,7 @@ A tensor can be built whole or in parts, with the same bits. Growth onto disk an
 models depend on that.
 
 At uneven LayerNorm widths the target has extra coordinates at the end of an axis. They are gathered
-in a separate call, from a few rows that `growth.tensors.extras` computes from the source.
+in a separate call, from a few rows that `growth.plan.tensors.extras` computes from the source.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from growkern.growth.plan.axes import AxisMap, axis_map, matrix_of, noise_seed
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
+from growkern.growth.plan.tensors.baselines import build_baseline, build_random, old_entries_within
+from growkern.growth.plan.tensors.drop import drop_units, is_dropped
+from growkern.growth.plan.tensors.extras import gathered_rows
+from growkern.growth.plan.tensors.norms import build_norm
 from growkern.growth.source.stored import Read
 from growkern.growth.space.shares import take_shares
-from growkern.growth.tensors.baselines import build_baseline, build_random, old_entries_within
-from growkern.growth.tensors.drop import drop_units, is_dropped
-from growkern.growth.tensors.extras import gathered_rows
-from growkern.growth.tensors.norms import build_norm
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.work import OneByOne, Work
 
