@@ -163,6 +163,20 @@ def test_half_of_the_units_are_drawn_again():
     assert len(torch.cat(kept[:4:3]).unique(dim=0)) == 16
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_plan_says_how_far_a_change_moves_the_outputs(name):
+    """With half of the units drawn again; and with layers that get new inputs."""
+    source, kind = dense(name), PAIRS[name][0]
+    how = {"to": kind, **sizes_of(kind, 8, 4, 8)}
+    changes = {"drop": 0.5} if name != "Llama" else {"depth": "stack", "num_hidden_layers": 4}
+    with pytest.warns(FunctionChangedWarning, match="outputs move by"):
+        grown = growkern.grow(source, **how, **changes)
+    (stated,) = [f for f in grown.growth_plan.findings if f.level == "changed"]
+    found = growkern.verify(source, grown).outputs[stated.measure]
+    assert 0.1 < found / 1.5 < stated.change < 1.5 * found
+    assert stated.asked and f"{stated.change:.2g} of the largest output" in stated.why
+
+
 def test_drawn_units_are_the_same_on_disk_and_cannot_be_folded(tmp_path):
     source = dense("Qwen2", torch.float32)
     source.save_pretrained(tmp_path / "dense")

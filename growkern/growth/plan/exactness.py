@@ -1,13 +1,14 @@
 """Predicts which parts of the source's function a growth keeps exactly, and says why.
 
-It looks at sizes, options and maps. It reads weights only where norms will be slightly off, to
-measure how far that moves the outputs. `growth.record.verify` measures the same afterwards. A
+It looks at sizes, options and maps. It reads weights only to measure how far outputs move: where
+norms will be slightly off, and where a dense model becomes a mixture that computes something else. `growth.record.verify` measures the same afterwards. A
 change to how tensors are built must be reflected here.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from growkern.growth.plan.finding import (
 )
 from growkern.growth.plan.probe import angle_error, carries_exactly, output_bound
 from growkern.growth.plan.rounding import rounding_findings
+from growkern.growth.plan.tensors.change import measured_change
 from growkern.growth.plan.vocabulary import (
     guessing_loss,
     is_capped_too_low,
@@ -44,10 +46,27 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
     )
     result = tuple(finding for part in parts for finding in part(plan))
     if result:
-        return result
+        return _with_change(plan, result)
     # only sizes that no part judges have changed, such as the FFN's
     sizes = [f"{field} {a} -> {b}" for field, (a, b) in plan.size_changes().items() if a != b]
     return (Finding("exact", ", ".join(sizes), "the shares of all copies add up"),)
+
+
+def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Say how far all changes together move the outputs of a dense model that becomes a mixture."""
+    changed = [finding for finding in result if finding.level == "changed"]
+    if not (changed and plan.small.dense):
+        return result
+    change = measured_change(plan)
+    amount = "the models cannot be run here to measure how far that moves the outputs"
+    if change is not None:
+        amount = f"on random texts outputs move by {change:.2g} of the largest output"
+    return tuple(
+        replace(finding, why=f"{finding.why}; {amount}", change=change)
+        if finding in changed
+        else finding
+        for finding in result
+    )
 
 
 def _width(plan: Blueprint) -> list[Finding]:

@@ -31,6 +31,8 @@ class Finding:
             `growkern.verify` checks this number. None: rounding alone if the level is "exact".
         measure: the number of `growkern.verify` that `bound` limits.
         asked: True for a change that the user asked for, such as `method="aki"`.
+        change: of a changed statement, the error in `measure` of all changes together, if it was
+            measured on random texts.
     """
 
     level: str
@@ -39,6 +41,7 @@ class Finding:
     bound: float | None = None
     measure: str = OUTPUT_ERROR
     asked: bool = False
+    change: float | None = None
 
     def line(self) -> str:
         """The statement as one line of text."""

@@ -84,12 +84,12 @@ def output_bound(plan: Blueprint) -> float | None:
     tokens = _texts(plan)
     try:
         model = _measured_model(plan)
-        old = _run(model, tokens)
+        old = outputs_on(model, tokens)
         if angle := angle_error(plan):
             _turn_further(model, angle / tokens.shape[1])
         for name, disturb in _disturbances(plan):
             model.get_submodule(name).register_forward_hook(disturb)
-        new = _run(model, tokens)
+        new = outputs_on(model, tokens)
     except Exception:
         # classes of transformers that need other inputs raise errors of any type
         return None
@@ -115,7 +115,7 @@ def largest_logit(plan: Blueprint) -> float | None:
     if not fits(plan.source, MOST_MEASURED):
         return None
     try:
-        outputs = _run(_measured_model(plan), _texts(plan))
+        outputs = outputs_on(_measured_model(plan), _texts(plan))
     except Exception:
         # as in `output_bound`
         return None
@@ -167,7 +167,8 @@ def _turn_further(model: Any, angle: float) -> None:
                 module._buffers[name] = buffer.double() + angle
 
 
-def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+def outputs_on(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """`all_outputs` of a model, without casts to float32 if it is in float64."""
     if model.dtype != torch.float64:
         return all_outputs(model, tokens)
     with Float64():

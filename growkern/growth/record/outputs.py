@@ -16,6 +16,7 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.probe import FEW_TEXTS, SEED, largest_output
+from growkern.growth.plan.tensors.change import source_coordinates
 from growkern.growth.plan.vocabulary import predicts_tokens
 from growkern.growth.source.runs import (
     all_outputs,
@@ -97,7 +98,7 @@ def compare_outputs(
         ) from error
     whole = _outputs(grown, tokens)
     least = _least_output(plan, source)
-    new = whole if old.shape == whole.shape else source_coordinates(plan, whole, old.shape[-1])
+    new = source_coordinates(plan, whole, old.shape[-1])
     result = {OUTPUT_ERROR: largest_difference(new, old, least)}
     if predicts_tokens(plan.small):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
@@ -214,15 +215,6 @@ def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tupl
         **how,
     )
     return torch.stack(found.logits, 1).double().cpu(), found.sequences.cpu()
-
-
-def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
-    """The entries of a grown output that the source has too, scaled as in the source."""
-    if predicts_tokens(plan.small):
-        # logits of a larger vocabulary
-        return grown[..., :size]
-    name = plan.small.output_space
-    return grown[..., :size] / plan.layout.space(name).write[:size]
 
 
 def _least_output(plan: GrowthPlan, source: Any) -> float:
