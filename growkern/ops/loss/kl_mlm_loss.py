@@ -33,7 +33,7 @@ Label smoothing e and a z-loss c change the MLM term to
 
     MLM = lse(z) - (1 - e) z[y] - e * mean_v z + c * lse(z)^2                               (9)
 
-If the student has tokens that its teachers lack, and these know the first A = teacher_vocab_size,
+If the student has tokens that its teachers lack, and these know the first A alone,
 the KL term has
 
     q_T = softmax(z[:A] / T)    p_k = softmax(u_k[:A] / T)                                  (10)
@@ -201,9 +201,7 @@ def kl_mlm_loss(
     if shard.group:
         refuse_reference(chosen)
     widths = [t.shape[-1] for t in teachers]
-    columns = check_columns(
-        call.vocab_size, call.teacher_vocab_size, student_logits.shape[-1], widths, shard
-    )
+    columns = check_columns(call, student_logits.shape[-1], widths, shard)
     student = ("student_logits", student_logits)
     rows = row_inputs(call, checked, labels, student, columns.vocab, shard)
 

@@ -117,9 +117,7 @@ def linear_kl_mlm_loss(
         refuse_reference(chosen)
     student, *teachers = heads
     widths = [len(t.weight) for t in teachers]
-    columns = check_columns(
-        call.vocab_size, call.teacher_vocab_size, len(student.weight), widths, shard
-    )
+    columns = check_columns(call, len(student.weight), widths, shard)
     named = ("student_hidden", student_hidden)
     rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
 
@@ -147,7 +145,7 @@ def linear_loss_and_rows(
             heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
             return linear_kl_mlm_rows_reference(
                 heads[0], heads[1:], RowInputs(*(x[..., some] for x in rows)),
-                settings.sizes.vocab, settings.maths, settings.logits_dtype,
+                settings.sizes.vocab, settings.maths, settings.dtype,
             )  # fmt: skip
 
         return reference_loss(terms_of, rows.weights, settings)

@@ -24,7 +24,7 @@ as a whole and says nothing about its inside. `tail="renormalise"` replaces l by
 the teacher then gives probability 0 to all other tokens. The MLM term, T^2, alpha and the means are
 (1), (3), (4) and (9) of `kl_mlm_loss.py`. With several teachers, each has k + 1 buckets of its own.
 
-The token ids below `teacher_vocab_size` are all that q_T is over, as in (10) of `kl_mlm_loss.py`.
+The tokens that the teachers know are all that q_T is over, as in (10) of `kl_mlm_loss.py`.
 
 Neither 1 - sum nor a teacher's row of V numbers is ever computed. Q is a sum over the tail, without
 the tokens of all teachers, and P is (2) in float64.
@@ -146,12 +146,8 @@ def topk_kl_mlm_loss(
     chosen = choose_backend(call.backend, labels.device)
     if shard.group:
         refuse_reference(chosen)
-    columns = check_columns(
-        call.vocab_size, call.teacher_vocab_size, len(student.weight), [], shard
-    )
-    total = shard.vocab or columns.vocab
-    known = min(total, call.teacher_vocab_size or total)
-    topk = check_topk(teacher_topk_ids, cached, student_hidden, known)
+    columns = check_columns(call, len(student.weight), [], shard)
+    topk = check_topk(teacher_topk_ids, cached, student_hidden, columns.known_of_all)
     named = ("student_hidden", student_hidden)
     rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
 
@@ -183,7 +179,7 @@ def _loss_and_rows(
             return topk_kl_mlm_rows_reference(
                 student._replace(hidden=student.hidden[some]), [x[some] for x in topk],
                 RowInputs(*(x[..., some] for x in rows)), settings.sizes.vocab,
-                settings.maths, settings.logits_dtype, settings.drop_tail,
+                settings.maths, settings.dtype, settings.drop_tail,
             )  # fmt: skip
 
         return reference_loss(terms_of, rows.weights, settings)

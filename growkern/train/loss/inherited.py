@@ -53,9 +53,7 @@ def inherited_loss(
 ) -> Tensor | tuple[Tensor, LossParts]:
     """The loss behind `growkern.inherited_loss`, whose arguments and result it has."""
     teachers = [] if teacher is None else as_list(teacher)
-    known = check_models(
-        model, teachers, vocab_size=vocab_size, teacher_vocab_size=teacher_vocab_size
-    )
+    known = check_models(model, teachers, vocab_size=vocab_size, known=teacher_vocab_size)
     check_kind("batch", batch, Mapping, "a mapping with input_ids and labels")
     causal = shifts_labels(model, causal)
     if not teachers:

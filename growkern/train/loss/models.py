@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from growkern.errors import GrowthError
 from growkern.growth.source.live import QUANTISED
 from growkern.ops.loss.rows.inputs import check_columns
+from growkern.ops.loss.rows.options import LossCall
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.context import as_known
 from growkern.train.loss.inheritance import check_same_objective
@@ -175,7 +176,7 @@ def check_models(
     teachers: Sequence[Any],
     *,
     vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
+    known: int | None = None,
 ) -> int | None:
     """Check each model once, when it is first seen.
 
@@ -183,7 +184,7 @@ def check_models(
         model: in training.
         teachers: models and pairs.
         vocab_size: columns that mean the same token in all; None compares the vocabularies.
-        teacher_vocab_size: the tokens that all teachers know, if the caller says it.
+        known: the tokens that all teachers know, if the caller says it.
 
     Returns:
         The tokens that all teachers know; None if these are all of the student's, as far as known.
@@ -202,11 +203,11 @@ def check_models(
             _check_teacher(unwrapped(teacher), model)
             if vocab_size is None and not is_pair(model):
                 found.append(_known_tokens(unwrapped(teacher), unwrapped(model)))
-    known = least(found) if teacher_vocab_size is None else teacher_vocab_size
+    known = least(found) if known is None else known
     if not any(is_pair(one) for one in (model, *teachers)):
         # before a teacher runs, and meets a token that it does not have
         width, *widths = [columns_of(unwrapped(one)) for one in (model, *teachers)]
-        check_columns(vocab_size, known, width, widths)
+        check_columns(LossCall(vocab_size=vocab_size, teacher_vocab_size=known), width, widths)
     return known
 
 

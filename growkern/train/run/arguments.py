@@ -21,6 +21,7 @@ from transformers.integrations.integration_utils import (
 
 from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
+from growkern.ops.loss.rows.options import LABEL_OPTIONS
 from growkern.train.run.file import OutputSection, Run, has_tensorboard
 from growkern.train.run.resolved import ResolvedRun
 
@@ -48,7 +49,7 @@ OWNED = {
     "save_total_limit": "training.keep_checkpoints",
     "logging_nan_inf_filter": "training.on_nonfinite",
     "dataloader_num_workers": "training.data_workers",
-    **dict.fromkeys(("label_smoothing", "label_smoothing_factor"), "loss.label_smoothing"),
+    **{name + end: f"loss.{name}" for name in LABEL_OPTIONS for end in ("", "_factor")},
     "torch_compile": "distributed.compile_blocks",
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "distributed.sharding"),
     "parallelism_config": "distributed.sharding",

@@ -138,7 +138,7 @@ def row_counts(
     A row of logits has `columns` in memory.
     """
     x_NH, sizes, widths = heads[0].hidden, settings.sizes, [h.hidden.shape[1] for h in heads]
-    logit, number = settings.logits_dtype.itemsize, x_NH.element_size()
+    logit, number = settings.dtype.itemsize, x_NH.element_size()
     C, size = chunk_size(R, widths, x_NH, logit, sizes)
     whole, wants_dw = max(sizes.vocab, 1), grads[1] is not None
     wanted = wants_dw if on_cpu else number <= 4 and any(grad is not None for grad in grads)

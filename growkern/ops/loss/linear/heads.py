@@ -64,7 +64,7 @@ class Settings(NamedTuple):
     parts: bool
     per_row: bool  # return the loss of every row, and no gradient yet
     want: Sequence[bool]  # whether dX, dW and db are wanted
-    logits_dtype: torch.dtype
+    dtype: torch.dtype  # of the logits
     group: str  # name of the process group with the other columns; "": none
     backend: str
     drop_tail: bool = False  # of the top-k loss: tail="renormalise"
@@ -72,7 +72,7 @@ class Settings(NamedTuple):
 
 
 def as_arguments(settings: Settings) -> list[Any]:
-    """The arguments of a custom op: sizes, maths, switches, want, logits_dtype, group, backend."""
+    """The arguments of a custom op: sizes, maths, switches, want, dtype, group, backend."""
     sizes, maths, parts, per_row, want, *others, drop_tail, wide = settings
     return [list(sizes), list(maths), [parts, per_row, drop_tail, wide], want, *others]
 
@@ -180,7 +180,7 @@ def logit_memory(
         free_VH: dW, if nothing is written to it as long as there are logits: its memory serves
             them, if it is large enough. It spares an eighth of the widest head's memory.
     """
-    dtype = settings.logits_dtype
+    dtype = settings.dtype
     each = -(-(numbers + 1) // 64) * 64  # every head begins at a multiple of 256 bytes
     if free_VH is not None:
         flat = free_VH[: settings.sizes.vocab].reshape(-1)

@@ -30,38 +30,36 @@ class Columns(NamedTuple):
 
     vocab: int  # that are not padding
     known: int | None  # that the teachers know; None: all, on every rank
+    known_of_all: int  # that the teachers know, on all ranks together
 
 
 def check_columns(
-    vocab_size: int | None,
-    known: int | None,
-    student: int,
-    teachers: Sequence[int],
-    shard: Shard = WHOLE,
+    call: LossCall, student: int, teachers: Sequence[int], shard: Shard = WHOLE
 ) -> Columns:
     """The numbers of columns here.
 
     Args:
-        vocab_size: of the options of a loss.
-        known: their `teacher_vocab_size`.
+        call: the options of a loss.
         student, teachers: widths of the logits.
         shard: the columns of this process.
 
     Raises:
         GrowthError: the widths do not fit the options.
     """
+    known = call.teacher_vocab_size
+    vocab = _columns(call.vocab_size, student, teachers if known is None else [], shard)
+    total = shard.vocab or vocab
     if known is None:
-        return Columns(_columns(vocab_size, student, teachers, shard), None)
+        return Columns(vocab, None, total)
     if not isinstance(known, int) or isinstance(known, bool) or known < 1:
         raise GrowthError(f"teacher_vocab_size must be a positive integer, got {known!r}")
-    vocab = _columns(vocab_size, student, [], shard)
     here = min(max(0, known - shard.start), vocab)
     if min(teachers, default=here) < here:
         raise GrowthError(
             f"teacher_vocab_size={known}, but the teachers have {list(teachers)} columns here, "
             f"fewer than {here}"
         )
-    return Columns(vocab, here if known < (shard.vocab or vocab) else None)
+    return Columns(vocab, here if known < total else None, min(total, known))
 
 
 def _columns(vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard) -> int:
