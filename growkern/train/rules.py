@@ -102,6 +102,12 @@ RULES = (
         "it goes neither with token ids (data.input_ids_column) nor with data.packing = true",
     ),
     Rule(
+        *("data", "names in `data.train`", '`data.streaming`, `data.objective = "mlm+nsp"`'),
+        lambda x: x.train_names and (x.streaming or x.objective == "mlm+nsp"),
+        "neither a stream nor pairs of passages have names of sources",
+        'leave out the names in data.train, or data.streaming and data.objective = "mlm+nsp"',
+    ),
+    Rule(
         *("data", "`data.shuffle_window`", "data on disk"),
         lambda x: not x.streaming and _changed(x, "shuffle_window"),
         "data.shuffle_window describes a stream",
@@ -281,6 +287,18 @@ RULES = (
         lambda x: x.data.streaming and x.teacher is not None and x.teacher.cache,
         "a teacher cache needs rows that repeat, which those of a stream do not",
         "set data.streaming to false, or give the paths of teachers",
+    ),
+    Rule(
+        *("run", "names in `teacher.paths`", "other names in `data.train`"),
+        lambda x: x.teacher and x.teacher.names and set(x.teacher.names) != set(x.data.train_names),
+        "teacher.paths has the names {x.teacher.names}, and data.train {x.data.train_names}",
+        "give one teacher to each source, under the same name",
+    ),
+    Rule(
+        *("run", "names in `teacher.paths`", "`inheritance.teacher_weights`"),
+        lambda x: x.teacher and x.teacher.names and x.inheritance and x.inheritance.teacher_weights,
+        "teachers of one source each share no rows",
+        "leave out inheritance.teacher_weights",
     ),
     Rule(
         *("run", "`[inheritance]`", "a run without `[teacher]`, and the reverse"),

@@ -33,6 +33,7 @@ from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_
 from growkern.publish.replaceable import why_kept
 from growkern.publish.workplace import check_space
 from growkern.train.dataset.records import DTYPES, IDS, Tokens, features_of
+from growkern.train.objectives.language_modeling import SOURCE
 
 # of the format and of the way rows are made
 VERSION = 1
@@ -45,7 +46,7 @@ SECONDS = 30.0
 WORKING, DONE = "working", "done"
 
 
-class TokenRows(Dataset[Tokens]):
+class TokenRows(Dataset[dict[str, Any]]):
     """The rows of a cache: `rows[i]` is {"input_ids": (S,) int32, ...}. Nothing is held in memory.
 
     The labels of a pair have a length of their own.
@@ -53,10 +54,13 @@ class TokenRows(Dataset[Tokens]):
     Args:
         directory: of the cache.
         weights: the key that weights of tokens get.
+        source: the name that each row holds, if there are several sources.
     """
 
-    def __init__(self, directory: Path, weights: str | None = None) -> None:
-        self.directory, self.weights = directory, weights
+    def __init__(
+        self, directory: Path, weights: str | None = None, source: str | None = None
+    ) -> None:
+        self.directory, self.weights, self.source = directory, weights, source
         self._open()
 
     def _open(self) -> None:
@@ -75,14 +79,15 @@ class TokenRows(Dataset[Tokens]):
         """The number of tokens of all rows."""
         return int(self.starts[-1])
 
-    def __getitem__(self, index: int) -> Tokens:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         start, stop = self.starts[index], self.starts[index + 1]
         row = {name: np.array(values[start:stop]) for name, values in self.columns.items()}
-        return features_of(row, self.weights)
+        features = features_of(row, self.weights)
+        return features if self.source is None else {**features, SOURCE: self.source}
 
     def __getstate__(self) -> dict[str, Any]:
         # a data worker that is spawned maps the files itself
-        return {"directory": self.directory, "weights": self.weights}
+        return {"directory": self.directory, "weights": self.weights, "source": self.source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -90,7 +95,12 @@ class TokenRows(Dataset[Tokens]):
 
 
 def cached_rows(
-    directory: Path, rows: Iterable[Tokens], name: str, size: int, weights: str | None
+    directory: Path,
+    rows: Iterable[Tokens],
+    name: str,
+    size: int,
+    weights: str | None,
+    source: str | None = None,
 ) -> TokenRows:
     """The rows of a cache, which is made first if it is not there. All processes call this.
 
@@ -101,7 +111,7 @@ def cached_rows(
         rows: to be cached; only read where the cache is made.
         name: of the data, for messages.
         size: estimate of the bytes to be written.
-        weights: the key that weights of tokens get.
+        weights, source: of `TokenRows`.
 
     Raises:
         GrowthError: the data cannot be read, has no row, or does not fit on the disk.
@@ -110,7 +120,7 @@ def cached_rows(
     work = _make(directory, rows, name, size)
     wait_together(work if rank == 0 else None)
     wait_together(work if local == 0 and rank else None)
-    return TokenRows(directory, weights)
+    return TokenRows(directory, weights, source)
 
 
 def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iterator[None]:

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
+from torch.utils.data import ConcatDataset
 from tqdm import tqdm
 
 from growkern.arguments import check_kind
@@ -38,6 +39,8 @@ from growkern.train.objectives.language_modeling import (
 )
 from growkern.train.rules import check
 
+TrainRows: TypeAlias = TokenRows | TokenStream | ConcatDataset[dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -47,7 +50,7 @@ class TrainingData:
         options: it was loaded with.
         row_weights: key of the weights of tokens in the batches; None: there are none.
         pairs: whether the rows have two sides, for an encoder and a decoder.
-        train: rows on disk, or a stream of them.
+        train: rows on disk, or a stream of them; those of several sources one after the other.
         validation: rows on disk, by their names if there are several sets; None without
             evaluation.
     """
@@ -55,7 +58,7 @@ class TrainingData:
     options: DataSection
     row_weights: str | None
     pairs: bool
-    train: TokenRows | TokenStream
+    train: TrainRows
     validation: TokenRows | dict[str, TokenRows] | None
 
     def collator(self, tokenizer: Any, *, causal: bool = False, seed: int = 0) -> Collator:
@@ -199,19 +202,22 @@ def load_data(
     location = user_cache() if data.cache is None else Path(base) / data.cache
     shows = progress and os.environ.get("RANK", "0") == "0"
 
-    def cached(source: Source, weights: str | None) -> TokenRows:
+    def cached(source: Source, weights: str | None, part: str | None = None) -> TokenRows:
         settings = Settings.of(data, source, tokenizer, weights, pairs=encoder_decoder)
         rows = _Rows(source, Reader(settings, tokenizer, source.name), shows)
         directory = location / from_first(lambda: _key(source, settings, tokenizer))
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
         files = () if source.dataset else source.files
         size = sum(file.stat().st_size for file in files)
-        return cached_rows(directory, rows, source.name, size, weights)
+        return cached_rows(directory, rows, source.name, size, weights, part)
 
-    train = sources["train"]
-    assert train is not None, "the options name a training source"
-    rows: TokenRows | TokenStream
-    if data.streaming:
+    sets = {key: one for key, one in sources.items() if one is not None}
+    rows: TrainRows
+    if data.train_names:
+        names = data.train_names
+        rows = ConcatDataset([cached(sets.pop(f"train.{one}"), row_weights, one) for one in names])
+    elif data.streaming:
+        train = sets.pop("train")
         settings = Settings.of(data, train, tokenizer, row_weights, pairs=encoder_decoder)
         rows = TokenStream(
             train.stream(),
@@ -223,17 +229,15 @@ def load_data(
             weights=row_weights,
         )
     else:
-        rows = cached(train, row_weights)
-    sets = {key: cached(one, None) for key, one in sources.items() if one and key != "train"}
-    evaluation: TokenRows | dict[str, TokenRows] | None = sets.get("validation")
+        rows = cached(sets.pop("train"), row_weights)
+    found = {key: cached(one, None) for key, one in sets.items()}
+    evaluation: TokenRows | dict[str, TokenRows] | None = found.get("validation")
     if data.validation_names:
-        evaluation = {name: sets[f"validation.{name}"] for name in data.validation_names}
+        evaluation = {name: found[f"validation.{name}"] for name in data.validation_names}
     return TrainingData(data, row_weights, encoder_decoder, rows, evaluation)
 
 
-def describe_data(
-    train: TokenRows | TokenStream, validation: TokenRows | dict[str, TokenRows] | None
-) -> str:
+def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows] | None) -> str:
     """The training and the validation data in one line.
 
     Args:
@@ -241,6 +245,11 @@ def describe_data(
     """
     if isinstance(train, TokenStream):
         text = f"a stream of {train.records.num_shards} parts"
+    elif isinstance(train, ConcatDataset):
+        parts: Any = train.datasets
+        text = ", ".join(
+            f"{len(one)} rows, {human(one.tokens)} tokens of {one.source}" for one in parts
+        )
     else:
         text = f"{len(train)} rows, {human(train.tokens)} tokens in {train.directory}"
     if isinstance(validation, dict):

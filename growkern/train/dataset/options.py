@@ -21,7 +21,9 @@ class DataSection:
 
     Args:
         train: files or glob patterns. Plain text is read as UTF-8. Files of records (.jsonl, .json,
-            .csv, .tsv, .parquet, .arrow) need the `datasets` library.
+            .csv, .tsv, .parquet, .arrow) need the `datasets` library. Or a table of names and such
+            lists: each row then holds the name of its source as "source", and each source may have
+            a teacher of its own.
         validation: the same for evaluation; empty means no evaluation. Or a table of names and
             such lists, as in `{ law = ["law/*.txt"], news = ["news/*.txt"] }`: each is evaluated by
             itself, and logged as eval_law_loss and eval_news_loss. The first one is eval_loss too.
@@ -72,7 +74,7 @@ class DataSection:
         "mean_span_length": SPANS,
     }
 
-    train: tuple[str, ...] = ()
+    train: tuple[str, ...] | dict[str, tuple[str, ...]] = ()
     validation: tuple[str, ...] | dict[str, tuple[str, ...]] = ()
     dataset: str | None = None
     dataset_config: str | None = None
@@ -94,11 +96,12 @@ class DataSection:
     mean_span_length: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in self.validation_names:
-            if not re.fullmatch(r"[a-z0-9_]+", name):
-                raise GrowthError(
-                    f"data.validation has the name {name!r}: use small letters, digits and _"
-                )
+        for key, names in (("train", self.train_names), ("validation", self.validation_names)):
+            for name in names:
+                if not re.fullmatch(r"[a-z0-9_]+", name):
+                    raise GrowthError(
+                        f"data.{key} has the name {name!r}: use small letters, digits and _"
+                    )
         check("data", self)
         if self.dataset is None and not self.train:
             raise GrowthError("give data.train (files) or data.dataset (a data set)")
@@ -124,6 +127,11 @@ class DataSection:
     def is_bare(self) -> bool:
         """Whether rows have no special tokens at their ends."""
         return self.objective in OF_BARE_ROWS
+
+    @property
+    def train_names(self) -> tuple[str, ...]:
+        """The names of several training sources; empty for a single one."""
+        return tuple(self.train) if isinstance(self.train, dict) else ()
 
     @property
     def validation_names(self) -> tuple[str, ...]:

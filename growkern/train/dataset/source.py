@@ -147,7 +147,7 @@ def find_sources(
 ) -> dict[str, Source | None]:
     """The sources of "train" and "validation"; nothing is read.
 
-    Several validation sets are "validation.<name>" each, without a "validation".
+    Several sets are "train.<name>" or "validation.<name>" each, without a "train" or "validation".
 
     Args:
         data: the options.
@@ -159,14 +159,16 @@ def find_sources(
             slice is to be streamed.
     """
     if data.dataset is None:
-        sets = {"validation": data.validation}
-        if isinstance(data.validation, dict):
-            sets = {f"validation.{name}": files for name, files in data.validation.items()}
-        found = {"train": _of_files(base, name, data.train)}
-        for key, files in sets.items():
-            found[key] = _of_files(base, f"data.{key}", tuple(files))
-            if found[key] is None and key != "validation":
-                raise GrowthError(f"data.{key} is empty: give files, or leave the name out")
+        found = {}
+        for key, sets in (("train", data.train), ("validation", data.validation)):
+            own = name if key == "train" else f"data.{key}"
+            if not isinstance(sets, dict):
+                found[key] = _of_files(base, own, sets)
+                continue
+            for part, files in sets.items():
+                found[f"{key}.{part}"] = _of_files(base, f"{own}.{part}", tuple(files))
+                if found[f"{key}.{part}"] is None:
+                    raise GrowthError(f"{own}.{part} is empty: give files, or leave the name out")
         return found
     # the data for evaluation is cached in any case
     return {

@@ -22,6 +22,7 @@ from growkern.train.distributed.shard import (
 )
 from growkern.train.growth.step import GrowthStep
 from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.loss.domains import TeachersOfSources
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import is_two_stacks
@@ -174,7 +175,8 @@ def choose_teachers(
 
     Args:
         inheritance: None trains without a teacher.
-        teacher: None, a model, several models, or a teacher known by its k likeliest tokens.
+        teacher: None, a model, several models, a dict of models by the names of their sources, or
+            a teacher known by its k likeliest tokens.
 
     Returns:
         Teachers that run, possibly none, or one whose rows are read.
@@ -196,7 +198,9 @@ def choose_teachers(
             f"inheritance tail is {inheritance.tail!r}, but a model gives every token its "
             "probability: leave it out"
         )
-    for model in as_list(teacher):
+    by_source = isinstance(teacher, dict)
+    models = list(teacher.values()) if by_source else as_list(teacher)
+    for model in models:
         if not isinstance(model, nn.Module):
             raise GrowthError(
                 f"teacher={model!r} is no model: load it first, with from_pretrained of its class, "
@@ -205,7 +209,11 @@ def choose_teachers(
         refuse_adapters(model, "teacher")
         refuse_replicas(model, "teacher")
         check_sharding(model, "teacher")
-    return Teachers(as_list(teacher), inheritance.teacher_weights)
+    if not by_source:
+        return Teachers(models, inheritance.teacher_weights)
+    if inheritance.teacher_weights is not None:
+        raise GrowthError("teachers of one source each share no rows: leave teacher_weights out")
+    return TeachersOfSources(teacher)
 
 
 def check_objectives(teachers: Teachers | TopKTeacher, model: Any, causal: bool) -> None:

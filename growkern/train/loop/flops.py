@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from growkern.train.loop.meter import Meter
-from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS
+from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
 from growkern.train.model.flops import Sizes
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.sub_model import Part
@@ -54,26 +54,34 @@ class FlopCounter:
         if counts is not None and counts.is_filler:
             return
         cost, teachers = self.cost, self.teachers if taught else ()
+        apart = TAUGHT_BY in inputs
 
         def flops(sizes: Sizes) -> float:
-            return cost.train_of(sizes, part) + sum(one.forward_of(sizes) for one in teachers)
+            every = () if apart else teachers
+            return cost.train_of(sizes, part) + sum(one.forward_of(sizes) for one in every)
 
         meter.add_tokens(inputs[self.tokens].numel())
-        sizes = real_sizes(inputs, self.tokens, decoder=self.decoder)
-        self._waiting.append((flops, sizes, None if counts is None else counts.pairs))
+        pairs = None if counts is None else counts.pairs
+        self._waiting.append((flops, self._sizes(inputs), pairs))
+        for number, teacher in enumerate(teachers if apart else ()):
+            sizes = self._sizes(examples_of(inputs, number))
+            self._waiting.append((teacher.forward_of, sizes, None))
 
-    def add_rows(self, rows: Tensor, *, taught: bool) -> None:
+    def _sizes(self, inputs: Mapping[str, Any]) -> Tensor:
+        return real_sizes(inputs, self.tokens, decoder=self.decoder)
+
+    def add_rows(self, rows_B: Tensor, by: Sequence[int] | None, *, taught: bool) -> None:
         """Add rows that reached the output projection.
 
         Args:
-            rows: their number, 0-d.
+            rows_B: their number in each example, (B,).
+            by: the number of the teacher of each example; None: all teach it.
             taught: as in `add`.
         """
-        teachers = self.teachers if taught else ()
-        per_row = self.cost.head_row(train=True) + sum(
-            cost.head_row(train=False) for cost in teachers
-        )
-        self._of_rows += rows * per_row
+        self._of_rows += rows_B.sum() * self.cost.head_row(train=True)
+        for number, teacher in enumerate(self.teachers if taught else ()):
+            own = slice(None) if by is None else [i for i, one in enumerate(by) if one == number]
+            self._of_rows += rows_B[own].sum() * teacher.head_row(train=False)
 
     def drain(self) -> float:
         """The FLOPs since the last call."""

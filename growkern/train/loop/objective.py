@@ -24,6 +24,7 @@ from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, un
 from growkern.train.loss.router import count_tokens, router_inputs, router_term, router_weight
 from growkern.train.loss.rows import (
     ROW_COUNTS,
+    TAUGHT_BY,
     LossRows,
     RowCounts,
     count_kl_rows,
@@ -71,6 +72,7 @@ class _Run(NamedTuple):
     parts: Any
     outputs: Any
     side: SideParts | None
+    taught_by: list[int] | None
 
 
 class Objective:
@@ -233,6 +235,7 @@ class Objective:
         options |= self._options(inputs, rows, plan.alpha, items)
         if training:
             options |= self._loss_arguments
+        taught_by = inputs.get(TAUGHT_BY)
         with accelerator.autocast() if plan.alpha > 0 else contextlib.nullcontext():
             loss_function = self.teachers.loss_function(inputs, plan.alpha)
         seen = []
@@ -246,7 +249,7 @@ class Objective:
             outputs = model(**inputs, **router_inputs(inner))
         loss = take_logits(outputs)
         side = None if self.side is None else self.side.parts(outputs, targets, loss.device)
-        return _Run(loss, rows, seen[0], outputs, side)
+        return _Run(loss, rows, seen[0], outputs, side, taught_by)
 
     def _take_rows(self, inputs: dict[str, Any], alpha: float, *, weighted: bool) -> LossRows:
         """Remove the labels and row weights from a batch, and align them."""
@@ -305,8 +308,8 @@ class Objective:
         meter.add_parts(run.parts, labelled, labelled if is_same else kl_BS.sum())
         meter.add("alpha", plan.alpha)
         meter.add("depth", float(plan.part.depth if plan.part else self.layers))
-        live = labelled if is_same or not taught else (labelled_BS | kl_BS).sum()
-        self.flops.add_rows(live, taught=taught)
+        live_BS = labelled_BS if is_same or not taught else labelled_BS | kl_BS
+        self.flops.add_rows(live_BS.sum(1), run.taught_by, taught=taught)
 
 
 def add_up(accelerator: Any, x: Tensor) -> Tensor:

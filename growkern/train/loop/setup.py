@@ -32,6 +32,7 @@ from growkern.train.loop.progress import use_named_progress
 from growkern.train.loop.tensorboard import use_safe_tensorboard
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import Batches, LabelledSteps
+from growkern.train.loss.domains import SourceCollator, TeachersOfSources
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import check_side, side_loss_of
@@ -175,6 +176,8 @@ def complete(trainer: Any, settings: Settings, early: Early) -> Late:
     check_step_numbers(trainer, stages, settings.inheritance, early.optimizers.own.rewarm_steps)
     check_new_layers(settings.growth, (stages and stages.stage1_steps) or 0)
     own, check = trainer.data_collator, late.batches.check_labels
+    if isinstance(objective.teachers, TeachersOfSources):
+        own = SourceCollator(own, objective.teachers.names)
     without = trainer._get_collator_with_removed_columns
     check(trainer.train_dataset, without(own), trainer._train_batch_size, "training")
     data = trainer.eval_dataset

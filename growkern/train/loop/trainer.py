@@ -33,7 +33,7 @@ from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import EvaluationSums, side_loss_of
 from growkern.train.loss.streams import stream_loader
-from growkern.train.objectives.language_modeling import evaluation_collator
+from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
 from growkern.train.optimizer.choose import bare, plan_of_steps
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.safety.saving import RESUME_HINT, keeping_all, plain_hub_errors
@@ -65,7 +65,8 @@ class TwoStageTrainer(Trainer):
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
         teacher: a model, several models, a `TeacherCache`, a `ServedTeacher` or a
-            `DistillKitTeacher`.
+            `DistillKitTeacher`. Or a dict of models, each for the examples whose "source" is its
+            key.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`. None takes
             the one beside the weights. Without any, other special ids, families or sizes are
             refused.
@@ -131,9 +132,9 @@ class TwoStageTrainer(Trainer):
         # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = self.objective.causal
-        if self.loss.row_weights is not None:
-            # so that the column is not removed from the data
-            self.label_names = [*self.label_names, self.loss.row_weights]
+        columns = (self.loss.row_weights, SOURCE if isinstance(teacher, dict) else None)
+        # so that they are not removed from the data
+        self.label_names = [*self.label_names, *filter(None, columns)]
         late = complete(self, settings, early)
         self.batches, self.labelled, self.meter, self.stops, self.saver, self.steps = late
 

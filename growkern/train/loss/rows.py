@@ -22,6 +22,8 @@ from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
 # of a teacher that is known by its k likeliest tokens: (B, S, k), -1 where it has no row
 TEACHER_IDS = "teacher_topk_ids"
+# of teachers that have examples of their own: the number of the teacher of each example, a list
+TAUGHT_BY = "taught_by"
 
 # ------------------------------------------------------------------- aligned
 
@@ -304,6 +306,24 @@ def examples_in_last_batch(loader: Any, rank: int, processes: int, *, split: boo
     return min(max(rest - rank * of_a_process, 0), of_a_process) if rest else None
 
 
+def examples_of(batch: Mapping[str, Any], teacher: int) -> dict[str, Any]:
+    """The examples of a batch that a teacher teaches: all of them if the batch does not say.
+
+    Args:
+        batch: (B, ...) tensors, and other values that are kept.
+        teacher: its number.
+    """
+    by = batch.get(TAUGHT_BY)
+    if by is None:
+        return dict(batch)
+    own = [i for i, one in enumerate(by) if one == teacher]
+    own_batch = {
+        name: x[own] if isinstance(x, Tensor) and x.ndim and len(x) == len(by) else x
+        for name, x in batch.items()
+    }
+    return own_batch | {TAUGHT_BY: [teacher] * len(own)}
+
+
 def first_examples(batch: dict[str, Any], kept: int, batch_size: int) -> dict[str, Any]:
     """The batch without the repeated examples at its end.
 
@@ -321,7 +341,9 @@ def first_examples(batch: dict[str, Any], kept: int, batch_size: int) -> dict[st
         batch = _first_sequences(batch, kept)
     else:
         batch = {
-            name: x[:kept] if isinstance(x, Tensor) and x.ndim and len(x) == rows else x
+            name: x[:kept]
+            if name == TAUGHT_BY or (isinstance(x, Tensor) and x.ndim and len(x) == rows)
+            else x
             for name, x in batch.items()
         }
     if not filler:

@@ -27,8 +27,9 @@ def check_probability(probability: float) -> None:
         raise GrowthError(f"masking probability is {probability}: it must be in (0, 1]")
 
 
-# key of a row: the number of the pass through a data set that is read without an end
-PASS = "pass"
+# keys of a row: the number of the pass through a data set that is read without an end, and the name
+# of the source that it is from
+PASS, SOURCE = "pass", "source"
 # rows of a data set to a batch: {input_ids, labels, ...}, tensors of one leading size
 Collator = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 

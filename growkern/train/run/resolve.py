@@ -64,7 +64,7 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     growth, section = run.first_growth, run.model
     model = Checkpoint.of(locate(base, run.checkpoint, run.revision))
     generator = section.generator and Checkpoint.of(locate(base, section.generator))
-    names = run.teacher.paths if run.teacher else ()
+    names = run.teacher.directories if run.teacher else ()
     teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
     objective = _objective(run, model, generator or None)
     reports = reports_of(run.output)

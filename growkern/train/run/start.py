@@ -184,12 +184,15 @@ def build_trainer(
     )
     collator = data.collator(tokenizer, seed=training.seed)
     model = build_model(run, first_start=first_start)
+    teachers: Any = [_build_teacher(run, one) for one in run.teachers] or None
+    if settings.teacher is not None and settings.teacher.names:
+        teachers = dict(zip(settings.teacher.names, teachers, strict=True))
     return TwoStageTrainer(
         model,
         args,
         two_stage=settings.two_stage,
         inheritance=settings.inheritance,
-        teacher=rows_of_teacher or [_build_teacher(run, one) for one in run.teachers] or None,
+        teacher=rows_of_teacher or teachers,
         teacher_tokenizer=list(run.teacher_tokenizers),
         loss=settings.loss,
         growth=settings.later_growths,

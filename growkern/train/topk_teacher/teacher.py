@@ -37,7 +37,8 @@ class TeacherSection:
     """Section [teacher] of a run file. The run's tokenizer must begin with that of the teachers.
 
     Args:
-        paths: checkpoint directories of the teachers.
+        paths: checkpoint directories of the teachers. Or a table of the names in `data.train` and
+            one directory each: that teacher then teaches the rows of this source alone.
         cache: directory that `growkern cache-teacher` wrote.
         url: of a server of vLLM or SGLang that runs the teacher, see `growkern.ServedTeacher`.
         served_model: the name of the teacher on the server, if that has several.
@@ -49,7 +50,7 @@ class TeacherSection:
             the url names no server.
     """
 
-    paths: tuple[str, ...] = ()
+    paths: tuple[str, ...] | dict[str, str] = ()
     cache: str | None = None
     url: str | None = None
     served_model: str | None = None
@@ -60,6 +61,16 @@ class TeacherSection:
         check("teacher", self)
         if self.url is not None:
             check_url(self.url)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sources of the teachers; empty if each teacher teaches all rows."""
+        return tuple(self.paths) if isinstance(self.paths, dict) else ()
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """The checkpoint of each teacher that runs."""
+        return tuple(self.paths.values() if isinstance(self.paths, dict) else self.paths)
 
     @property
     def is_model(self) -> bool:
