@@ -232,16 +232,19 @@ class ModelSpec:
         """Name -> shape of every tensor of the state dict, tied ones included."""
         return {t.name: tuple(self.axis_size(axis) for axis in t.axes) for t in self.tensors}
 
+    def is_of_experts(self, tensor: TensorSpec) -> bool:
+        """True for the tensors that hold something for each expert."""
+        first = tensor.axes[0].partition(":")[2] if tensor.axes else ""
+        return first in {space.name for space in self.family.mixtures}
+
     def used_entries(self, tensor: TensorSpec) -> int:
         """How many entries of a tensor a token uses: of one matrix per expert, only some."""
         count = math.prod(self.shapes[tensor.name])
-        first = tensor.axes[0].partition(":")[2] if tensor.axes else ""
-        spaces = {space.name: space for space in self.family.mixtures}
         # a router reads its input for all experts
         is_router = len(tensor.axes) == 2 and tensor.axes[1].startswith("read:")
-        if first not in spaces or len(tensor.axes) == 1 or is_router:
+        if not self.is_of_experts(tensor) or len(tensor.axes) == 1 or is_router:
             return count
-        space = spaces[first]
+        space = self.family.spaces[tensor.axes[0].partition(":")[2]]
         return count * self.size(str(space.chosen)) // self.size(str(space.size))
 
     @property

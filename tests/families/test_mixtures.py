@@ -167,6 +167,9 @@ def test_experts_that_grouped_products_do_not_take_are_named():
     assert not growkern.plan(source, num_experts=8).portability()
     plan = growkern.plan(source, intermediate_size=36)
     assert "sides of 36: in 16 bits" in plan.portability()[0]
+    dense = random_model(*RELATIVES["qwen3_5_text"][:2])
+    # its convolutions have three axes too
+    assert not growkern.plan(dense, intermediate_size=21).portability()
 
 
 def saved_by_names_in_memory(model, directory):

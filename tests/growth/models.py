@@ -93,6 +93,8 @@ IMAGES = {
     "mistral3": (2, (1, 3, 8, 16), {"image_sizes": torch.tensor([[8, 16]])}),
     "qwen2_5_vl": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_vl": (4, (16, 96), {"image_grid_thw": GRID}),
+    "qwen3_5": (4, (16, 96), {"image_grid_thw": GRID}),
+    "qwen3_5_moe": (4, (16, 96), {"image_grid_thw": GRID}),
 }
 
 

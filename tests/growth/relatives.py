@@ -137,6 +137,12 @@ DELTA = {
     **{"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2},
     **{"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6},
 }
+# no layer is dense
+MOE3_5 = {**EXPERTS, **DELTA, "head_dim": 8, "moe_intermediate_size": 7}
+MOE3_5 |= {"shared_expert_intermediate_size": 6}
+# six of the eight entries of a head turn, one pair each with time, height and width
+SECTIONS = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}}
+TOWER3_5 = {k: v for k, v in QWEN3_VL["vision_config"].items() if "deepstack" not in k}
 ONE_GROUP = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False}
 LATENT = {
     **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 10, "kv_lora_rank": 9},
@@ -231,6 +237,26 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         {**EXPERTS, **WIDTHS, **DELTA, "head_dim": 8, "shared_expert_intermediate_size": 6},
         {"attention_bias": True, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5ForCausalLM",
+        {**ROTARY, **DELTA, "head_dim": 8},
+        {"attention_bias": True},
+    ),
+    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", MOE3_5, {"attention_bias": True}),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            **QWEN3_VL,
+            "text_config": {**ROTARY, **DELTA, "head_dim": 8, **SECTIONS},
+            "vision_config": TOWER3_5,
+        },
+        {},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {**QWEN3_VL, "text_config": {**MOE3_5, **SECTIONS}, "vision_config": TOWER3_5},
+        {},
     ),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", QWEN_VL, {}),
     "qwen3_vl": (

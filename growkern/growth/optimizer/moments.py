@@ -212,9 +212,8 @@ def _muon_factors(plan: GrowthPlan, task: Task, earlier: Mapping[str, float]) ->
 
 def has_matrices(plan: GrowthPlan, task: Task) -> bool:
     """True for a matrix, and for the stacked matrices of experts."""
-    experts = {space.name for space in plan.small.family.mixtures}
-    first = task.tensor.axes[0].partition(":")[2] if task.tensor.axes else ""
-    return len(task.shape) == 2 or (len(task.shape) == 3 and first in experts)
+    is_stack = len(task.shape) == 3 and plan.small.is_of_experts(task.tensor)
+    return len(task.shape) == 2 or is_stack
 
 
 def _filled(scale: Tensor) -> Tensor:

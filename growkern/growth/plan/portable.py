@@ -141,7 +141,7 @@ def _cache(plan: Blueprint) -> Iterator[str]:
 def _experts(plan: Blueprint) -> Iterator[str]:
     """Experts of a size that the fast products of transformers do not take in 16 bits."""
     large = plan.large
-    tensors = [tensor for tensor in large.tensors if len(tensor.axes) == 3]
+    tensors = [t for t in large.tensors if len(t.axes) == 3 and large.is_of_experts(t)]
     sizes = {size for tensor in tensors for size in large.shapes[tensor.name][1:]}
     if odd := sorted(size for size in sizes if size % GROUPED_MULTIPLE):
         yield (
