@@ -65,6 +65,11 @@ def kept_folder(job: Job) -> str:
     return f"{job.needs[0].name}-top{job.kept}"
 
 
+def upcycled_folder(job: Job) -> str:
+    """The folder of the mixture that a source becomes before a job."""
+    return f"upcycled/{job.setting.name}-{job.system}-seed{job.seed}"
+
+
 def layers_at_start(job: Job) -> int:
     """The layers of the untrained model that a job begins with."""
     whole = job.setting.target.layers
@@ -130,6 +135,22 @@ def with_adamw(sections: Sections) -> Sections:
         return {**sections(job, source), "training": plain}
 
     return changed
+
+
+def upcycled(job: Job, source: str) -> dict[str, Any]:
+    """The mixture that its source became. All of them are trained with AdamW."""
+    plain = replace(training_of(job), optimizer="adamw")
+    return {"model": ModelSection(path=upcycled_folder(job)), "training": plain}
+
+
+def upcycled_taught(job: Job, source: str) -> dict[str, Any]:
+    """The same, and the dense source teaches it."""
+    end = round(job.setting.inheritance_share * job.steps)
+    return {
+        **upcycled(job, source),
+        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
+        "teacher": TeacherSection(paths=(source,)),
+    }
 
 
 def with_moments(job: Job, source: str) -> dict[str, Any]:

@@ -300,6 +300,30 @@ def _domain(setting: Setting) -> list[Line]:
     return [Line(other, "adapted"), Line(other, "adapted_taught")]
 
 
+# FLOPs of a step of the dense model, as a share of those of its mixture, at size tiny; and of the
+# mixture when a teacher runs in some of the steps
+OF_MIXTURE, TAUGHT = 0.715, 0.905
+
+
+def _upcycling(setting: Setting) -> list[Line]:
+    """A dense model that goes on, and mixtures with as many FLOPs.
+
+    The last line begins untrained and has the FLOPs of the source too, which are as many.
+    """
+    target, steps = replace(setting.target, experts=8), OF_MIXTURE * setting.steps
+    moe = setting.variant("experts", target=target, steps=round(steps))
+    twice = setting.variant("twice", target=target, steps=round(2 * steps))
+    taught = setting.variant("taught", target=target, steps=round(TAUGHT * steps))
+    copies = Line(moe, "upcycled")
+    return [
+        Line(setting, "continued"),
+        copies,
+        Line(moe, "upcycled_drop"),
+        Line(twice, "scratch", "twice the FLOPs"),
+        Line(taught, "upcycled_taught", like=copies),
+    ]
+
+
 TABLES = {
     "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED), classifies=True),
     "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
@@ -339,6 +363,7 @@ TABLES = {
     "depth": Table("Where new layers come from", "gpt2", _depth),
     "directions": Table("Width, depth or both", "gpt2", _directions),
     "moment": Table("When to grow", "gpt2", _moment),
+    "upcycling": Table("From dense to experts", "qwen3", _upcycling, baseline="continued"),
 }
 
 

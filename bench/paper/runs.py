@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import redirect_stdout
 from functools import partial
@@ -21,12 +21,14 @@ from threading import Thread
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from bench.paper.corpus import Facts
-from bench.paper.jobs import SOURCE, Job, all_needs, kept_folder
+from bench.paper.jobs import SOURCE, Job, all_needs, kept_folder, upcycled_folder
 from bench.paper.settings import Setting
-from bench.paper.systems import has_changed, run_file, untrained_models, write_run_file
+from bench.paper.systems import SYSTEMS, has_changed, run_file, untrained_models, write_run_file
 from bench.shared.results import append_row, git_facts, machine, read_rows
+from growkern import grow
 from growkern import run as train
 from growkern.cli.app import silence_transformers
 from growkern.cli.teacher import cache_teacher
@@ -100,6 +102,8 @@ class Workplace:
         def prepared(job: Job) -> Call:
             for name, (size, layers) in untrained_models(job).items():
                 self._write_untrained(job.setting, name, size, job.seed, layers)
+            if job.system != SOURCE and (becomes := SYSTEMS[job.system].becomes):
+                self._upcycle(job, becomes)
             if job.kept:
                 self._keep_teacher(job)
             file = write_run_file(job, self.folder)
@@ -211,6 +215,20 @@ class Workplace:
         file = write_run_file(job, self.folder)
         cache_teacher(teacher, run=file, out=target, k=job.kept)
 
+    def _upcycle(self, job: Job, becomes: Mapping[str, Any]) -> None:
+        """Make the mixture that a job's source becomes, with the auxiliary loss of its routers."""
+        target, source = self.folder / upcycled_folder(job), self.folder / job.needs[0].name
+        if (target / "tokenizer.json").is_file():
+            return
+        dense = AutoModelForCausalLM.from_pretrained(source)
+        how = {**becomes, **job.setting.target_sizes(), "seed": job.seed}
+        mixture = grow(dense, **how)
+        wanted = job.setting.config(job.setting.target)
+        for name in ("output_router_logits", "router_aux_loss_coef"):
+            setattr(mixture.config, name, getattr(wanted, name))
+        mixture.save_pretrained(target)
+        self._copy_tokenizer(job.setting, target)
+
     def _write_untrained(
         self, setting: Setting, name: str, size: Any, seed: int, layers: int | None
     ) -> None:
@@ -218,6 +236,9 @@ class Workplace:
         if (target / "tokenizer.json").is_file():
             return
         setting.untrained(size, seed, layers).save_pretrained(target)
+        self._copy_tokenizer(setting, target)
+
+    def _copy_tokenizer(self, setting: Setting, target: Path) -> None:
         for file in (self.folder / setting.tokenizer).iterdir():
             # a copy that was interrupted lacks this file, which is copied last
             if file.name != "tokenizer.json":

@@ -17,15 +17,18 @@ import transformers
 VOCAB = 1024
 # ids of `examples.demo.corpus.train_tokenizer`
 PADDING, SEPARATOR = 0, 3
+# factor of a mixture's auxiliary loss
+BALANCE = 0.01
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model: its layers, the width of its stream, and its attention heads."""
+    """A model: its layers, the width of its stream, its attention heads, and its experts if any."""
 
     layers: int
     width: int
     heads: int
+    experts: int = 0
 
     @property
     def name(self) -> str:
@@ -143,7 +146,7 @@ class Setting:
         """The sizes of the target by the names of its config, without those that stay."""
         small, large = self.config(self.source), self.config(self.target)
         names = FAMILIES[self.family].sizes
-        found = {name: (getattr(small, name), getattr(large, name)) for name in names}
+        found = {name: (getattr(small, name, None), getattr(large, name, None)) for name in names}
         return {name: new for name, (old, new) in found.items() if new != old}
 
     @property
@@ -155,7 +158,8 @@ class Setting:
         """A model with random weights."""
         transformers.set_seed(seed)
         config = self.config(size, layers)
-        return getattr(transformers, FAMILIES[self.family].model)(config)
+        family = FAMILIES[self.family]
+        return getattr(transformers, family.mixture if size.experts else family.model)(config)
 
 
 def _gpt2(setting: Setting, size: Size, layers: int) -> Any:
@@ -207,6 +211,34 @@ def _t5(setting: Setting, size: Size, layers: int) -> Any:
     )
 
 
+def _qwen3(setting: Setting, size: Size, layers: int) -> Any:
+    common = {
+        "vocab_size": setting.vocab,
+        "max_position_embeddings": setting.length,
+        "num_hidden_layers": layers,
+        "hidden_size": size.width,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "head_dim": size.width // size.heads,
+        "intermediate_size": 3 * size.width,
+        "initializer_range": spread(size.width),
+        "tie_word_embeddings": True,
+        "pad_token_id": PADDING,
+        "eos_token_id": SEPARATOR,
+    }
+    if not size.experts:
+        return transformers.Qwen3Config(**common)
+    return transformers.Qwen3MoeConfig(
+        **common,
+        num_experts=size.experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=3 * size.width,
+        norm_topk_prob=True,
+        output_router_logits=True,
+        router_aux_loss_coef=BALANCE,
+    )
+
+
 def spread(width: int) -> float:
     """The standard deviation of untrained weights."""
     return 0.02 * math.sqrt(768 / width)
@@ -221,12 +253,14 @@ class Family:
         config: (setting, size, layers) -> its config.
         sizes: the names of the config for layers, width and heads, and for what follows from them.
         sentinels: tokens that stand for the spans that T5 takes out.
+        mixture: the class of its mixtures of experts.
     """
 
     model: str
     config: Callable[[Setting, Size, int], Any]
     sizes: tuple[str, ...]
     sentinels: int = 0
+    mixture: str = ""
 
 
 FAMILIES = {
@@ -241,6 +275,12 @@ FAMILIES = {
         _t5,
         ("num_layers", "num_decoder_layers", "d_model", "num_heads", "d_kv", "d_ff"),
         sentinels=32,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _qwen3,
+        ("num_hidden_layers", "num_experts", "num_experts_per_tok"),
+        mixture="Qwen3MoeForCausalLM",
     ),
 }
 # The best rate of most GPT-2 is the middle one. The highest was best for sources that were grown
@@ -294,6 +334,18 @@ TINY_T5 = replace(
     batch=64,
     length=16,
     validation_passes=5,
+)
+# A dense model that goes on, or becomes a mixture. The source has as many FLOPs as what follows.
+# It is shallow, so that it has seen 10 tokens per parameter at its end.
+TINY_QWEN = replace(
+    TINY_GPT,
+    name="tiny-qwen3",
+    family="qwen3",
+    source=Size(2, 64, 4),
+    target=Size(2, 64, 4),
+    source_steps=1600,
+    steps=1600,
+    rate_steps=500,
 )
 # for tests: it says nothing about the systems
 MICRO_GPT = replace(
@@ -381,14 +433,24 @@ SETTINGS = {
     ("tiny", "gpt2"): TINY_GPT,
     ("tiny", "bert"): TINY_BERT,
     ("tiny", "t5"): TINY_T5,
+    ("tiny", "qwen3"): TINY_QWEN,
     ("micro", "bert"): replace(MICRO_GPT, name="micro-bert", family="bert"),
     ("micro", "t5"): replace(MICRO_GPT, name="micro-t5", family="t5"),
     ("small", "gpt2"): SMALL_GPT,
     ("small", "bert"): SMALL_BERT,
+    **{
+        (one.name.split("-")[0], "qwen3"): replace(
+            one, name=one.name.replace("gpt", "qwen3"), family="qwen3", target=one.source
+        )
+        for one in (MICRO_GPT, SMALL_GPT)
+    },
     ("small", "t5"): replace(SMALL_BERT, name="small-t5", family="t5"),
     ("base", "bert"): BASE_BERT,
     # The paper grows GPT-2 from and to the same sizes. The rest, and all of T5, is BERT's: the
     # paper's T5 grows from 31 to 360 million parameters.
     ("base", "gpt2"): replace(BASE_BERT, name="base-gpt", family="gpt2", vocab=50_257),
     ("base", "t5"): replace(BASE_BERT, name="base-t5", family="t5", vocab=32_128),
+    ("base", "qwen3"): replace(
+        BASE_BERT, name="base-qwen3", family="qwen3", target=BASE_BERT.source, vocab=50_257
+    ),
 }

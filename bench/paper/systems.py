@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from bench.paper.jobs import (
     training_of,
     two_stage,
     untrained_folder,
+    upcycled,
+    upcycled_taught,
     with_adamw,
     with_moments,
 )
@@ -103,6 +105,7 @@ class System:
         needs: (setting, seed) -> the jobs whose models it begins with or learns from.
         grows: whether it begins with the weights of another model.
         kept: `Job.kept`.
+        becomes: options of `growkern.grow` that make its source a mixture; None: it stays dense.
     """
 
     title: str
@@ -111,6 +114,7 @@ class System:
     needs: Needs = _one_source
     grows: bool = True
     kept: int = 0
+    becomes: Mapping[str, Any] | None = None
 
 
 def run_of(job: Job) -> Run:
@@ -296,6 +300,27 @@ SYSTEMS = {
         "the same large model; a small one that went on with that text teaches it",
         going_on,
         _general_and_expert,
+    ),
+    # a dense model goes on, or becomes a mixture of experts
+    "continued": System("dense, continued", "the source is trained on", going_on),
+    "upcycled": System(
+        "whole copies",
+        "the source becomes a mixture of 8 experts, of which 2 are used for a token; each is a "
+        "copy of its FFN",
+        upcycled,
+        becomes={"to": "qwen3_moe"},
+    ),
+    "upcycled_drop": System(
+        "drop 0.5",
+        "the same; half of the units of each expert are drawn again",
+        upcycled,
+        becomes={"to": "qwen3_moe", "drop": 0.5},
+    ),
+    "upcycled_taught": System(
+        "whole copies, taught",
+        "whole copies, which the dense source teaches for 44 % of the steps",
+        upcycled_taught,
+        becomes={"to": "qwen3_moe"},
     ),
 }
 
