@@ -27,7 +27,8 @@ from bench.gpt_110m.training import (
     head_loss,
 )
 from bench.paper.compare import is_early, saved
-from bench.paper.settings import GPT_110M, SEPARATOR, Setting, Size
+from bench.paper.models import SEPARATOR, Size
+from bench.paper.settings import GPT_110M, Setting
 from bench.shared.recorder import Recorder
 from bench.shared.trainer_runs import now
 from examples.demo.corpus import library_files, read_corpus, train_tokenizer

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import growkern
-from bench.paper.settings import Setting, Size
+from bench.paper.models import Size
+from bench.paper.settings import Setting
 from bench.shared.recorder import Recorder
 from bench.shared.trainer_runs import now
 from growkern.train.model.flops import ModelCost

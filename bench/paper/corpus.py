@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.paper.settings import FAMILIES, SEPARATOR, Setting
+from bench.paper.models import FAMILIES, SEPARATOR
+from bench.paper.settings import Setting
 from examples.demo.corpus import (
     VALIDATION_PARTS,
     hash_of,

@@ -8,10 +8,10 @@ from pathlib import Path
 from bench.paper.committed import committed
 from bench.paper.compare import Pairs, Row, is_base, runs_of, whole
 from bench.paper.jobs import Job, all_needs
-from bench.paper.maps import maps_text
-from bench.paper.pictures import draw
+from bench.paper.models import FAMILIES
+from bench.paper.pictures import draw, maps_text
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
-from bench.paper.settings import FAMILIES, SETTINGS, Setting
+from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import SYSTEMS
 from bench.paper.tables import heading, section, tables_in
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bench.paper.jobs import RATE_SEED, Job
-from bench.paper.settings import SETTINGS, Setting, Size
+from bench.paper.models import Size
+from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import SYSTEMS, job_of
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high

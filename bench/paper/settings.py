@@ -1,41 +1,15 @@
-"""The sizes of models and runs. A setting fixes all but the system, the learning rate and the seed.
-
-The papers initialise weights with a standard deviation of 0.02 at width 768. At small widths 0.02
-is nearly zero, so that random rows disturb nothing. GPT-2 and BERT begin here with
-0.02 sqrt(768 / w). T5 keeps the initialization of its own class, which knows the width.
-"""
+"""The sizes of models and runs. A setting fixes all but system, learning rate and seed."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import transformers
 
+from bench.paper.models import FAMILIES, Size
+
 VOCAB = 1024
-# ids of `examples.demo.corpus.train_tokenizer`
-PADDING, SEPARATOR = 0, 3
-# factor of a mixture's auxiliary loss
-BALANCE = 0.01
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model: its layers, the width of its stream, its attention heads, and its experts if any."""
-
-    layers: int
-    width: int
-    heads: int
-    experts: int = 0
-
-    @property
-    def name(self) -> str:
-        """In folders and labels."""
-        return f"{self.layers}x{self.width}"
-
-
 # fields of a setting that only some runs depend on
 OF_SOURCE = {"source", "source_steps", "source_rate"}
 OF_TARGET = {"target", "steps", "rates", "rate_steps", "untrained_rate_steps"}
@@ -139,8 +113,8 @@ class Setting:
             size: of the model.
             layers: other than those of the size.
         """
-        layers = layers or size.layers
-        return FAMILIES[self.family].config(self, size, layers)
+        size = replace(size, layers=layers or size.layers)
+        return FAMILIES[self.family].config(size, self.vocab, self.length, self.dropout)
 
     def target_sizes(self) -> dict[str, int]:
         """The sizes of the target by the names of its config, without those that stay."""
@@ -162,127 +136,6 @@ class Setting:
         return getattr(transformers, family.mixture if size.experts else family.model)(config)
 
 
-def _gpt2(setting: Setting, size: Size, layers: int) -> Any:
-    return transformers.GPT2Config(
-        vocab_size=setting.vocab,
-        n_positions=setting.length,
-        n_layer=layers,
-        n_embd=size.width,
-        n_head=size.heads,
-        # the function of GPT-2's own "gelu_new", in one kernel: a step takes 0.85 of the time
-        activation_function="gelu_pytorch_tanh",
-        initializer_range=spread(size.width),
-        bos_token_id=SEPARATOR,
-        eos_token_id=SEPARATOR,
-        pad_token_id=PADDING,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), setting.dropout),
-    )
-
-
-def _bert(setting: Setting, size: Size, layers: int) -> Any:
-    return transformers.BertConfig(
-        vocab_size=setting.vocab,
-        max_position_embeddings=setting.length,
-        num_hidden_layers=layers,
-        hidden_size=size.width,
-        num_attention_heads=size.heads,
-        intermediate_size=4 * size.width,
-        initializer_range=spread(size.width),
-        hidden_dropout_prob=setting.dropout,
-        attention_probs_dropout_prob=setting.dropout,
-        pad_token_id=PADDING,
-        eos_token_id=SEPARATOR,
-    )
-
-
-def _t5(setting: Setting, size: Size, layers: int) -> Any:
-    return transformers.T5Config(
-        vocab_size=setting.vocab,
-        num_layers=layers,
-        num_decoder_layers=layers,
-        d_model=size.width,
-        num_heads=size.heads,
-        d_kv=size.width // size.heads,
-        d_ff=4 * size.width,
-        dropout_rate=setting.dropout,
-        pad_token_id=PADDING,
-        eos_token_id=SEPARATOR,
-        decoder_start_token_id=PADDING,
-    )
-
-
-def _qwen3(setting: Setting, size: Size, layers: int) -> Any:
-    common = {
-        "vocab_size": setting.vocab,
-        "max_position_embeddings": setting.length,
-        "num_hidden_layers": layers,
-        "hidden_size": size.width,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.heads,
-        "head_dim": size.width // size.heads,
-        "intermediate_size": 3 * size.width,
-        "initializer_range": spread(size.width),
-        "tie_word_embeddings": True,
-        "pad_token_id": PADDING,
-        "eos_token_id": SEPARATOR,
-    }
-    if not size.experts:
-        return transformers.Qwen3Config(**common)
-    return transformers.Qwen3MoeConfig(
-        **common,
-        num_experts=size.experts,
-        num_experts_per_tok=2,
-        moe_intermediate_size=3 * size.width,
-        norm_topk_prob=True,
-        output_router_logits=True,
-        router_aux_loss_coef=BALANCE,
-    )
-
-
-def spread(width: int) -> float:
-    """The standard deviation of untrained weights."""
-    return 0.02 * math.sqrt(768 / width)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a setting must know of a model's class.
-
-    Attributes:
-        model: the class in transformers.
-        config: (setting, size, layers) -> its config.
-        sizes: the names of the config for layers, width and heads, and for what follows from them.
-        sentinels: tokens that stand for the spans that T5 takes out.
-        mixture: the class of its mixtures of experts.
-    """
-
-    model: str
-    config: Callable[[Setting, Size, int], Any]
-    sizes: tuple[str, ...]
-    sentinels: int = 0
-    mixture: str = ""
-
-
-FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", _gpt2, ("n_layer", "n_embd", "n_head")),
-    "bert": Family(
-        "BertForMaskedLM",
-        _bert,
-        ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
-    ),
-    "t5": Family(
-        "T5ForConditionalGeneration",
-        _t5,
-        ("num_layers", "num_decoder_layers", "d_model", "num_heads", "d_kv", "d_ff"),
-        sentinels=32,
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        _qwen3,
-        ("num_hidden_layers", "num_experts", "num_experts_per_tok"),
-        mixture="Qwen3MoeForCausalLM",
-    ),
-}
 # The best rate of most GPT-2 is the middle one. The highest was best for sources that were grown
 # after 10 or 30 % of their training, so that theirs may be higher still. The lowest was best for a
 # source trained four times as long, and for grown moments with a second warm-up.

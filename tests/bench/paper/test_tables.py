@@ -15,7 +15,7 @@ from transformers import BertForMaskedLM
 from bench.paper import __main__ as command
 from bench.paper import plans, runs
 from bench.paper.jobs import RATE_SEED, SOURCE, all_needs, source_of
-from bench.paper.maps import maps_text
+from bench.paper.pictures import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, lines_of
 from bench.paper.settings import MICRO_GPT, SIZES
 from bench.paper.systems import SYSTEMS, job_of, run_of, to_toml, untrained_models, write_run_file
