@@ -22,12 +22,16 @@ BALANCE = 0.01
 
 @dataclass(frozen=True)
 class Size:
-    """A model: its layers, the width of its stream, its attention heads, and its experts if any."""
+    """A model: its layers, the width of its stream, and its attention heads.
+
+    A mixture has experts, each as wide as the FFN of a dense model or a part of it.
+    """
 
     layers: int
     width: int
     heads: int
     experts: int = 0
+    parts: int = 1
 
     @property
     def name(self) -> str:
@@ -105,7 +109,7 @@ def _qwen3(size: Size, vocab: int, length: int, dropout: float) -> Any:
         **common,
         num_experts=size.experts,
         num_experts_per_tok=2,
-        moe_intermediate_size=3 * size.width,
+        moe_intermediate_size=3 * size.width // size.parts,
         norm_topk_prob=True,
         output_router_logits=True,
         router_aux_loss_coef=BALANCE,
@@ -152,7 +156,7 @@ FAMILIES = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _qwen3,
-        ("num_hidden_layers", "num_experts", "num_experts_per_tok"),
+        ("num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
         mixture="Qwen3MoeForCausalLM",
     ),
 }

@@ -301,9 +301,9 @@ def _domain(setting: Setting) -> list[Line]:
     return [Line(other, "adapted"), Line(other, "adapted_taught")]
 
 
-# FLOPs of a step of the dense model, as a share of those of its mixture, at size tiny; and of the
-# mixture when a teacher runs in some of the steps
-OF_MIXTURE, TAUGHT = 0.715, 0.905
+# FLOPs of a step of the dense model at size tiny, as a share of those of its mixture, and of one
+# whose experts are half as wide; and of the mixture, where a teacher runs in some of the steps
+OF_MIXTURE, OF_HALVES, TAUGHT = 0.715, 0.989, 0.905
 
 
 def _upcycling(setting: Setting) -> list[Line]:
@@ -315,11 +315,14 @@ def _upcycling(setting: Setting) -> list[Line]:
     moe = setting.variant("experts", target=target, steps=round(steps))
     twice = setting.variant("twice", target=target, steps=round(2 * steps))
     taught = setting.variant("taught", target=target, steps=round(TAUGHT * steps))
+    target, steps = replace(target, experts=16, parts=2), OF_HALVES * setting.steps
+    halves = setting.variant("halves", target=target, steps=round(steps))
     copies = Line(moe, "upcycled")
     return [
         Line(setting, "continued"),
         copies,
         Line(moe, "upcycled_drop"),
+        Line(halves, "upcycled_halves"),
         Line(twice, "scratch", "twice the FLOPs"),
         Line(taught, "upcycled_taught", like=copies),
     ]

@@ -316,6 +316,12 @@ SYSTEMS = {
         upcycled,
         becomes={"to": "qwen3_moe", "drop": 0.5},
     ),
+    "upcycled_halves": System(
+        "experts of half the width",
+        "the source becomes a mixture of 16 experts of half the width, 2 used for a token",
+        upcycled,
+        becomes={"to": "qwen3_moe"},
+    ),
     "upcycled_taught": System(
         "whole copies, taught",
         "whole copies, which the dense source teaches for 44 % of the steps",
