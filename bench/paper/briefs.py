@@ -121,6 +121,19 @@ BRIEFS = {
             "copies, `none`, `GrowthAdamW`": _one("symmetry", "fpi_none"),
         },
     ),
+    "upcycling": Brief(
+        "a mixture",
+        ("",),
+        {
+            "whole copies": _one("upcycling", "upcycled"),
+            "whole copies, the dense model as a teacher": _one("upcycling", "upcycled_taught"),
+            "whole copies, `drop=0.5`": _one("upcycling", "upcycled_drop"),
+            "twice as many experts, half as wide": _one("upcycling", "upcycled_halves"),
+            "untrained, also with the FLOPs of the dense model": _one(
+                "upcycling", "scratch", "twice the FLOPs"
+            ),
+        },
+    ),
 }
 
 

@@ -264,7 +264,6 @@ OTHER_TABLES = [
     ("table5", ["scratch", "aki_two_stage_ki"]),
     ("inheritance", ["scratch", "taught_by_two", "taught_by_generations"]),
     ("domain", ["adapted", "adapted_taught"]),
-    ("copies", ["scratch", "fpi_none"]),
 ]
 if walks.times > 1:
     OTHER_TABLES += [
@@ -286,6 +285,20 @@ def test_other_tables_train(name, systems, text, tmp_path, monkeypatch, capsys):
     command.main()
     table = capsys.readouterr().out
     assert all(SYSTEMS[system].title in table for system in systems)
+
+
+def test_a_source_becomes_a_mixture_before_its_run(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plans, "PARTS", (1 / 4,))
+    call = ["paper", "upcycling", "--size", "micro", "--seeds", "1", "--text", text]
+    call += ["--dir", str(tmp_path), "--systems", "continued", "upcycled_taught"]
+    monkeypatch.setattr("sys.argv", call)
+    command.main()
+    assert "whole copies, taught" in capsys.readouterr().out
+    (row,) = (one for one in runs.rows_of(tmp_path).values() if one["system"] == "upcycled_taught")
+    (source,) = row["needs"].values()
+    assert row["losses"][0] == pytest.approx(source, rel=1e-5) and row["losses"][1] < source
+    config = json.loads((tmp_path / row["name"] / "config.json").read_text())
+    assert config["num_local_experts"] == 8 and config["output_router_logits"]
 
 
 def test_kept_predictions_are_counted_before(text, tmp_path, monkeypatch, capsys):
