@@ -317,14 +317,16 @@ def _upcycling(setting: Setting) -> list[Line]:
     taught = setting.variant("taught", target=target, steps=round(TAUGHT * steps))
     target, steps = replace(target, experts=16, parts=2), OF_HALVES * setting.steps
     halves = setting.variant("halves", target=target, steps=round(steps))
-    copies = Line(moe, "upcycled")
+    dense, copies = Line(setting, "continued"), Line(moe, "upcycled")
+    higher = setting.rates[-1]
     return [
-        Line(setting, "continued"),
+        dense,
         copies,
         Line(moe, "upcycled_drop"),
         Line(halves, "upcycled_halves"),
         Line(twice, "scratch", "twice the FLOPs"),
         Line(taught, "upcycled_taught", like=copies),
+        *(replace(one, label=f"at {higher:g}", rate=higher) for one in (dense, copies)),
     ]
 
 
