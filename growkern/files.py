@@ -17,6 +17,7 @@ import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -108,20 +109,22 @@ def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
             value = json.loads(data.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
-    _check_levels([value], MOST_LEVELS + 1)
+    _check_levels(value)
     if rb"\ud" in data or rb"\uD" in data:
         # half of a pair of UTF-16 stands for no character, and cannot be written again
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-def _check_levels(value: dict[str, Any] | list[Any], left: int) -> None:
-    if not left:
-        raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
-    for inner in value.values() if isinstance(value, dict) else value:
-        # most values are numbers and texts: no call for these
-        if isinstance(inner, (dict, list)):
-            _check_levels(inner, left - 1)
+def _check_levels(value: Any) -> None:
+    level, kinds = [value], (dict, list)
+    for _ in range(MOST_LEVELS + 1):
+        # all values of one level at once: a header has 100,000
+        level = [x for x in level if isinstance(x, kinds)]
+        level = list(chain.from_iterable(x.values() if type(x) is dict else x for x in level))
+        if not level:
+            return
+    raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
 
 
 def stays_inside(name: str) -> bool:

@@ -24,6 +24,7 @@ from growkern.families.family import Family
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
 from growkern.families.spec import ANY
+from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import is_dtensor
 from growkern.growth.source.checks import (
@@ -282,6 +283,7 @@ def _open_model(model: Any, family: Family | None) -> Source:
 # -------------------------------------------------------------- directories
 
 
+@no_collections()
 def _open_directory(
     directory: Path, weights: bool, family: Family | None, dequantize: bool
 ) -> Source:

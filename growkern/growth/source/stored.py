@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -78,6 +78,38 @@ class BareTensor:
 
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         return self.read()
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A tensor that is put together when it is read: `fill` writes its rows."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_mapped: ClassVar[bool] = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def fill(self, out: Tensor, start: int, stop: int) -> None:
+        """Write rows [start, stop) into `out`."""
+        raise NotImplementedError
+
+    def read(self) -> Tensor:
+        return self.rows(0, self.shape[0])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
+        self.fill(out, start, stop)
+        return out
+
+    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
+        # memory that is not written takes no room
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for start, stop in consecutive(index[0].unique().tolist()):
+            self.fill(out[start:stop], start, stop)
+        return out
 
 
 def consecutive(entries: Sequence[int]) -> list[tuple[int, int]]:

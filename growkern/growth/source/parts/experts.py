@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -18,109 +18,95 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
-from growkern.files import no_collections, read_all
+from growkern.files import read_all
 from growkern.growth.source.files import Header
 from growkern.growth.source.parts.quantised import Dequantised
-from growkern.growth.source.stored import Read, StoredTensor, spellings
+from growkern.growth.source.stored import Filled, Read, StoredTensor, spellings
 
 NUMBERED = re.compile(r"(.*)\.(\d+)\.(.*)")
 
 
+# bytes of a file: its path, the first byte and their number
+Run = tuple[str, int, int]
+
+
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Filled):
     """A tensor of one matrix per expert, from files with one tensor or more for each.
 
     Attributes:
-        parts: the stored tensors of each expert. They are rows of its matrix, one after another.
+        name: of the first one in the files.
+        runs: where the matrix of each expert lies. They are plain tuples, which the garbage
+            collector leaves out: a model has 100,000.
     """
 
-    # `Header`s of safetensors files, or what they stand for
-    parts: tuple[tuple[Any, ...], ...]
+    name: str
+    runs: tuple[tuple[Run, ...], ...]
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, name: str, parts: Iterable[Iterable[Run]]
+    ) -> Stacked:
+        """A tensor of these parts: those of an expert that lie side by side become one run."""
+        result = []
+        for own in parts:
+            runs: list[Run] = []
+            for file, at, size in own:
+                if runs and (file, at) == (runs[-1][0], runs[-1][1] + runs[-1][2]):
+                    runs[-1] = (file, runs[-1][1], runs[-1][2] + size)
+                else:
+                    runs.append((file, at, size))
+            result.append(tuple(runs))
+        return cls(shape, dtype, name, tuple(result))
+
+    @property
+    def file(self) -> str:
+        return self.runs[0][0][0]
+
+    def inside(self, directory: Path) -> Stacked:
+        """The same tensor, whose files lie in a directory."""
+        runs = (tuple((str(directory / file), *at) for file, *at in own) for own in self.runs)
+        return replace(self, runs=tuple(runs))
+
+    def places(self, start: int, stop: int) -> Iterator[Run]:
+        """Every run of the rows [start, stop)."""
+        return chain.from_iterable(self.runs[start:stop])
+
+    def fill(self, out: Tensor, start: int, stop: int) -> None:
+        """Read rows [start, stop). Reading is faster than to map thousands of small tensors."""
+        view, done = out.view(-1).view(torch.uint8).numpy().data, 0
+        with ExitStack() as stack:
+            files: dict[str, int] = {}
+            for file, at, size in self.places(start, stop):
+                try:
+                    if file not in files:
+                        files[file] = os.open(file, os.O_RDONLY)
+                        stack.callback(os.close, files[file])
+                    read_all(files[file], view[done : done + size], at)
+                except OSError as error:
+                    raise GrowthError(
+                        f"{file}: {self.name} or one after it cannot be read: {error}"
+                    ) from error
+                done += size
+
+
+@dataclass(frozen=True)
+class StackedParts(Filled):
+    """A tensor of one matrix per expert, which quantised ones stand for.
+
+    Attributes:
+        parts: those of each expert. They are rows of its matrix, one after another.
+    """
+
+    parts: tuple[tuple[StoredTensor, ...], ...]
 
     @property
     def file(self) -> str:
         return self.parts[0][0].file
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.parts[0]
-        return (len(self.parts), sum(part.shape[0] for part in first), *first[0].shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0][0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for parts in self.parts for part in parts)
-
-    @property
-    def is_mapped(self) -> bool:
-        return False
-
-    def inside(self, directory: Path) -> Stacked:
-        """The same tensor, whose files lie in a directory."""
-        parts = (tuple(replace(p, file=str(directory / p.file)) for p in x) for x in self.parts)
-        return Stacked(tuple(parts))
-
-    def places(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """File, first byte and number of bytes of every run of the rows [start, stop)."""
-        yield from chain.from_iterable(self._runs[start:stop])
-
-    @cached_property
-    def _runs(self) -> list[list[tuple[str, int, int]]]:
-        """`places` of every expert: parts that lie side by side in a file are one run."""
-        if any(type(part) is not Header for part in chain.from_iterable(self.parts)):
-            return []
-        sizes = [part.nbytes for part in self.parts[0]]
-        result = []
-        for parts in self.parts:
-            runs: list[tuple[str, int, int]] = []
-            for part, size in zip(parts, sizes, strict=True):
-                file, first, before = runs[-1] if runs else ("", 0, 0)
-                if (file, first + before) == (part.file, part.start):
-                    runs[-1] = (file, first, before + size)
-                else:
-                    runs.append((part.file, part.start, size))
-            result.append(runs)
-        return result
-
-    def read(self) -> Tensor:
-        return self.rows(0, len(self.parts))
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        self._fill(out, start, stop)
-        return out
-
-    def _fill(self, out: Tensor, start: int, stop: int) -> None:
-        """Read rows [start, stop). Reading is faster than to map thousands of small tensors."""
-        if not self._runs:
-            for one, parts in zip(out, self.parts[start:stop], strict=True):
-                torch.cat([part.read() for part in parts], out=one)
-            return
-        view, done = out.view(-1).view(torch.uint8).numpy().data, 0
-        with ExitStack() as stack:
-            files: dict[str, int] = {}
-            for file, at, size in self.places(start, stop):
-                if file not in files:
-                    files[file] = os.open(file, os.O_RDONLY)
-                    stack.callback(os.close, files[file])
-                try:
-                    read_all(files[file], view[done : done + size], at)
-                except OSError as error:
-                    name = self.parts[start][0].raw_name
-                    raise GrowthError(
-                        f"{file}: {name} or one after it cannot be read: {error}"
-                    ) from error
-                done += size
-
-    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
-        # memory that is not written takes no room
-        out = torch.empty(self.shape, dtype=self.dtype)
-        for number in index[0].unique().tolist():
-            self._fill(out[number], number, number + 1)
-        return out
+    def fill(self, out: Tensor, start: int, stop: int) -> None:
+        for one, parts in zip(out, self.parts[start:stop], strict=True):
+            torch.cat([part.read() for part in parts], out=one)
 
 
 @dataclass(frozen=True)
@@ -168,12 +154,13 @@ class Assembled:
 
 def files_of(tensor: StoredTensor) -> set[str]:
     """The files that hold a tensor."""
-    parts = chain.from_iterable(tensor.parts) if isinstance(tensor, Stacked) else [tensor]
+    if isinstance(tensor, Stacked):
+        return {file for file, _, _ in tensor.places(0, len(tensor.runs))}
+    parts = chain.from_iterable(tensor.parts) if isinstance(tensor, StackedParts) else [tensor]
     pairs = ([p.values, p.scales] if isinstance(p, Dequantised) else [p] for p in parts)
     return {one.file for pair in pairs for one in pair}
 
 
-@no_collections()
 def stacked(
     model: ModelSpec, headers: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
@@ -198,7 +185,9 @@ def stacked(
         place = place or place_of(raw)
         if place is None:
             result[raw] = header
-        elif found.setdefault(place[0].name, {}).setdefault((expert, place[1]), header) != header:
+        elif (
+            found.setdefault(place[0].name, {}).setdefault((expert, place[1]), header) is not header
+        ):
             raise GrowthError(f"{where}: {raw} is there twice: remove the one that is out of date")
     tensors = {t.name: t for t, _ in known.values()}
     for name, parts in found.items():
@@ -219,29 +208,35 @@ def _joined(
     """One tensor of the model from the tensors in files, by expert and part."""
     files = tensor.files or (str(tensor.stored),)
     experts = model.shapes[tensor.name][0] if tensor.is_split else 1
-    for expert, part in product(range(experts), range(len(files))):
-        if (expert, part) not in found:
-            name = files[part].replace("{e}", str(expert))
+
+    def name(expert: int, part: int) -> str:
+        return f"{where}: tensor {files[part].replace('{e}', str(expert))}"
+
+    for place in product(range(experts), range(len(files))):
+        if place not in found:
             raise GrowthError(
-                f"{where}: tensor {name} is missing: check that config.json and the weights are of "
-                "one checkpoint"
+                f"{name(*place)} is missing: check that config.json and the weights are of one "
+                "checkpoint"
             )
     first = [found[0, part] for part in range(len(files))]
-    for (expert, part), header in found.items():
-        name = files[part].replace("{e}", str(expert))
-        if expert >= experts:
-            raise GrowthError(f"{where}: tensor {name} is there, but the config has {experts}")
-        if (header.shape, header.dtype) != (first[part].shape, first[part].dtype):
+    kinds = [(part.shape, part.dtype) for part in first]
+    for place, header in found.items():
+        if place[0] >= experts:
+            raise GrowthError(f"{name(*place)} is there, but the config has {experts}")
+        if (header.shape, header.dtype) != kinds[place[1]]:
+            shape, dtype = kinds[place[1]]
             raise GrowthError(
-                f"{where}: {name} is {list(header.shape)} {header.dtype}, but that of expert 0 is "
-                f"{list(first[part].shape)} {first[part].dtype}"
+                f"{name(*place)} is {list(header.shape)} {header.dtype}, but that of expert 0 is "
+                f"{list(shape)} {dtype}"
             )
     if not tensor.is_split:
         return first[0]
-    kinds = {(len(part.shape), part.shape[1:], part.dtype) for part in first}
-    if len(kinds) > 1 or not first[0].shape:
+    if len({(len(shape), shape[1:], dtype) for shape, dtype in kinds}) > 1 or not first[0].shape:
         names = " and ".join(file.replace("{e}", "0") for file in files)
         raise GrowthError(f"{where}: {names} have other shapes or dtypes than each other")
-    return Stacked(
-        tuple(tuple(found[e, part] for part in range(len(files))) for e in range(experts))
-    )
+    parts = [[found[e, part] for part in range(len(files))] for e in range(experts)]
+    shape, dtype = (experts, sum(s[0] for s, _ in kinds), *kinds[0][0][1:]), kinds[0][1]
+    if not all(isinstance(part, Header) for part in found.values()):
+        return StackedParts(shape, dtype, tuple(map(tuple, parts)))
+    runs = (((x.file, x.start, x.nbytes) for x in own) for own in parts)
+    return Stacked.of(shape, dtype, first[0].raw_name, runs)

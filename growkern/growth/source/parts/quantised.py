@@ -6,17 +6,15 @@ mxfp4: `NAME_blocks` and `NAME_scales`, the two halves of the microscaling forma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.source.files import EIGHT_BITS
-from growkern.growth.source.stored import StoredTensor, consecutive
+from growkern.growth.source.stored import Filled, StoredTensor
 
 # numbers of 4 bits, in the order of their codes
 FP4_NUMBERS = (
@@ -43,8 +41,8 @@ BLOCKS = "_blocks"
 
 
 @dataclass(frozen=True)
-class Dequantised:
-    """What a quantised tensor stands for, in bfloat16. It is computed when it is read.
+class Dequantised(Filled):
+    """What a quantised tensor stands for. It is computed when it is read.
 
     Attributes:
         values, scales: the two stored tensors.
@@ -52,39 +50,10 @@ class Dequantised:
 
     values: StoredTensor
     scales: StoredTensor
-    dtype: ClassVar[torch.dtype] = torch.bfloat16
-    is_mapped: ClassVar[bool] = False
 
     @property
     def file(self) -> str:
         return self.values.file
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def fill(self, out: Tensor, start: int, stop: int) -> None:
-        """Compute rows [start, stop) into `out`, a few at a time."""
-        raise NotImplementedError
-
-    def read(self) -> Tensor:
-        return self.rows(0, self.shape[0])
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        self.fill(out, start, stop)
-        return out
-
-    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
-        # memory that is not written takes no room
-        out = torch.empty(self.shape, dtype=self.dtype)
-        for start, stop in consecutive(index[0].unique().tolist()):
-            self.fill(out[start:stop], start, stop)
-        return out
 
 
 @dataclass(frozen=True)
@@ -96,10 +65,6 @@ class BlockScaled(Dequantised):
     """
 
     block: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
 
     def fill(self, out: Tensor, start: int, stop: int) -> None:
         rows, cols = self.block
@@ -116,11 +81,6 @@ class PackedFp4(Dequantised):
 
     `values` has the axes expert, column, group of rows, byte.
     """
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, columns, groups, size = self.values.shape
-        return experts, 2 * groups * size, columns
 
     def fill(self, out: Tensor, start: int, stop: int) -> None:
         numbers = torch.tensor(FP4_NUMBERS)
@@ -147,15 +107,18 @@ def dequantised(
     if block is None:
         return result
     for name, header in headers.items():
-        if name.endswith(BLOCKS):
+        if name.endswith(BLOCKS) and len(header.shape) == 4:
             whole = name.removesuffix(BLOCKS)
             scales = _scales_of(result, f"{whole}_scales", header.shape[:-1], where)
-            result[whole] = PackedFp4(result.pop(name), scales)
+            experts, columns, groups, size = header.shape
+            shape = (experts, 2 * groups * size, columns)
+            result[whole] = PackedFp4(shape, torch.bfloat16, result.pop(name), scales)
         elif header.dtype == EIGHT_BITS and block and len(header.shape) == 2:
             rows, cols = block
             needed = (-(-header.shape[0] // rows), -(-header.shape[1] // cols))
             scales = _scales_of(result, f"{name}_scale_inv", needed, where)
-            result[name] = BlockScaled(header, scales, (rows, cols))
+            wide = torch.bfloat16
+            result[name] = BlockScaled(header.shape, wide, header, scales, (rows, cols))
     return result
 
 
