@@ -1,8 +1,9 @@
 """Predicts which parts of the source's function a growth keeps exactly, and says why.
 
 It looks at sizes, options and maps. It reads weights only to measure how far outputs move: where
-norms will be slightly off, and where a dense model becomes a mixture that computes something else. `growth.record.verify` measures the same afterwards. A
-change to how tensors are built must be reflected here.
+norms will be slightly off, and where a dense model becomes a mixture that computes something else.
+`growth.record.verify` measures the same afterwards. A change to how tensors are built must be
+reflected here.
 """
 
 from __future__ import annotations

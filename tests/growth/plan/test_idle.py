@@ -88,6 +88,9 @@ VALUES = {
     "depth": "interleave",
     "symmetry": "split",
     "scheme": "paper",
+    # of a dense model that becomes a mixture
+    "router": "zero",
+    "drop": 0.5,
 }
 METHODS = [{"method": m} for m in ("fpi", "aki", "direct_copy", "random")] + [{"scheme": "paper"}]
 MODELS = [

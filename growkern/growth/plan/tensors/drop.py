@@ -7,7 +7,9 @@ layer and the expert decide which units are drawn. So a part has the same bits a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,11 +46,16 @@ def drop_units(
     ranges = [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
     is_whole = [len(r) for r in ranges[1:]] == list(task.shape[1:])
     for number, matrix in zip(ranges[0], out, strict=True):
-        found = _statistics(task, matrix) if is_whole else None
-        if found is None:
-            key = ("drop", task.name, number)
-            found = plan.cache.get(key, lambda n=number: _statistics(task, build(n)))
+        if is_whole:
+            found = _statistics(task, matrix)
+        else:
+            make = partial(_of_built, task, build, number)
+            found = plan.cache.get(("drop", task.name, number), make)
         _draw(plan, task, number, found, ranges[1:], matrix)
+
+
+def _of_built(task: Task, build: Callable[[int], Tensor], number: int) -> list[tuple[float, float]]:
+    return _statistics(task, build(number))
 
 
 def _matrices(task: Task) -> tuple[int, int]:
@@ -62,14 +69,14 @@ def _statistics(task: Task, matrix: Tensor) -> list[tuple[float, float]]:
     count, _ = _matrices(task)
     result = []
     for one in matrix.chunk(count):
-        mean = _mean(one, lambda x: x)
-        result.append((mean, _mean(one, lambda x, m=mean: (x - m) ** 2) ** 0.5))
+        mean = _mean(x.cpu().double() for x in one.split(BLOCK))
+        variance = _mean((x.cpu().double() - mean) ** 2 for x in one.split(BLOCK))
+        result.append((mean, math.sqrt(variance)))
     return result
 
 
-def _mean(matrix: Tensor, of: Callable[[Tensor], Tensor]) -> float:
-    sums = [of(rows.cpu().double()).sum(1) for rows in matrix.split(BLOCK)]
-    return (torch.cat(sums).sum() / matrix.numel()).item()
+def _mean(blocks: Iterator[Tensor]) -> float:
+    return torch.cat([x.mean(1) for x in blocks]).mean().item()
 
 
 def _draw(

@@ -82,8 +82,8 @@ def build_tensor(
     work = work or OneByOne(backend)
     _build_weight(plan, task, read, part, out, work)
     if is_dropped(plan, task):
-        whole = partial(_expert, plan, task, read, backend)
-        work.then(partial(drop_units, plan, task, part, out, whole))
+        build = partial(_expert, plan, task, read, backend)
+        work.then(partial(drop_units, plan, task, part, out, build))
     return out
 
 
