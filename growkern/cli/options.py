@@ -37,6 +37,14 @@ def completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [one for one in choices if one.startswith(incomplete)]
 
 
+def layer_numbers(text: str) -> list[int]:
+    """Numbers of layers, separated by commas."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give numbers of layers, such as 0,3") from None
+
+
 def growth_options() -> list[tuple[str, type, Any]]:
     """The name, type and typer option of every growth option and every target size."""
     options = []
@@ -64,6 +72,18 @@ def growth_options() -> list[tuple[str, type, Any]]:
     for name, families in families_with.items():
         option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
         options.append((name, int, option))
+    choosing: dict[str, dict[str, str]] = {}
+    for model_type, family in tables.items():
+        for name, word in family.sparse_fields.items() if family.dense else ():
+            choosing.setdefault(name, {})[model_type] = word
+    for name, words in choosing.items():
+        is_list = "in" in words.values()
+        option = typer.Option(
+            help=f"Which layers become mixtures: {', '.join(words)}",
+            rich_help_panel="Growth",
+            **({"parser": layer_numbers, "metavar": "0,3"} if is_list else {}),
+        )
+        options.append((name, str if is_list else int, option))
     text = "Round the vocabulary up to a multiple of this."
     options.append((PAD_VOCAB, int, typer.Option(help=text, rich_help_panel="Target sizes")))
     text = "TOML file of a table of your own, for a model that growkern has none for."

@@ -26,6 +26,8 @@ class Dense:
     of: tuple[str, ...]
     set: Mapping[str, Any] = field(default_factory=dict)
     refuse: tuple[Refusal, ...] = ()
+    routed: str | None = None
+    shared: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,12 @@ class Family:
         """The config fields that decide the kinds of layers by a condition with this word."""
         conditions = [condition_of(text) for texts in self.kinds.values() for text in texts]
         return tuple(field for _, used, field, _ in conditions if used == word)
+
+    @property
+    def sparse_fields(self) -> dict[str, str]:
+        """The config fields that decide which layers are mixtures -> the words of conditions."""
+        conditions = [condition_of(text) for text in self.kinds.get("sparse", ())]
+        return {field: word for _, word, field, _ in conditions}
 
     @property
     def query_heads(self) -> tuple[str, ...]:

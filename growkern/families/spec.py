@@ -83,7 +83,8 @@ Its sections:
                 `scale_when`  the flag under which it must
                 `fallback`  the tensor to grow if the source has no such tensor, or a word of
                             `growkern.growth.plan.blueprint.MADE`
-                `dense`     the tensors of a dense model's FFN that make it, one after another
+                `dense`     the tensors of a dense model's FFN that make it, one after another.
+                            Experts and shared experts have it: one of both starts with outputs 0
                 `stored`    its full name in files if that is another; a norm's without `.weight`
                 `files`     its names in files where these have one tensor per expert, `{e}`, or
                             another name. Several: parts of its second axis, one after another
@@ -97,7 +98,9 @@ Its sections:
                 `differs` from another field, and why
     [dense]     the families `of` dense models that can become such mixtures. `set`: config fields
                 without which the mixture would not compute the same. `refuse`: as [refuse], for
-                the dense model's config
+                the dense model's config. `routed`: the config field with the factor that the
+                outputs of the chosen experts are multiplied with. `shared`: that factor for an
+                expert that all tokens share, where its gate is zero
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
     ties_by_value  true: whatever the file says, the config says tie_word_embeddings=True. A head

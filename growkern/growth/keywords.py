@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from growkern.growth.options import Aki, Depth, Maps, Method, Router, Scheme, Stream, Symmetry
+from growkern.growth.options import (
+    Aki,
+    Depth,
+    Maps,
+    Method,
+    Router,
+    Scheme,
+    SharedExpert,
+    Stream,
+    Symmetry,
+)
 
 
 class GrowthKeywords(TypedDict, total=False):
@@ -30,6 +40,7 @@ class GrowthKeywords(TypedDict, total=False):
     to: str
     router: Router
     drop: float
+    shared_expert: SharedExpert
 
     vocab_size: int
     pad_vocab_to_multiple_of: int
@@ -49,6 +60,10 @@ class GrowthKeywords(TypedDict, total=False):
     n_shared_experts: int
     n_group: int
     topk_group: int
+    # the layers of a mixture that a dense model becomes
+    mlp_only_layers: list[int]
+    decoder_sparse_step: int
+    first_k_dense_replace: int
     # latent attention
     q_lora_rank: int
     kv_lora_rank: int

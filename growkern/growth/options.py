@@ -23,6 +23,7 @@ Stream = Literal["auto", "copies", "padded"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
 Router = Literal["random", "zero"]
+SharedExpert = Literal["zero", "dense"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class GrowthOptions:
         drop: share of the units of every new expert whose weights are drawn again, with the mean
             and the deviation of their matrix (Drop-Upcycling). Outputs change. Over long
             trainings, such mixtures end better than exact copies.
+        shared_expert: what an expert that all tokens share starts with. `zero`: it adds nothing,
+            and the experts that the router chooses compute the dense FFN. `dense`: the reverse.
     """
 
     LIMITS: ClassVar[dict[str, Limit]] = {
@@ -109,6 +112,7 @@ class GrowthOptions:
     to: str = ""
     router: Router = "random"
     drop: float = 0.0
+    shared_expert: SharedExpert = "zero"
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -129,7 +133,7 @@ class GrowthOptions:
             raise GrowthError(
                 f"to={self.to!r} takes method='fpi' and scheme='exact': leave the others out"
             )
-        for name in ("router", "drop") if not self.to else ():
+        for name in ("router", "drop", "shared_expert") if not self.to else ():
             if (value := getattr(self, name)) != getattr(GrowthOptions, name):
                 raise GrowthError(
                     f"{name}={value!r} has no effect without a family to become: give to as well"

@@ -34,13 +34,27 @@ MULTIPLIERS = {
     "residual_multiplier": 0.5,
     "embedding_multiplier": 3.0,
 }
+LATENT = {"q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+# layers of these are dense or sparse
+GROUPED = {"first_k_dense_replace": 2, "routed_scaling_factor": 2.5}
+DELTA = {
+    **{"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6},
+}
 PAIRS = {
     "Llama": ("mixtral", HEADS),
     "Mistral": ("mixtral", {**HEADS, "sliding_window": 7}),
     "Qwen2": ("qwen2_moe", {}),
     "Qwen3": ("qwen3_moe", HEADS),
     "Granite": ("granitemoe", MULTIPLIERS),
+    "Glm4Moe": ("glm4_moe", {**HEADS, **GROUPED}),
+    "DeepseekV3": (
+        "deepseek_v3",
+        {**LATENT, **GROUPED, "num_key_value_heads": 6, "v_head_dim": 5},
+    ),
+    "Qwen3Next": ("qwen3_next", {**HEADS, **DELTA, "mlp_only_layers": [0, 1]}),
 }
+WITH_SHARED = ("Qwen2", "Glm4Moe", "DeepseekV3", "Qwen3Next")
 
 
 def dense(name, dtype=torch.float64, **options):
@@ -49,9 +63,15 @@ def dense(name, dtype=torch.float64, **options):
 
 def sizes_of(kind, experts, chosen, width=None):
     fields = ("num_experts", "moe_intermediate_size")
-    if not kind.startswith("qwen"):
+    if kind in ("mixtral", "granitemoe"):
         fields = ("num_local_experts", "intermediate_size")
+    elif not kind.startswith("qwen"):
+        fields = ("n_routed_experts", "moe_intermediate_size")
     sizes = {fields[0]: experts, "num_experts_per_tok": chosen}
+    if kind in ("deepseek_v3", "glm4_moe"):
+        sizes["first_k_dense_replace"] = 1
+    elif kind == "qwen3_next":
+        sizes["mlp_only_layers"] = [0]
     return sizes | ({} if width is None else {fields[1]: width})
 
 
@@ -61,16 +81,29 @@ def eager(model):
     return model
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_dense_model_becomes_an_exact_mixture(name):
-    """Parts of the FFN, wider ones, together with more layers and with uneven width and heads."""
-    heads = {"num_attention_heads": 10, "num_key_value_heads": 5}
+@pytest.mark.parametrize(
+    "name, shared",
+    [*((name, "zero") for name in PAIRS), *((name, "dense") for name in WITH_SHARED)],
+)
+def test_a_dense_model_becomes_an_exact_mixture(name, shared):
+    """Every recipe, the last one together with more layers and with uneven width and heads."""
     source, kind = dense(name), PAIRS[name][0]
-    larger = {"hidden_size": 20, "num_hidden_layers": 3, **heads}
-    grown = growkern.grow(source, to=kind, **sizes_of(kind, 8, 4, 9), **larger)
-    assert grown.growth_plan.exact
-    assert grown.config.model_type == kind
-    assert relative_error(source, eager(grown)) < 1e-12
+    larger = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
+    if kind == "deepseek_v3":
+        del larger["num_key_value_heads"]
+    if kind != "qwen3_next":
+        larger["num_hidden_layers"] = 3
+    recipes = [(8, 4, 9, larger), (8, 4, 4, {}), (5, 3, None, {})]
+    # how the FFN is split does not matter to experts whose outputs are zero
+    for experts, chosen, width, more in recipes[: 1 if shared == "dense" else None]:
+        sizes = {**sizes_of(kind, experts, chosen, width), **more}
+        grown = growkern.grow(source, to=kind, shared_expert=shared, **sizes)
+        assert grown.growth_plan.exact
+        assert grown.config.model_type == kind
+        assert relative_error(source, eager(grown)) < 1e-12
+        state = grown.state_dict()
+        outputs = (state[key] for key in state if key.endswith("experts.down_proj"))
+        assert any(tensor.any() for tensor in outputs) == (shared == "zero")
 
 
 def test_whole_copies_are_chosen_in_any_number():

@@ -14,5 +14,8 @@ def test_the_keywords_are_the_options_and_all_sizes():
     options = {
         field.name: get_type_hints(GrowthOptions)[field.name] for field in fields(GrowthOptions)
     }
-    sizes = {name for kind in supported_families() for name in growable_fields(load_family(kind))}
-    assert seen == {**options, **dict.fromkeys({*sizes, PAD_VOCAB}, int)}
+    tables = [load_family(kind) for kind in supported_families()]
+    sizes = {name for family in tables for name in growable_fields(family)}
+    which = {k: w for family in tables if family.dense for k, w in family.sparse_fields.items()}
+    lists = {name: list[int] if word == "in" else int for name, word in which.items()}
+    assert seen == {**options, **dict.fromkeys({*sizes, PAD_VOCAB}, int), **lists}

@@ -58,6 +58,7 @@ from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entri
 from growkern.growth.plan.blueprint import RANDOM, Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import plan_of_source, unknown_growth
+from growkern.growth.space.experts import adds_nothing
 from growkern.ops.expand.op import expand
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
@@ -250,6 +251,9 @@ def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
     if moments == "old_slices" and not is_first_copy(plan, task):
         return True
     if moments == "grow" and not has_known_gradient(plan, task):
+        return True
+    if plan.small.dense and adds_nothing(task.tensor.row, plan.options):
+        # no gradient reaches experts whose outputs are zero
         return True
     return moments == "reset" or is_new(plan, task)
 

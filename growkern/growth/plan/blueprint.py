@@ -176,8 +176,10 @@ class Blueprint:
 
     @cached_property
     def initial_tensors(self) -> dict[str, Initial]:
-        """How the target's class initialises each of its tensors before training."""
-        return initial_tensors(self.large)
+        """How the target's class initialises those of its tensors that begin untrained."""
+        is_baseline = self.options.is_baseline
+        needed = {task.name for task in self.tasks if is_baseline or task.source == RANDOM}
+        return initial_tensors(self.large, needed)
 
     @cached_property
     def cache(self) -> SharedCache:

@@ -180,7 +180,10 @@ def _experts(plan: Blueprint) -> list[Finding]:
             each = "a copy" if parts == 1 else f"one of {parts} parts"
             what = f"{count} experts, each {each} of the dense FFN"
             why = "the weights of those that the router chooses add up to 1"
-            if parts > 1:
+            if plan.options.shared_expert == "dense":
+                what = f"{count} experts with outputs of zero"
+                why = "the expert that all tokens share computes the dense FFN"
+            elif parts > 1:
                 why = f"the router chooses whole copies, and outputs count {parts} times"
             result.append(Finding("exact", what, why))
             if plan.options.drop:

@@ -35,7 +35,7 @@ from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.layers import check_kinds, inserted_in, layers_of, refuse_unportable
-from growkern.growth.space.upcycling import check_router, mixture_config, upcycled
+from growkern.growth.space.upcycling import check_router, mixture_config, mixture_of, upcycled
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 
@@ -276,12 +276,12 @@ def plan_growth(
             f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
         )
 
-    if not options.to and target_config is not None and opened.dense is None:
-        kind = target_config.model_type
-        options = options if kind == opened.spec.family.model_type else replace(options, to=kind)
+    if not options.to and target_config is not None and opened.spec.dense is None:
+        options = replace(options, to=mixture_of(opened.spec, target_config))
     dims = {**dims}
-    if options.to not in ("", opened.spec.family.model_type):
-        opened = upcycled(opened, mixture_config(opened.spec, options.to, dims, target_config))
+    if options.to and opened.spec.dense is None:
+        config = mixture_config(opened.spec, options, dims, target_config)
+        opened = upcycled(opened, config, options)
         check_router(opened.spec, options)
 
     def make(large: ModelSpec) -> GrowthPlan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -45,11 +45,12 @@ class Initial:
     zero_rows: tuple[int, ...] = ()
 
 
-def initial_tensors(spec: ModelSpec) -> dict[str, Initial]:
-    """The initialisation of every parameter and persistent buffer of a model, by name."""
+def initial_tensors(spec: ModelSpec, needed: Collection[str]) -> dict[str, Initial]:
+    """The initialisation of parameters and persistent buffers of a model, by name."""
     with torch.device("meta"):
         model = untrained_model(spec)
-    tensors = dict(chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False)))
+    every = chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False))
+    tensors = {name: tensor for name, tensor in every if name in needed}
     found: dict[int, Initial] = {}
     with _recorded_calls(found, {id(tensor) for tensor in tensors.values()}):
         for module in model.modules():

@@ -22,7 +22,7 @@ from growkern.growth.disk.sentence import fold_modules, is_sentence_model
 from growkern.growth.disk.shards import ShardLayout, TargetFile, lay_out, write_rows
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.models import class_shapes
-from growkern.growth.options import parse_size
+from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan.blueprint import dtype_of
 from growkern.growth.record.fold import axis_folds, fold_rows
 from growkern.growth.record.lineage import keep_lineage
@@ -114,7 +114,7 @@ def fold(
     shown = record.shown(opened.spec.with_config(record.source_config))
     small, chosen = shown.dense or shown, choose(record, opened, shown)
     dtype = dtype or record.source_dtype
-    places = places_in(shown)
+    places = places_in(shown, record.options)
     # of a dense model, what its mixture is made of
     shapes = {
         name: small.shapes[name] if shown.dense else record.origins[chosen[name]].source_shape
@@ -187,15 +187,15 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
     return {name: chosen[name] for name in small.shapes if name in chosen}
 
 
-def places_in(shown: ModelSpec) -> Places:
+def places_in(shown: ModelSpec, options: GrowthOptions) -> Places:
     """Tensor of a dense model -> where its mixture has it: tensor, place in its parts, and parts.
 
-    Experts count before an expert that all tokens share.
+    Experts that added nothing at first do not count.
     """
-    parts = sorted(parts_of(shown).items(), key=lambda item: not item[1].experts)
     return {
         own: (name, number, part)
-        for name, part in reversed(parts)
+        for name, part in parts_of(shown).items()
+        if bool(part.experts) != (options.shared_expert == "dense")
         for number, own in enumerate(part.names)
     }
 
@@ -221,7 +221,7 @@ def _write(
             shown, number, part = places.get(name, (name, 0, None))
             origin, tensor = lineage.origins[chosen[shown]], grown.read(chosen[shown])
             folds = axis_folds(origin, partial(lineage.space, layer=origin.layer))
-            if part is not None:
+            if part is not None and part.experts:
                 own = _part_of(partial(fold_rows, origin, folds, tensor), number, part)
                 data = own.to(header.dtype).contiguous()
                 write_rows(files, header, 0, len(data), data.view(-1).view(torch.uint8))
@@ -241,7 +241,5 @@ def _part_of(rows: Callable[[int, int], Tensor], number: int, part: Parts) -> Te
         rows: some experts of the folded tensor.
         number: the place of the tensor among those that `part` names.
     """
-    if not part.experts:
-        return rows(0, 1 << 62)
     matrices = (rows(expert, expert + 1)[0] for expert in range(part.experts))
     return torch.cat([m.chunk(len(part.names))[number] for m in matrices], part.axis)

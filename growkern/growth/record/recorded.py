@@ -40,7 +40,7 @@ from growkern.growth.source.config_values import check_layers
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
-from growkern.growth.space.upcycling import dense_model, upcycled
+from growkern.growth.space.upcycling import dense_model, upcycled, with_start
 
 T = TypeVar("T")
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
@@ -79,7 +79,8 @@ class Lineage:
         """The source's `spec`, with the dense model that it shows."""
         if self.dense_config is None:
             return spec
-        return replace(spec, dense=dense_model(self.dense_config, spec))
+        family = with_start(spec.family, self.options)
+        return replace(spec, family=family, dense=dense_model(self.dense_config, spec))
 
     @cached_property
     def _spaces(self) -> Any:
@@ -212,7 +213,7 @@ def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
                 f"{lineage.file}: made from a model with {name}={own}, this source has {other}"
             )
     if dense is not None:
-        source = upcycled(source, lineage.source_config)
+        source = upcycled(source, lineage.source_config, lineage.options)
     return plan_growth(source, lineage.options, {}, lineage.target_config, lineage.dtype)
 
 

@@ -164,7 +164,7 @@ def verify(
                 "the grown model has no growth_plan: pass the model that grow() returned or a "
                 "directory made by grow_checkpoint()"
             )
-        plan = dataclasses.replace(own, source=as_source_of(own.small, opened))
+        plan = dataclasses.replace(own, source=as_source_of(own.small, opened, own.options))
     for whose, model in (("source", opened), ("grown model", opened_grown)):
         notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)

@@ -11,13 +11,33 @@ copied: a copy beside its expert would count twice.
 from __future__ import annotations
 
 from growkern.errors import UnfitError
+from growkern.families.family import Dense
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Row, SpaceSpec, TensorSpec
+from growkern.families.spec import Row, SpaceSpec
+from growkern.growth.options import GrowthOptions
 
 
-def is_output(row: Row | TensorSpec) -> bool:
-    """True for the matrices of experts that write their outputs."""
-    return len(row.axes) == 3 and row.axes[1] == "write:stream"
+def is_output(row: Row) -> bool:
+    """True for the matrices made of a dense FFN's that write its output."""
+    return bool(row.dense) and "write:stream" in row.axes
+
+
+def adds_nothing(row: Row, options: GrowthOptions) -> bool:
+    """True for the matrices of experts that are beside those which compute the dense FFN."""
+    return bool(row.dense) and (len(row.axes) > 2) == (options.shared_expert == "dense")
+
+
+def output_scale(view: ModelSpec, row: Row) -> float:
+    """The factor of an `is_output` matrix that a dense model becomes.
+
+    Each of c experts that an FFN was split into has a weight of 1/c, and the model may multiply
+    their outputs with a factor.
+    """
+    own = view.family.dense or Dense(())
+    if len(row.axes) == 2:
+        return 1 / own.shared
+    factor = 1.0 if own.routed is None else getattr(view.fields, own.routed)
+    return float(view.size(str(view.family.mixtures[0].size)) / factor)
 
 
 def check_copies(small: ModelSpec, large: ModelSpec) -> None:

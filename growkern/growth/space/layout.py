@@ -18,7 +18,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
-from growkern.growth.space.experts import is_output
+from growkern.growth.space.experts import is_output, output_scale
 from growkern.growth.space.spaces import (
     CARRY_UNITS,
     LINEAR_PAIR_ACTIVATIONS,
@@ -217,12 +217,9 @@ class Layout:
 
         Some models round that root to the dtype of their weights, so this rounds it too. The
         result is 1 if the table's row names no such factor.
-
-        The outputs of c experts that a dense FFN was split into count c times, as each has a weight
-        of 1/c.
         """
         if self.small.dense and isinstance(row, Row) and is_output(row):
-            return float(self.small.size(str(self.family.mixtures[0].size)))
+            return output_scale(self.small, row)
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
         inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")

@@ -18,33 +18,48 @@ from typing import Any
 import transformers
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.conditions import condition_of
 from growkern.families.family import Family
 from growkern.families.load import dense_families, load_family, supported_families
 from growkern.families.model import ModelSpec
+from growkern.families.spec import Row
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source.parts.experts import Assembled, Parts
 from growkern.growth.source.source import Source
-from growkern.growth.space.experts import is_output
+from growkern.growth.space.experts import adds_nothing, is_output
 
 # fields that say what a config is of
 NAMES = ("model_type", "architectures", "transformers_version")
 
 
-def mixture_config(small: ModelSpec, kind: str, dims: dict[str, Any], target: Any = None) -> Any:
+def mixture_of(small: ModelSpec, target: Any) -> str:
+    """The family of mixtures that a model becomes in a growth to this config; "": it stays one."""
+    kind, known = target.model_type, small.family.model_type
+    if kind != known:
+        return str(kind)
+    if known not in dense_families(known):
+        return ""
+    models = (small, small.with_config(target))
+    before, after = (any(t.row.dense for t in model.tensors) for model in models)
+    return known if after and not before else ""
+
+
+def mixture_config(
+    small: ModelSpec, options: GrowthOptions, dims: dict[str, Any], target: Any = None
+) -> Any:
     """The config of a dense model as a mixture of one copy of its FFN.
 
     Args:
-        kind: the `model_type` of the mixture.
+        options: `to` is the `model_type` of the mixture.
         dims: the target's sizes, by the mixture's own names. The lists and numbers that decide
             which layers are sparse are taken out of it.
         target: a whole target config instead of `dims`.
 
     Raises:
-        GrowthError: there is no such mixture; or the FFN does not split into experts of the size
-            that is asked for.
+        GrowthError: there is no such mixture; no layer would be one; or the FFN does not split
+            into experts of the size that is asked for.
     """
-    family = _sibling(small, kind)
+    kind = options.to
+    family = _sibling(small, options)
     cls = transformers.CONFIG_MAPPING[kind]
     given, known = small.config.to_dict(), cls().to_dict()
     config = cls(**{name: x for name, x in given.items() if name in known and name not in NAMES})
@@ -52,14 +67,32 @@ def mixture_config(small: ModelSpec, kind: str, dims: dict[str, Any], target: An
         # some configs take sizes that they have no default for
         if key in family.config and size.field and family.config[key].field == size.field:
             setattr(config, size.field, small.size(key) - size.plus)
-    kinds = {condition_of(text)[2] for texts in family.kinds.values() for text in texts}
-    for name in kinds & dims.keys() if target is None else known.keys() - given.keys():
+    kinds = set(family.sparse_fields)
+    for name in kinds & dims.keys() if target is None else kinds | known.keys() - given.keys():
         setattr(config, name, dims.pop(name) if target is None else getattr(target, name))
     for name, value in family.dense.set.items() if family.dense else ():
         setattr(config, name, value)
     config._name_or_path = getattr(small.config, "_name_or_path", "")
-    _set_sizes(config, small, family, dims if target is None else vars(target))
+    _set_sizes(config, small, family, options, dims if target is None else vars(target))
+    layers = small.size(next(iter(family.stacks.values())))
+    view = ModelSpec(family, config, "")
+    if kinds and not any(view.kinds_of(layer, layers)["sparse"] for layer in range(layers)):
+        given = " and ".join(f"{name}={getattr(config, name)}" for name in sorted(kinds))
+        raise GrowthError(f"{given}: no layer of the {layers} becomes a mixture: give other values")
     return config
+
+
+def with_start(family: Family, options: GrowthOptions) -> Family:
+    """The table of a mixture of which some experts add nothing at first: their outputs are zero.
+
+    Either those that a router chooses or the one that all tokens share computes the dense FFN.
+    """
+
+    def started(row: Row) -> Row:
+        is_zero = is_output(row) and adds_nothing(row, options)
+        return replace(row, dense=(), fallback="zero") if is_zero else row
+
+    return replace(family, parts={n: (*map(started, rows),) for n, rows in family.parts.items()})
 
 
 def check_router(view: ModelSpec, options: GrowthOptions) -> None:
@@ -72,13 +105,13 @@ def check_router(view: ModelSpec, options: GrowthOptions) -> None:
         )
 
 
-def upcycled(source: Source, config: Any) -> Source:
+def upcycled(source: Source, config: Any, options: GrowthOptions) -> Source:
     """A dense source as the mixture of `mixture_config`.
 
     Raises:
         GrowthError: the dense model has something that such a mixture lacks.
     """
-    family = _sibling(source.spec, config.model_type)
+    family = with_start(_sibling(source.spec, options), options)
     view = shown_as(source.spec, config, family)
     parts = parts_of(view)
     dtypes = {
@@ -89,9 +122,9 @@ def upcycled(source: Source, config: Any) -> Source:
     return replace(source, spec=view, dtypes=dtypes, read=read, keys={}, dense=source, parts=parts)
 
 
-def as_source_of(small: ModelSpec, opened: Source) -> Source:
+def as_source_of(small: ModelSpec, opened: Source, options: GrowthOptions) -> Source:
     """An opened source as a growth from `small` reads it."""
-    return opened if small.dense is None else upcycled(opened, small.config)
+    return opened if small.dense is None else upcycled(opened, small.config, options)
 
 
 def shown_as(small: ModelSpec, config: Any, family: Family) -> ModelSpec:
@@ -119,18 +152,34 @@ def dense_model(config: Any, view: ModelSpec) -> ModelSpec:
     return ModelSpec.of(config, same[0], family)
 
 
-def _sibling(small: ModelSpec, kind: str) -> Family:
-    known = small.family.model_type
+def _sibling(small: ModelSpec, options: GrowthOptions) -> Family:
+    kind, known = options.to, small.family.model_type
     allowed = [k for k in supported_families() if known in dense_families(k)]
     if kind not in allowed:
         text = nearest(kind, allowed) if allowed else ": it can only grow in its own family"
         raise GrowthError(f"to={kind!r}: a {known} cannot become one{text}")
     if small.family.table is not None:
         raise GrowthError(f"to={kind!r}: a {known} with a table of your own cannot become one")
-    return load_family(kind)
+    family = load_family(kind)
+    if options.shared_expert == "dense" and len(_widths(family)) < 2:
+        raise GrowthError(
+            f"shared_expert='dense': a {kind} has no expert that all tokens share: leave it out"
+        )
+    for tensor in (t for t in small.tensors if t.row.dense):
+        raise GrowthError(
+            f"to={kind!r}: layer {tensor.layer} has experts already: only a model whose layers are "
+            "all dense becomes a mixture. Leave `to` out to grow the experts"
+        )
+    return family
 
 
-def _set_sizes(config: Any, small: ModelSpec, family: Family, asked: Mapping[str, Any]) -> None:
+def _set_sizes(
+    config: Any,
+    small: ModelSpec,
+    family: Family,
+    options: GrowthOptions,
+    asked: Mapping[str, Any],
+) -> None:
     """Give the mixture as many experts as its FFN splits into, all of them chosen."""
     asked = {config.attribute_map.get(name, name): value for name, value in asked.items()}
     (space,) = family.mixtures
@@ -138,12 +187,12 @@ def _set_sizes(config: Any, small: ModelSpec, family: Family, asked: Mapping[str
     for field in fields:
         if field not in asked:
             raise GrowthError(f"to={family.model_type!r} needs {field}: give it as well")
-    whole, parts = small.size("ffn"), 1
-    for key, is_expert in _widths(family):
-        field = family.config_field(key)
-        if is_expert:
-            parts = _parts_of(whole, asked.get(field, whole), field)
-        setattr(config, field, whole // parts if is_expert else whole)
+    whole, (routed, *shared) = small.size("ffn"), _widths(family)
+    width = family.config_field(routed)
+    parts = _parts_of(whole, asked.get(width, whole), width)
+    setattr(config, width, whole // parts)
+    for key in shared:
+        _set_shared(config, family, key, whole, options, asked)
     count, chosen = (asked[field] for field in fields)
     if type(chosen) is int is type(count) and (chosen > count or chosen % parts):
         of = (
@@ -152,18 +201,57 @@ def _set_sizes(config: Any, small: ModelSpec, family: Family, asked: Mapping[str
             else f", in multiples of {parts}: one copy of the FFN has {parts} experts"
         )
         raise GrowthError(f"{fields[1]}={chosen}: give at most {fields[0]}={count}{of}")
-    for field in fields:
-        setattr(config, field, parts)
+    _check_groups(family, parts, asked)
+    for key in (*fields, *map(family.config_field, space.groups)):
+        setattr(config, key, parts if key in fields else 1)
 
 
-def _widths(family: Family) -> set[tuple[str, bool]]:
-    """The sizes that are made of the dense FFN's, and whether they are those of an expert."""
-    found = set()
-    for row in (row for rows in family.parts.values() for row in rows if row.dense):
-        spaces = [family.spaces[name] for name in row.uses("")[0]]
-        sizes = {str(s.size) for s in spaces if s.kind == "units"}
-        found |= {(size, len(row.axes) > 2) for size in sizes}
-    return found
+def _check_groups(family: Family, parts: int, asked: Mapping[str, Any]) -> None:
+    """Refuse groups of experts that part the copies of the FFN, or that have too few of them."""
+    (space,) = family.mixtures
+    names = [family.config_field(str(k)) for k in (space.size, space.chosen, *space.groups)]
+    sizes = [asked.get(name, 1) for name in names]
+    if not space.groups or any(type(size) is not int for size in sizes):
+        return
+    count, chosen, groups, taken = sizes
+    each, rest = divmod(count, max(groups, 1))
+    # a group is as good as the sum of its best two
+    if rest or each % parts or each < 2 or chosen > taken * each:
+        of = "" if parts == 1 else f", in multiples of {parts}"
+        raise GrowthError(
+            f"{names[2]}={groups}, {names[3]}={taken}: give groups of 2 or more experts each{of}, "
+            f"of {names[0]}={count}, and enough groups for {names[1]}={chosen}"
+        )
+
+
+def _set_shared(
+    config: Any,
+    family: Family,
+    key: str,
+    whole: int,
+    options: GrowthOptions,
+    asked: Mapping[str, Any],
+) -> None:
+    """Give the expert that all tokens share units of the dense FFN: all, unless it adds nothing."""
+    size = family.config[key]
+    # its width, or how many times it is as wide as the others
+    field, _, other = str(size.field or size.default).partition(" * ")
+    most = whole // getattr(config, other) if other else whole
+    is_whole = options.shared_expert == "dense" or not other
+    count = asked.get(field, most if is_whole else getattr(config, field))
+    if options.shared_expert == "dense" and type(count) is int and count < most:
+        raise GrowthError(
+            f"{field}={count}: with shared_expert='dense' give at least {most}, for all {whole} "
+            "units of the FFN"
+        )
+    setattr(config, field, min(count, most) if type(count) is int else most)
+
+
+def _widths(family: Family) -> tuple[str, ...]:
+    """The width of an expert, and that of the expert that all tokens share, if there is one."""
+    rows = [row for rows in family.parts.values() for row in rows if is_output(row)]
+    spaces = (row.axes[-1].partition(":")[2] for row in sorted(rows, key=lambda r: -len(r.axes)))
+    return tuple(dict.fromkeys(str(family.spaces[name].size) for name in spaces))
 
 
 def _parts_of(whole: int, asked: Any, field: str) -> int:
@@ -193,6 +281,6 @@ def parts_of(view: ModelSpec) -> dict[str, Parts]:
     result = {}
     for tensor in (t for t in view.own_tensors if t.row.dense):
         names = tuple(prefix + x.replace("{l}", str(tensor.layer)) for x in tensor.row.dense)
-        count = experts if len(tensor.axes) > 2 else 0
-        result[tensor.name] = Parts(names, count, int(is_output(tensor)))
+        count, axis = experts if len(tensor.axes) > 2 else 0, int(is_output(tensor.row))
+        result[tensor.name] = Parts(names, count, axis, view.shapes[tensor.name][axis])
     return result

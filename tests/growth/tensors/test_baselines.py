@@ -130,7 +130,8 @@ def test_a_part_draws_only_its_own(monkeypatch):
 
 def test_the_class_is_asked_and_left_as_it_was():
     config = transformers.GPT2Config(**GPT2, initializer_range=0.5)
-    initial = initial_tensors(ModelSpec.of(config, "GPT2LMHeadModel"))
+    spec = ModelSpec.of(config, "GPT2LMHeadModel")
+    initial = initial_tensors(spec, spec.shapes)
     assert initial["transformer.wte.weight"].deviation == 0.5
     # 2 layers, two projections each
     assert initial["transformer.h.1.mlp.c_proj.weight"].deviation == 0.25

@@ -117,11 +117,13 @@ class Parts:
         names: the dense tensors; their rows lie one after another.
         experts: how many experts share their units; 0: the tensor has no axis of experts.
         axis: the axis of their units.
+        size: length of that axis, of a tensor without experts: it may have the first units only.
     """
 
     names: tuple[str, ...]
     experts: int
     axis: int
+    size: int
 
     def of_expert(self, tensors: Sequence[Tensor], expert: int) -> Tensor:
         """The matrix of one expert, from the dense tensors."""
@@ -142,7 +144,7 @@ class Assembled:
             return self.read(name) if entries is None else self.read(name, entries)
         tensors = [self.read(own) for own in part.names]
         if not part.experts:
-            return tensors[0]
+            return tensors[0].narrow(part.axis, 0, part.size)
         numbers = range(part.experts) if entries is None else entries
         found = [part.of_expert(tensors, number) for number in numbers]
         # of a single tensor nothing is copied
