@@ -276,13 +276,8 @@ def plan_growth(
             f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
         )
 
-    if not options.to and target_config is not None and opened.spec.dense is None:
-        options = replace(options, to=mixture_of(opened.spec, target_config))
     dims = {**dims}
-    if options.to and opened.spec.dense is None:
-        config = mixture_config(opened.spec, options, dims, target_config)
-        opened = upcycled(opened, config, options)
-        check_router(opened.spec, options)
+    opened, options = as_mixture(opened, options, dims, target_config)
 
     def make(large: ModelSpec) -> GrowthPlan:
         if target_config is None:
@@ -295,6 +290,24 @@ def plan_growth(
         with torch.device("cpu"):
             _ = made.findings
     return made
+
+
+def as_mixture(
+    opened: Source, options: GrowthOptions, dims: dict[str, int], target_config: Any | None
+) -> tuple[Source, GrowthOptions]:
+    """A source as a mixture, if the growth makes one of it; arguments as in `plan_growth`.
+
+    Of `dims` the fields are taken out that decide which layers become mixtures.
+    """
+    if opened.spec.dense is not None:
+        return opened, options
+    if not options.to and target_config is not None:
+        options = replace(options, to=mixture_of(opened.spec, target_config))
+    if options.to:
+        config = mixture_config(opened.spec, options, dims, target_config)
+        opened = upcycled(opened, config, options)
+        check_router(opened.spec, options)
+    return opened, options
 
 
 def with_stream(options: GrowthOptions, small: ModelSpec, large: ModelSpec) -> GrowthOptions:

@@ -33,7 +33,7 @@ from growkern.growth.models import (
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan_growth
+from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, as_mixture, plan_growth
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
 from growkern.growth.sharded.placement import device_of, free_gathered, local_part, local_tensor
@@ -211,6 +211,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _plan_for(
     model: Any, opened: Source, options: GrowthOptions, parameters: Mapping[str, Tensor]
 ) -> GrowthPlan:
+    opened, options = as_mixture(opened, options, {}, model.config)
     # fully_shard replaces a model's class by a subclass of it
     if opened.class_name not in (c.__name__ for c in type(model).__mro__):
         raise GrowthError(

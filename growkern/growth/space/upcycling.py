@@ -33,11 +33,11 @@ NAMES = ("model_type", "architectures", "transformers_version")
 
 def mixture_of(small: ModelSpec, target: Any) -> str:
     """The family of mixtures that a model becomes in a growth to this config; "": it stays one."""
-    kind, known = target.model_type, small.family.model_type
-    if kind != known:
-        return str(kind)
-    if known not in dense_families(known):
+    kind, known = str(target.model_type), small.family.model_type
+    if known not in dense_families(kind):
         return ""
+    if kind != known:
+        return kind
     models = (small, small.with_config(target))
     before, after = (any(t.row.dense for t in model.tensors) for model in models)
     return known if after and not before else ""

@@ -31,10 +31,11 @@ from growkern.growth.source.distributed.tensors import DistributedTensor
 from tests.growth.models import BERT, GPT2, LLAMA, eager, random_model
 from tests.growth.optimizer import ranks
 from tests.growth.plan.test_families import PYTHIA
-from tests.growth.relatives import LOCAL
+from tests.growth.relatives import LOCAL, ROTARY
 from tests.growth.watch import Watch
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+PARTS = {"intermediate_size": ROTARY["intermediate_size"] // 2}
 UNEVEN = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
 
 # name: (class, sizes, source config, growth, mesh)
@@ -79,6 +80,14 @@ CASES = {
         {"num_local_experts": 8, "intermediate_size": 29, "method": "aki"},
         "fsdp",
     ),
+    # two halves of the FFN
+    "mistral becomes mixtral, fsdp": (
+        "MistralForCausalLM",
+        ROTARY,
+        UNTIED,
+        {"to": "mixtral", **PARTS, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "fsdp",
+    ),
     # 4 x 72 rows of 6 heads of 48, in three parts
     "neox larger heads aki, fsdp": (
         "GPTNeoXForCausalLM",
@@ -97,12 +106,16 @@ TWO_RANKS = (
     "llama, tp",
     "llama, copies",
     "mixtral experts, fsdp",
+    "mistral becomes mixtral, fsdp",
 )
 RANKS = {2: TWO_RANKS, 4: tuple(name for name in CASES if name not in TWO_RANKS)}
 
 # of these, optimizers too
 OPTIMIZERS = {
-    2: ("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp", "mixtral experts, fsdp"),
+    2: (
+        *("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "llama, tp", "mixtral experts, fsdp"),
+        "mistral becomes mixtral, fsdp",
+    ),
     4: ("bert uneven and deeper, hsdp", "llama aki uneven, fsdp x tp"),
 }
 
@@ -156,7 +169,7 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
         source.save_pretrained(directory)
     dist.barrier()
     whole = growkern.grow(directory, **how)
-    model_class = getattr(transformers, class_name)
+    model_class = type(whole)
     with torch.device("meta"):
         model = shard(model_class(whole.growth_plan.target_config), kind, mesh)
     options = {k: v for k, v in how.items() if k in ("method", "depth")}
