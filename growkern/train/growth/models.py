@@ -152,7 +152,7 @@ def _plan_of_config(
     dtypes = {name: dtype for name in small.shapes if name not in small.ties}
     source, options = Source(small, dtypes, read, history=history), options_of(growth)
     planned = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
-    model = _on_meta(small.class_name, planned.target_config, dtype)
+    model = _on_meta(planned.large.class_name, planned.target_config, dtype)
     # what would be refused when the growth comes is refused now
     plan_into(model, source, options)
     check(model)
@@ -212,11 +212,12 @@ def unfilled_model(
     """A model whose weights are 0, to be loaded from a checkpoint. All processes call this.
 
     Args:
-        class_name: in transformers.
+        class_name: of the model that the run begins with. A dense one may become a mixture.
         options: of the distribution.
         mesh: as in `shard`.
     """
-    model = shard(_on_meta(class_name, size.config, dtype), options, mesh)
+    name = class_name if size.plan is None else size.plan.large.class_name
+    model = shard(_on_meta(name, size.config, dtype), options, mesh)
     if size.plan is not None:
         model.growth_plan = size.plan
     device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))
