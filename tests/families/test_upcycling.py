@@ -37,10 +37,6 @@ MULTIPLIERS = {
 LATENT = {"q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 # layers of these are dense or sparse
 GROUPED = {"first_k_dense_replace": 2, "routed_scaling_factor": 2.5}
-DELTA = {
-    **{"layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2},
-    **{"linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6},
-}
 PAIRS = {
     "Llama": ("mixtral", HEADS),
     "Mistral": ("mixtral", {**HEADS, "sliding_window": 7}),
@@ -52,9 +48,8 @@ PAIRS = {
         "deepseek_v3",
         {**LATENT, **GROUPED, "num_key_value_heads": 6, "v_head_dim": 5},
     ),
-    "Qwen3Next": ("qwen3_next", {**HEADS, **DELTA, "mlp_only_layers": [0, 1]}),
 }
-WITH_SHARED = ("Qwen2", "Glm4Moe", "DeepseekV3", "Qwen3Next")
+WITH_SHARED = ("Qwen2", "Glm4Moe", "DeepseekV3")
 
 
 def dense(name, dtype=torch.float64, **options):
@@ -70,8 +65,6 @@ def sizes_of(kind, experts, chosen, width=None):
     sizes = {fields[0]: experts, "num_experts_per_tok": chosen}
     if kind in ("deepseek_v3", "glm4_moe"):
         sizes["first_k_dense_replace"] = 1
-    elif kind == "qwen3_next":
-        sizes["mlp_only_layers"] = [0]
     return sizes | ({} if width is None else {fields[1]: width})
 
 
@@ -88,11 +81,9 @@ def eager(model):
 def test_a_dense_model_becomes_an_exact_mixture(name, shared):
     """Every recipe, the last one together with more layers and with uneven width and heads."""
     source, kind = dense(name), PAIRS[name][0]
-    larger = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
-    if kind == "deepseek_v3":
-        del larger["num_key_value_heads"]
-    if kind != "qwen3_next":
-        larger["num_hidden_layers"] = 3
+    larger = {"hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 10}
+    if kind != "deepseek_v3":
+        larger["num_key_value_heads"] = 5
     recipes = [(8, 4, 9, larger), (8, 4, 4, {}), (5, 3, None, {})]
     # how the FFN is split does not matter to experts whose outputs are zero
     for experts, chosen, width, more in recipes[: 1 if shared == "dense" else None]:

@@ -186,7 +186,7 @@ def _experts(plan: Blueprint) -> list[Finding]:
             elif parts > 1:
                 why = f"the router chooses whole copies, and outputs count {parts} times"
             result.append(Finding("exact", what, why))
-            if plan.options.drop:
+            if plan.options.drop and plan.options.shared_expert == "zero":
                 what = f"drop={plan.options.drop:g}"
                 why = "that share of the units of every expert is drawn again"
                 result.append(Finding("changed", what, why, asked=True))

@@ -164,7 +164,8 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
         raise GrowthError(
             f"{file}: method='random' kept nothing of the source, so it cannot be folded"
         )
-    if drop := lineage.options.drop:
+    drop = lineage.options.drop
+    if drop and lineage.options.shared_expert == "zero":
         raise GrowthError(
             f"{file}: drop={drop:g} drew units of every expert again, so no mean over experts is "
             "the dense model: it cannot be folded"

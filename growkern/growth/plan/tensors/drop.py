@@ -60,7 +60,7 @@ def _of_built(task: Task, build: Callable[[int], Tensor], number: int) -> list[t
 
 def _matrices(task: Task) -> tuple[int, int]:
     """How many matrices lie side by side in an expert's, and the axis of their units."""
-    axis = 2 if is_output(task.tensor) else 1
+    axis = 2 if is_output(task.tensor.row) else 1
     return task.tensor.axes[axis].count("|") + 1, axis
 
 
