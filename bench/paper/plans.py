@@ -309,11 +309,12 @@ OF_MIXTURE, OF_HALVES, TAUGHT = 0.715, 0.989, 0.905
 def _upcycling(setting: Setting) -> list[Line]:
     """A dense model that goes on, and mixtures with as many FLOPs.
 
-    The last line begins untrained and has the FLOPs of the source too, which are as many.
+    Two lines begin untrained and have the FLOPs of the source too, which are as many.
     """
     target, steps = replace(setting.target, experts=8), OF_MIXTURE * setting.steps
     moe = setting.variant("experts", target=target, steps=round(steps))
     twice = setting.variant("twice", target=target, steps=round(2 * steps))
+    once = setting.variant("once", steps=2 * setting.steps)
     taught = setting.variant("taught", target=target, steps=round(TAUGHT * steps))
     target, steps = replace(target, experts=16, parts=2), OF_HALVES * setting.steps
     halves = setting.variant("halves", target=target, steps=round(steps))
@@ -325,6 +326,7 @@ def _upcycling(setting: Setting) -> list[Line]:
         Line(moe, "upcycled_drop"),
         Line(halves, "upcycled_halves"),
         Line(twice, "scratch", "twice the FLOPs"),
+        Line(once, "scratch", "dense, twice the FLOPs"),
         Line(taught, "upcycled_taught", like=copies),
         *(replace(one, label=f"at {higher:g}", rate=higher) for one in (dense, copies)),
     ]
