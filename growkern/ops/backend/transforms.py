@@ -10,7 +10,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from growkern.errors import GrowthError
@@ -112,6 +112,30 @@ def apply(rules: Rules, *arguments: Any) -> Any:
     return _Transformed.apply(call, *flat)
 
 
+def without_graph(op: Any, *arguments: Any) -> Any:
+    """Call an op whose derivative nobody asks for.
+
+    The dispatcher takes as long as a small loss. So the function behind the op is called where
+    nothing but the dispatcher's own work would be left out: no transform, no mode and no tracer
+    looks on, and all tensors are plain ones.
+    """
+    if (
+        not torch.compiler.is_compiling()
+        and not _is_transformed()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+        and all(map(_is_plain, arguments))
+    ):
+        return op._init_fn(*arguments)
+    return op(*arguments)
+
+
+def _is_plain(argument: Any) -> bool:
+    if isinstance(argument, list):
+        return all(map(_is_plain, argument))
+    return not isinstance(argument, Tensor) or type(argument) in (Tensor, nn.Parameter)
+
+
 def _refuse_batch_of_gradients(arguments: Sequence[Any]) -> None:
     """Refuse what torch.autograd.grad(is_grads_batched=True) passes.
 
@@ -144,7 +168,7 @@ def is_last_backward(saved: Sequence[Tensor]) -> bool:
 class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *flat: Any) -> Any:
-        result = call.rules.op(*call.nested(flat))
+        result = without_graph(call.rules.op, *call.nested(flat))
         return tuple(result) if isinstance(result, list) else result
 
     @staticmethod

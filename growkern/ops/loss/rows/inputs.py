@@ -13,6 +13,7 @@ from torch import Tensor, library
 from growkern.errors import GrowthError
 from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.backend.namespace import NAMESPACE
+from growkern.ops.backend.transforms import without_graph
 from growkern.ops.loss.rows.options import LossCall, Options
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, live_kinds, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, gather
@@ -192,7 +193,7 @@ def row_inputs(
         counted_N = torch.where(is_new_N, counted_N & MLM_ROW, counted_N)
     weight_WN = term_weights(counted_N, options, acc_torch_dtype(x))
     kind_N = live_kinds(counted_N, options.row_weights)
-    labels_N = checked_labels(labels_N, kind_N, shard.vocab or vocab, shard.group)
+    labels_N = without_graph(checked_labels, labels_N, kind_N, shard.vocab or vocab, shard.group)
     return RowInputs(labels_N - shard.start if shard.start else labels_N, kind_N, weight_WN)
 
 
@@ -248,13 +249,14 @@ def checked_labels(labels_N: Tensor, kind_N: Tensor, vocab: int, group: str) -> 
             )
         torch._assert_async(is_same, "the ranks of the group have different rows or labels")
     inside_N = ((labels_N >= 0) & (labels_N < vocab)) | ((kind_N & MLM_ROW) == 0)
-    if on_cpu and not inside_N.all():
+    is_inside = inside_N.all()
+    if on_cpu and not is_inside:
         row = int((~inside_N).nonzero()[0])
         raise GrowthError(
             f"the label of row {row} is {int(labels_N[row])}, outside 0..{vocab - 1}: give rows "
             "without a label ignore_index"
         )
-    torch._assert_async(inside_N.all(), f"a label is outside 0..{vocab - 1}")
+    torch._assert_async(is_inside, f"a label is outside 0..{vocab - 1}")
     return labels_N.clone()
 
 
@@ -294,11 +296,11 @@ def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
     rows_SN = rows_SN.detach()
     n_mlm = ((kind_N & MLM_ROW) > 0).sum().clamp(min=1)
-    n_kl = ((kind_N & KL_ROW) > 0).sum().clamp(min=1)
     n_any = (kind_N > 0).sum().clamp(min=1)
     of = named_terms(rows_SN)
     kl = top1 = None
     if options.teacher_weights:
+        n_kl = ((kind_N & KL_ROW) > 0).sum().clamp(min=1)
         teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
         kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl
         top1 = sum(w * top1_N.sum() for w, _, top1_N in teachers) / n_kl

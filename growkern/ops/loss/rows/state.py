@@ -107,9 +107,9 @@ class State(NamedTuple):
 
 def unpack(state_SN: Tensor) -> State:
     """The named rows of a state (S, N), or of states (S, L, N)."""
-    size, each = len(StudentSums._fields), len(TeacherSums._fields)
-    teachers = [state_SN[k : k + each] for k in range(size, len(state_SN), each)]
-    return State(StudentSums(*state_SN[:size]), [TeacherSums(*rows) for rows in teachers])
+    size, each, rows = len(StudentSums._fields), len(TeacherSums._fields), state_SN.unbind()
+    teachers = [TeacherSums(*rows[k : k + each]) for k in range(size, len(rows), each)]
+    return State(StudentSums(*rows[:size]), teachers)
 
 
 def n_numbers(n_teachers: int) -> int:
@@ -120,7 +120,7 @@ def n_numbers(n_teachers: int) -> int:
 def clear(state_SN: Tensor) -> None:
     """Make `state_SN` the state of rows that have not been read."""
     state_SN.zero_()
-    unpack(state_SN).student.label_logit.fill_(float("-inf"))
+    state_SN[StudentSums._fields.index("label_logit")] = float("-inf")
 
 
 def merge(states_LSN: Tensor, maths: Maths) -> Tensor:
