@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.conditions import condition_of
+from growkern.families.conditions import condition_of, is_met
 from growkern.families.norm import Norm
 from growkern.families.older import OlderKey
 from growkern.families.spec import Attention, ModelClass, Nested, Refusal, Row, Size, SpaceSpec
+
+# multiply-adds of a token for each number of a state: to read what it holds for the key, to take
+# that out, to add the new value, and to read it by the query
+STATE_PRODUCTS = 4
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Family:
     ties_by_value: bool = False
     runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dense: Dense | None = None
     table: Mapping[str, Any] | None = field(default=None, repr=False)
     before: Family | None = field(default=None, repr=False)
@@ -134,6 +140,18 @@ class Family:
     def mixtures(self) -> tuple[SpaceSpec, ...]:
         """The spaces of experts."""
         return tuple(space for space in self.spaces.values() if space.kind == "experts")
+
+    def is_kind(self, kind: str, layer: int, config: Any) -> bool:
+        """True if a layer is of one of [kinds]."""
+        return all(is_met(text, layer, self.text(config)) for text in self.kinds[kind])
+
+    def state_products(self, config: Any, layer: int) -> int | None:
+        """Multiply-adds of a token with the state of a layer; None: the layer attends to tokens."""
+        for kind, sizes in self.states.items():
+            if self.is_kind(kind, layer, config):
+                fields = self.fields(config)
+                return STATE_PRODUCTS * math.prod(self.config[key].of(fields) for key in sizes)
+        return None
 
     def conditional(self, word: str) -> tuple[str, ...]:
         """The config fields that decide the kinds of layers by a condition with this word."""

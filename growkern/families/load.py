@@ -28,7 +28,7 @@ from growkern.package import parse_toml
 _KEYS = {
     "table": "extends under model_type activation softcap ignored per_layer norm attention config "
     "stacks refuse spaces classes depth tensors older "
-    "ties_by_value runtimes kinds dense",
+    "ties_by_value runtimes kinds states dense",
     "dense": "of set refuse routed shared",
     "runtimes": "head_dim layers scale",
     "config": "field default plus reserved follows",
@@ -247,6 +247,7 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
         runtimes=_checked(table.get("runtimes", {})),
         dense=_dense(table.get("dense")),
         kinds={kind: tuple(texts) for kind, texts in table.get("kinds", {}).items()},
+        states={kind: tuple(sizes) for kind, sizes in table.get("states", {}).items()},
         older=tuple(
             OlderKey(name, **_checked(entry)) for name, entry in table.get("older", {}).items()
         ),
@@ -279,6 +280,9 @@ def _reference_faults(where: str, family: Family) -> Iterator[str]:
         used += [(f"config.{key}", follows, family.config)]
     for kind, texts in family.kinds.items():
         used += [(f"kinds.{kind}", condition_of(text)[1], CONDITIONS) for text in texts]
+    for kind, keys in family.states.items():
+        used += [("states", kind, family.kinds)]
+        used += [(f"states.{kind}", key, family.config) for key in keys]
     kinds = {"first": 0, "last": 0, **family.kinds}
     for row in (row for rows in family.parts.values() for row in rows):
         only = None if row.only is None else row.only.removeprefix("not_")

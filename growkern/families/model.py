@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, reason
-from growkern.families.conditions import holds, is_met
+from growkern.families.conditions import holds
 from growkern.families.family import Family, field_faults
 from growkern.families.load import load_family
 from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec
@@ -329,9 +329,7 @@ class ModelSpec:
     def kinds_of(self, layer: int, layers: int) -> dict[str, bool]:
         """Kind -> whether this layer, one of `layers` of its stack, is of it."""
         kinds = {"first": layer == 0, "last": layer == layers - 1}
-        for kind, conditions in self.family.kinds.items():
-            kinds[kind] = all(is_met(text, layer, self.text) for text in conditions)
-        return kinds
+        return kinds | {k: self.family.is_kind(k, layer, self.config) for k in self.family.kinds}
 
     def _bind(
         self, row: Row, prefix: str, stack: str, layer: int | None, in_body: bool

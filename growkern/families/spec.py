@@ -19,6 +19,8 @@ Its sections:
                 if its number is in the config list F, "every:F" if it is the last of F layers,
                 "from:F" from layer F on, "is:F=text" if that is its entry of the list F, and "not "
                 before any of these
+    [states]    kind of layer -> the sizes whose product is how many numbers such a layer keeps. A
+                token meets these instead of all tokens before it
     [norm]      kind (of `growkern.families.norm`), placement (pre, post, sandwich: before and
                 after a block, output: after a block), the config field of eps or eps itself,
                 `plus_one` if the norm multiplies by 1 + weight, `bias`: the config flag that

@@ -25,8 +25,11 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.space.layers import check_kinds
 from growkern.ops.expand.work import OneByOne
+from growkern.train.model.flops import ModelCost
+from growkern.train.model.sub_model import layer_stacks
 from tests.growth.models import random_model, relative_error
 from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
+from tests.shared.delta import by_products
 
 LARGER = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
 SIZES = {**LARGER, "moe_intermediate_size": 11, "num_experts": 12}
@@ -158,6 +161,25 @@ def test_a_plan_counts_what_a_token_uses():
         idle = sum(x.numel() for name, x in state.items() if ".experts." in name) // 2
         assert plan.parameters(which, active=True) == plan.parameters(which) - idle
     assert "parameters per token" in str(plan)
+
+
+def test_a_token_meets_the_state_of_a_delta_net_and_not_other_tokens(monkeypatch):
+    """Truth: the products of a forward pass that computes token by token."""
+    source = random_model(*RELATIVES["qwen3_next"][:2], attn_implementation="eager")
+    how = {"num_experts": 12, "linear_num_value_heads": 6, "linear_value_head_dim": 12}
+    plan, tokens = growkern.plan(source, **how), torch.arange(40)[None]
+    for which, model in (("source", source), ("target", growkern.grow(source, **how))):
+        chunked = model(tokens, use_cache=False).logits
+        with monkeypatch.context() as patch, FlopCounterMode(display=False) as counter:
+            by_products(patch)
+            found = model(tokens, use_cache=False).logits
+        torch.testing.assert_close(found, chunked, rtol=1e-4, atol=1e-4)
+        total, cost = counter.get_total_flops(), ModelCost(model, layer_stacks(model))
+        rows = 40 * cost.head_row(train=False)
+        assert cost.forward(1, 40) + rows == total
+        # the other layer attends, with 6 heads of 8 entries
+        attention = 4 * 6 * 8 * 40**2
+        assert total - attention == 40 * plan.flops_per_token(which) // 3
 
 
 def test_experts_that_grouped_products_do_not_take_are_named():

@@ -223,13 +223,19 @@ class Blueprint:
         return sum(used(t) for t in model.tensors if t.template in own)
 
     def flops_per_token(self, which: str = "target") -> int:
-        """Training FLOPs per token: 6 per weight of a matrix that the token uses.
+        """Training FLOPs per token: 6 per weight of a matrix or convolution that the token uses.
 
-        Embeddings are only looked up.
+        Embeddings are only looked up, and attention is not counted. Layers that keep a state count
+        as in `growkern.train.model.flops`.
         """
         model = self._model(which)
-        matrices = [t for t in model.tensors if any(axis.startswith("read:") for axis in t.axes)]
-        return 6 * sum(map(model.used_entries, matrices))
+        used, layers = 0, {t.layer for t in model.tensors if t.layer is not None}
+        for tensor in model.tensors:
+            is_convolution = tensor.layer is not None and len(tensor.axes) == 3
+            if is_convolution or any(axis.startswith("read:") for axis in tensor.axes):
+                used += model.used_entries(tensor)
+        products = (model.family.state_products(model.config, layer) for layer in layers)
+        return 6 * (used + sum(p or 0 for p in products))
 
     def activations_per_token(self) -> int:
         """Numbers that training the target keeps per token, at least: what its layers' matrices

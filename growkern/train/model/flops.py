@@ -10,6 +10,11 @@ trained layer directly have no gradient of their input to compute, so they cost 
 width and V the vocabulary size, the output projection costs 2 H V per row forward and 6 H V when
 trained. It counts only for the rows that reach it.
 
+A layer with a gated delta net has a state of D numbers, key dimension x value dimension in every
+value head, and S does not matter to it. The recurrence S' = S (a (I - b k k^T)) + b v k^T and its
+output S' q count as four products with the state, 8 D per token forward, as Megatron-LM and MaxText
+count them. Kernels that compute in chunks multiply more. Its convolution adds 2 per weight.
+
 Padding is not counted: in training, S is the number of real tokens of a row. The count then does
 not depend on the rows that share a batch, and so not on the number of processes.
 
@@ -30,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
+from growkern.families.load import load_family, supported_families
 from growkern.train.model.head import probing
 from growkern.train.model.sub_model import Part
 
@@ -53,7 +59,7 @@ class ModelCost:
         self._row = 0 if head is None else 2 * head.weight.numel()
         uses = _uses_per_token(model, stacks)
         uses.rows.pop(head, None)
-        self._layers = [[_linear_flops(layer, uses.rows) for layer in stack] for stack in stacks]
+        linear = [[_linear_flops(layer, uses.rows) for layer in stack] for stack in stacks]
         self._of_encoder = [
             [_linear_flops(layer, uses.of_encoder) for layer in stack] for stack in stacks
         ]
@@ -65,10 +71,16 @@ class ModelCost:
         self._output_is_bare = uses.output_is_bare
         # a decoder beside an encoder
         self._crosses = [any(layer in uses.crosses for layer in stack) for stack in stacks]
-        outside = _linear_flops(model, uses.rows) - sum(map(sum, self._layers))
+        outside = _linear_flops(model, uses.rows) - sum(map(sum, linear))
         self._before = _linear_flops(model, uses.before) if stacks else 0.0
         self._after = outside - self._before
         config = model.config.get_text_config()
+        states = [_state_flops(config, stack) for stack in stacks]
+        self._attends = [[state is None for state in stack] for stack in states]
+        self._layers = [
+            [flops + (state or 0) for flops, state in zip(*both, strict=True)]
+            for both in zip(linear, states, strict=True)
+        ]
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         # of queries and keys, and of values
@@ -164,10 +176,10 @@ class ModelCost:
     def _layer_flops(self, sizes: "Sizes", depths: Sequence[int] | None = None) -> float:
         """Of the bottom layers of each stack; None: of all layers."""
         total, depths = 0.0, [len(stack) for stack in self._layers] if depths is None else depths
-        for layers, of_encoder, crosses, depth in zip(
-            self._layers, self._of_encoder, self._crosses, depths, strict=True
+        for layers, of_encoder, attends, crosses, depth in zip(
+            self._layers, self._of_encoder, self._attends, self._crosses, depths, strict=True
         ):
-            linear, outer, count = sum(layers[:depth]), sum(of_encoder[:depth]), len(layers[:depth])
+            linear, outer, count = (sum(one[:depth]) for one in (layers, of_encoder, attends))
             pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else self._pairs(sizes)
             total += self._tokens(sizes, crosses) * (linear - outer) + sizes.tokens * outer
             total += count * pairs * self._attention
@@ -244,6 +256,18 @@ class _Uses(NamedTuple):
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
     return sum(2 * uses.get(one, 0) * _weights(one) for one in _linears(module))
+
+
+def _state_flops(config: Any, layers: nn.ModuleList) -> list[int | None]:
+    """Of every layer: the FLOPs per token of its convolution and its state; None: it attends."""
+    if config.model_type not in supported_families():
+        return [None] * len(layers)
+    found: list[int | None] = []
+    for number, layer in enumerate(layers):
+        products = load_family(config.model_type).state_products(config, number)
+        weights = sum(m.weight.numel() for m in layer.modules() if isinstance(m, _ConvNd))
+        found.append(None if products is None else 2 * (products + weights))
+    return found
 
 
 def _linears(module: nn.Module) -> list[Any]:

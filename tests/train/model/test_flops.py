@@ -9,6 +9,7 @@ from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.loss.rows import count_rows
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import Part, layer_stacks, sub_model
+from tests.shared.delta import by_products
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import FAMILIES, batch, build
 
@@ -19,7 +20,8 @@ class MatrixProducts(FlopCounterMode):
     """Without the outer product by which older transformers make rotary angles: (D, 1) (1, S)."""
 
     def _count_flops(self, func_packet, out, args, kwargs):
-        if func_packet is torch.ops.aten.bmm and args[0].shape[-1] == 1:
+        is_product = func_packet is torch.ops.aten.bmm
+        if is_product and args[0].shape[-1] == 1 and args[1].shape[-1] == LENGTH:
             return out
         return super()._count_flops(func_packet, out, args, kwargs)
 
@@ -53,6 +55,11 @@ MIXTURE = {
     "shared_expert_intermediate_size": 12,
     "mlp_only_layers": [1],
 }
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 3],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4},
+    **{"linear_value_head_dim": 6, "head_dim": 8, "use_cache": False},
+}
 LATENT = {
     **{"num_key_value_heads": 2, "q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6},
     **{"qk_rope_head_dim": 4, "v_head_dim": 5, "moe_intermediate_size": 7, "n_routed_experts": 4},
@@ -72,6 +79,7 @@ ALL_FAMILIES = {
     "gemma2": ("CausalLM", {**GROUPED, "head_dim": 12}),
     "gemma3_text": ("CausalLM", {**GROUPED, "head_dim": 12}),
     "qwen2_moe": ("CausalLM", {**GROUPED, **MIXTURE}),
+    "qwen3_next": ("CausalLM", {**GROUPED, **MIXTURE, **DELTA}),
     "deepseek_v3": ("CausalLM", {**SIZES, **LATENT}),
     "gpt_oss": ("CausalLM", {**GROUPED, "head_dim": 12, "num_local_experts": 6}),
     "bart": (
@@ -113,8 +121,9 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *ALL_FAMILIES])
-def test_every_family_and_stage_agrees_with_the_counter(name):
+def test_every_family_and_stage_agrees_with_the_counter(name, monkeypatch):
     """A forward pass, a full step, steps of stage 1 at all depths with both kinds of embeddings."""
+    by_products(monkeypatch)
     model, inputs = model_of(name), batch(ROWS, LENGTH)
     stacks = layer_stacks(model)
     cost = ModelCost(model, stacks)
@@ -234,6 +243,18 @@ def test_log_lines_carry_the_sum_of_all_that_ran(tmp_path):
     evaluations = [line for line in trainer.state.log_history if "eval_loss" in line]
     assert [line["flops"] for line in evaluations] == [line["flops"] for line in lines]
     assert trainer.state.total_flos == expected
+
+
+def test_a_mixture_logs_the_experts_that_its_tokens_use(tmp_path):
+    """Truth: the products of a forward pass, in which each token meets 2 experts of 6."""
+    model, data = model_of("qwen2_moe"), Batches(2)
+    inputs = {key: torch.cat([row[key] for row in data.rows]) for key in data.rows[0]}
+    with torch.no_grad():
+        layers = counted(lambda: model.model(inputs["input_ids"]))
+    trainer = TwoStageTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=data)
+    trainer.train()
+    rows = int((inputs["labels"][:, 1:] != -100).sum())
+    assert trainer.state.log_history[0]["flops"] == 3 * (layers + rows * 2 * 16 * 48)
 
 
 class Ragged(torch.utils.data.Dataset):
