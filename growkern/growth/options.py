@@ -55,7 +55,8 @@ class GrowthOptions:
             `padded` where that is exact: with RMSNorm, and with LayerNorm before blocks. Behind
             blocks (BERT), and with scheme="paper", it is `copies`.
         noise: largest size of the noise, relative to each weight. Every copy's share is
-            (1 +- noise) times its equal share. A hash draws the sign for every weight.
+            (1 +- noise) times its equal share. A hash draws the sign for every weight. Where a
+            dense model becomes a mixture, every two copies of its FFN get such shares.
         routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
             the weight and another one (1 - a)/2 times the weight. 1: one copy gets all of it.
             Larger amplitudes make copies differ faster, but the loss rises in the first steps. And

@@ -138,7 +138,10 @@ def test_some_layers_stay_dense():
             "num_experts_per_tok=9: give at most num_local_experts=8$",
         ),
         ({}, {"method": "aki"}, "takes method='fpi'"),
-        ({}, {"intermediate_size": 8, "router": "zero"}, "does not keep the 2 parts"),
+        ({}, {"intermediate_size": 8, "router": "zero"}, "does not keep experts together: 2"),
+        ({}, {"symmetry": "noise", "num_experts_per_tok": 3}, "tok=3: 2 .*noise cancels.*of 2"),
+        ({}, {"symmetry": "noise", "num_local_experts": 5}, "experts=5: 2 .*noise cancels.*of 2"),
+        ({}, {"symmetry": "noise", "router": "zero"}, "router='zero' does not keep.*noise"),
         ({}, {"to": "", "router": "zero"}, "router='zero' has no effect"),
         ({}, {"to": "", "drop": 0.5}, "drop=0.5 has no effect"),
         ({}, {"drop": 1.5}, "drop is 1.5: it must lie in"),
@@ -156,6 +159,33 @@ def test_a_target_config_that_changes_the_function_is_refused():
     config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16)
     with pytest.raises(GrowthError, match="norm_topk_prob=False"):
         growkern.plan(dense("Qwen3"), target_config=config)
+
+
+@pytest.mark.parametrize("name, width, dtype", [("Qwen3", 8, "float64"), ("Llama", 16, "bfloat16")])
+def test_noise_cancels_in_pairs_of_experts(name, width, dtype):
+    """Rows of the router are equal in a pair, and its down matrices add up bit for bit."""
+    source, kind = dense(name, getattr(torch, dtype)), PAIRS[name][0]
+    parts = 16 // width
+    how = {"symmetry": "noise", "noise": 0.1, **sizes_of(kind, 4 * parts, 2 * parts, width)}
+    plan = growkern.plan(source, to=kind, **how)
+    assert plan.exact
+    if dtype == "float64":
+        grown = growkern.grow(source, to=kind, **how, hidden_size=20, num_attention_heads=10)
+        assert relative_error(source, eager(grown)) < 1e-12
+    tasks = {task.name: task for task in plan.tasks}
+    task = tasks["model.layers.1.mlp.experts.down_proj"]
+    down, part = build_tensor(plan, task), (slice(1, 3), slice(2, 9), slice(3, 7))
+    assert torch.equal(build_tensor(plan, task, part=part), down[part])
+    one, other = down.unflatten(0, (2, 2, parts)).double().unbind(1)
+    whole = source.model.layers[1].mlp.down_proj.weight.double() * parts
+    truth = torch.stack(whole.chunk(parts, 1))
+    assert torch.equal(one + other, 2 * truth.expand_as(one))
+    ratio = (one / truth).round(decimals=1)
+    assert ratio.unique().tolist() == [0.9, 1.1]
+    assert 0.3 < (ratio == 1.1).double().mean() < 0.7 and (ratio[0] != ratio[1]).any()
+    rows = build_tensor(plan, tasks["model.layers.1.mlp.gate.weight"])
+    assert torch.equal(rows, rows[:: 2 * parts].repeat_interleave(2 * parts, 0))
+    assert len(rows.unique(dim=0)) == 2
 
 
 def test_half_of_the_units_are_drawn_again():

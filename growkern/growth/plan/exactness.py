@@ -185,6 +185,8 @@ def _experts(plan: Blueprint) -> list[Finding]:
                 why = "the expert that all tokens share computes the dense FFN"
             elif parts > 1:
                 why = f"the router chooses whole copies, and outputs count {parts} times"
+            if plan.options.symmetry == "noise":
+                why += "; noise cancels in pairs of copies, which are chosen together"
             result.append(Finding("exact", what, why))
             if plan.options.drop and plan.options.shared_expert == "zero":
                 what = f"drop={plan.options.drop:g}"

@@ -285,6 +285,8 @@ def plan_growth(
         return _plan_for(opened, options, large, dtype)
 
     made = made_to_fit(opened.spec, dims, target_config, make)
+    if opened.dense is not None:
+        check_router(made.small, made.large, options)
     if judged:
         # findings may read norm weights, and the source may be gone when someone asks for them
         with torch.device("cpu"):
@@ -306,7 +308,6 @@ def as_mixture(
     if options.to:
         config = mixture_config(opened.spec, options, dims, target_config)
         opened = upcycled(opened, config, options)
-        check_router(opened.spec, options)
     return opened, options
 
 

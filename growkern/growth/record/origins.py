@@ -22,7 +22,7 @@ from growkern.growth.plan.axes import from_next_layer
 from growkern.growth.plan.blueprint import Task, affine_gain
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.tensors import norms
-from growkern.growth.plan.tensors.drop import is_dropped
+from growkern.growth.plan.tensors.experts import is_dropped
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
 

@@ -95,13 +95,32 @@ def with_start(family: Family, options: GrowthOptions) -> Family:
     return replace(family, parts={n: (*map(started, rows),) for n, rows in family.parts.items()})
 
 
-def check_router(view: ModelSpec, options: GrowthOptions) -> None:
-    """Refuse rows of 0 where parts of different copies must not mix: all experts would tie."""
-    parts = view.size(str(view.family.mixtures[0].size))
-    if options.router == "zero" and parts > 1:
+def taken_together(view: ModelSpec, options: GrowthOptions) -> int:
+    """How many experts have equal rows in the router, so that it takes all of them or none.
+
+    They are the parts of one copy of the FFN; with noise those of two, between which it cancels.
+    """
+    return view.size(str(view.family.mixtures[0].size)) * (1 + (options.symmetry == "noise"))
+
+
+def check_router(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> None:
+    """Refuse a router that would take a part of the experts that belong together."""
+    together = taken_together(view, options)
+    if together == 1:
+        return
+    (space,) = view.family.mixtures
+    why = f"{together} experts belong together, the parts of an FFN"
+    if options.symmetry == "noise":
+        why += ", in pairs of copies whose noise cancels (symmetry='noise')"
+    for key in (str(space.size), str(space.chosen)):
+        if (found := large.size(key)) % together:
+            field = view.family.config_field(key)
+            raise GrowthError(f"{field}={found}: {why}: give a multiple of {together}")
+    if options.router == "zero":
+        # rows of 0 would tie all experts
         raise GrowthError(
-            f"router='zero' does not keep the {parts} parts of an FFN together: leave it out, or "
-            "give experts of the FFN's width"
+            f"router='zero' does not keep experts together: {why}. Leave it out, or give experts "
+            "of the FFN's width, without noise"
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.initialisation import Initial
+from growkern.growth.space.upcycling import taken_together
 
 # a tile takes 0.3 ms to draw and its generator 0.02 ms to make. Eight ranks that share 4096 columns
 # get one tile's width each, so that no number is drawn twice
@@ -61,9 +62,9 @@ def build_baseline(
 def build_random(plan: Blueprint, task: Task, part: Sequence[slice], out: Tensor) -> Tensor:
     """Build a part of a random tensor; arguments and result as in `build_baseline`.
 
-    A new router has equal rows for the experts that are parts of one copy of an FFN.
+    A new router has equal rows for the experts that it takes together.
     """
-    experts = plan.small.axis_size(task.tensor.axes[0]) if _is_router(plan, task) else 1
+    experts = taken_together(plan.small, plan.options) if _is_router(plan, task) else 1
     if experts == 1:
         return build_baseline(plan, task, plan.source.read, part, out)
     rows = torch.arange(task.shape[0])[part[0]] // experts

@@ -20,7 +20,7 @@ from torch import Tensor
 from growkern.growth.plan.axes import AxisMap, axis_map, matrix_of, noise_seed
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
 from growkern.growth.plan.tensors.baselines import build_baseline, build_random, old_entries_within
-from growkern.growth.plan.tensors.drop import drop_units, is_dropped
+from growkern.growth.plan.tensors.experts import add_noise, drop_units, is_dropped, is_noisy
 from growkern.growth.plan.tensors.extras import gathered_rows
 from growkern.growth.plan.tensors.norms import build_norm
 from growkern.growth.source.stored import Read
@@ -84,6 +84,8 @@ def build_tensor(
     if is_dropped(plan, task):
         build = partial(_expert, plan, task, read, backend)
         work.then(partial(drop_units, plan, task, part, out, build))
+    if is_noisy(plan, task):
+        work.then(partial(add_noise, plan, task, part, out))
     return out
 
 

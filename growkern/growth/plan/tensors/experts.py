@@ -1,8 +1,15 @@
-"""Draws a share of the units of every copied expert again (Drop-Upcycling, arXiv 2502.19261).
+"""Makes the copies of a dense FFN differ, which are the experts of a mixture.
 
-A unit is a row of the gate, one of the up matrix and a column of the down matrix. Its new numbers
-are normal, with the mean and the deviation that all numbers of the same matrix have. The seed, the
-layer and the expert decide which units are drawn. So a part has the same bits as the whole tensor.
+Drop-Upcycling (arXiv 2502.19261) draws a share of the units of every expert again. A unit is a row
+of the gate, one of the up matrix and a column of the down matrix. Its new numbers are normal, with
+the mean and the deviation that all numbers of the same matrix have. The seed, the layer and the
+expert decide which units are drawn.
+
+Noise cancels between two copies. A weight w of the down matrix becomes w (1 + noise) in one of them
+and 2 w - w (1 + noise) in the other. The larger of the two is rounded, and the difference then
+is a number of the dtype. So their sum is 2 w, bit for bit.
+
+The bits of a weight depend on its place in the whole tensor. So parts have the bits of the whole.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from torch import Tensor
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.tensors.baselines import philox_key
 from growkern.growth.space.experts import is_output
+from growkern.growth.space.upcycling import taken_together
 
 # units that are in memory in wide numbers at once
 BLOCK = 64
@@ -104,6 +112,30 @@ def _draw(
             numbers = drawn[inside, others.start : others.stop] * np.float32(deviation)
             rows = torch.from_numpy(block[inside] - of_units.start).to(out.device)
             view[rows] = torch.from_numpy(numbers + np.float32(mean)).to(out)
+
+
+def is_noisy(plan: Blueprint, task: Task) -> bool:
+    """True for the matrices that noise makes differ between two copies of an FFN."""
+    is_copied = plan.small.dense is not None and bool(task.tensor.row.dense)
+    return is_copied and plan.options.symmetry == "noise" and is_output(task.tensor)
+
+
+def add_noise(plan: Blueprint, task: Task, part: Sequence[slice], out: Tensor) -> None:
+    """Add noise to a part of a tensor of experts; arguments as in `drop_units`."""
+    numbers = range(*part[0].indices(task.shape[0]))
+    together = taken_together(plan.small, plan.options)
+    for number, matrix in zip(numbers, out, strict=True):
+        pair, place = divmod(number, together)
+        copy, which = divmod(place, together // 2)
+        rng = _generator(plan, "noise", task.name, pair, which)
+        rows, bytes_each = task.shape[1], -(-task.shape[2] // 8)
+        bits = np.frombuffer(rng.bytes(rows * bytes_each), np.uint8).reshape(rows, bytes_each)
+        own = torch.from_numpy(bits[part[1]].copy())
+        for block, some in zip(matrix.split(BLOCK), own.split(BLOCK), strict=True):
+            signs = np.unpackbits(some.numpy(), axis=1, count=task.shape[2])[:, part[2]]
+            is_larger = torch.from_numpy(signs == copy).to(out.device)
+            larger = block * (1 + plan.options.noise)
+            block.copy_(torch.where(is_larger, larger, block - (larger - block)))
 
 
 def _generator(plan: Blueprint, *which: object) -> np.random.Generator:
