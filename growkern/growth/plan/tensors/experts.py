@@ -15,7 +15,7 @@ The bits of a weight depend on its place in the whole tensor. So parts have the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -33,8 +33,12 @@ BLOCK = 64
 
 def is_dropped(plan: Blueprint, task: Task) -> bool:
     """True for the matrices of experts of which units are drawn again."""
-    is_copied = plan.small.dense is not None and bool(task.tensor.row.dense)
-    return bool(plan.options.drop) and is_copied and len(task.shape) == 3
+    return bool(plan.options.drop) and _is_of_copies(plan, task)
+
+
+def _is_of_copies(plan: Blueprint, task: Task) -> bool:
+    """True for the matrices of experts that are copies of a dense FFN."""
+    return plan.small.dense is not None and bool(task.tensor.row.dense) and len(task.shape) == 3
 
 
 def drop_units(
@@ -77,14 +81,14 @@ def _statistics(task: Task, matrix: Tensor) -> list[tuple[float, float]]:
     count, _ = _matrices(task)
     result = []
     for one in matrix.chunk(count):
-        mean = _mean(x.cpu().double() for x in one.split(BLOCK))
-        variance = _mean((x.cpu().double() - mean) ** 2 for x in one.split(BLOCK))
-        result.append((mean, math.sqrt(variance)))
+        blocks = [(x.mean(1), x.square().mean(1)) for x in map(_wide, one.split(BLOCK))]
+        mean, square = (torch.cat(means).mean().item() for means in zip(*blocks, strict=True))
+        result.append((mean, math.sqrt(max(square - mean**2, 0.0))))
     return result
 
 
-def _mean(blocks: Iterator[Tensor]) -> float:
-    return torch.cat([x.mean(1) for x in blocks]).mean().item()
+def _wide(rows: Tensor) -> Tensor:
+    return rows.cpu().double()
 
 
 def _draw(
@@ -116,8 +120,8 @@ def _draw(
 
 def is_noisy(plan: Blueprint, task: Task) -> bool:
     """True for the matrices that noise makes differ between two copies of an FFN."""
-    is_copied = plan.small.dense is not None and bool(task.tensor.row.dense)
-    return is_copied and plan.options.symmetry == "noise" and is_output(task.tensor)
+    is_noise = plan.options.symmetry == "noise"
+    return is_noise and _is_of_copies(plan, task) and is_output(task.tensor.row)
 
 
 def add_noise(plan: Blueprint, task: Task, part: Sequence[slice], out: Tensor) -> None:
