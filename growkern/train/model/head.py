@@ -14,8 +14,8 @@ that BART adds after the projection joins the bias of the projection.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,10 @@ from growkern.train.model.load import positions_of
 from growkern.train.model.projection import HeadInputs, is_linear, projected, why_not_linear
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
+Changes: TypeAlias = Sequence[tuple[Any, str, float]]
 
 # attributes of models or configs that change the logits, each with the value that changes nothing
 NEUTRAL = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
-
 
 # buffer (1, V) of BART and its relatives, added to the logits
 ADDED_BIAS = "final_logits_bias"
@@ -41,7 +40,7 @@ def _added_bias(model: Any) -> Tensor | None:
     return getattr(model, ADDED_BIAS, None)
 
 
-def _changes(model: Any) -> list[tuple[Any, str, float]]:
+def _changes(model: Any) -> Changes:
     """Owner, name and value of the attributes of NEUTRAL that are numbers.
 
     Some models keep a copy of their config's number.
@@ -52,10 +51,6 @@ def _changes(model: Any) -> list[tuple[Any, str, float]]:
         for name in NEUTRAL
         if isinstance(value := getattr(owner, name, None), (int, float))
     ]
-
-
-def _values(model: Any) -> dict[str, float]:
-    return {name: value for _, name, value in _changes(model)}
 
 
 def common_softcap(softcaps: Iterable[float | None]) -> float | None:
@@ -76,18 +71,19 @@ def softcap_of(model: Any) -> float | None:
     Returns:
         The softcap, or None if the model has none.
     """
-    return _values(model).get("final_logit_softcapping")
+    values = {name: value for _, name, value in _changes(model)}
+    return values.get("final_logit_softcapping")
 
 
-def _scale_of(model: Any) -> float:
-    values = _values(model)
+def _scale_of(changes: Changes) -> float:
+    values = {name: value for _, name, value in changes}
     return values.get("logit_scale", 1.0) / values.get("logits_scaling", 1.0)
 
 
 @contextlib.contextmanager
-def _neutral(model: Any) -> Iterator[None]:
+def _neutral(model: Any, changes: Changes) -> Iterator[None]:
     """While active, the model does not change its logits after the output projection."""
-    changes, added = _changes(model), _added_bias(model)
+    added = _added_bias(model)
     for owner, name, _ in changes:
         setattr(owner, name, NEUTRAL[name])
     if added is not None:
@@ -121,7 +117,9 @@ def head_swap(model: Any, function: HeadFunction) -> Iterator[None]:
         model: a model that passed `check_head`.
         function: gets hidden states (..., H), the weight (V, H), and the bias (V,) or None.
     """
-    head, scale, added = model.get_output_embeddings(), _scale_of(model), _added_bias(model)
+    # a config searches long for an attribute that it lacks
+    changes = _changes(model)
+    head, scale, added = model.get_output_embeddings(), _scale_of(changes), _added_bias(model)
 
     def forward(hidden: Tensor) -> Tensor:
         hidden, weight, bias = projected(head, hidden)
@@ -131,7 +129,7 @@ def head_swap(model: Any, function: HeadFunction) -> Iterator[None]:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
         return function(hidden, weight, bias)
 
-    with _neutral(model), _shadowed(head, forward):
+    with _neutral(model, changes), _shadowed(head, forward):
         yield
 
 
@@ -272,13 +270,14 @@ def check_head(model: Any) -> None:
         return ramps[-1]
 
     inputs = {name: x.to(head.weight.device) for name, x in _tokens_to_try(model).items()}
+    changes = _changes(model)
     with probing(model), _shadowed(head, ramp):
         changed = take_logits(model(**inputs))
-        with _neutral(model):
+        with _neutral(model, changes):
             bare = take_logits(model(**inputs))
     is_known = False
     if len(ramps) == 2:
-        scaled, cap, added = ramps[0] * _scale_of(model), softcap_of(model), _added_bias(model)
+        scaled, cap, added = ramps[0] * _scale_of(changes), softcap_of(model), _added_bias(model)
         scaled = scaled if added is None else scaled + added
         expected = cap * torch.tanh(scaled / cap) if cap else scaled
         is_known = torch.equal(bare.to(ramps[1].dtype), ramps[1]) and torch.allclose(
