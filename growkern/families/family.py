@@ -99,8 +99,8 @@ class Family:
         return config if self.under is None else Nested(self.text(config), config)
 
     def config_field(self, key: str) -> str:
-        """Name of the config field that holds the size called `key`."""
-        return str(self.config[key].field)
+        """Name of the config field that holds the size called `key`, or its product of fields."""
+        return str(self.config[key].field or self.config[key].default)
 
     @property
     def growable(self) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def source_layer(plan: GrowthPlan, stack: str, layer: int) -> Layer:
 
 
 def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
-    """Where the units of a space come from.
+    """Where the units of a space come from. A unit of several entries counts once.
 
     Args:
         plan: of the growth.
@@ -93,10 +93,12 @@ def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
         layer: of the target.
     """
     found = plan.layout.space(space, source_layer(plan, stack, layer))
-    source = torch.where(found.is_extra, NOTHING, found.read_index)
+    old, _ = plan.layout.sizes(str(plan.small.family.spaces[space].size or "stream"))
+    width = found.source // old
+    source = torch.where(found.is_extra, NOTHING, found.read_index // width)[::width]
     if plan.options.is_baseline:
-        source = _only_old(source, found.source)
-    return Units(source, _is_next(plan, space, stack, layer))
+        source = _only_old(source, old)
+    return Units(source, _is_next(plan, space, stack, layer)[::width])
 
 
 def heads_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:

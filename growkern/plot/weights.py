@@ -95,18 +95,18 @@ def layer_panels(plan: GrowthPlan) -> list[Panel]:
 
 
 def unit_panels(plan: GrowthPlan) -> list[Panel]:
-    """The panels of hidden units, heads and neurons, in this order."""
+    """The panels of hidden units, heads, neurons and experts."""
     panels, seen = [], set()
     for name in plan.maps():
         spec = plan.small.family.spaces[name]
         # keys and values are arranged as the queries are, unless there are fewer of them
-        if spec.kind not in ("stream", "heads", "units") or spec.size == "stream":
+        if spec.kind not in ("stream", "heads", "units", "experts") or spec.size == "stream":
             continue
         what = (spec.kind, spec.heads or spec.size)
         if what in seen:
             continue
         seen.add(what)
-        field = {"stream": "stream", "heads": str(spec.heads), "units": str(spec.size)}[spec.kind]
+        field = "stream" if spec.kind == "stream" else str(spec.heads or spec.size)
         old, _ = plan.layout.sizes(field)
         of: Callable[..., Units] = heads_of if spec.kind == "heads" else units_of
         panels.append(_panel(plan, name, _title(plan, field), old, of))

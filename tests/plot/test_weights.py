@@ -14,6 +14,7 @@ from growkern.growth.record.origins import read_index
 from growkern.plot.units import NOTHING
 from growkern.plot.weights import layer_panels, plot_weights, unit_panels
 from tests.growth.models import BERT, LLAMA, random_model
+from tests.growth.relatives import RELATIVES
 from tests.plot.runs import drawn
 
 
@@ -138,3 +139,19 @@ def test_random_weights_come_from_no_unit(tmp_path):
     pair = grown_pair(tmp_path, hidden_size=24, method="random")
     with pytest.raises(GrowthError, match="takes no unit from the source"):
         plot_weights(*pair, tmp_path / "w.png")
+
+
+def test_experts_and_units_of_several_entries_have_panels():
+    panels = panels_of(*RELATIVES["qwen3_next"][:2], hidden_size=24, num_experts=8)
+    assert panels["num_experts"].sources.tolist() == [[*range(4), *range(4)]]
+    # a key head has entries of keys and of values
+    assert panels["linear_num_key_heads"].sources.tolist() == [[0, 1, 0, 1]]
+    panels = panels_of(*RELATIVES["deepseek_v3"][:2], hidden_size=24)
+    assert "n_shared_experts * moe_intermediate_size" in panels
+    # a dense model is a mixture of one expert
+    sizes, plain = (
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        dict.fromkeys(("attention_bias", "mlp_bias"), False),
+    )
+    panels = panels_of("LlamaForCausalLM", {**LLAMA, **plain}, to="mixtral", **sizes)
+    assert panels["num_local_experts"].sources.tolist() == [[0] * 4]
