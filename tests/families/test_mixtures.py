@@ -66,6 +66,7 @@ def test_copies_of_experts_are_exact(symmetry, norm_topk_prob):
         ),
         ({"num_experts_per_tok": 3}, "with num_local_experts=4 it must be 2"),
         ({"hidden_size": 24, "num_expert": 8}, "no size 'num_expert' to grow"),
+        ({"num_experts": 8, "num_local_experts": 12}, "=12 and 8 are two values for num_local"),
     ],
 )
 def test_experts_that_change_the_function_are_refused(growth, why):

@@ -238,10 +238,13 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
                 f"this {small.family.model_type} has no size {name!r} to grow"
                 f"{nearest(name, allowed)}"
             )
-        size = whole_number(name, value, POSITIVE)
-        if size < 1:
+        if (size := whole_number(name, value, POSITIVE)) < 1:
             raise GrowthError(f"{name}={value!r}: expected {POSITIVE}")
-        asked[allowed.get(name, name)] = size
+        key = allowed.get(name, name)
+        if asked.setdefault(key, size) != size:
+            raise GrowthError(
+                f"{given}={size} and {asked[key]} are two values for {name}: give one"
+            )
     multiple = asked.pop(PAD_VOCAB, 1)
     if multiple > 1:
         rows = asked.get("vocab", small.size("vocab"))
