@@ -216,7 +216,8 @@ class SpaceSpec:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A config value that the table does not cover: this one, or any that differs from a field."""
+    """A config value that the table does not cover: this one, also as an entry of a list, or any
+    that differs from a field."""
 
     field: str
     why: str
@@ -229,7 +230,7 @@ class Refusal:
         if self.differs is not None:
             refused = value not in (None, getattr(config, self.differs))
         else:
-            refused = value == self.value
+            refused = value == self.value or (isinstance(value, list) and self.value in value)
         if refused:
             raise GrowthError(f"config.{self.field}={value}: {self.why}")
 

@@ -34,9 +34,10 @@ MULTIPLIERS = {
     "residual_multiplier": 0.5,
     "embedding_multiplier": 3.0,
 }
-LATENT = {"q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 # layers of these are dense or sparse
 GROUPED = {"first_k_dense_replace": 2, "routed_scaling_factor": 2.5}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 PAIRS = {
     "Llama": ("mixtral", HEADS),
     "Mistral": ("mixtral", {**HEADS, "sliding_window": 7}),
@@ -65,6 +66,9 @@ def sizes_of(kind, experts, chosen, width=None):
     sizes = {fields[0]: experts, "num_experts_per_tok": chosen}
     if kind in ("deepseek_v3", "glm4_moe"):
         sizes["first_k_dense_replace"] = 1
+        if experts % 4 == 0:
+            # each group has a whole copy of the FFN, or more
+            sizes |= {"n_group": 2, "topk_group": 1}
     return sizes | ({} if width is None else {fields[1]: width})
 
 
@@ -109,7 +113,8 @@ def test_whole_copies_are_chosen_in_any_number():
 
 
 def test_some_layers_stay_dense():
-    source = dense("Qwen3", num_hidden_layers=3)
+    # a window that no layer uses
+    source = dense("Qwen3", num_hidden_layers=3, **{**WINDOW, "max_window_layers": 3})
     sizes = sizes_of("qwen3_moe", 4, 2)
     grown = growkern.grow(source, to="qwen3_moe", mlp_only_layers=[1], **sizes)
     assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == [True, False, True]
@@ -152,6 +157,32 @@ def test_what_a_sibling_lacks_is_refused_by_name(source, options, why):
     given = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(GrowthError, match=why):
         growkern.plan(dense("Llama", **source), **given)
+
+
+@pytest.mark.parametrize(
+    "name, source, options, why",
+    [
+        ("Qwen3", WINDOW, {}, r"config.layer_types=.* lacks such layers"),
+        ("Qwen3", {}, {"mlp_only_layers": [2]}, r"mlp_only_layers=\[2\]: .* 0 to 1"),
+        ("Qwen3", {}, {"mlp_only_layers": "0"}, "mlp_only_layers='0': give a list"),
+        ("Qwen3", {}, {"mlp_only_layers": [0, 1]}, r"=\[0, 1\]: no layer of the 2 becomes"),
+        ("Qwen3", {}, {"decoder_sparse_step": "2"}, "decoder_sparse_step='2': give a whole number"),
+        ("Qwen3", {}, {"shared_expert": "dense"}, "has no expert that all tokens share"),
+        (
+            "Qwen2",
+            {},
+            {"shared_expert": "dense", "shared_expert_intermediate_size": 15},
+            "shared_expert_intermediate_size=15: .* at least 16",
+        ),
+        ("DeepseekV3", {"first_k_dense_replace": 1}, {}, "layer 1 has experts already"),
+        ("DeepseekV3", {}, {"topk_group": 3}, "n_group=2, topk_group=3: give groups"),
+        ("DeepseekV3", {}, {"moe_intermediate_size": 2}, "multiples of 8"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(name, source, options, why):
+    kind = PAIRS[name][0]
+    with pytest.raises(GrowthError, match=why):
+        growkern.plan(dense(name, **source), to=kind, **{**sizes_of(kind, 8, 4), **options})
 
 
 def test_a_target_config_that_changes_the_function_is_refused():

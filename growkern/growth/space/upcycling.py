@@ -62,19 +62,23 @@ def mixture_config(
     family = _sibling(small, options)
     cls = transformers.CONFIG_MAPPING[kind]
     given, known = small.config.to_dict(), cls().to_dict()
-    config = cls(**{name: x for name, x in given.items() if name in known and name not in NAMES})
+    values = {name: x for name, x in given.items() if name in known and name not in NAMES}
+    fixed = family.dense.set if family.dense else {}
+    config = cls(**{**values, **fixed})
     for key, size in small.family.config.items():
+        own = family.config[key].field if key in family.config else None
         # some configs take sizes that they have no default for
-        if key in family.config and size.field and family.config[key].field == size.field:
-            setattr(config, size.field, small.size(key) - size.plus)
-    kinds = set(family.sparse_fields)
-    for name in kinds & dims.keys() if target is None else kinds | known.keys() - given.keys():
-        setattr(config, name, dims.pop(name) if target is None else getattr(target, name))
-    for name, value in family.dense.set.items() if family.dense else ():
+        if size.field and own == size.field and own not in known:
+            setattr(config, own, small.size(key) - size.plus)
+    kinds, layers = family.sparse_fields, small.size(next(iter(family.stacks.values())))
+    asked = kinds.keys() & dims.keys()
+    for name in asked if target is None else kinds.keys() | known.keys() - {*given, *fixed}:
+        value = dims.pop(name) if target is None else getattr(target, name)
+        if name in asked:
+            _check_layers(name, kinds[name], value, layers)
         setattr(config, name, value)
     config._name_or_path = getattr(small.config, "_name_or_path", "")
     _set_sizes(config, small, family, options, dims if target is None else vars(target))
-    layers = small.size(next(iter(family.stacks.values())))
     view = ModelSpec(family, config, "")
     if kinds and not any(view.kinds_of(layer, layers)["sparse"] for layer in range(layers)):
         given = " and ".join(f"{name}={getattr(config, name)}" for name in sorted(kinds))
@@ -184,12 +188,25 @@ def _sibling(small: ModelSpec, options: GrowthOptions) -> Family:
         raise GrowthError(
             f"shared_expert='dense': a {kind} has no expert that all tokens share: leave it out"
         )
+    for refusal in family.dense.refuse if family.dense else ():
+        refusal.check(small.fields)
     for tensor in (t for t in small.tensors if t.row.dense):
         raise GrowthError(
             f"to={kind!r}: layer {tensor.layer} has experts already: only a model whose layers are "
             "all dense becomes a mixture. Leave `to` out to grow the experts"
         )
     return family
+
+
+def _check_layers(name: str, word: str, value: Any, layers: int) -> None:
+    """Refuse layers that the source does not have; arguments as in `Family.sparse_fields`."""
+    if word != "in":
+        is_fit, wanted = type(value) is int, "a whole number"
+    else:
+        is_fit = isinstance(value, list) and all(x in range(layers) for x in value)
+        wanted = f"a list of numbers of layers, 0 to {layers - 1}"
+    if not is_fit:
+        raise GrowthError(f"{name}={value!r}: give {wanted}")
 
 
 def _set_sizes(
@@ -235,11 +252,11 @@ def _check_groups(family: Family, parts: int, asked: Mapping[str, Any]) -> None:
     count, chosen, groups, taken = sizes
     each, rest = divmod(count, max(groups, 1))
     # a group is as good as the sum of its best two
-    if rest or each % parts or each < 2 or chosen > taken * each:
+    if rest or each % parts or each < 2 or groups < taken or chosen > taken * each:
         of = "" if parts == 1 else f", in multiples of {parts}"
         raise GrowthError(
             f"{names[2]}={groups}, {names[3]}={taken}: give groups of 2 or more experts each{of}, "
-            f"of {names[0]}={count}, and enough groups for {names[1]}={chosen}"
+            f"of {names[0]}={count}, and take enough of the groups for {names[1]}={chosen}"
         )
 
 
