@@ -136,7 +136,7 @@ def test_some_layers_stay_dense():
         ({}, {"to": "qwen3_moe"}, "to='qwen3_moe': a llama cannot become one.*'?mixtral'?"),
         ({}, {"num_local_experts": None}, "to='mixtral' needs num_local_experts"),
         ({}, {"intermediate_size": 7}, "does not split evenly into 3 .* 4 and 8"),
-        ({}, {"intermediate_size": 4}, "at most num_local_experts=8, in multiples of 4"),
+        ({}, {"intermediate_size": 4}, "give num_experts_per_tok=4, or intermediate_size=8"),
         (
             {},
             {"num_experts_per_tok": 9},
@@ -176,7 +176,12 @@ def test_what_a_sibling_lacks_is_refused_by_name(source, options, why):
         ),
         ("DeepseekV3", {"first_k_dense_replace": 1}, {}, "layer 1 has experts already"),
         ("DeepseekV3", {}, {"topk_group": 3}, "n_group=2, topk_group=3: give groups"),
-        ("DeepseekV3", {}, {"moe_intermediate_size": 2}, "multiples of 8"),
+        (
+            "DeepseekV3",
+            {},
+            {"moe_intermediate_size": 2},
+            "give num_experts_per_tok=8, or moe_intermediate_size=4",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(name, source, options, why):
@@ -276,6 +281,29 @@ def test_drawn_units_are_the_same_on_disk_and_cannot_be_folded(tmp_path):
     assert checked.ok and checked.level == "changed"
     with pytest.raises(GrowthError, match=r"drop=0.25 drew units .* cannot be folded"):
         growkern.fold(tmp_path / "moe", tmp_path / "back", progress=False)
+
+
+def test_a_model_of_eight_billion_parameters_is_planned(tmp_path):
+    config = transformers.Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 64, 8, 768)}
+    with pytest.raises(GrowthError, match="=16, or moe_intermediate_size=1536"):
+        growkern.plan(tmp_path / "config.json", **how)
+    plan = growkern.plan(tmp_path / "config.json", **{**how, "num_experts_per_tok": 16})
+    assert plan.exact
+    dense, all_experts = plan.parameters("source"), plan.parameters("target")
+    ffn = 36 * 3 * 4096 * 12288
+    # 4 copies of the FFN, and a row of the router for each expert
+    assert all_experts == dense + 3 * ffn + 36 * 64 * 4096
+    assert plan.parameters("target", active=True) == dense + 36 * 64 * 4096
 
 
 def test_a_directory_becomes_a_mixture_and_again_a_dense_model(tmp_path, monkeypatch):

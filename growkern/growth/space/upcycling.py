@@ -230,13 +230,16 @@ def _set_sizes(
     for key in shared:
         _set_shared(config, family, key, whole, options, asked)
     count, chosen = (asked[field] for field in fields)
-    if type(chosen) is int is type(count) and (chosen > count or chosen % parts):
-        of = (
-            ""
-            if parts == 1
-            else f", in multiples of {parts}: one copy of the FFN has {parts} experts"
-        )
-        raise GrowthError(f"{fields[1]}={chosen}: give at most {fields[0]}={count}{of}")
+    if type(chosen) is int is type(count):
+        if chosen > count:
+            raise GrowthError(f"{fields[1]}={chosen}: give at most {fields[0]}={count}")
+        if chosen % parts:
+            fit = (n for n in range(parts, 0, -1) if not (whole % n or chosen % n or count % n))
+            raise GrowthError(
+                f"{fields[1]}={chosen}: one copy of the FFN has {parts} experts of "
+                f"{width}={whole // parts}, and a router must choose all of them or none: give "
+                f"{fields[1]}={-(-chosen // parts) * parts}, or {width}={whole // next(fit, 1)}"
+            )
     _check_groups(family, parts, asked)
     for key in (*fields, *map(family.config_field, space.groups)):
         setattr(config, key, parts if key in fields else 1)
