@@ -36,7 +36,7 @@ _KEYS = {
     "attention": "positions scale when partial field pairs whole_pairs turning clip sections "
     "divisor",
     "space": "kind of untied heads width part weighted size activated scale scale_when chosen "
-    "averaged entries groups",
+    "averaged entries groups asleep",
     "class": "prefix body heads output stacks repeats cache beside files",
     "depth": "zero inner_norms outer_norm refuse in_place",
     "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files "
@@ -284,6 +284,8 @@ def _reference_faults(where: str, family: Family) -> Iterator[str]:
         used += [("states", kind, family.kinds)]
         used += [(f"states.{kind}", key, family.config) for key in keys]
     kinds = {"first": 0, "last": 0, **family.kinds}
+    rows = {row.name: row for rows in family.parts.values() for row in rows}
+    used += [(f"spaces.{space.name}", space.asleep, rows) for space in family.mixtures]
     for row in (row for rows in family.parts.values() for row in rows):
         only = None if row.only is None else row.only.removeprefix("not_")
         used += [(row.name, row.stack, family.stacks), (row.name, only, kinds)]

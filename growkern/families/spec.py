@@ -43,7 +43,9 @@ Its sections:
                                                        `groups`, the number of groups that a router
                                                        chooses first and how many it takes, if it
                                                        has several. `averaged`: the config's
-                                                       coefficient of a loss that counts every copy
+                                                       coefficient of a loss that counts every copy.
+                                                       `asleep`: the bias that only chooses experts
+                                                       and can keep any number of copies from it
                                               fixed    `size` entries that never grow
                                               tied_output  output of the norm under a tied LM
                                                        head; if it is not tied, the space `untied`
@@ -201,6 +203,7 @@ class SpaceSpec:
     scale_when: str | None = None
     chosen: str | None = None
     averaged: str | None = None
+    asleep: str | None = None
     groups: tuple[str, ...] = ()
 
     @property

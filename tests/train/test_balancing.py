@@ -6,6 +6,7 @@ Truth: what the router of transformers chooses, counted from its outputs.
 import pytest
 import torch
 
+import growkern
 from growkern import ExpertBalancing, GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.train.safety.precision import set_precision
@@ -82,6 +83,23 @@ def test_nothing_moves_where_no_token_was_counted():
     after = bias_of(model).clone()
     balancing.update()
     assert torch.equal(bias_of(model), after) and not torch.equal(after, before)
+
+
+def test_experts_that_sleep_wake():
+    """A grown model computes the same as its source, until the biases have moved far enough."""
+    small, rows = build("deepseek", layers=2), padded()
+    model = growkern.grow(small, n_routed_experts=12)
+    balancing = ExpertBalancing(0.2)
+    balancing.watch(model.train())
+    sleeps = model.growth_plan.layout.space("experts").read == 0
+    tokens = []
+    for _ in range(8):
+        model(**rows)
+        tokens.append(balancing._routers[0][2][sleeps].sum().item())
+        balancing.update()
+    # b is 1.01, and both biases move
+    assert tokens[:2] == [0, 0]
+    assert tokens[-1] > 0
 
 
 def test_a_router_without_a_bias_is_refused():

@@ -9,6 +9,7 @@ from growkern.growth.optimizer.moments import (
     has_matrices,
     is_new,
 )
+from growkern.growth.plan.axes import asleep
 from growkern.growth.plan.finding import Finding
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import unknown_growth
@@ -81,6 +82,9 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     if any(len({m.width(space) for m in models}) > 1 for space in keys):
         why = "the new entries of keys are 0 but get gradients from the queries"
         result.append(Finding("approximate", "keys", why))
+    if any(asleep(plan, task) is not None for task in plan.tasks):
+        why = "they get no gradient yet, and keep their source's mean of squares until they wake"
+        result.append(Finding("approximate", "experts that sleep", why))
     if not all(has_known_gradient(plan, task) for task in plan.tasks):
         why = (
             "symmetry='split': the copies' shares of the gradient are unknown; their moments "

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.growth.plan.axes import AxisMap, axis_map, gradient_map, old_entries
+from growkern.growth.plan.axes import AxisMap, asleep, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import RANDOM, Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import plan_of_source, unknown_growth
@@ -202,6 +202,9 @@ def _muon_factors(plan: GrowthPlan, task: Task, earlier: Mapping[str, float]) ->
     maps = [axis_map(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)]
     (a, b), (rows, cols) = task.shape[-2:], [m.source for m in maps[-2:]]
     copied = [m.scale[: len(m.scale) - m.extra] for m in maps[-2:]]
+    if len(maps) == 2 and (sleeps := asleep(plan, task)) is not None:
+        # a row without a gradient has no part in the singular vectors
+        copied[0] = copied[0][~sleeps]
     scale = math.prod(float(u.norm()) for u in copied) / math.sqrt(rows * cols)
     # all experts have whole copies
     scale *= math.prod(float(m.scale[0]) for m in maps[:-2])
@@ -313,6 +316,9 @@ def grow_moment(
         built = grow_moment(plan, matrix, as_matrix, key=key, moments=moments, part=place, out=flat)
         return built.view(shape)
     axes = _gradient_maps(plan, task)
+    if power == 2 and (sleeps := asleep(plan, task)) is not None:
+        # an expert that sleeps has no gradient yet, but will have those of its source
+        axes[0] = dataclasses.replace(axes[0], scale=axes[0].scale.masked_fill(sleeps, 1.0))
     if moments == "old_slices":
         named = zip(task.tensor.axes, task.shape, strict=True)
         old = [old_entries(plan, task, axis, size) for axis, size in named]
@@ -387,10 +393,8 @@ def check_values(name: str, key: str, values: Tensor) -> None:
 
 def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:
     """The maps of g in (2), one per axis; for norms those of (3)."""
-    axes = [
-        gradient_map(plan, task, axis, size)
-        for axis, size in zip(task.tensor.axes, task.shape, strict=True)
-    ]
+    named = zip(task.tensor.axes, task.shape, strict=True)
+    axes = [gradient_map(plan, task, *axis) for axis in named]
     if task.tensor.norm and not task.tensor.is_bias:
         entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
         scale = torch.where(entering.is_extra, 0.0, axes[0].scale * entering.write / entering.kappa)

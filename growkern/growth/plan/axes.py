@@ -265,6 +265,18 @@ def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
     return torch.cat(pieces)
 
 
+def asleep(plan: Blueprint, task: Task) -> Tensor | None:
+    """Which entries of the first axis belong to experts that sleep, (size,) bool.
+
+    None: there are none.
+    """
+    if not plan.small.is_of_experts(task.tensor):
+        return None
+    name = task.tensor.axes[0].partition(":")[2]
+    sleeps = plan.layout.space(name, task.source_layer).read == 0
+    return sleeps if bool(sleeps.any()) else None
+
+
 def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor:
     """1 for target units of this axis that come from the next source layer (AKI), else 0.
 

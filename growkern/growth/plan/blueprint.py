@@ -23,6 +23,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.initialisation import Initial, initial_tensors
 from growkern.growth.plan.target import growable_fields
 from growkern.growth.source.source import Source
+from growkern.growth.space.experts import are_asleep
 from growkern.growth.space.layout import Layer, Layout
 
 # names for tensors that no tensor of the source becomes. Without them a layer computes x (identity)
@@ -289,9 +290,14 @@ def dtype_of(tensor: TensorSpec, dtype: torch.dtype) -> torch.dtype:
 
 def make_tasks(blueprint: Blueprint) -> Iterator[Task]:
     """One task per target tensor, in the order of the family's table; tied duplicates have none."""
-    sources = {(t.template, t.layer): t for t in blueprint.small.tensors}
-    for tensor in blueprint.large.own_tensors:
-        yield _task(blueprint, tensor, sources)
+    small, large = blueprint.small, blueprint.large
+    sources = {(t.template, t.layer): t for t in small.tensors}
+    mixtures = [s for s in small.family.mixtures if are_asleep(s, small, large.size)]
+    # only one copy of an expert is awake, so its output is whole
+    whole = {f"read:{space.name}": f"write:{space.name}" for space in mixtures}
+    for tensor in large.own_tensors:
+        axes = tuple(whole.get(axis, axis) for axis in tensor.axes)
+        yield _task(blueprint, replace(tensor, axes=axes), sources)
 
 
 def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpec]) -> Task:

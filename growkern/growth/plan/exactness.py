@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from growkern.families.spec import SpaceSpec
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import (
     LARGEST_ROUNDING,
@@ -30,8 +31,9 @@ from growkern.growth.plan.vocabulary import (
     most_cost,
     predicts_tokens,
     unrounded_cost,
+    values_of,
 )
-from growkern.growth.space.experts import copies_of
+from growkern.growth.space.experts import are_asleep, copies_of, depth_of_sleep
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
@@ -192,11 +194,33 @@ def _experts(plan: Blueprint) -> list[Finding]:
                 what = f"drop={plan.options.drop:g}"
                 why = "that share of the units of every expert is drawn again"
                 result.append(Finding("changed", what, why, asked=True))
+        elif are_asleep(space, plan.small, plan.large.size):
+            result.append(_asleep(plan, space))
         elif (copies := copies_of(space, plan.small, plan.large)) > 1:
             what = f"{plan.small.family.config_field(str(space.size))} times {copies}"
             why = "the router chooses every copy of an expert or none, and their weights add up"
             result.append(Finding("exact", what, why))
     return result
+
+
+def _asleep(plan: Blueprint, space: SpaceSpec) -> Finding:
+    """New experts that sleep behind their bias. The bias rule moves it by `speed` in a step."""
+    old, new = (model.size(str(space.size)) for model in (plan.small, plan.large))
+    biases = [
+        values_of(plan, task.source)
+        for task in plan.tasks
+        if task.tensor.template == space.asleep and not task.is_made
+    ]
+    # where all biases are equal, and where they are not known, it is least
+    equal = depth_of_sleep(torch.zeros(1))
+    depth = min([depth_of_sleep(bias.double()) for bias in biases if bias is not None] or [equal])
+    what = f"{plan.small.family.config_field(str(space.size))} {old} -> {new}"
+    why = (
+        f"exact now, as the {new - old} new experts of each layer sleep: no token reaches them. "
+        f"With growkern.ExpertBalancing(speed) they wake from about step {depth / 2:.2g} / speed "
+        "on, and the outputs change. Without it they never wake"
+    )
+    return Finding("exact", what, why)
 
 
 def _vocabulary(plan: Blueprint) -> list[Finding]:

@@ -6,9 +6,23 @@ experts or over the chosen ones.
 
 A router that chooses groups of experts first looks at the best of each group. So whole groups are
 copied: a copy beside its expert would count twice.
+
+Where a bias b_e only chooses, and as many experts are chosen as before, any number of copies can
+sleep. Their bias is that of their expert minus
+
+    b > 1 + max b_e - min b_e                                                              (1)
+
+over the experts of the layer. Scores lie in (0, 1), so every expert of the source comes before
+every copy, for any input. A copy may lie in a group of copies or behind the experts of a group: the
+best of a group are then the source's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
 
 from growkern.errors import UnfitError
 from growkern.families.family import Dense
@@ -60,13 +74,58 @@ def check_copies(small: ModelSpec, large: ModelSpec) -> None:
                 )
 
 
+def are_asleep(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> bool:
+    """True if new experts sleep: a bias can do that, and as many are chosen as before.
+
+    Args:
+        size: gives a size of the target, or the source's if it is not known yet.
+    """
+    chosen = (str(space.chosen), *space.groups[1:])
+    if space.asleep is None or small.dense or size(str(space.size)) == small.size(str(space.size)):
+        return False
+    return all(size(key) == small.size(key) for key in chosen)
+
+
+def sleeping_map(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> tuple[Tensor, Tensor]:
+    """The source's expert of every target expert, (target,) int64, and which are awake, bool.
+
+    The source's groups come first, and its experts come first in each of them.
+    """
+    (old, groups), (new, more) = (_in_groups(space, model) for model in (small, large))
+    group, place = torch.arange(more)[:, None], torch.arange(new)
+    index = group % groups * old + place % old
+    return index.flatten(), ((group < groups) & (place < old)).flatten()
+
+
+def _in_groups(space: SpaceSpec, model: ModelSpec) -> tuple[int, int]:
+    """How many experts each group has, and how many groups there are."""
+    groups = model.size(space.groups[0]) if space.groups else 1
+    return model.size(str(space.size)) // groups, groups
+
+
+def depth_of_sleep(bias: Tensor) -> float:
+    """b of (1), for the bias of a layer's experts."""
+    return 1.01 * (1 + (bias.max() - bias.min()).item())
+
+
 def copies_of(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> int:
-    """How many copies of every expert the target has."""
+    """How many copies of every expert the router chooses together."""
+    if are_asleep(space, small, large.size):
+        return 1
     return large.size(str(space.size)) // small.size(str(space.size))
 
 
-def followers(space: SpaceSpec, model: ModelSpec) -> tuple[str, ...]:
-    """The sizes that are multiplied like the experts. A single group may hold them all."""
+def followers(
+    space: SpaceSpec, model: ModelSpec, asked: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
+    """The sizes that are multiplied like the experts. A single group may hold them all.
+
+    Args:
+        asked: the target's sizes that the user gave. If new experts sleep then, nothing follows.
+    """
+    known = asked or {}
+    if are_asleep(space, model, lambda key: known.get(key, model.size(key))):
+        return ()
     several = bool(space.groups) and model.size(space.groups[0]) > 1
     return (str(space.chosen), *(space.groups if several else ()))
 
@@ -77,13 +136,16 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
         field = small.family.config_field(str(space.size))
         old, new = (model.size(str(space.size)) for model in (small, large))
         others = (str(space.chosen), *space.groups)
+        if are_asleep(space, small, large.size):
+            _check_groups(space, small, large)
+            continue
         if new % old:
             names = " and ".join(small.family.config_field(key) for key in others)
             raise UnfitError(
                 f"{field}={new} is no multiple of the source's {old}, so some experts would have "
                 "more copies than others, which changes what the router chooses; nearest sizes "
                 f"that fit: {field}={new - new % old} or {new - new % old + old}. Leave out "
-                f"{names}, which will fit then"
+                f"{names}, which will fit then{_or_asleep(space, small, large)}"
             )
         if small.dense:
             # its experts are one FFN: see `growkern.growth.space.upcycling`
@@ -95,4 +157,28 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
                 raise UnfitError(
                     f"{small.family.config_field(key)}={found}: with {field}={new} it must be "
                     f"{needed}, so that the router chooses every copy of an expert or none"
+                    f"{_or_asleep(space, small, large)}"
                 )
+
+
+def _or_asleep(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> str:
+    """The end of an error message: new experts can sleep instead, if there are any."""
+    if space.asleep is None or large.size(str(space.size)) == small.size(str(space.size)):
+        return ""
+    kept = (str(space.chosen), *space.groups[1:])
+    fit = " and ".join(f"{small.family.config_field(key)}={small.size(key)}" for key in kept)
+    return f"; or keep {fit}, and new experts sleep"
+
+
+def _check_groups(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> None:
+    """Refuse groups that do not keep those of the source, with new experts that sleep."""
+    (old, groups), (new, more) = (_in_groups(space, model) for model in (small, large))
+    field, number = small.family.config_field(str(space.size)), large.size(str(space.size))
+    if number % more or new < old or more < groups:
+        least = max(more, groups)
+        low = max(old, number // least) * least
+        names = small.family.config_field(space.groups[0])
+        raise UnfitError(
+            f"{field}={number} with {names}={more}: new experts sleep behind the {old} of each of "
+            f"the source's {groups} groups, so {names}={least} needs {field}={low} or {low + least}"
+        )

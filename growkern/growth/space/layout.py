@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
-from growkern.growth.space.experts import is_output, output_scale
+from growkern.growth.space.experts import are_asleep, is_output, output_scale, sleeping_map
 from growkern.growth.space.spaces import (
     CARRY_UNITS,
     LINEAR_PAIR_ACTIVATIONS,
@@ -291,7 +292,10 @@ class Layout:
     def _experts(self, spec: SpaceSpec, _layer: Layer) -> Space:
         # whole copies in every scheme: a router takes all copies of an expert or none
         source, target = self.sizes(str(spec.size))
-        return copies(maps.cyclic(source, target), source)
+        if not are_asleep(spec, self.small, self.large.size):
+            return copies(maps.cyclic(source, target), source)
+        index, awake = sleeping_map(spec, self.small, self.large)
+        return replace(copies(index, source), read=awake.double())
 
     def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
         if spec.width or spec.blocks:

@@ -32,7 +32,7 @@ CASES = [
 MIXTURE = (
     *RELATIVES["deepseek_v3"][:2],
     {"norm_topk_prob": False},
-    {"hidden_size": 24, "num_local_experts": 16},
+    {"hidden_size": 24, "num_local_experts": 16, "num_experts_per_tok": 6},
 )
 
 
@@ -82,11 +82,11 @@ def clip_target(model):
     return growkern.growth_clip_norm_(model, MAX_NORM)
 
 
-def source_after_five_steps(case, rule):
+def source_after_steps(case, rule, steps=5):
     class_name, sizes, config, how = case
     source = random_model(class_name, sizes, std=0.2, **config)
     optimizers = both(source, rule)
-    train(source, optimizers, range(5), clip_source)
+    train(source, optimizers, range(steps), clip_source)
     return source, optimizers, growkern.grow(source, symmetry="none", **{**COPIED, **how})
 
 
@@ -97,7 +97,7 @@ def source_after_five_steps(case, rule):
 )
 def test_five_steps_then_growth_then_five_is_ten_steps_then_growth(case, rule, in_float64):
     """Of both optimizers, clipped, each over its own parameters."""
-    source, optimizers, target = source_after_five_steps(case, rule)
+    source, optimizers, target = source_after_steps(case, rule)
     grown = both_grown(target, rule, [x.state_dict() for x in optimizers])
     before = outputs(source)["logits"]
     train(source, optimizers, range(5, 10), clip_source)
@@ -106,6 +106,18 @@ def test_five_steps_then_growth_then_five_is_ten_steps_then_growth(case, rule, i
     assert (after - before).abs().max() > 0.1
     assert largest_difference(source, target) <= 1e-12
     assert (outputs(target)["logits"] - after).abs().max() <= 1e-12 * after.abs().max()
+
+
+def test_experts_that_sleep_change_no_step(in_float64):
+    class_name, sizes, options, _ = MIXTURE
+    how = {"hidden_size": 24, "n_routed_experts": 12}
+    case = (class_name, sizes, options, how)
+    source, optimizers, target = source_after_steps(case, None, 1)
+    grown = both_grown(target, None, [x.state_dict() for x in optimizers])
+    train(source, optimizers, range(1, 2), clip_source)
+    train(target, grown, range(1, 2), clip_target)
+    expected = outputs(source)["logits"]
+    assert (outputs(target)["logits"] - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 def test_experts_take_the_steps_of_matrices(in_float64):
@@ -166,7 +178,7 @@ def test_factors_of_even_growth():
 def test_other_steps_drift(wrong, in_float64):
     """The test above sees a missing factor, and a lost momentum."""
     case = (*CASES[0][:3], {"n_embd": 24, "n_inner": 48})
-    source, optimizers, target = source_after_five_steps(case, "original")
+    source, optimizers, target = source_after_steps(case, "original")
     muon, adamw = both_grown(target, "original", [x.state_dict() for x in optimizers])
     if wrong == "rate":
         muon.matched = False
@@ -215,7 +227,7 @@ def test_hooks_run_once_and_closures_too():
 
 def test_an_optimizer_of_the_grown_model_is_filled_in_place(tmp_path):
     """From each optimizer's own state, and from one checkpoint with both."""
-    source, optimizers, target = source_after_five_steps(CASES[3], None)
+    source, optimizers, target = source_after_steps(CASES[3], None)
     grown = both_grown(target, None, [x.state_dict() for x in optimizers])
     saved = get_optimizer_state_dict(source, list(optimizers))
     checkpoint.save({"optimizer": saved}, checkpoint_id=str(tmp_path))
@@ -234,7 +246,7 @@ def test_an_optimizer_of_the_grown_model_is_filled_in_place(tmp_path):
 
 
 def test_states_of_another_optimizer_are_refused():
-    source, (muon, adamw), target = source_after_five_steps(CASES[0], None)
+    source, (muon, adamw), target = source_after_steps(CASES[0], None)
     plan = target.growth_plan
     grown_muon, grown_adamw = both_grown(target, None, [muon.state_dict(), adamw.state_dict()])
     everything = torch.optim.AdamW(source.named_parameters())

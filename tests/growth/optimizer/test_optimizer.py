@@ -27,6 +27,8 @@ GROUPS = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4
 # 3 heads of 8 become 3 of 16
 LARGER = {"hidden_size": 48, "num_attention_heads": 3}
 
+EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 6}
+
 EXACT = [
     ("GPT2LMHeadModel", GPT2, TIED, {"n_embd": 24, **COPIED}),
     ("GPT2LMHeadModel", GPT2, UNTIED, {"n_embd": 36, "n_inner": 50, **COPIED}),
@@ -37,7 +39,7 @@ EXACT = [
     (
         *RELATIVES["deepseek_v3"][:2],
         {"norm_topk_prob": False},
-        {"hidden_size": 24, "q_lora_rank": 15, "v_head_dim": 8, "n_routed_experts": 16, **COPIED},
+        {"hidden_size": 24, "q_lora_rank": 15, "v_head_dim": 8, **EXPERTS, **COPIED},
     ),
     (*RELATIVES["vit"][:2], {}, {"hidden_size": 24, **COPIED}),
     (*RELATIVES["dinov2"][:2], {"use_mask_token": False}, {"hidden_size": 24, **COPIED}),
@@ -120,6 +122,24 @@ def test_grown_moments_are_those_of_the_grown_models_gradients(case):
     assert grown.keys() == own.keys()
     first = next(iter(grown.values()))
     assert first.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def test_experts_that_sleep_start_with_the_squares_of_their_source():
+    """No token reaches them, so the mean of their own gradients is 0."""
+    class_name, sizes, _ = RELATIVES["deepseek_v3"]
+    source = random_model(class_name, sizes, std=0.2)
+    how = {"n_routed_experts": 12, "hidden_size": 24, **COPIED}
+    target, grown, own, _ = grown_states(source, how)
+    space, plan = target.growth_plan.layout.space("experts"), target.growth_plan
+    awake = space.read.nonzero().flatten()
+    assert len(awake) == 8
+    for task in (task for task in plan.tasks if task.tensor.axes[:1] == ("write:experts",)):
+        if task.name in own:
+            # the awake copy of every expert
+            own[task.name]["exp_avg_sq"] = own[task.name]["exp_avg_sq"][awake[space.read_index]]
+    assert_same_moments(grown, own, own.keys())
+    found = {finding.what: finding.level for finding in growkern.moment_findings(plan)}
+    assert found == {"moments": "exact", "experts that sleep": "approximate"}
 
 
 WITH_HEAD = [case for case in FAMILIES if "For" in case[0]]

@@ -46,9 +46,7 @@ def build_baseline(
     ranges = _ranges(task, part)
     initial = plan.initial_tensors[task.name]
     if initial.deviation:
-        key = philox_key(plan, "init", task.name)
-        for tile in product(*map(_tiles, ranges, task.shape, (1, *TILE)[-len(ranges) :])):
-            _fill_from_tile(initial, key, ranges, tile, out)
+        fill_random(plan, task, "init", initial, ranges, out)
     else:
         out.fill_(initial.value)
     for row in initial.zero_rows:
@@ -57,6 +55,20 @@ def build_baseline(
     if plan.options.method == "direct_copy" and not task.is_made:
         _copy_old(plan, task, read(task.source), ranges, out)
     return out
+
+
+def fill_random(
+    plan: Blueprint,
+    task: Task,
+    purpose: str,
+    initial: Initial,
+    ranges: Sequence[range],
+    out: Tensor,
+) -> None:
+    """Fill a part of a target tensor with random numbers, which depend on their places in it."""
+    key = philox_key(plan, purpose, task.name)
+    for tile in product(*map(_tiles, ranges, task.shape, (1, *TILE)[-len(ranges) :])):
+        _fill_from_tile(initial, key, ranges, tile, out)
 
 
 def build_random(plan: Blueprint, task: Task, part: Sequence[slice], out: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.growth.plan.axes import AxisMap, axis_map, matrix_of, noise_seed
+from growkern.growth.plan.axes import AxisMap, asleep, axis_map, matrix_of, noise_seed
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
+from growkern.growth.plan.tensors.asleep import put_to_sleep
 from growkern.growth.plan.tensors.baselines import build_baseline, build_random, old_entries_within
 from growkern.growth.plan.tensors.experts import add_noise, drop_units, is_dropped, is_noisy
 from growkern.growth.plan.tensors.extras import gathered_rows
@@ -115,6 +116,8 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     """
     if task.tensor.norm or task.identity == "zero" or task.is_made or task.matrix is not task:
         return None
+    if len(part) < 3 and asleep(plan, task) is not None:
+        return None
     if task.tensor.is_copied:
         return [torch.arange(n)[where] for n, where in zip(task.shape, part, strict=True)]
     if plan.options.is_baseline:
@@ -174,7 +177,10 @@ def _build_weight(
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
     ]
     if len(axes) < 3:
-        return _build_matrix(plan, task, axes, read, part, out, work)
+        _build_matrix(plan, task, axes, read, part, out, work)
+        if asleep(plan, task) is not None:
+            work.then(partial(put_to_sleep, plan, task, read, part, out))
+        return out
     numbers = range(*part[0].indices(task.shape[0]))
     if out.is_contiguous() and _may_join(plan, task, axes, part):
         _build_experts(plan, task, axes, numbers, read, part, out, work)
