@@ -69,12 +69,24 @@ def _logits_error(source: Any, grown: Any) -> float:
     return ((z - grown_z).abs().max() / z.abs().max()).item()
 
 
+def asleep(model: ModelSpec) -> dict[str, dict[str, int]]:
+    """New experts that sleep: one in each group of the source, and in as many groups again."""
+    result = {}
+    for space in (space for space in model.family.mixtures if space.asleep):
+        experts, groups = str(space.size), space.groups[0]
+        old, count = model.size(experts), model.size(groups)
+        result["asleep"] = {experts: old + count}
+        result["asleep in groups"] = {experts: 2 * old, groups: 2 * count}
+    return result
+
+
 def mixtures() -> Iterator[dict[str, Any]]:
     """Mixtures of experts, in every size alone and in all at once, in float64."""
     for model_type, case in RELATIVES.items():
         source = random_model(*case[:2], tie_word_embeddings=False)
         model = ModelSpec.of(source.config, case[0])
         growths = alone(model) | {"all at once": at_once(model)} if model.family.mixtures else {}
+        growths |= asleep(model)
         for what, sizes in growths.items():
             grown = growkern.grow(source, **grown_by(model, sizes))
             error = largest_error(source, grown, grown.growth_plan)

@@ -167,7 +167,7 @@ def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[s
         old = sizes[field]
         if key == "stream":
             how[field] = old * rng.choice([2, 3]) if rng.random() < 0.6 else old + rng.randint(1, 9)
-        elif key in (space.size for space in family.mixtures):
+        elif key in (space.size for space in family.mixtures if not space.asleep):
             # others are refused
             how[field] = old * rng.randint(2, 3) + (rng.random() < 0.1)
         elif key == "head_dim":

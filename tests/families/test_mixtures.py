@@ -420,8 +420,14 @@ def test_new_experts_sleep_for_any_input(model_type, options, growth):
             "n_group=4: with n_routed_experts=16 it must be 8",
         ),
         ({"n_group": 8}, "n_group=8: with n_routed_experts=8 it must be 4, .* none$"),
-        ({"n_routed_experts": 11}, "2 of each of .* 4 groups, so n_group=4 needs .*=8 or 12$"),
-        ({"n_routed_experts": 17, "n_group": 5}, "n_group=5 needs n_routed_experts=15 or 20$"),
+        (
+            {"n_routed_experts": 11},
+            "does not fit n_group=4: .* 2 of each of .* 4 groups; .*=8 or 12$",
+        ),
+        (
+            {"n_routed_experts": 17, "n_group": 5},
+            "17 does not fit n_group=5: .* fit: n_routed_experts=15 or 20$",
+        ),
         ({"qk_rope_head_dim": 8}, "no size 'qk_rope_head_dim' to grow"),
         ({"num_hidden_layers": 4, "depth": "stack"}, "layer 1 would copy layer 1 .* is sparse by"),
     ],

@@ -130,7 +130,8 @@ def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec]
     """The end of an error message: for every given size the nearest that fit with the others."""
     found = []
     # what fits these does not depend on the other sizes, and the error says it
-    experts = {key for space in small.family.mixtures for key in (space.size, space.chosen)}
+    mixtures = small.family.mixtures
+    experts = {key for space in mixtures for key in (space.size, space.chosen, *space.groups)}
     for key, value in asked.items():
         if key in (*small.family.stacks.values(), *experts, "vocab"):
             continue

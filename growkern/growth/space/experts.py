@@ -174,11 +174,10 @@ def _check_groups(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> None:
     """Refuse groups that do not keep those of the source, with new experts that sleep."""
     (old, groups), (new, more) = (_in_groups(space, model) for model in (small, large))
     field, number = small.family.config_field(str(space.size)), large.size(str(space.size))
-    if number % more or new < old or more < groups:
-        least = max(more, groups)
-        low = max(old, number // least) * least
-        names = small.family.config_field(space.groups[0])
+    if number % more or new < old:
+        low = max(old, number // more) * more
         raise UnfitError(
-            f"{field}={number} with {names}={more}: new experts sleep behind the {old} of each of "
-            f"the source's {groups} groups, so {names}={least} needs {field}={low} or {low + least}"
+            f"{field}={number} does not fit {small.family.config_field(space.groups[0])}={more}: "
+            f"new experts sleep behind the {old} of each of the source's {groups} groups; nearest "
+            f"sizes that fit: {field}={low} or {low + more}"
         )
