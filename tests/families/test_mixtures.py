@@ -453,6 +453,14 @@ def test_sizes_of_a_delta_net_that_do_not_fit_are_refused(growth, why):
         growkern.plan(source, **growth)
 
 
+def test_random_copies_of_a_latent_vector_change_its_norm():
+    """The matrix that writes it writes the keys that turn, too."""
+    plan = growkern.plan(
+        random_model(*RELATIVES["deepseek_v3"][:2]), kv_lora_rank=13, scheme="paper"
+    )
+    assert [(f.level, f.what) for f in plan.findings] == [("changed", "entries of latent_pre")]
+
+
 def test_latent_queries_do_not_come_from_nothing():
     class_name, sizes, options = RELATIVES["deepseek_v3"]
     source = random_model(class_name, {**sizes, **options})

@@ -162,10 +162,16 @@ def _heads_under_norm(plan: Blueprint) -> list[Finding]:
     """Heads or units that enter one norm, in the paper's scheme: its maps are random."""
     layout = plan.layout
     together = [space.name for space in layout.family.spaces.values() if space.weighted]
+    written = {
+        (name, task.source_layer)
+        for task in plan.tasks
+        for axis in task.tensor.axes
+        if axis.startswith("write:")
+        for name in axis.removeprefix("write:").split("|")
+    }
     result = []
     for name in together if plan.options.scheme == "paper" else ():
-        axis = f"write:{name}"
-        layers = {task.source_layer for task in plan.tasks if axis in task.tensor.axes}
+        layers = {layer for one, layer in written if one == name}
         spaces = [layout.space(name, layer) for layer in layers]
         counts = [space.write_index.bincount(minlength=space.source) for space in spaces]
         if any(count.min() != count.max() for count in counts):
