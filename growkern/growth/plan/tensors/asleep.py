@@ -39,7 +39,8 @@ def put_to_sleep(
     )
     if not cols:
         bias = read(task.source).cpu().double()
-        lowered = (bias - depth_of_sleep(bias)).to(out)
+        # a model that is loaded in float64 has it in float32 too
+        lowered = (bias - depth_of_sleep(bias)).float().to(out)
         for number in numbers:
             out[number - where[0].start] = lowered[rows.index[number]]
         return
