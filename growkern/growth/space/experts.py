@@ -163,7 +163,8 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
 
 def _or_asleep(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> str:
     """The end of an error message: new experts can sleep instead, if there are any."""
-    if space.asleep is None or large.size(str(space.size)) == small.size(str(space.size)):
+    grows = large.size(str(space.size)) > small.size(str(space.size))
+    if space.asleep is None or small.dense or not grows:
         return ""
     kept = (str(space.chosen), *space.groups[1:])
     fit = " and ".join(f"{small.family.config_field(key)}={small.size(key)}" for key in kept)
