@@ -14,6 +14,7 @@ import growkern
 from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk import stream
 from growkern.growth.plan.tensors.tensor import build_tensor
+from growkern.growth.source.parts.experts import Stacked
 from tests.growth.models import random_model, relative_error
 
 SIZES = {
@@ -335,7 +336,15 @@ def test_a_directory_becomes_a_mixture_and_again_a_dense_model(tmp_path, monkeyp
     growkern.replay(tmp_path / "moe", tmp_path / "dense", tmp_path / "again", progress=False)
     for file in (tmp_path / "again").iterdir():
         assert file.read_bytes() == (tmp_path / "moe" / file.name).read_bytes(), file.name
+    read, fill = [], Stacked.fill
+
+    def count(own, out, *rows):
+        read.append(len(out))
+        fill(own, out, *rows)
+
+    monkeypatch.setattr(Stacked, "fill", count)
     growkern.fold(tmp_path / "moe", tmp_path / "back", progress=False)
+    assert {*read} == {1}, "a fold holds one expert in memory"
     old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "back"))
     assert old.keys() == new.keys()
     assert all(torch.equal(old[name], new[name]) for name in old)

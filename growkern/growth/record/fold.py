@@ -30,10 +30,14 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.record.origins import Origin, read_index
+from growkern.growth.source.files import row_blocks
 from growkern.growth.space.spaces import Space
 from growkern.ops.expand.op import folded
 
 SpaceOf = Callable[[str], Space]
+
+# the matrix of an expert, by its number
+MatrixOf = Callable[[int], Tensor]
 # a copy with a smaller share than this is lost in rounding, so its entry cannot be folded back
 LEAST_SHARE = 2.0**-10
 
@@ -67,26 +71,43 @@ def fold_tensor(origin: Origin, space_of: SpaceOf, grown: Tensor) -> Tensor:
 
 
 def fold_rows(
-    origin: Origin, folds: Sequence[AxisFold], grown: Tensor, start: int, stop: int
+    origin: Origin, folds: Sequence[AxisFold], grown: Tensor | MatrixOf, start: int, stop: int
 ) -> Tensor:
     """Rows [start, stop) of the folded tensor, float64. Only their copies in `grown` are read.
 
     Args:
         folds: of `axis_folds`.
-        grown: the target tensor, of the origin's shape; may be memory-mapped.
+        grown: the target tensor, of the origin's shape; may be memory-mapped. Or what reads the
+            matrices of its experts: one at a time is in memory, however many copies there are.
     """
+    return _sums(folds, grown, origin.offset, start, stop) / origin.factor - origin.offset
+
+
+def _sums(
+    folds: Sequence[AxisFold], grown: Tensor | MatrixOf, offset: float, start: int, stop: int
+) -> Tensor:
+    """The weighted sums over the copies of rows [start, stop), of a tensor plus `offset`."""
     rows, *others = folds
     wanted = (rows.index >= start) & (rows.index < stop)
-    x = grown.index_select(0, rows.keep[wanted]).double() + origin.offset
+    keep, index, coefficient = (x[wanted] for x in (rows.keep, rows.index, rows.coefficient))
+    if not isinstance(grown, Tensor):
+        x = torch.zeros(stop - start, *(fold.size for fold in others), dtype=torch.float64)
+        found = zip(keep.tolist(), index.tolist(), coefficient.tolist(), strict=True)
+        for number, place, factor in found:
+            matrix = grown(number)
+            for first, last in row_blocks(x.shape[1:], x.itemsize):
+                own = _sums(others, matrix, offset, first, last)
+                x[place - start, first:last].add_(own, alpha=factor)
+        return x
+    x = grown.index_select(0, keep).double() + offset
     for dim, other in enumerate(others, 1):
         x = x.index_select(dim, other.keep).movedim(dim, -1) * other.coefficient
         shape = (*x.shape[:-1], other.size)
         x = folded(x.reshape(-1, len(other.keep)), 1, other.index, other.size)
         x = x.view(shape).movedim(-1, dim)
     shape = x.shape[1:]
-    x = x.reshape(len(x), -1) * rows.coefficient[wanted][:, None]
-    x = folded(x, 0, rows.index[wanted] - start, stop - start)
-    return (x / origin.factor - origin.offset).view(stop - start, *shape)
+    x = x.reshape(len(x), -1) * coefficient[:, None]
+    return folded(x, 0, index - start, stop - start).view(stop - start, *shape)
 
 
 def axis_folds(origin: Origin, space_of: SpaceOf) -> list[AxisFold]:

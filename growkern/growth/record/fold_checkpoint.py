@@ -29,7 +29,7 @@ from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
-from growkern.growth.source.parts.experts import Parts
+from growkern.growth.source.parts.experts import Parts, Stacked
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.upcycling import parts_of
 from growkern.publish.manifest import write_manifest
@@ -178,7 +178,7 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
         if name not in chosen:
             raise GrowthError(f"{name} cannot be folded: no tensor of the grown model holds it")
         origin, held = lineage.origins[chosen[name]], chosen[name]
-        found = tuple(grown.read(held).shape) if held in grown.dtypes else "missing"
+        found = grown.headers[held].shape if held in grown.headers else "missing"
         if found != origin.shape or small.shapes[name] != origin.source_shape:
             raise GrowthError(
                 f"{held} has shape {found}, but {file} says {origin.shape}: give its lineage"
@@ -220,11 +220,13 @@ def _write(
             stack.callback(files[name].close)
         for name, header in layout.tensors.items():
             shown, number, part = places.get(name, (name, 0, None))
-            origin, tensor = lineage.origins[chosen[shown]], grown.read(chosen[shown])
+            origin, own = lineage.origins[chosen[shown]], partial(grown.read, chosen[shown])
+            is_stack = isinstance(grown.headers[chosen[shown]], Stacked)
+            tensor = partial(_matrix, own) if is_stack or (part and part.experts) else own()
             folds = axis_folds(origin, partial(lineage.space, layer=origin.layer))
             if part is not None and part.experts:
-                own = _part_of(partial(fold_rows, origin, folds, tensor), number, part)
-                data = own.to(header.dtype).contiguous()
+                whole = _part_of(partial(fold_rows, origin, folds, tensor), number, part)
+                data = whole.to(header.dtype).contiguous()
                 write_rows(files, header, 0, len(data), data.view(-1).view(torch.uint8))
                 bar.update(data.nbytes)
                 continue
@@ -233,6 +235,10 @@ def _write(
                 data = fold_rows(origin, folds, tensor, *rows).to(header.dtype).contiguous()
                 write_rows(files, header, *rows, data.view(-1).view(torch.uint8))
                 bar.update(data.nbytes)
+
+
+def _matrix(read: Callable[[list[int]], Tensor], number: int) -> Tensor:
+    return read([number])[0]
 
 
 def _part_of(rows: Callable[[int, int], Tensor], number: int, part: Parts) -> Tensor:

@@ -29,12 +29,16 @@ def small_pieces(monkeypatch):
     cut_small(monkeypatch.setattr)
 
 
+def save_source(directory, model_class="LlamaForCausalLM", **config):
+    model = random_model(model_class, LLAMA | config, dtype=torch.float32)
+    model.save_pretrained(directory, max_shard_size="8kB")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
 @pytest.fixture
 def source(tmp_path):
-    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "source", max_shard_size="8kB")
-    (tmp_path / "source" / "tokenizer.json").write_text("{}")
-    return tmp_path / "source"
+    return save_source(tmp_path / "source")
 
 
 @pytest.fixture
@@ -72,9 +76,22 @@ def interrupt(monkeypatch, source, target, *, after, error=KeyboardInterrupt, **
 # ------------------------------------------------------------------ killed
 
 
-def test_killed_at_any_moment_it_ends_the_same(source, expected, tmp_path):
-    """Kills (SIGKILL) spread over the whole run, each followed by a run to the end."""
-    kills = 12 * walks.times
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_killed_at_any_moment_it_ends_the_same(kind, tmp_path):
+    """Kills (SIGKILL) spread over the whole run, each followed by a run to the end.
+
+    With more walks, the mixture has 20,000 tensors of experts.
+    """
+    source, kills = tmp_path / "source", 12 * walks.times
+    if kind == "dense":
+        save_source(source)
+    else:
+        layers, experts = (2, 8) if walks.times == 1 else (52, 128)
+        sizes = {"num_hidden_layers": layers, "num_experts": experts, "moe_intermediate_size": 4}
+        save_source(source, "Qwen3MoeForCausalLM", **sizes, num_experts_per_tok=2)
+        kills //= 4
+    growkern.grow_checkpoint(source, tmp_path / "expected", **HOW)
+    expected = snapshot(tmp_path / "expected")
     arguments = source, tmp_path, kills, walks.start or 0
     done = warm.run("tests.growth.disk.killer", *arguments, limit_s=300 * walks.times)
     assert done.returncode == 0, done.stderr
