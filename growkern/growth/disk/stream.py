@@ -31,7 +31,7 @@ from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
 from growkern.growth.source.parts.experts import Assembled
 from growkern.growth.source.source import Source
-from growkern.growth.source.stored import read_entries
+from growkern.growth.source.stored import entries_of, read_entries
 
 
 class SourceReader:
@@ -48,19 +48,25 @@ class SourceReader:
         self._locks = {name: threading.Lock() for name in source.headers}
 
     def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
-        self.check(name)
-        return read_entries(self._headers[name], entries)
+        found = self._first_read(name)
+        if found is None:
+            return read_entries(self._headers[name], entries)
+        return entries_of(found, entries)
 
     def check(self, name: str) -> None:
         """Compute its checksum and look for NaN and Inf, once."""
-        with self._locks[name]:
-            if name not in self.checksums:
-                self.checksums[name] = self._scan(name)
+        self._first_read(name)
 
-    def _scan(self, name: str) -> str:
+    def _first_read(self, name: str) -> Tensor | None:
+        """The tensor, if `check` reads it now, at once and into memory: it is not read twice."""
+        with self._locks[name]:
+            return None if name in self.checksums else self._scan(name)
+
+    def _scan(self, name: str) -> Tensor | None:
         header = self._headers[name]
+        blocks = row_blocks(header.shape, header.dtype.itemsize)
         checksums = []
-        for block in row_blocks(header.shape, header.dtype.itemsize):
+        for block in blocks:
             rows = header.rows(*block)
             if not self._allow_nonfinite:
                 refuse_nonfinite(name, rows)
@@ -71,7 +77,8 @@ class SourceReader:
                 f"{header.file}: {name} has changed since the interrupted run read it: start over "
                 "with resume=False (--no-resume)"
             )
-        return total
+        self.checksums[name] = total
+        return None if header.is_mapped or len(blocks) > 1 else rows
 
 
 class _OwnBuffer(threading.local):

@@ -63,7 +63,7 @@ from growkern.growth.source.stamps import Stamps
 from growkern.growth.source.stored import (
     Read,
     StoredTensor,
-    joined_rows,
+    entries_of,
     read_entries,
     spellings,
 )
@@ -219,8 +219,7 @@ class _Live(_Reader):
     tensors: Mapping[str, Tensor]
 
     def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
-        tensor = self.tensors[name].detach()
-        return tensor if entries is None else joined_rows(lambda a, b: tensor[a:b], entries)
+        return entries_of(self.tensors[name].detach(), entries)
 
     def __reduce__(self) -> tuple[type[partial[Any]], tuple[Callable[[str], Any]]]:
         return partial, (no_weights,)

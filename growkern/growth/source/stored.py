@@ -130,6 +130,11 @@ def read_entries(tensor: StoredTensor, entries: Sequence[int] | None) -> Tensor:
     return tensor.read() if entries is None else joined_rows(tensor.rows, entries)
 
 
+def entries_of(tensor: Tensor, entries: Sequence[int] | None) -> Tensor:
+    """`read_entries` of a tensor in memory."""
+    return tensor if entries is None else joined_rows(lambda a, b: tensor[a:b], entries)
+
+
 def spellings(model: ModelSpec, name: str) -> list[str]:
     """The names that a tensor in a file may have in the model.
 
