@@ -33,7 +33,7 @@ from growkern.growth.plan.vocabulary import (
     unrounded_cost,
     values_of,
 )
-from growkern.growth.space.experts import are_asleep, copies_of, depth_of_sleep
+from growkern.growth.space.experts import are_asleep, copies_of, depth_of_sleep, has_pairs
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
@@ -193,7 +193,7 @@ def _experts(plan: Blueprint) -> list[Finding]:
                 why = "the expert that all tokens share computes the dense FFN"
             elif parts > 1:
                 why = f"the router chooses whole copies, and outputs count {parts} times"
-            if plan.options.symmetry == "noise":
+            if has_pairs(plan.options):
                 why += "; noise cancels in pairs of copies, which are chosen together"
             result.append(Finding("exact", what, why))
             if plan.options.drop and plan.options.shared_expert == "zero":

@@ -41,6 +41,11 @@ def adds_nothing(row: Row, options: GrowthOptions) -> bool:
     return bool(row.dense) and (len(row.axes) > 2) == (options.shared_expert == "dense")
 
 
+def has_pairs(options: GrowthOptions) -> bool:
+    """True if noise makes the copies of a dense FFN differ in pairs."""
+    return options.symmetry == "noise" and options.shared_expert == "zero"
+
+
 def output_scale(view: ModelSpec, row: Row) -> float:
     """The factor of an `is_output` matrix that a dense model becomes.
 

@@ -25,7 +25,7 @@ from growkern.families.spec import Row
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source.parts.experts import Assembled, Parts
 from growkern.growth.source.source import Source
-from growkern.growth.space.experts import adds_nothing, is_output
+from growkern.growth.space.experts import adds_nothing, has_pairs, is_output
 
 # fields that say what a config is of
 NAMES = ("model_type", "architectures", "transformers_version")
@@ -104,7 +104,7 @@ def taken_together(view: ModelSpec, options: GrowthOptions) -> int:
 
     They are the parts of one copy of the FFN; with noise those of two, between which it cancels.
     """
-    return view.size(str(view.family.mixtures[0].size)) * (1 + (options.symmetry == "noise"))
+    return view.size(str(view.family.mixtures[0].size)) * (1 + has_pairs(options))
 
 
 def check_router(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> None:
@@ -114,7 +114,7 @@ def check_router(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> N
         return
     (space,) = view.family.mixtures
     why = f"{together} experts belong together, the parts of an FFN"
-    if options.symmetry == "noise":
+    if has_pairs(options):
         why += ", in pairs of copies whose noise cancels (symmetry='noise')"
     for key in (str(space.size), str(space.chosen)):
         if (found := large.size(key)) % together:
