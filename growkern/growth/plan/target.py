@@ -242,9 +242,7 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
             raise GrowthError(f"{name}={value!r}: expected {POSITIVE}")
         key = allowed.get(name, name)
         if asked.setdefault(key, size) != size:
-            raise GrowthError(
-                f"{given}={size} and {asked[key]} are two values for {name}: give one"
-            )
+            raise GrowthError(f"{name} is given twice, as {asked[key]} and {size}: give it once")
     multiple = asked.pop(PAD_VOCAB, 1)
     if multiple > 1:
         rows = asked.get("vocab", small.size("vocab"))
@@ -261,7 +259,7 @@ def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
     if "stream" in asked:
         _follow_stream(small, asked, sizes)
     follows = {key: size.follows for key, size in family.config.items()}
-    follows |= {key: m.size for m in family.mixtures for key in followers(m, small, asked)}
+    follows |= {key: space.size for space in family.mixtures for key in followers(space, small)}
     for key, other in follows.items():
         if other in sizes:
             sizes.setdefault(key, small.size(key) * sizes[other] // small.size(other))

@@ -108,7 +108,8 @@ TWO_RANKS = (
     "mixtral experts, fsdp",
     "mistral becomes mixtral, fsdp",
 )
-RANKS = {2: TWO_RANKS, 4: tuple(name for name in CASES if name not in TWO_RANKS)}
+OTHERS = tuple(name for name in CASES if name not in TWO_RANKS)
+RANKS = {2: TWO_RANKS, 4: (*OTHERS, "mixtral experts, fsdp")}
 
 # of these, optimizers too
 OPTIMIZERS = {
