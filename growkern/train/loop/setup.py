@@ -28,8 +28,7 @@ from growkern.train.loop.checks import (
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import Objective, add_up
-from growkern.train.loop.progress import use_named_progress
-from growkern.train.loop.tensorboard import use_safe_tensorboard
+from growkern.train.loop.progress import use_own_displays
 from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import Batches, LabelledSteps
 from growkern.train.loss.domains import SourceCollator, TeachersOfSources
@@ -189,6 +188,5 @@ def complete(trainer: Any, settings: Settings, early: Early) -> Late:
         LoopCallback(late.batches, late.meter, early.growths, objective.inheritance)
     )
     trainer.add_callback(WorkCallback(late.batches, early.growths, late.steps, saver))
-    use_safe_tensorboard(trainer)
-    use_named_progress(trainer)
+    use_own_displays(trainer)
     return late

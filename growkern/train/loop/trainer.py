@@ -37,9 +37,9 @@ from growkern.train.objectives.language_modeling import SOURCE, evaluation_colla
 from growkern.train.optimizer.choose import bare, plan_of_steps
 from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
 from growkern.train.safety.saving import RESUME_HINT, keeping_all, plain_hub_errors
+from growkern.train.safety.signals import guard_workers
 from growkern.train.safety.steps import StepOptions, own_random_numbers
 from growkern.train.safety.stops import EvaluationStopped, misses_evaluation
-from growkern.train.safety.workers import guard_workers
 
 
 class TwoStageTrainer(Trainer):

@@ -29,9 +29,8 @@ from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.electra import ReplacedTokenDetection
 from growkern.train.optimizer.choose import check_optimizer
 from growkern.train.run.arguments import check_best_metric, training_arguments
-from growkern.train.run.directory import begin, has_steps_left, is_finished, is_ours
+from growkern.train.run.directory import begin, has_steps_left, identity_of, is_finished, is_ours
 from growkern.train.run.file import load_runs
-from growkern.train.run.identity import identity_of
 from growkern.train.run.messages import end, header, print_lines, resume_command
 from growkern.train.run.resolve import resolve
 from growkern.train.run.resolved import Checkpoint, ResolvedRun

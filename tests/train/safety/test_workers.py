@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from growkern.train.safety.checkpoints import checkpoints_in, damage
-from growkern.train.safety.workers import guard_workers
+from growkern.train.safety.signals import guard_workers
 from tests.train.safety.runs import small_trainer
 
 ROOT = Path(__file__).parents[3]
