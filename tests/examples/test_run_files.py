@@ -43,6 +43,13 @@ def place(tmp_path_factory):
         )  # fmt: skip
         transformers.BertForMaskedLM(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    words = make_tokenizer("gpt2")
+    config = transformers.Qwen3Config(
+        vocab_size=len(words), num_hidden_layers=2, hidden_size=24, intermediate_size=48,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=8, max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder / "dense")
+    words.save_pretrained(folder / "dense")
     for name, kind in ELECTRA.items():
         make_model(kind, tokenizer, width=24).save_pretrained(folder / f"small_{name}")
         tokenizer.save_pretrained(folder / f"small_{name}")
@@ -65,7 +72,7 @@ def place(tmp_path_factory):
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 14
+    assert len(RUNS) == 15
 
 
 # what the comments of a file offer in place of a line of it
@@ -113,7 +120,9 @@ def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     for one in folders:
         losses = [line["mlm"] for line in log_of(one) if "mlm" in line]
         assert len(losses) >= 5 and losses[-1] < losses[0], (one.name, losses)
-    layers = {"source": 2, "teacher_of_law": 2, "rtd": 2, "mslt": 3}.get(file.stem, 4)
+    layers = {"source": 2, "teacher_of_law": 2, "rtd": 2, "mslt": 3, "upcycling": 2}.get(
+        file.stem, 4
+    )
     model = transformers.AutoModel.from_pretrained(folders[-1])
     assert model.config.num_hidden_layers == layers
 
@@ -165,6 +174,9 @@ def test_the_files_do_what_they_say(place):
     assert len(law) == len(general) == 2 and law != general
     assert law == [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert law[1] < law[0] and law[1] < math.log(len(make_tokenizer("bert")))
+    moe = transformers.AutoModelForCausalLM.from_pretrained(runs / "upcycling")
+    first, second = moe.model.layers[1].mlp.experts.down_proj[:2]
+    assert not torch.equal(first, second) and not hasattr(moe.model.layers[0].mlp, "experts")
     rates = {
         line["step"]: line["learning_rate"] for line in log_of(runs / "recipe") if "mlm" in line
     }

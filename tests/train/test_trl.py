@@ -10,8 +10,7 @@ if sys.version_info < (3, 11):
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
-from trl import DistillationTrainer, SFTConfig, SFTTrainer
+from trl import DistillationTrainer, SFTConfig
 
 from examples.trl_distillation import (
     FusedDistillationTrainer,
@@ -20,8 +19,7 @@ from examples.trl_distillation import (
     tiny_tokenizer,
     trainer_of,
 )
-from growkern import InheritanceSchedule, TwoStageTrainer, grow_checkpoint, kl_mlm_loss
-from tests.train.test_trainer import arguments, losses_of
+from growkern import kl_mlm_loss
 
 
 @pytest.mark.parametrize("beta, temperature", [(0.0, 1.0), (1.0, 1.5), (0.3, 0.7)])
@@ -93,37 +91,3 @@ def test_supervised_finetuning_takes_a_teacher(tmp_path):
     steps = [sum(expected[i : i + 2]) / sum(rows[i : i + 2]) for i in (0, 2)]
     assert found == pytest.approx(steps, rel=1e-4) and found[1] < found[0]
     assert trainer.evaluate()["eval_loss"] < found[0]
-
-
-def test_an_upcycled_directory_is_trained(tmp_path):
-    """By TRL, and by growkern's trainer with the dense model as its teacher."""
-    dense = tiny_model(48, 0)
-    dense.save_pretrained(tmp_path / "dense")
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
-    made = tmp_path / "dense", tmp_path / "moe"
-    grow_checkpoint(*made, to="mixtral", progress=False, **sizes)
-    how = {"max_steps": 3, "per_device_train_batch_size": 4, "use_cpu": True}
-    texts = [{"prompt": "w5 w7", "completion": " w9 w9"} for _ in range(12)]
-    data = [{"input_ids": [5, 7, 9, 9], "labels": [-100, -100, 9, 9]} for _ in range(12)]
-
-    def by_trl(moe):
-        args = SFTConfig(
-            **{**arguments(tmp_path, **how).to_dict(), "gradient_checkpointing": False}
-        )
-        own = Dataset.from_list(texts)
-        return SFTTrainer(moe, args, train_dataset=own, processing_class=tiny_tokenizer(48))
-
-    def by_growkern(moe):
-        schedule, args = InheritanceSchedule(rate=0.5, decay="constant"), arguments(tmp_path, **how)
-        return TwoStageTrainer(moe, args, teacher=dense, inheritance=schedule, train_dataset=data)
-
-    for build in (by_trl, by_growkern):
-        moe = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
-        moe.config.output_router_logits = True
-        trainer = build(moe)
-        trainer.train()
-        losses = losses_of(trainer)
-        assert losses[-1] < losses[0]
-        # the copies of the FFN see different tokens
-        first, second = moe.model.layers[0].mlp.experts.down_proj[::2]
-        assert not torch.equal(first, second)

@@ -75,6 +75,7 @@ def mixture_config(
     for name in asked if target is None else kinds.keys() | known.keys() - {*given, *fixed}:
         value = dims.pop(name) if target is None else getattr(target, name)
         if name in asked:
+            value = list(value) if isinstance(value, tuple) else value
             _check_layers(name, kinds[name], value, layers)
         setattr(config, name, value)
     config._name_or_path = getattr(small.config, "_name_or_path", "")

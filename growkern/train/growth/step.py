@@ -30,7 +30,8 @@ class GrowthStep(GrowthOptions):
 
     Args:
         sizes: the sizes of the large model by the names of its config. In a run file they may also
-            stand beside the other keys, as in `num_hidden_layers = 12`.
+            stand beside the other keys, as in `num_hidden_layers = 12`. `mlp_only_layers` is a
+            list.
         at_step: optimizer steps that come before this growth; 0 is the start of the run.
         source: directory of the checkpoint that is grown, at the start only; or a model on the Hub,
             ORGANISATION/NAME.
@@ -55,7 +56,7 @@ class GrowthStep(GrowthOptions):
         **dict.fromkeys(("at_step", "rewarm_steps", "new_layers_steps"), NOT_NEGATIVE),
     }
 
-    sizes: dict[str, int]
+    sizes: dict[str, int | tuple[int, ...]]
     at_step: int = 0
     source: str | None = None
     revision: str | None = None
