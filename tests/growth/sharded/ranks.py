@@ -25,13 +25,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 import growkern
+from growkern.growth.models import persistent_buffers
 from growkern.growth.plan.tensors import baselines
 from growkern.growth.sharded import grow_into
 from growkern.growth.source.distributed.tensors import DistributedTensor
 from tests.growth.models import BERT, GPT2, LLAMA, eager, random_model
 from tests.growth.optimizer import ranks
 from tests.growth.plan.test_families import PYTHIA
-from tests.growth.relatives import LOCAL, ROTARY
+from tests.growth.relatives import LOCAL, ONE_GROUP, RELATIVES, ROTARY
 from tests.growth.watch import Watch
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -80,6 +81,14 @@ CASES = {
         {"num_local_experts": 8, "intermediate_size": 29, "method": "aki"},
         "fsdp",
     ),
+    # three of them sleep; ranks have six and five
+    "glm experts asleep, fsdp": (
+        "Glm4MoeForCausalLM",
+        RELATIVES["glm4_moe"][1],
+        {**UNTIED, **ONE_GROUP},
+        {"n_routed_experts": 11, "moe_intermediate_size": 9},
+        "fsdp",
+    ),
     # two halves of the FFN
     "mistral becomes mixtral, fsdp": (
         "MistralForCausalLM",
@@ -106,6 +115,7 @@ TWO_RANKS = (
     "llama, tp",
     "llama, copies",
     "mixtral experts, fsdp",
+    "glm experts asleep, fsdp",
     "mistral becomes mixtral, fsdp",
 )
 OTHERS = tuple(name for name in CASES if name not in TWO_RANKS)
@@ -183,6 +193,7 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
     named = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers())
     truths = dict(expected.named_parameters(remove_duplicate=False))
+    kept = dict(persistent_buffers(model)).values()
     result = {
         "wrong": [n for n, p in truths.items() if not torch.equal(local(p), local(named[n]))],
         "buffers": [
@@ -196,7 +207,7 @@ def run(class_name, sizes, config, how, kind, mesh, directory):
         "full": max(p.nbytes for p in model.parameters()),
         "source": max(p.nbytes for p in source.parameters()),
         "bytes": report.bytes_written,
-        "all bytes": sum(local(p).nbytes for p in model.parameters()),
+        "all bytes": sum(local(x).nbytes for x in (*model.parameters(), *kept)),
         "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     }
     tokens = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
