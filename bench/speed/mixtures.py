@@ -53,7 +53,7 @@ def make(directory: Path, config: Any, shards: int) -> None:
     """A bfloat16 checkpoint with random weights, in about this many files."""
     torch.manual_seed(0)
     model = getattr(transformers, config.architectures[0])._from_config(
-        config, torch_dtype=torch.bfloat16
+        config, dtype=torch.bfloat16
     )
     size = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(directory, max_shard_size=size // shards)

@@ -65,7 +65,7 @@ class Stacked(Filled):
 
     def inside(self, directory: Path) -> Stacked:
         """The same tensor, whose files lie in a directory."""
-        runs = (tuple((str(directory / file), *at) for file, *at in own) for own in self.runs)
+        runs = (tuple((str(directory / f), at, size) for f, at, size in own) for own in self.runs)
         return replace(self, runs=tuple(runs))
 
     def places(self, start: int, stop: int) -> Iterator[Run]:
@@ -236,9 +236,10 @@ def _joined(
     if len({(len(shape), shape[1:], dtype) for shape, dtype in kinds}) > 1 or not first[0].shape:
         names = " and ".join(file.replace("{e}", "0") for file in files)
         raise GrowthError(f"{where}: {names} have other shapes or dtypes than each other")
-    parts = [[found[e, part] for part in range(len(files))] for e in range(experts)]
     shape, dtype = (experts, sum(s[0] for s, _ in kinds), *kinds[0][0][1:]), kinds[0][1]
-    if not all(isinstance(part, Header) for part in found.values()):
-        return StackedParts(shape, dtype, tuple(map(tuple, parts)))
-    runs = (((x.file, x.start, x.nbytes) for x in own) for own in parts)
-    return Stacked.of(shape, dtype, first[0].raw_name, runs)
+    of_expert = [[(e, part) for part in range(len(files))] for e in range(experts)]
+    places = {p: (x.file, x.start, x.nbytes) for p, x in found.items() if isinstance(x, Header)}
+    if len(places) < len(found):
+        return StackedParts(shape, dtype, tuple(tuple(found[p] for p in own) for own in of_expert))
+    runs = ([places[p] for p in own] for own in of_expert)
+    return Stacked.of(shape, dtype, files[0].replace("{e}", "0"), runs)
