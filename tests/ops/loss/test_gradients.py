@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, jacfwd, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import growkern
 from growkern import GrowthError
@@ -257,3 +258,12 @@ def test_compiled_code_warns_of_half_logits_too(dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled(logits, teacher)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_tracer_sees_the_ops(mode):
+    """Without one the function behind an op is called, which leaves no trace."""
+    inputs = (*(numbers(N, V, seed=s) for s in (0, 1)), torch.arange(N, device=DEVICE))
+    graph = make_fx(lambda *x: growkern.kl_mlm_loss(*x), tracing_mode=mode)(*inputs).graph
+    names = " ".join(str(node.target) for node in graph.nodes)
+    assert "checked_labels" in names and "kl_mlm_rows" in names
