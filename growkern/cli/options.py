@@ -81,7 +81,8 @@ def growth_options() -> list[tuple[str, type, Any]]:
         option = typer.Option(
             help=f"Which layers become mixtures: {', '.join(words)}",
             rich_help_panel="Growth",
-            **({"parser": layer_numbers, "metavar": "0,3"} if is_list else {}),
+            parser=layer_numbers if is_list else None,
+            metavar="0,3" if is_list else None,
         )
         options.append((name, str if is_list else int, option))
     text = "Round the vocabulary up to a multiple of this."

@@ -257,7 +257,7 @@ def plan(
 def plan_growth(
     opened: Source,
     options: GrowthOptions,
-    dims: dict[str, int],
+    dims: dict[str, Any],
     target_config: Any | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -295,7 +295,7 @@ def plan_growth(
 
 
 def as_mixture(
-    opened: Source, options: GrowthOptions, dims: dict[str, int], target_config: Any | None
+    opened: Source, options: GrowthOptions, dims: dict[str, Any], target_config: Any | None
 ) -> tuple[Source, GrowthOptions]:
     """A source as a mixture, if the growth makes one of it; arguments as in `plan_growth`.
 
