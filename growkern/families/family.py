@@ -31,6 +31,7 @@ class Dense:
     of: tuple[str, ...]
     set: Mapping[str, Any] = field(default_factory=dict)
     refuse: tuple[Refusal, ...] = ()
+    renormalised: str | None = None
     routed: str | None = None
     shared: float = 1.0
 

@@ -29,7 +29,7 @@ _KEYS = {
     "table": "extends under model_type activation softcap ignored per_layer norm attention config "
     "stacks refuse spaces classes depth tensors older "
     "ties_by_value runtimes kinds states dense",
-    "dense": "of set refuse routed shared",
+    "dense": "of set refuse renormalised routed shared",
     "runtimes": "head_dim layers scale",
     "config": "field default plus reserved follows",
     "norm": "kind placement eps plus_one bias",

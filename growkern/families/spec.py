@@ -102,9 +102,10 @@ Its sections:
                 `differs` from another field, and why
     [dense]     the families `of` dense models that can become such mixtures. `set`: config fields
                 without which the mixture would not compute the same. `refuse`: as [refuse], for
-                the dense model's config. `routed`: the config field with the factor that the
-                outputs of the chosen experts are multiplied with. `shared`: that factor for an
-                expert that all tokens share, where its gate is zero
+                the dense model's config. `renormalised`: the config field that divides the weights
+                of chosen experts by their sum, if a growth may leave that out. `routed`: the config
+                field with the factor that the outputs of the chosen experts are multiplied with.
+                `shared`: that factor for an expert that all tokens share, where its gate is zero
     softcap     config field of the soft cap c of the logits, c tanh(z / c)
     per_layer   config lists with one entry per layer
     ties_by_value  true: whatever the file says, the config says tie_word_embeddings=True. A head

@@ -63,6 +63,7 @@ class GrowthKeywords(TypedDict, total=False):
     # the layers of a mixture that a dense model becomes
     mlp_only_layers: list[int]
     decoder_sparse_step: int
+    norm_topk_prob: bool
     first_k_dense_replace: int
     # latent attention
     q_lora_rank: int

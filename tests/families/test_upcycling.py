@@ -191,6 +191,21 @@ def test_what_does_not_fit_is_refused_by_name(name, source, options, why):
         growkern.plan(dense(name, **source), to=kind, **{**sizes_of(kind, 8, 4), **options})
 
 
+def test_weights_that_are_not_renormalised_are_exact_with_equal_rows_alone(tmp_path):
+    source = dense("Qwen3", torch.float32)
+    source.save_pretrained(tmp_path / "dense")
+    how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 8, 3), "norm_topk_prob": False}
+    grown = growkern.grow(source, **how, router="zero", dtype=torch.float64)
+    assert grown.growth_plan.exact and not grown.config.norm_topk_prob
+    assert relative_error(source.double(), eager(grown)) < 1e-12
+    with pytest.warns(FunctionChangedWarning, match="norm_topk_prob=False"):
+        growkern.grow_checkpoint(tmp_path / "dense", tmp_path / "moe", progress=False, **how)
+    checked = growkern.verify(tmp_path / "dense", tmp_path / "moe")
+    (stated,) = [f for f in checked.plan.findings if f.level == "changed"]
+    found = checked.outputs[stated.measure]
+    assert checked.ok and 0.01 < found / 1.5 < stated.change < 1.5 * found < 0.5
+
+
 def test_a_target_config_that_changes_the_function_is_refused():
     sizes = {**SIZES, **HEADS, "num_experts": 4, "num_experts_per_tok": 2}
     config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16)

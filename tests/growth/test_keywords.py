@@ -18,4 +18,6 @@ def test_the_keywords_are_the_options_and_all_sizes():
     sizes = {name for family in tables for name in growable_fields(family)}
     which = {k: w for family in tables if family.dense for k, w in family.sparse_fields.items()}
     lists = {name: list[int] if word == "in" else int for name, word in which.items()}
+    switches = {family.dense.renormalised for family in tables if family.dense} - {None}
+    lists |= dict.fromkeys(switches, bool)
     assert seen == {**options, **dict.fromkeys({*sizes, PAD_VOCAB}, int), **lists}

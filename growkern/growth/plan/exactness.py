@@ -33,7 +33,7 @@ from growkern.growth.plan.vocabulary import (
     unrounded_cost,
     values_of,
 )
-from growkern.growth.space.experts import are_asleep, copies_of, depth_of_sleep, has_pairs
+from growkern.growth.space.experts import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
@@ -193,6 +193,9 @@ def _experts(plan: Blueprint) -> list[Finding]:
                 why = "the expert that all tokens share computes the dense FFN"
             elif parts > 1:
                 why = f"the router chooses whole copies, and outputs count {parts} times"
+            if plan.options.shared_expert == "zero" and not adds_up(plan.small):
+                result.append(_not_renormalised(plan, space))
+                why = "the weights of all experts add up to 1"
             if has_pairs(plan.options):
                 why += "; noise cancels in pairs of copies, which are chosen together"
             result.append(Finding("exact", what, why))
@@ -227,6 +230,16 @@ def _asleep(plan: Blueprint, space: SpaceSpec) -> Finding:
         "on, and the outputs change. Without it they never wake"
     )
     return Finding("exact", what, why)
+
+
+def _not_renormalised(plan: Blueprint, space: SpaceSpec) -> Finding:
+    """The statement on chosen experts whose weights do not add up to 1."""
+    count, chosen = (plan.large.size(str(key)) for key in (space.size, space.chosen))
+    what = f"{plan.small.family.dense and plan.small.family.dense.renormalised}=False"
+    why = f"{chosen} of {count} experts have that share of the weight, so outputs count more"
+    if plan.options.router == "zero":
+        return Finding("exact", what, why)
+    return Finding("changed", what, f"on average {why}", asked=True)
 
 
 def _vocabulary(plan: Blueprint) -> list[Finding]:

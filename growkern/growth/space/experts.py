@@ -46,16 +46,26 @@ def has_pairs(options: GrowthOptions) -> bool:
     return options.symmetry == "noise" and options.shared_expert == "zero"
 
 
-def output_scale(view: ModelSpec, row: Row) -> float:
+def adds_up(view: ModelSpec) -> bool:
+    """False if the chosen experts, of a mixture that was dense, keep their weights of a softmax."""
+    own = view.family.dense or Dense(())
+    return own.renormalised is None or bool(getattr(view.fields, own.renormalised))
+
+
+def output_scale(view: ModelSpec, large: ModelSpec, row: Row) -> float:
     """The factor of an `is_output` matrix that a dense model becomes.
 
     Each of c experts that an FFN was split into has a weight of 1/c, and the model may multiply
-    their outputs with a factor.
+    their outputs with a factor. In a softmax over E experts, the k chosen ones have k/E together on
+    average.
     """
     own = view.family.dense or Dense(())
     if len(row.axes) == 2:
         return 1 / own.shared
     factor = 1.0 if own.routed is None else getattr(view.fields, own.routed)
+    if not adds_up(view):
+        (space,) = view.family.mixtures
+        factor *= large.size(str(space.chosen)) / large.size(str(space.size))
     return float(view.size(str(view.family.mixtures[0].size)) / factor)
 
 

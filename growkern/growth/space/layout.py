@@ -220,7 +220,7 @@ class Layout:
         result is 1 if the table's row names no such factor.
         """
         if self.small.dense and isinstance(row, Row) and is_output(row):
-            return output_scale(self.small, row)
+            return output_scale(self.small, self.large, row)
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
         inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")

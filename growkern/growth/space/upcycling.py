@@ -22,6 +22,7 @@ from growkern.families.family import Family
 from growkern.families.load import dense_families, load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row
+from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source.parts.experts import Assembled, Parts
 from growkern.growth.source.source import Source
@@ -63,7 +64,12 @@ def mixture_config(
     cls = transformers.CONFIG_MAPPING[kind]
     given, known = small.config.to_dict(), cls().to_dict()
     values = {name: x for name, x in given.items() if name in known and name not in NAMES}
-    fixed = family.dense.set if family.dense else {}
+    fixed = {**family.dense.set} if family.dense else {}
+    if family.dense and (free := family.dense.renormalised):
+        if target is None:
+            fixed[free] = dims.pop(free, fixed[free])
+        elif getattr(target, GROWN_KEY, False):
+            fixed[free] = getattr(target, free)
     config = cls(**{**values, **fixed})
     for key, size in small.family.config.items():
         own = family.config[key].field if key in family.config else None
