@@ -229,7 +229,7 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
         dims: as in `resolve_target`.
     """
     allowed = growable_fields(small.family)
-    asked = {}
+    asked: dict[str, int] = {}
     for given, value in dims.items():
         # other names of a field, such as num_experts
         name = small.text.attribute_map.get(given, given)
