@@ -22,13 +22,19 @@ from growkern.families.conditions import is_met
 from growkern.families.model import ModelSpec
 from growkern.growth.disk import stream
 from growkern.growth.options import GrowthOptions
+from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.space.layers import check_kinds
 from growkern.ops.expand.work import OneByOne
+from growkern.train.model.flops import ModelCost
+from growkern.train.model.sub_model import layer_stacks
 from tests.growth.models import random_model, relative_error
-from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
+from tests.growth.relatives import LOCAL, ONE_GROUP, RELATIVES, WIDTHS
+from tests.shared.delta import by_products
 
+GATE = "model.layers.1.mlp.gate.weight"
 LARGER = {"hidden_size": 20, "num_attention_heads": 10, "num_key_value_heads": 5}
+WIDE = {"hidden_size": 20, "symmetry": "none"}
 SIZES = {**LARGER, "moe_intermediate_size": 11, "num_experts": 12}
 
 
@@ -162,6 +168,25 @@ def test_a_plan_counts_what_a_token_uses():
         idle = sum(x.numel() for name, x in state.items() if ".experts." in name) // 2
         assert plan.parameters(which, active=True) == plan.parameters(which) - idle
     assert "parameters per token" in str(plan)
+
+
+def test_a_token_meets_the_state_of_a_delta_net_and_not_other_tokens(monkeypatch):
+    """Truth: the products of a forward pass that computes token by token."""
+    source = random_model(*RELATIVES["qwen3_next"][:2], attn_implementation="eager")
+    how = {"num_experts": 12, "linear_num_value_heads": 6, "linear_value_head_dim": 12}
+    plan, tokens = growkern.plan(source, **how), torch.arange(40)[None]
+    for which, model in (("source", source), ("target", growkern.grow(source, **how))):
+        chunked = model(tokens, use_cache=False).logits
+        with monkeypatch.context() as patch, FlopCounterMode(display=False) as counter:
+            by_products(patch)
+            found = model(tokens, use_cache=False).logits
+        torch.testing.assert_close(found, chunked, rtol=1e-4, atol=1e-4)
+        total, cost = counter.get_total_flops(), ModelCost(model, layer_stacks(model))
+        rows = 40 * cost.head_row(train=False)
+        assert cost.forward(1, 40) + rows == total
+        # the other layer attends, with 6 heads of 8 entries
+        attention = 4 * 6 * 8 * 40**2
+        assert total - attention == 40 * plan.flops_per_token(which) // 3
 
 
 def test_experts_that_grouped_products_do_not_take_are_named():
@@ -322,7 +347,7 @@ def test_a_bias_that_selects_experts_stays_in_float32(tmp_path):
     bias = 5.03 + torch.arange(8) / 100
     source.load_state_dict({name: bias}, strict=False, assign=True)
     source.save_pretrained(tmp_path / "small")
-    how = {"n_routed_experts": 16, "hidden_size": 24, "qk_nope_head_dim": 7}
+    how = {"n_routed_experts": 12, "hidden_size": 24, "qk_nope_head_dim": 7}
     grown = growkern.grow(source, **how)
     assert not grown.growth_plan.narrowed_tensors
     grown.save_pretrained(tmp_path / "truth")
@@ -333,21 +358,78 @@ def test_a_bias_that_selects_experts_stays_in_float32(tmp_path):
     with torch.device("meta"):
         into = type(source)._from_config(grown.growth_plan.target_config, dtype=torch.bfloat16)
     growkern.grow_into(into, tmp_path / "small")
+    # each group of two has a third expert, which sleeps: its bias is lower by more than 1.07
+    lowered = torch.stack([bias[0::2], bias[1::2], bias[0::2].double() - 1.01 * 1.07], 1).flatten()
     for state in (load_file(files[1]), grown.state_dict(), into.state_dict()):
-        assert torch.equal(state[name], bias.repeat(2))
-    assert torch.equal(load_file(tmp_path / "back/model.safetensors")[name], bias)
+        torch.testing.assert_close(state[name], lowered.float(), rtol=0, atol=1e-6)
+        assert torch.equal(state[GATE], grown.state_dict()[GATE])
+    back = load_file(tmp_path / "back/model.safetensors")
+    for kept in (name, GATE):
+        assert torch.equal(back[kept], source.state_dict()[kept])
+    assert growkern.verify(tmp_path / "small", tmp_path / "large").ok
+    growkern.replay(tmp_path / "large", tmp_path / "small", tmp_path / "again", progress=False)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    "model_type, options, growth",
+    [
+        ("deepseek_v3", {}, {"n_routed_experts": 16, "n_group": 8}),
+        ("deepseek_v3", {}, {"n_routed_experts": 20, "n_group": 5, **WIDE}),
+        ("deepseek_v3", ONE_GROUP, {"n_routed_experts": 11, "num_hidden_layers": 3}),
+        ("glm4_moe", ONE_GROUP, {"n_routed_experts": 11, "moe_intermediate_size": 11}),
+    ],
+)
+def test_new_experts_sleep_for_any_input(model_type, options, growth):
+    """Scores near 0 and 1, so that a copy would be chosen if its bias were higher."""
+    class_name, sizes, _ = RELATIVES[model_type]
+    source = random_model(class_name, {**sizes, **options})
+    gates = [layer.mlp.gate for layer in source.model.layers if hasattr(layer.mlp, "gate")]
+    with torch.no_grad():
+        for gate in gates:
+            gate.weight.mul_(30)
+            gate.e_score_correction_bias.mul_(3)
+    grown = growkern.grow(source, depth="identity", **growth)
+    assert grown.config.num_experts_per_tok == source.config.num_experts_per_tok
+    assert relative_error(source, grown) < 1e-12
+    plan, new = grown.growth_plan, grown.config.n_routed_experts - 8
+    assert plan.exact
+    assert f"the {new} new experts of each layer sleep" in " ".join(str(plan).split())
+    task = next(task for task in plan.tasks if task.name == GATE)
+    whole = build_tensor(plan, task)
+    # a copy's row is the source's and noise of the same length, the same in any part
+    axes = [axis_map(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)]
+    copies = source.get_parameter(task.source)[axes[0].index][:, axes[1].index] * axes[1].scale
+    noise = (whole - copies).norm(dim=1) / copies.norm(dim=1)
+    sleeps = asleep(plan, task)
+    assert sleeps.sum() == new
+    assert bool((noise[~sleeps] < 1e-9).all())
+    assert noise[sleeps].min() > 0.5
+    assert noise[sleeps].max() < 1.8
+    part = (slice(3, 10), slice(5, 9))
+    assert torch.equal(build_tensor(plan, task, part=part), whole[part])
 
 
 @pytest.mark.parametrize(
     "growth, why",
     [
         (
-            {"n_routed_experts": 12, "n_group": 5},
-            "n_routed_experts=12 is no multiple of the source's 8.*=8 or 16. Leave out .* n_group",
+            {"n_routed_experts": 12, "num_experts_per_tok": 4},
+            "n_routed_experts=12 is no multiple of the source's 8.*=8 or 16. Leave out .* n_group"
+            ".*; or keep num_experts_per_tok=3 and topk_group=2, and new experts sleep",
         ),
         (
-            {"n_routed_experts": 16, "n_group": 4},
+            {"n_routed_experts": 16, "num_experts_per_tok": 6, "n_group": 4},
             "n_group=4: with n_routed_experts=16 it must be 8",
+        ),
+        ({"n_group": 8}, "n_group=8: with n_routed_experts=8 it must be 4, .* none$"),
+        (
+            {"n_routed_experts": 11},
+            "does not fit n_group=4: .* 2 of each of .* 4 groups; .*=8 or 12$",
+        ),
+        (
+            {"n_routed_experts": 17, "n_group": 5},
+            "17 does not fit n_group=5: .* fit: n_routed_experts=15 or 20$",
         ),
         ({"qk_rope_head_dim": 8}, "no size 'qk_rope_head_dim' to grow"),
         ({"num_hidden_layers": 4, "depth": "stack"}, "layer 1 would copy layer 1 .* is sparse by"),
@@ -372,6 +454,14 @@ def test_sizes_of_a_delta_net_that_do_not_fit_are_refused(growth, why):
     source = random_model(*RELATIVES["qwen3_next"][:2])
     with pytest.raises(GrowthError, match=why):
         growkern.plan(source, **growth)
+
+
+def test_random_copies_of_a_latent_vector_change_its_norm():
+    """The matrix that writes it writes the keys that turn, too."""
+    plan = growkern.plan(
+        random_model(*RELATIVES["deepseek_v3"][:2]), kv_lora_rank=13, scheme="paper"
+    )
+    assert [(f.level, f.what) for f in plan.findings] == [("changed", "entries of latent_pre")]
 
 
 def test_latent_queries_do_not_come_from_nothing():
@@ -407,10 +497,11 @@ def test_weights_of_copies_that_add_up_are_divided(symmetry, tmp_path):
     """A router by sigmoids that does not normalise gives every copy the weight of its expert."""
     class_name, sizes, _ = RELATIVES["deepseek_v3"]
     source = random_model(class_name, sizes, norm_topk_prob=False)
-    grown = growkern.grow(source, hidden_size=20, n_routed_experts=24, symmetry=symmetry)
+    experts = {"n_routed_experts": 24, "num_experts_per_tok": 9}
+    grown = growkern.grow(source, hidden_size=20, **experts, symmetry=symmetry)
     assert grown.growth_plan.exact
     assert relative_error(source, grown) < 1e-12
-    plan = growkern.plan(source, n_routed_experts=24, moe_intermediate_size=11, symmetry=symmetry)
+    plan = growkern.plan(source, **experts, moe_intermediate_size=11, symmetry=symmetry)
     task = next(t for t in plan.tasks if t.tensor.axes[0] == "read:experts")
     whole, old = build_tensor(plan, task), source.get_parameter(task.source)
     torch.testing.assert_close(whole[:8, :, 4:7], old[..., 4:7] / 3)

@@ -259,7 +259,7 @@ def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
     if "stream" in asked:
         _follow_stream(small, asked, sizes)
     follows = {key: size.follows for key, size in family.config.items()}
-    follows |= {key: space.size for space in family.mixtures for key in followers(space, small)}
+    follows |= {key: m.size for m in family.mixtures for key in followers(m, small, asked)}
     for key, other in follows.items():
         if other in sizes:
             sizes.setdefault(key, small.size(key) * sizes[other] // small.size(other))
