@@ -1,6 +1,6 @@
 """Checks an optimizer's state before it is grown; every error names the parameter.
 
-Values such as NaN are checked where they are read (`optimizer.moments.check_values`).
+Values such as NaN are checked where they are read (`check_values`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.model import ModelSpec
-from growkern.growth.optimizer.moments import MOMENTS, MUON
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.stored import StoredTensor
 from growkern.ops.expand.call import DTYPES
+
+# moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
+MUON = "momentum_buffer"
+MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, MUON: 1}
 
 Moments = Literal["grow", "old_slices", "reset"]
 CHOICES = get_args(Moments)
@@ -236,3 +239,20 @@ def check_planned_shape(name: str, found: Iterable[int], planned: Iterable[int])
     """Refuse a parameter whose shape is not that of the plan."""
     if tuple(found) != tuple(planned):
         raise GrowthError(f"{name} has shape {list(found)}, but the plan says {list(planned)}")
+
+
+def check_values(name: str, key: str, values: Tensor) -> None:
+    """Refuse values that Adam never writes: NaN, Inf, a negative mean of squares."""
+    if not values.numel():
+        return
+    low, high = (x.item() for x in values.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        wrong = "NaN or Inf"
+    elif MOMENTS[key] == 2 and low < 0:
+        wrong = "a negative mean of squares"
+    else:
+        return
+    raise GrowthError(
+        f"{name}: {key} holds {wrong}: use an optimizer state that was saved earlier, or start "
+        'from zero with moments="reset" (--moments reset)'
+    )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.checks import (
+    MUON,
     NO_RULE,
     check_decay,
     check_entries,
@@ -31,7 +32,7 @@ from growkern.growth.optimizer.file import (
     read_optimizer,
     release_pages,
 )
-from growkern.growth.optimizer.moments import MUON, grow_moment, starts_at_zero
+from growkern.growth.optimizer.moments import grow_moment, starts_at_zero
 from growkern.growth.optimizer.state import (
     State,
     grown_step,

@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.growth.optimizer.checks import MOMENTS, check_values
 from growkern.growth.plan.axes import AxisMap, asleep, axis_map, gradient_map, old_entries
 from growkern.growth.plan.blueprint import RANDOM, Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
@@ -61,9 +62,6 @@ from growkern.growth.record.recorded import plan_of_source, unknown_growth
 from growkern.growth.space.experts import adds_nothing
 from growkern.ops.expand.op import expand
 
-# moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
-MUON = "momentum_buffer"
-MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, MUON: 1}
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule
 MUON_RULES: dict[str, Callable[[int, int], float]] = {
     "none": lambda a, b: 1.0,
@@ -372,23 +370,6 @@ def _as_matrix(
 ) -> Tensor:
     whole = read(name, [torch.arange(n) for n in plan.small.shapes[name]])
     return whole.reshape([plan.small.axis_size(axis) for axis in matrix.tensor.axes])
-
-
-def check_values(name: str, key: str, values: Tensor) -> None:
-    """Refuse values that Adam never writes: NaN, Inf, a negative mean of squares."""
-    if not values.numel():
-        return
-    low, high = (x.item() for x in values.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        wrong = "NaN or Inf"
-    elif MOMENTS[key] == 2 and low < 0:
-        wrong = "a negative mean of squares"
-    else:
-        return
-    raise GrowthError(
-        f"{name}: {key} holds {wrong}: use an optimizer state that was saved earlier, or start "
-        'from zero with moments="reset" (--moments reset)'
-    )
 
 
 def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:

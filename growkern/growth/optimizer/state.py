@@ -19,6 +19,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.families.model import ModelSpec
 from growkern.growth.models import tie, untrained_model
 from growkern.growth.optimizer.checks import (
+    MOMENTS,
     check_decay,
     check_entries,
     check_keys,
@@ -28,7 +29,7 @@ from growkern.growth.optimizer.checks import (
     count_of,
     trained,
 )
-from growkern.growth.optimizer.moments import MOMENTS, ReadEntries, grow_moment, starts_at_zero
+from growkern.growth.optimizer.moments import ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.source.parts.experts import Parts

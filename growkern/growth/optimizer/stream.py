@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.checks import check_moments
+from growkern.growth.optimizer.checks import check_moments, check_values
 from growkern.growth.optimizer.file import (
     archive_size,
     check_archive,
@@ -24,7 +24,7 @@ from growkern.growth.optimizer.file import (
     release_pages,
     write_archive,
 )
-from growkern.growth.optimizer.moments import check_values, grow_moment
+from growkern.growth.optimizer.moments import grow_moment
 from growkern.growth.optimizer.state import (
     ShownMoment,
     State,
