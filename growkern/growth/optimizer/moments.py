@@ -248,15 +248,13 @@ def is_first_copy(plan: GrowthPlan, task: Task) -> bool:
 
 
 def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
-    """True if the parameter's moments and step count start at 0."""
+    """True if moments and step count start at 0, as in experts whose outputs are zero."""
     if moments == "old_slices" and not is_first_copy(plan, task):
         return True
     if moments == "grow" and not has_known_gradient(plan, task):
         return True
-    if plan.small.dense and adds_nothing(task.tensor.row, plan.options):
-        # no gradient reaches experts whose outputs are zero
-        return True
-    return moments == "reset" or is_new(plan, task)
+    is_beside = plan.small.dense is not None and adds_nothing(task.tensor.row, plan.options)
+    return is_beside or moments == "reset" or is_new(plan, task)
 
 
 def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
