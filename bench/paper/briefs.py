@@ -130,7 +130,7 @@ BRIEFS = {
             "whole copies, `drop=0.5`": _one("upcycling", "upcycled_drop"),
             "twice as many experts, half as wide": _one("upcycling", "upcycled_halves"),
             "untrained, also with the FLOPs of the dense model": _one(
-                "upcycling", "scratch", "twice the FLOPs"
+                "upcycling", "scratch", "mixture, twice the FLOPs"
             ),
         },
     ),

@@ -319,16 +319,16 @@ def _upcycling(setting: Setting) -> list[Line]:
     target, steps = replace(target, experts=16, parts=2), OF_HALVES * setting.steps
     halves = setting.variant("halves", target=target, steps=round(steps))
     dense, copies = Line(setting, "continued"), Line(moe, "upcycled")
+    parts, untrained = (
+        Line(halves, "upcycled_halves"),
+        Line(twice, "scratch", "mixture, twice the FLOPs"),
+    )
     higher = setting.rates[-1]
     return [
-        dense,
-        copies,
-        Line(moe, "upcycled_drop"),
-        Line(halves, "upcycled_halves"),
-        Line(twice, "scratch", "twice the FLOPs"),
-        Line(once, "scratch", "dense, twice the FLOPs"),
+        *(dense, copies, Line(moe, "upcycled_drop"), parts, untrained),
+        Line(once, "scratch", "dense, twice the FLOPs", like=untrained),
         Line(taught, "upcycled_taught", like=copies),
-        *(replace(one, label=f"at {higher:g}", rate=higher) for one in (dense, copies)),
+        *(replace(one, label=f"at {higher:g}", rate=higher) for one in (dense, copies, parts)),
     ]
 
 
