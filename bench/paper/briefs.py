@@ -122,16 +122,20 @@ BRIEFS = {
         },
     ),
     "upcycling": Brief(
-        "a mixture",
+        "in place of training the dense model on",
         ("",),
         {
-            "whole copies": _one("upcycling", "upcycled"),
-            "whole copies, the dense model as a teacher": _one("upcycling", "upcycled_taught"),
-            "whole copies, `drop=0.5`": _one("upcycling", "upcycled_drop"),
-            "twice as many experts, half as wide": _one("upcycling", "upcycled_halves"),
-            "untrained, also with the FLOPs of the dense model": _one(
-                "upcycling", "scratch", "mixture, twice the FLOPs"
+            "whole copies": _one("upcycling", "upcycled", "at 0.009"),
+            "whole copies, `drop=0.5`": _one("upcycling", "upcycled_drop", "at 0.009"),
+            "twice as many experts, half as wide": _one("upcycling", "upcycled_halves", "at 0.009"),
+            "whole copies at a lower rate": _one("upcycling", "upcycled", "at 0.003"),
+            "the same, and the dense model as a teacher": _one(
+                "upcycling", "upcycled_taught", "at 0.003"
             ),
+            **{
+                f"{kind} from scratch": _one("upcycling", "scratch", f"{kind}, twice the FLOPs")
+                for kind in ("mixture", "dense")
+            },
         },
     ),
 }

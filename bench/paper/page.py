@@ -29,7 +29,8 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
   its plateau. Some lines take the rate of another one: those that differ in the length of stage 1
   or in the number of kept tokens, and FPI and AKI with AdamW, with copies, those of FPI and AKI.
   Where the best rate is the lowest or the highest, a better one may lie beyond it. All sources are
-  trained at one rate.
+  trained at one rate. "From dense to experts" shows two rates, each with a baseline of its own.
+- A step of a mixture costs more FLOPs, so it has fewer steps: as many FLOPs as its baseline.
 - "FPI" and "AKI" copy the hidden state, as the paper does. "padded stream" is growkern's default
   for GPT-2 and T5. For BERT it is copies.
 - The first line is the baseline. "below baseline" is how far the loss after all steps is below

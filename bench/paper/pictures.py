@@ -72,7 +72,7 @@ def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
     count = len(next(iter(others.values())))
     seeds = f"means of {count} seeds; thin: each seed" if count > 1 else "one seed"
     bases = [title_of(line) for line in shown if line not in others]
-    black = bases[0] if len(bases) == 1 else "from scratch at the same size"
+    black = bases[0] if len(bases) == 1 else "the last baseline before it"
     words = f"validation loss, {seeds}; black: {black}"
     above.suptitle(f"{title}\n{words}", fontsize=TEXT, x=0.01, ha="left")
     above.supxlabel("FLOPs, as a share of the longest black run's", fontsize=SMALL)

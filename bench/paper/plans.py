@@ -307,29 +307,29 @@ OF_MIXTURE, OF_HALVES, TAUGHT = 0.715, 0.989, 0.905
 
 
 def _upcycling(setting: Setting) -> list[Line]:
-    """A dense model that goes on, and mixtures with as many FLOPs.
+    """A dense model that goes on, and mixtures with as many FLOPs, at the highest rate.
 
+    Short runs chose the middle rate for some, which is behind at the end: they follow at that one.
     Two lines begin untrained and have the FLOPs of the source too, which are as many.
     """
-    target, steps = replace(setting.target, experts=8), OF_MIXTURE * setting.steps
-    moe = setting.variant("experts", target=target, steps=round(steps))
-    twice = setting.variant("twice", target=target, steps=round(2 * steps))
-    once = setting.variant("once", steps=2 * setting.steps)
-    taught = setting.variant("taught", target=target, steps=round(TAUGHT * steps))
-    target, steps = replace(target, experts=16, parts=2), OF_HALVES * setting.steps
-    halves = setting.variant("halves", target=target, steps=round(steps))
-    dense, copies = Line(setting, "continued"), Line(moe, "upcycled")
-    parts, untrained = (
-        Line(halves, "upcycled_halves"),
-        Line(twice, "scratch", "mixture, twice the FLOPs"),
-    )
-    higher = setting.rates[-1]
-    return [
-        *(dense, copies, Line(moe, "upcycled_drop"), parts, untrained),
-        Line(once, "scratch", "dense, twice the FLOPs", like=untrained),
-        Line(taught, "upcycled_taught", like=copies),
-        *(replace(one, label=f"at {higher:g}", rate=higher) for one in (dense, copies, parts)),
-    ]
+
+    def mixture(name: str, part: float, experts: int = 8, parts: int = 1) -> Setting:
+        target = replace(one.target, experts=experts, parts=parts)
+        return one.variant(name, target=target, steps=round(part * one.steps))
+
+    lines = []
+    rates = setting.rates[-1], setting.rates[len(setting.rates) // 2]
+    for number, rate in enumerate(rates):
+        one, label, twice = replace(setting, rates=(rate,)), f"at {rate:g}", "twice the FLOPs"
+        copies = Line(mixture("experts", OF_MIXTURE), "upcycled", label)
+        halves = Line(mixture("halves", OF_HALVES, 16, parts=2), "upcycled_halves", label)
+        mixed = Line(mixture("twice", 2 * OF_MIXTURE), "scratch", f"mixture, {twice}")
+        dense = Line(one.variant("once", steps=2 * one.steps), "scratch", f"dense, {twice}", mixed)
+        drop = replace(copies, system="upcycled_drop")
+        taught = Line(mixture("taught", TAUGHT * OF_MIXTURE), "upcycled_taught", label, copies)
+        lines += [Line(one, "continued", label), copies, halves]
+        lines += [taught] if number else [drop, mixed, dense]
+    return lines
 
 
 TABLES = {
