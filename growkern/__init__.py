@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from growkern.train.loss.losses import kl_mlm_loss as kl_mlm_loss
     from growkern.train.loss.losses import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.train.loss.losses import topk_kl_mlm_loss as topk_kl_mlm_loss
+    from growkern.train.model.centroids import centroids as centroids
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.optimizer.options import OptimizerOptions as OptimizerOptions
     from growkern.train.run.start import run as run
@@ -98,6 +99,7 @@ _MODULE_OF = {
     "ServedTeacher": "growkern.train.topk_teacher.served",
     "TeacherCache": "growkern.train.topk_teacher.store",
     "cache_teacher": "growkern.train.topk_teacher.write",
+    "centroids": "growkern.train.model.centroids",
     "TwoStageConfig": "growkern.train.loop.two_stage",
     "DataSection": "growkern.train.dataset.options",
     "load_data": "growkern.train.dataset.load",

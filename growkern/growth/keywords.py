@@ -9,7 +9,6 @@ from growkern.growth.options import (
     Depth,
     Maps,
     Method,
-    Router,
     Scheme,
     SharedExpert,
     Stream,
@@ -38,7 +37,7 @@ class GrowthKeywords(TypedDict, total=False):
     portable: bool
     dequantize: bool
     to: str
-    router: Router
+    router: str
     drop: float
     shared_expert: SharedExpert
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
@@ -22,8 +23,9 @@ Symmetry = Literal["auto", "routing", "noise", "split", "none"]
 Stream = Literal["auto", "copies", "padded"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
-Router = Literal["random", "zero"]
 SharedExpert = Literal["zero", "dense"]
+# the kinds of a new router. Others are read from a file
+ROUTERS = ("random", "zero")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class GrowthOptions:
             such a checkpoint is refused.
         to: the family of mixtures that a dense model becomes, such as "qwen3_moe". Its experts are
             copies of the dense FFN, or of equal parts of it if they are smaller.
-        router: rows of the new router, `random` as its class draws them, or `zero`.
+        router: rows of the new router: `random` as its class draws them, `zero`, or the path of a
+            file of `growkern.centroids`. With such a file, tokens of a kind choose the same expert.
         drop: share of the units of every new expert whose weights are drawn again, with the mean
             and the deviation of their matrix (Drop-Upcycling). Outputs change. Over long
             trainings, such mixtures end better than exact copies.
@@ -111,7 +114,7 @@ class GrowthOptions:
     portable: bool = False
     dequantize: bool = False
     to: str = ""
-    router: Router = "random"
+    router: str = "random"
     drop: float = 0.0
     shared_expert: SharedExpert = "zero"
 
@@ -145,6 +148,8 @@ class GrowthOptions:
 
     def _check_kinds(self) -> None:
         """Check every field by its type, and store numbers of other libraries as Python's."""
+        if isinstance(self.router, os.PathLike):
+            object.__setattr__(self, "router", os.fspath(self.router))
         for name, kind in KINDS.items():
             value = getattr(self, name)
             if kind is float:
@@ -154,6 +159,11 @@ class GrowthOptions:
             elif name == "seed":
                 object.__setattr__(self, name, check_seed(value))
         check_fields(self)
+        if self.router not in ROUTERS and ".safetensors" not in self.router:
+            raise GrowthError(
+                f"router={self.router!r}: give {', '.join(ROUTERS)} or a .safetensors file of "
+                "growkern.centroids"
+            )
 
     @property
     def shares_add_up(self) -> bool:

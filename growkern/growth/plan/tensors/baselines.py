@@ -71,22 +71,31 @@ def fill_random(
         _fill_from_tile(initial, key, ranges, tile, out)
 
 
-def build_random(plan: Blueprint, task: Task, part: Sequence[slice], out: Tensor) -> Tensor:
+def build_random(
+    plan: Blueprint,
+    task: Task,
+    part: Sequence[slice],
+    out: Tensor,
+    build: Callable[[Sequence[slice], Tensor], Tensor],
+) -> Tensor:
     """Build a part of a random tensor; arguments and result as in `build_baseline`.
+
+    Args:
+        build: fills a part of the tensor in which each row is there once.
 
     A new router has equal rows for the experts that it takes together.
     """
-    experts = taken_together(plan.small, plan.options) if _is_router(plan, task) else 1
+    experts = taken_together(plan.small, plan.options) if is_router(plan, task) else 1
     if experts == 1:
-        return build_baseline(plan, task, plan.source.read, part, out)
+        return build(part, out)
     rows = torch.arange(task.shape[0])[part[0]] // experts
     drawn = slice(int(rows[0]), int(rows[-1]) + 1)
     numbers = torch.empty(drawn.stop - drawn.start, *out.shape[1:], dtype=out.dtype)
-    build_baseline(plan, task, plan.source.read, (drawn, *part[1:]), numbers)
+    build((drawn, *part[1:]), numbers)
     return out.copy_(numbers[rows - drawn.start])
 
 
-def _is_router(plan: Blueprint, task: Task) -> bool:
+def is_router(plan: Blueprint, task: Task) -> bool:
     """True for the router of a mixture that was a dense model."""
     mixtures = [f"write:{space.name}" for space in plan.small.family.mixtures]
     axes = task.tensor.axes

@@ -10,6 +10,7 @@ in a separate call, from a few rows that `growth.plan.tensors.extras` computes f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -21,6 +22,7 @@ from growkern.growth.plan.axes import AxisMap, asleep, axis_map, matrix_of, nois
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
 from growkern.growth.plan.tensors.asleep import put_to_sleep
 from growkern.growth.plan.tensors.baselines import build_baseline, build_random, old_entries_within
+from growkern.growth.plan.tensors.centroids import centroids_of
 from growkern.growth.plan.tensors.experts import add_noise, drop_units, is_dropped, is_noisy
 from growkern.growth.plan.tensors.extras import gathered_rows
 from growkern.growth.plan.tensors.norms import build_norm
@@ -75,7 +77,10 @@ def build_tensor(
     if plan.options.is_baseline:
         return build_baseline(plan, task, _on_cpu(read), part, out)
     if task.source == RANDOM:
-        return build_random(plan, task, part, out)
+        build = partial(build_baseline, plan, task, _on_cpu(read))
+        if (rows := centroids_of(plan, task)) is not None:
+            build = partial(_widen_rows, plan, task, rows)
+        return build_random(plan, task, part, out, build)
     if is_norm:
         # norms are short vectors, so they are computed on the CPU for any device
         whole = build_norm(plan, task, _on_cpu(read), backend if out.is_cpu else None)
@@ -88,6 +93,17 @@ def build_tensor(
     if is_noisy(plan, task):
         work.then(partial(add_noise, plan, task, part, out))
     return out
+
+
+def _widen_rows(plan: Blueprint, task: Task, rows: Tensor, part: Part, out: Tensor) -> Tensor:
+    """A part of a router with new rows, which read the source's stream, in the target's."""
+    size = len(rows)
+    tensor = replace(task.tensor, axes=(str(size), task.tensor.axes[1]))
+    one = replace(task, tensor=tensor, shape=(size, task.shape[1]), source="centroids")
+    # computed on the CPU for any device, as norms are
+    whole = torch.empty(out.shape, dtype=out.dtype)
+    read = lambda name: rows  # noqa: E731
+    return out.copy_(_build_weight(plan, one, read, part, whole, OneByOne(None)))
 
 
 def _expert(plan: Blueprint, task: Task, read: Read, backend: str | None, number: int) -> Tensor:
