@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from growkern.cli import evaluation, growth, lineage, pictures, teacher, train
+from growkern.cli import centroids, evaluation, growth, lineage, pictures, teacher, train
 from growkern.cli.app import app
 
-__all__ = ["app", "evaluation", "growth", "lineage", "pictures", "teacher", "train"]
+__all__ = ["app", "centroids", "evaluation", "growth", "lineage", "pictures", "teacher", "train"]
 
 # the groups and the order of the help, as in docs/commands.md
 GROUPS = {
-    "Growing": ("plan", "grow", "verify", "fold", "replay", "family"),
+    "Growing": ("plan", "grow", "verify", "fold", "replay", "centroids", "family"),
     "Training": ("train", "export", "cache-teacher"),
     "Measuring": ("eval", "finetune", "plot"),
     "This machine": ("info",),

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.errors import FunctionChangedWarning, GrowthError
@@ -402,3 +402,150 @@ def test_moments_are_shared_by_the_experts(tmp_path):
     streamed = torch.load(made / "optimizer.pt")["state"]
     for number, entry in state["state"].items():
         assert torch.equal(entry["exp_avg_sq"], streamed[number]["exp_avg_sq"])
+
+
+# ------------------------------------------------------------------ centroids as a router
+
+
+@pytest.fixture(scope="module")
+def clustered(tmp_path_factory):
+    """A directory with a Qwen3 that does not mix tokens of two kinds, and with its centroids.
+
+    Embeddings of the kinds have opposite signs, and attention adds little to them.
+    """
+    folder = tmp_path_factory.mktemp("clustered")
+    source = dense("Qwen3", torch.float32)
+    kinds_V = torch.arange(SIZES["vocab_size"]) % 2
+    with torch.no_grad():
+        common = torch.randn(SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
+        source.model.embed_tokens.weight.mul_(0.2).add_(torch.outer(kinds_V * 2 - 1, common))
+        for layer in source.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
+    source.save_pretrained(folder / "dense")
+    tokens_BS = torch.randint(
+        SIZES["vocab_size"], (6, 12), generator=torch.Generator().manual_seed(4)
+    )
+    batches = [tokens_BS[:4], {"input_ids": tokens_BS[4:], "labels": tokens_BS[4:]}]
+    file = folder / "two.safetensors"
+    growkern.centroids(source, batches, file, experts=2, progress=False)
+    return folder, source, tokens_BS, kinds_V[tokens_BS].flatten()
+
+
+def inputs_of(model, tokens_BS, name):
+    """What modules of this name read, in the order of the layers."""
+    seen = []
+    modules = [module for own, module in model.named_modules() if own.endswith(name)]
+    hooks = [m.register_forward_pre_hook(lambda _, x: seen.append(x[0])) for m in modules]
+    with torch.no_grad():
+        model(tokens_BS)
+    for hook in hooks:
+        hook.remove()
+    return [x.flatten(0, -2).double() for x in seen]
+
+
+def test_centroids_are_those_of_the_kinds_of_inputs(clustered):
+    folder, source, tokens_BS, kinds_T = clustered
+    rows = load_file(folder / "two.safetensors")
+    inputs = inputs_of(source, tokens_BS, "mlp.gate_proj")
+    assert rows.keys() == {"layers.0", "layers.1"}
+    for own_NH, x_TH in zip(rows.values(), inputs, strict=True):
+        unit_TH = x_TH / x_TH.norm(dim=1, keepdim=True)
+        means = torch.stack([unit_TH[kinds_T == kind].sum(0) for kind in (0, 1)])
+        means = means / means.norm(dim=1, keepdim=True)
+        wanted = (means[0] - means[1]) / 2
+        found = own_NH[0].double()
+        # which cluster is the first is a matter of chance
+        sign = (found @ wanted).sign()
+        assert torch.allclose(
+            found / found.norm(), sign * wanted / wanted.norm(), rtol=0, atol=1e-5
+        )
+        logits_TN = x_TH @ own_NH.double().T
+        # the scale is that of a sample
+        assert 0.8 < logits_TN.square().mean() < 1.25
+
+
+@pytest.mark.parametrize(
+    "experts, width, more",
+    [
+        (2, None, {}),
+        (8, 4, {"hidden_size": 20, "num_hidden_layers": 3}),
+        (4, None, {"symmetry": "noise", "hidden_size": 24}),
+    ],
+)
+def test_tokens_of_a_kind_choose_experts_of_their_own(clustered, experts, width, more):
+    folder, source, tokens_BS, kinds_T = clustered
+    chosen = experts // 2
+    sizes = sizes_of("qwen3_moe", experts, chosen, width)
+    how = {"to": "qwen3_moe", "router": folder / "two.safetensors", **sizes, **more}
+    grown = growkern.grow(source, dtype=torch.float64, **how)
+    assert grown.growth_plan.exact
+    assert relative_error(source.double(), eager(grown)) < 1e-12
+    rows = load_file(folder / "two.safetensors")["layers.0"].double()
+    router = grown.model.layers[0].mlp.gate.weight
+    old, new = (
+        inputs_of(model, tokens_BS, "layers.0.mlp.gate" + end)[0]
+        for model, end in ((source, "_proj"), (grown, ""))
+    )
+    logits_TN = new @ router.T
+    # rows that belong together are equal, and read the stream as the dense model's do
+    assert torch.equal(router, router[::chosen].repeat_interleave(chosen, 0))
+    wanted = (old @ rows.T).repeat_interleave(chosen, 1)
+    assert torch.allclose(logits_TN, wanted, rtol=0, atol=1e-5)
+    which_T = logits_TN.argmax(1) // chosen
+    assert {*(which_T == kinds_T).tolist()} in ({True}, {False})
+
+
+def test_a_file_of_centroids_is_recorded(clustered, tmp_path):
+    folder, source, _, _ = clustered
+    file = tmp_path / "rows.safetensors"
+    file.write_bytes((folder / "two.safetensors").read_bytes())
+    how = {"to": "qwen3_moe", "router": str(file), **sizes_of("qwen3_moe", 4, 2, 8)}
+    growkern.grow_checkpoint(folder / "dense", tmp_path / "moe", progress=False, **how)
+    state = growkern.grow(source.float(), **how).state_dict()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe").state_dict()
+    assert all(torch.equal(state[name], x) for name, x in loaded.items())
+    assert growkern.verify(folder / "dense", tmp_path / "moe").ok
+    growkern.replay(tmp_path / "moe", folder / "dense", tmp_path / "again", progress=False)
+    for one in (tmp_path / "again").iterdir():
+        assert one.read_bytes() == (tmp_path / "moe" / one.name).read_bytes(), one.name
+    save_file({"layers.0": torch.ones(2, 12)}, file)
+    with pytest.raises(GrowthError, match=r"rows.safetensors'.*has changed"):
+        growkern.replay(tmp_path / "moe", folder / "dense", tmp_path / "other", progress=False)
+    file.unlink()
+    with pytest.raises(GrowthError, match=r"rows.safetensors'.*No such file"):
+        growkern.replay(tmp_path / "moe", folder / "dense", tmp_path / "other", progress=False)
+    # nothing else needs it
+    assert growkern.growth_plan_of(tmp_path / "moe").options.router.startswith(str(file))
+
+
+def test_what_does_not_fit_as_a_router_is_refused(clustered, tmp_path):
+    folder, source, tokens_BS, _ = clustered
+    file, other = folder / "two.safetensors", tmp_path / "other.safetensors"
+    rows = load_file(file)
+    wrong = [
+        ({"layers.0": rows["layers.0"]}, {}, "cannot read 'layers.1'"),
+        ({**rows, "layers.1": torch.ones(2, 11)}, {}, r"layers.1 .*must be \[2, 12\]"),
+        ({**rows, "layers.1": torch.full((2, 12), torch.inf)}, {}, "finite"),
+        (rows, {"num_experts": 4}, r"must be \[4, 12\].*experts=4"),
+        (rows, {"router": "zeros"}, "router='zeros': give random, zero or a"),
+        (rows, {"to": ""}, "has no effect"),
+    ]
+    for tensors, more, why in wrong:
+        save_file(tensors, other)
+        how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 2, 1), "router": other, **more}
+        with pytest.raises(GrowthError, match=why):
+            growkern.plan(folder / "dense", **how)
+    same = [torch.zeros(1, 4, dtype=torch.long)]
+    calls = [
+        (iter([tokens_BS]), {}, "cannot be read several times"),
+        ([tokens_BS], {"experts": 1}, "experts=1: give at least 2"),
+        (same, {"experts": 64}, "fewer than experts=64"),
+        ([tokens_BS], {"file": file}, "exists"),
+        ([tokens_BS], {"file": tmp_path / "rows.bin"}, "ends with .safetensors"),
+    ]
+    for batches, more, why in calls:
+        how = {"file": tmp_path / "new.safetensors", "experts": 2, "progress": False, **more}
+        with pytest.raises(GrowthError, match=why):
+            growkern.centroids(source, batches, **how)
+    assert not (tmp_path / "new.safetensors").exists()

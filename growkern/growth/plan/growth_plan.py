@@ -31,7 +31,7 @@ from growkern.growth.plan.pieces import estimate
 from growkern.growth.plan.portable import portability
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
-from growkern.growth.plan.tensors.centroids import check_centroids, with_checksum
+from growkern.growth.plan.tensors.centroids import MARK, check_centroids, with_checksum
 from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
@@ -278,7 +278,8 @@ def plan_growth(
         )
 
     dims = {**dims}
-    opened, options = as_mixture(opened, with_checksum(options), dims, target_config)
+    given, options = options, with_checksum(options)
+    opened, options = as_mixture(opened, options, dims, target_config)
 
     def make(large: ModelSpec) -> GrowthPlan:
         if target_config is None:
@@ -288,8 +289,9 @@ def plan_growth(
     made = made_to_fit(opened.spec, dims, target_config, make)
     if opened.dense is not None:
         check_router(made.small, made.large, options)
-    if judged:
+    if judged or MARK not in given.router:
         check_centroids(made)
+    if judged:
         # findings may read norm weights, and the source may be gone when someone asks for them
         with torch.device("cpu"):
             _ = made.findings

@@ -9,6 +9,7 @@ from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.growth.history import History
+from growkern.growth.options import ROUTERS
 from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.source.hub import located
@@ -76,7 +77,8 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     of_words = locate(base, *run.words)
     if section.tokenizer:
         inputs[section.tokenizer] = of_words
-    for place in (run.teacher and run.teacher.cache, growth and growth.optimizer):
+    rows = growth.router if growth and growth.router not in ROUTERS else ""
+    for place in (run.teacher and run.teacher.cache, growth and growth.optimizer, rows):
         if place:
             inputs[place] = base / place
     output = behind_link(base / run.output.directory)
@@ -86,7 +88,7 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     opened = {one.directory: one.config for one in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
     words = tuple(_words_of(one) for one in teachers)
-    plan, length = _plan(run, model), run.data.sequence_length
+    plan, length = _plan(run, model, inputs.get(rows)), run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
     for one, own in zip(teachers, words, strict=True):
         # the run's tokenizer may have tokens that a teacher lacks
@@ -165,8 +167,11 @@ def _check_words(generator: Checkpoint, tokenizer: Any) -> None:
         )
 
 
-def _plan(run: Run, model: Checkpoint) -> GrowthPlan | None:
+def _plan(run: Run, model: Checkpoint, rows: Path | None) -> GrowthPlan | None:
     """The growth at the start; all growths are planned against each other.
+
+    Args:
+        rows: the file with the rows of a new router, if there is one.
 
     Raises:
         GrowthError: one of them cannot be done.
@@ -178,7 +183,9 @@ def _plan(run: Run, model: Checkpoint) -> GrowthPlan | None:
     opened = open_source(model.directory, dequantize=dequantize)
     small, history, planned = opened.spec, opened.history, None
     if first is not None:
-        planned = plan_growth(opened, options_of(first), first.sizes, judged=False)
+        how = options_of(first)
+        how = how if rows is None else replace(how, router=str(rows))
+        planned = plan_growth(opened, how, first.sizes, judged=False)
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)
     later_sizes(small, history, model.training_dtype, run.later_growths)

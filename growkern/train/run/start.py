@@ -235,6 +235,8 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     if growth is None or run.plan is None:
         return shard(load_model(start.directory, wanted), options)
     if first_start:
+        # the router's file, with its folder and its checksum
+        growth = replace(growth, router=run.plan.options.router)
         return grown_model(start.directory, growth, options, dtype, planned=run.plan)
     size = Size(run.plan.target_config, run.plan)
     return unfilled_model(run.plan.large.class_name, size, options, dtype)
