@@ -3,18 +3,24 @@
 Truth: the dense model in transformers, in float64, with every parameter random.
 """
 
+import shutil
 from itertools import product
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import growkern
+from growkern.cli.commands import app
 from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk import stream
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.source.parts.experts import Stacked
+from growkern.train.run.file import load_run
+from growkern.train.run.resolve import resolve
+from growkern.train.run.start import build_model
 from tests.growth.models import random_model, relative_error
 
 SIZES = {
@@ -549,3 +555,40 @@ def test_what_does_not_fit_as_a_router_is_refused(clustered, tmp_path):
         with pytest.raises(GrowthError, match=why):
             growkern.centroids(source, batches, **how)
     assert not (tmp_path / "new.safetensors").exists()
+
+
+def test_the_command_and_a_run_file_use_the_same_file(clustered, tmp_path):
+    folder, *_ = clustered
+    shutil.copytree(folder / "dense", tmp_path / "dense")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]
+    transformers.BertTokenizer(vocab={w: i for i, w in enumerate(words)}).save_pretrained(
+        tmp_path / "dense"
+    )
+    (tmp_path / "text.txt").write_text("a small model grows a model " * 40)
+    file = tmp_path / "rows.safetensors"
+    line = ["centroids", tmp_path / "dense", tmp_path / "text.txt", "--out", file, "--experts", 2]
+    done = CliRunner().invoke(app, [*map(str, line), "--sequence-length", "8"])
+    assert done.exit_code == 0 and "2 centroids for each layer" in done.output, done.output
+    (tmp_path / "run.toml").write_text(
+        """
+        [[growth]]
+        source = "dense"
+        to = "qwen3_moe"
+        num_experts = 2
+        num_experts_per_tok = 1
+        router = "rows.safetensors"
+        [data]
+        train = ["text.txt"]
+        objective = "clm"
+        sequence_length = 8
+        [training]
+        steps = 1
+        batch_size = 2
+        learning_rate = 1e-3
+        [output]
+        directory = "out"
+        """
+    )
+    model = build_model(resolve(load_run(tmp_path / "run.toml"), tmp_path), first_start=True)
+    for number, layer in enumerate(model.model.layers):
+        assert torch.equal(layer.mlp.gate.weight, load_file(file)[f"layers.{number}"])

@@ -6,15 +6,16 @@ The same class is an argument of `growkern.TwoStageTrainer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 from growkern.arguments import NOT_NEGATIVE, Limit, check_steps
 from growkern.errors import GrowthError
 from growkern.growth.keywords import GrowthKeywords
 from growkern.growth.optimizer.checks import Moments
-from growkern.growth.options import GrowthOptions
+from growkern.growth.options import ROUTERS, GrowthOptions
 from growkern.train.rules import check
 
 
@@ -79,6 +80,10 @@ class GrowthStep(GrowthOptions):
     def grows_moments(self) -> bool:
         """Whether the optimizer's state grows too."""
         return self.moments != "reset"
+
+    def inside(self, base: Path) -> GrowthStep:
+        """The same growth; the file of a new router lies in a folder."""
+        return self if self.router in ROUTERS else replace(self, router=str(base / self.router))
 
     def options(self) -> dict[str, Any]:
         """The fields of `GrowthOptions`."""

@@ -20,6 +20,7 @@ cluster-aware upcycling, arXiv 2604.13508, for centroids as a router.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def centroids(
     _check(path, batches, {"experts": (experts, 2), "passes": (passes, 0)}, overwrite)
     reader = _Reader(model)
     rng = torch.Generator().manual_seed(check_seed(seed))
-    total = len(batches) * (passes + 1) if hasattr(batches, "__len__") else None
+    # of some loaders the length is not known
+    total = length_hint(batches) * (passes + 1) or None
     with tqdm(total=total, desc="centroids", unit=" batches", disable=not progress) as bar:
         samples = reader.sample(batches, SAMPLED * experts, rng, bar)
         found = {key: _first(key, x_SH, experts, rng) for key, x_SH in samples.items()}
@@ -141,9 +143,8 @@ class _Reader:
                     given.pop("labels", None)
                     self._model.base_model(**{k: x.to(device) for k, x in given.items()})
                     mask = given.get("attention_mask")
-                    is_real = slice(None) if mask is None else mask.flatten().bool()
                     yield {
-                        key: x_TH[is_real if mask is None else is_real.to(x_TH.device)]
+                        key: x_TH if mask is None else x_TH[mask.flatten().bool().to(x_TH.device)]
                         for key, x_TH in seen.items()
                     }
                     bar.update()

@@ -77,8 +77,8 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     of_words = locate(base, *run.words)
     if section.tokenizer:
         inputs[section.tokenizer] = of_words
-    rows = growth.router if growth and growth.router not in ROUTERS else ""
-    for place in (run.teacher and run.teacher.cache, growth and growth.optimizer, rows):
+    rows = [one.router for one in run.growths if one.router not in ROUTERS]
+    for place in (run.teacher and run.teacher.cache, growth and growth.optimizer, *rows):
         if place:
             inputs[place] = base / place
     output = behind_link(base / run.output.directory)
@@ -88,7 +88,7 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     opened = {one.directory: one.config for one in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
     words = tuple(_words_of(one) for one in teachers)
-    plan, length = _plan(run, model, inputs.get(rows)), run.data.sequence_length
+    plan, length = _plan(run, model, base), run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
     for one, own in zip(teachers, words, strict=True):
         # the run's tokenizer may have tokens that a teacher lacks
@@ -167,11 +167,11 @@ def _check_words(generator: Checkpoint, tokenizer: Any) -> None:
         )
 
 
-def _plan(run: Run, model: Checkpoint, rows: Path | None) -> GrowthPlan | None:
+def _plan(run: Run, model: Checkpoint, base: Path) -> GrowthPlan | None:
     """The growth at the start; all growths are planned against each other.
 
     Args:
-        rows: the file with the rows of a new router, if there is one.
+        base: as in `resolve`.
 
     Raises:
         GrowthError: one of them cannot be done.
@@ -183,10 +183,10 @@ def _plan(run: Run, model: Checkpoint, rows: Path | None) -> GrowthPlan | None:
     opened = open_source(model.directory, dequantize=dequantize)
     small, history, planned = opened.spec, opened.history, None
     if first is not None:
-        how = options_of(first)
-        how = how if rows is None else replace(how, router=str(rows))
+        how = options_of(first.inside(base))
         planned = plan_growth(opened, how, first.sizes, judged=False)
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)
-    later_sizes(small, history, model.training_dtype, run.later_growths)
+    later = [one.inside(base) for one in run.later_growths]
+    later_sizes(small, history, model.training_dtype, later)
     return planned

@@ -194,7 +194,7 @@ def build_trainer(
         teacher=rows_of_teacher or teachers,
         teacher_tokenizer=list(run.teacher_tokenizers),
         loss=settings.loss,
-        growth=settings.later_growths,
+        growth=[one.inside(run.base) for one in settings.later_growths],
         optimizer=training.optimizer,
         optimizer_options=settings.optimizer,
         processing_class=tokenizer,
@@ -235,8 +235,7 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     if growth is None or run.plan is None:
         return shard(load_model(start.directory, wanted), options)
     if first_start:
-        # the router's file, with its folder and its checksum
-        growth = replace(growth, router=run.plan.options.router)
+        growth = growth.inside(run.base)
         return grown_model(start.directory, growth, options, dtype, planned=run.plan)
     size = Size(run.plan.target_config, run.plan)
     return unfilled_model(run.plan.large.class_name, size, options, dtype)
