@@ -32,6 +32,7 @@ def centroids(
     from growkern.growth.source.hub import located
     from growkern.train.dataset.load import pack_text
     from growkern.train.model.centroids import centroids as find
+    from growkern.train.model.centroids import check_file
     from growkern.train.model.load import check_fits, load_language_model, load_tokenizer
 
     silence_transformers()
@@ -39,6 +40,8 @@ def centroids(
         raise GrowthError("give TEXT, the files that the model reads")
     if batch_size < 1:
         raise GrowthError(f"batch_size={batch_size}: give at least 1")
+    # before the texts are read
+    check_file(out, overwrite)
     place = located(source, revision)
     tokenizer = load_tokenizer(place)
     check_fits(place, tokenizer, sequence_length)

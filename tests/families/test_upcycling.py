@@ -415,16 +415,16 @@ def test_moments_are_shared_by_the_experts(tmp_path):
 
 @pytest.fixture(scope="module")
 def clustered(tmp_path_factory):
-    """A directory with a Qwen3 that does not mix tokens of two kinds, and with its centroids.
+    """A directory with a Qwen3 that does not mix tokens of three kinds, and with its centroids.
 
-    Embeddings of the kinds have opposite signs, and attention adds little to them.
+    Embeddings of a kind are close to each other, and layers add little to them.
     """
     folder = tmp_path_factory.mktemp("clustered")
     source = dense("Qwen3", torch.float32)
-    kinds_V = torch.arange(SIZES["vocab_size"]) % 2
+    kinds_V = torch.arange(SIZES["vocab_size"]) % 3
     with torch.no_grad():
-        common = torch.randn(SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
-        source.model.embed_tokens.weight.mul_(0.2).add_(torch.outer(kinds_V * 2 - 1, common))
+        of_kinds = torch.randn(3, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
+        source.model.embed_tokens.weight.mul_(0.2).add_(of_kinds[kinds_V])
         for layer in source.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.01)
             layer.mlp.down_proj.weight.mul_(0.01)
@@ -432,9 +432,15 @@ def clustered(tmp_path_factory):
     tokens_BS = torch.randint(
         SIZES["vocab_size"], (6, 12), generator=torch.Generator().manual_seed(4)
     )
-    batches = [tokens_BS[:4], {"input_ids": tokens_BS[4:], "labels": tokens_BS[4:]}]
-    file = folder / "two.safetensors"
-    growkern.centroids(source, batches, file, experts=2, progress=False)
+    padded = torch.cat([tokens_BS[4:], torch.zeros(2, 5, dtype=torch.long)], 1)
+    mask = (torch.arange(17) < 12).long().expand(2, 17)
+    given = {"input_ids": padded, "labels": padded, "attention_mask": mask}
+    batches = [tokens_BS[:4], given]
+    file = folder / "three.safetensors"
+    growkern.centroids(source, batches, file, experts=3, progress=False)
+    first = file.read_bytes()
+    growkern.centroids(source, batches, file, experts=3, progress=False, overwrite=True)
+    assert file.read_bytes() == first
     return folder, source, tokens_BS, kinds_V[tokens_BS].flatten()
 
 
@@ -452,20 +458,19 @@ def inputs_of(model, tokens_BS, name):
 
 def test_centroids_are_those_of_the_kinds_of_inputs(clustered):
     folder, source, tokens_BS, kinds_T = clustered
-    rows = load_file(folder / "two.safetensors")
+    rows = load_file(folder / "three.safetensors")
     inputs = inputs_of(source, tokens_BS, "mlp.gate_proj")
     assert rows.keys() == {"layers.0", "layers.1"}
     for own_NH, x_TH in zip(rows.values(), inputs, strict=True):
         unit_TH = x_TH / x_TH.norm(dim=1, keepdim=True)
-        means = torch.stack([unit_TH[kinds_T == kind].sum(0) for kind in (0, 1)])
+        means = torch.stack([unit_TH[kinds_T == kind].sum(0) for kind in range(3)])
         means = means / means.norm(dim=1, keepdim=True)
-        wanted = (means[0] - means[1]) / 2
-        found = own_NH[0].double()
+        wanted = means - means.mean(0)
+        found = own_NH.double()
         # which cluster is the first is a matter of chance
-        sign = (found @ wanted).sign()
-        assert torch.allclose(
-            found / found.norm(), sign * wanted / wanted.norm(), rtol=0, atol=1e-5
-        )
+        order = (found @ wanted.T).argmax(1)
+        assert {*order.tolist()} == {0, 1, 2}
+        assert torch.allclose(found / found.norm(), (wanted / wanted.norm())[order], atol=1e-5)
         logits_TN = x_TH @ own_NH.double().T
         # the scale is that of a sample
         assert 0.8 < logits_TN.square().mean() < 1.25
@@ -474,20 +479,20 @@ def test_centroids_are_those_of_the_kinds_of_inputs(clustered):
 @pytest.mark.parametrize(
     "experts, width, more",
     [
-        (2, None, {}),
-        (8, 4, {"hidden_size": 20, "num_hidden_layers": 3}),
-        (4, None, {"symmetry": "noise", "hidden_size": 24}),
+        (3, None, {}),
+        (12, 4, {"hidden_size": 20, "num_hidden_layers": 3}),
+        (6, None, {"symmetry": "noise", "hidden_size": 24}),
     ],
 )
 def test_tokens_of_a_kind_choose_experts_of_their_own(clustered, experts, width, more):
     folder, source, tokens_BS, kinds_T = clustered
-    chosen = experts // 2
+    chosen = experts // 3
     sizes = sizes_of("qwen3_moe", experts, chosen, width)
-    how = {"to": "qwen3_moe", "router": folder / "two.safetensors", **sizes, **more}
+    how = {"to": "qwen3_moe", "router": folder / "three.safetensors", **sizes, **more}
     grown = growkern.grow(source, dtype=torch.float64, **how)
     assert grown.growth_plan.exact
     assert relative_error(source.double(), eager(grown)) < 1e-12
-    rows = load_file(folder / "two.safetensors")["layers.0"].double()
+    rows = load_file(folder / "three.safetensors")["layers.0"].double()
     router = grown.model.layers[0].mlp.gate.weight
     old, new = (
         inputs_of(model, tokens_BS, "layers.0.mlp.gate" + end)[0]
@@ -499,14 +504,14 @@ def test_tokens_of_a_kind_choose_experts_of_their_own(clustered, experts, width,
     wanted = (old @ rows.T).repeat_interleave(chosen, 1)
     assert torch.allclose(logits_TN, wanted, rtol=0, atol=1e-5)
     which_T = logits_TN.argmax(1) // chosen
-    assert {*(which_T == kinds_T).tolist()} in ({True}, {False})
+    assert len({*zip(which_T.tolist(), kinds_T.tolist(), strict=True)}) == 3
 
 
 def test_a_file_of_centroids_is_recorded(clustered, tmp_path):
     folder, source, _, _ = clustered
     file = tmp_path / "rows.safetensors"
-    file.write_bytes((folder / "two.safetensors").read_bytes())
-    how = {"to": "qwen3_moe", "router": str(file), **sizes_of("qwen3_moe", 4, 2, 8)}
+    file.write_bytes((folder / "three.safetensors").read_bytes())
+    how = {"to": "qwen3_moe", "router": str(file), **sizes_of("qwen3_moe", 6, 2, 8)}
     growkern.grow_checkpoint(folder / "dense", tmp_path / "moe", progress=False, **how)
     state = growkern.grow(source.float(), **how).state_dict()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe").state_dict()
@@ -515,7 +520,7 @@ def test_a_file_of_centroids_is_recorded(clustered, tmp_path):
     growkern.replay(tmp_path / "moe", folder / "dense", tmp_path / "again", progress=False)
     for one in (tmp_path / "again").iterdir():
         assert one.read_bytes() == (tmp_path / "moe" / one.name).read_bytes(), one.name
-    save_file({"layers.0": torch.ones(2, 12)}, file)
+    save_file({"layers.0": torch.ones(3, 12)}, file)
     with pytest.raises(GrowthError, match=r"rows.safetensors'.*has changed"):
         growkern.replay(tmp_path / "moe", folder / "dense", tmp_path / "other", progress=False)
     file.unlink()
@@ -527,19 +532,19 @@ def test_a_file_of_centroids_is_recorded(clustered, tmp_path):
 
 def test_what_does_not_fit_as_a_router_is_refused(clustered, tmp_path):
     folder, source, tokens_BS, _ = clustered
-    file, other = folder / "two.safetensors", tmp_path / "other.safetensors"
+    file, other = folder / "three.safetensors", tmp_path / "other.safetensors"
     rows = load_file(file)
     wrong = [
         ({"layers.0": rows["layers.0"]}, {}, "cannot read 'layers.1'"),
-        ({**rows, "layers.1": torch.ones(2, 11)}, {}, r"layers.1 .*must be \[2, 12\]"),
-        ({**rows, "layers.1": torch.full((2, 12), torch.inf)}, {}, "finite"),
+        ({**rows, "layers.1": torch.ones(3, 11)}, {}, r"layers.1 .*must be \[3, 12\]"),
+        ({**rows, "layers.1": torch.full((3, 12), torch.inf)}, {}, "finite"),
         (rows, {"num_experts": 4}, r"must be \[4, 12\].*experts=4"),
         (rows, {"router": "zeros"}, "router='zeros': give random, zero or a"),
         (rows, {"to": ""}, "has no effect"),
     ]
     for tensors, more, why in wrong:
         save_file(tensors, other)
-        how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 2, 1), "router": other, **more}
+        how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 3, 1), "router": other, **more}
         with pytest.raises(GrowthError, match=why):
             growkern.plan(folder / "dense", **how)
     same = [torch.zeros(1, 4, dtype=torch.long)]

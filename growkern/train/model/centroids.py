@@ -79,7 +79,8 @@ def centroids(
             only once, or have fewer different inputs than `experts`; or the file exists.
     """
     path = path_of("file", file, "the path of a .safetensors file")
-    _check(path, batches, {"experts": (experts, 2), "passes": (passes, 0)}, overwrite)
+    check_file(path, overwrite)
+    _check(batches, {"experts": (experts, 2), "passes": (passes, 0)})
     reader = _Reader(model)
     rng = torch.Generator().manual_seed(check_seed(seed))
     # of some loaders the length is not known
@@ -97,16 +98,20 @@ def centroids(
     return path
 
 
-def _check(file: Path, batches: Any, counts: dict[str, tuple[int, int]], overwrite: bool) -> None:
+def check_file(file: Path, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, or that is there; arguments as in `centroids`."""
+    if file.suffix != ".safetensors":
+        raise GrowthError(f"{file}: give a name that ends with .safetensors")
+    if file.exists() and not overwrite:
+        raise GrowthError(f"{file} exists: give another name, or overwrite it (--overwrite)")
+    if not file.parent.is_dir():
+        raise GrowthError(f"{file.parent}: no such directory")
+
+
+def _check(batches: Any, counts: dict[str, tuple[int, int]]) -> None:
     for name, (value, least) in counts.items():
         if whole_number(name, value) < least:
             raise GrowthError(f"{name}={value}: give at least {least}")
-    if file.suffix != ".safetensors":
-        raise GrowthError(f"file={str(file)!r}: give a name that ends with .safetensors")
-    if file.exists() and not overwrite:
-        raise GrowthError(f"{file} exists: give another name, or overwrite=True")
-    if not file.parent.is_dir():
-        raise GrowthError(f"{file.parent}: no such directory")
     if not isinstance(batches, Iterable) or iter(batches) is batches:
         raise GrowthError(
             f"batches is a {type(batches).__name__}, which cannot be read several times: give a "
