@@ -20,15 +20,16 @@ best of a group are then the source's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from growkern.errors import UnfitError
 from growkern.families.family import Dense
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def is_output(row: Row) -> bool:
@@ -106,6 +107,9 @@ def sleeping_map(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> tuple[
 
     The source's groups come first, and its experts come first in each of them.
     """
+    # here: the command line reads the tables without PyTorch
+    import torch
+
     (old, groups), (new, more) = (_in_groups(space, model) for model in (small, large))
     group, place = torch.arange(more)[:, None], torch.arange(new)
     index = group % groups * old + place % old
