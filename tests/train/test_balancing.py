@@ -11,6 +11,7 @@ from growkern import ExpertBalancing, GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.train.safety.precision import set_precision
 from tests.train.loss.test_inherited import padded
+from tests.train.run.test_run import save_tokenizer
 from tests.train.test_trainer import arguments
 from tests.train.tiny import build
 
@@ -116,3 +117,38 @@ def test_the_bias_stays_float32_in_pure_bf16(tmp_path):
     assert torch.equal(bias_of(model), before)
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert model(**padded()).logits.isfinite().all()
+
+
+RUN = """
+[model]
+path = "model"
+[data]
+train = ["text.txt"]
+sequence_length = 16
+[training]
+steps = 1
+batch_size = 2
+learning_rate = 0.0
+expert_balancing = 0.05
+[output]
+directory = "out"
+tensorboard = false
+"""
+
+
+@pytest.mark.parametrize("family", ["deepseek", "llama"])
+def test_a_run_file_balances_or_is_refused(family, tmp_path):
+    model = build(family, layers=2)
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i * i % 40}" for i in range(200)))
+    (tmp_path / "run.toml").write_text(RUN)
+    if family == "llama":
+        with pytest.raises(GrowthError, match="LlamaForCausalLM has no router with a bias"):
+            growkern.run(tmp_path / "run.toml", progress=False)
+        assert not (tmp_path / "out").exists()
+        return
+    growkern.run(tmp_path / "run.toml", progress=False)
+    moved = bias_of(type(model).from_pretrained(tmp_path / "out")) - bias_of(model)
+    # some experts had fewer tokens than others
+    assert set(moved.div(0.05).round().tolist()) == {-1.0, 1.0}

@@ -226,8 +226,8 @@ def _asleep(plan: Blueprint, space: SpaceSpec) -> Finding:
     what = f"{plan.small.family.config_field(str(space.size))} {old} -> {new}"
     why = (
         f"exact now, as the {new - old} new experts of each layer sleep: no token reaches them. "
-        f"With growkern.ExpertBalancing(speed) they wake from about step {depth / 2:.2g} / speed "
-        "on, and the outputs change. Without it they never wake"
+        f"With growkern.ExpertBalancing(speed) the first of them wake before step "
+        f"{depth / 2:.2g} / speed, and the outputs change. Without it they never wake"
     )
     return Finding("exact", what, why)
 

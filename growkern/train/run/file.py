@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Literal, get_args, get_type_hints
 from growkern.arguments import (
     MOST_NUMPY_SEED,
     NOT_NEGATIVE,
+    POSITIVE,
     Limit,
     between,
     check_fields,
@@ -81,6 +82,8 @@ class TrainingSection:
         on_nonfinite: "stop" ends the run with an error when a loss or a gradient is NaN or
             infinite. "skip" leaves out the optimizer step and counts it.
         data_workers: processes that load data; 0 loads in the training process.
+        expert_balancing: speed of `growkern.ExpertBalancing`, such as 0.001, for a mixture whose
+            routers have a bias that only chooses experts. It wakes experts that sleep.
 
     Raises:
         GrowthError: a value is out of range.
@@ -92,6 +95,7 @@ class TrainingSection:
         **dict.fromkeys(("warmup_steps", "eval_every", "save_every"), between(0, MOST)),
         **dict.fromkeys(("learning_rate", "weight_decay"), NOT_NEGATIVE),
         **dict.fromkeys(("max_grad_norm", "save_minutes"), NOT_NEGATIVE),
+        "expert_balancing": POSITIVE,
         "seed": between(0, MOST_NUMPY_SEED),
         # every worker is a process
         "data_workers": between(0, 1024),
@@ -115,6 +119,7 @@ class TrainingSection:
     keep_checkpoints: int = 2
     on_nonfinite: Literal["stop", "skip"] = "stop"
     data_workers: int = 0
+    expert_balancing: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "training")

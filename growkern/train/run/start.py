@@ -24,6 +24,7 @@ from growkern.train.dataset.load import load_data
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import join_processes, shard
 from growkern.train.growth.models import Size, grown_model, unfilled_model
+from growkern.train.loop.balancing import ExpertBalancing
 from growkern.train.loop.checks import check_arguments, check_switches
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.electra import ReplacedTokenDetection
@@ -183,6 +184,11 @@ def build_trainer(
     )
     collator = data.collator(tokenizer, seed=training.seed)
     model = build_model(run, first_start=first_start)
+    balancing = []
+    if training.expert_balancing is not None:
+        balancing = [ExpertBalancing(training.expert_balancing)]
+        # a model without such routers is refused now
+        balancing[0].watch(model)
     teachers: Any = [_build_teacher(run, one) for one in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
@@ -201,6 +207,7 @@ def build_trainer(
         train_dataset=data.train,
         eval_dataset=data.validation,
         data_collator=collator,
+        callbacks=balancing,
         precision=training.precision,
         on_nonfinite=training.on_nonfinite,
         save_minutes=training.save_minutes,
