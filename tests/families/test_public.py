@@ -33,7 +33,9 @@ def test_a_public_config_plans_or_is_refused_helpfully(name, tmp_path):
     field = family.config_field("stream") if family else "hidden_size"
     own = config | inner(config, family.under) if family else config
     try:
-        plan = growkern.plan(tmp_path, **{field: 2 * own.get(field, 768)})
+        plan = growkern.plan(
+            tmp_path, **{field: 2 * own.get(field, 768)}, dequantize="quantization_config" in own
+        )
     except growkern.GrowthError as error:
         assert refused and re.search(refused, str(error)), error
     else:
@@ -57,7 +59,8 @@ def test_a_mixture_has_the_parameters_that_its_makers_say(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ALL[name]))
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     field = next(field for field in counts if field in ALL[name])
-    plan = growkern.plan(tmp_path, **{field: 2 * ALL[name][field]})
+    is_quantised = "quantization_config" in ALL[name]
+    plan = growkern.plan(tmp_path, **{field: 2 * ALL[name][field]}, dequantize=is_quantised)
     assert plan.exact
     total, active = (plan.parameters("source", active=active) for active in (False, True))
     assert (total / 1e9, active / 1e9) == pytest.approx(MIXTURES[name], rel=0.02)
