@@ -26,13 +26,12 @@ from bench.paper.committed import UNSAVED, merged, of_text, save
 from bench.paper.compare import best_rate
 from bench.paper.corpus import files_of, prepare
 from bench.paper.jobs import Job
-from bench.paper.page import write_page
+from bench.paper.page import report, write_page
 from bench.paper.pictures import draw_maps
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.runs import Workplace, rows_of, take_over
 from bench.paper.settings import SIZES
 from bench.paper.systems import SYSTEMS
-from bench.paper.tables import report
 from bench.shared.results import RESULTS
 from growkern.cli.app import silence_transformers
 from growkern.cli.main import one_line

@@ -84,7 +84,8 @@ def training_of(job: Job) -> TrainingSection:
         batch_size=setting.batch,
         learning_rate=job.rate,
         warmup_steps=round(setting.warmup * job.steps),
-        schedule="linear",
+        schedule=setting.schedule,
+        optimizer=setting.optimizer,
         precision=setting.precision,
         seed=job.seed,
         log_every=job.steps,
@@ -92,6 +93,13 @@ def training_of(job: Job) -> TrainingSection:
         save_minutes=1.0,
         keep_checkpoints=1,
     )
+
+
+def decay_of(job: Job) -> dict[str, Any]:
+    """Arguments of the schedule that stays at its peak: it falls in the last fifth of the steps."""
+    if job.setting.schedule == "linear":
+        return {}
+    return {"lr_scheduler_kwargs": {"num_decay_steps": round(0.2 * job.steps)}}
 
 
 # (job, source's folder) -> the sections of its run file that differ from the others'
@@ -234,3 +242,19 @@ def layerwise(job: Job, source: str) -> dict[str, Any]:
         for number in (1, 2, 3)
     )
     return {"model": _untrained(job), "growth": growth}
+
+
+def starting_small(depth: str, share: float) -> Sections:
+    """An untrained source that grows to the target once, after `share` of the steps."""
+
+    def sections(job: Job, source: str) -> dict[str, Any]:
+        growth = GrowthStep(
+            at_step=round(share * job.steps),
+            sizes=job.setting.target_sizes(),
+            seed=job.seed,
+            **({"depth": depth} if job.setting.target.layers > job.setting.source.layers else {}),
+        )
+        path = untrained_folder(job.setting, SOURCE, job.seed)
+        return {"model": ModelSection(path=path), "growth": (growth,)}
+
+    return sections

@@ -156,7 +156,10 @@ FAMILIES = {
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _qwen3,
-        ("num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        (
+            *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+            *("intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        ),
         mixture="Qwen3MoeForCausalLM",
     ),
 }

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from bench.paper import lines
 from bench.paper.jobs import RATE_SEED, Job
-from bench.paper.models import Size
+from bench.paper.lines import Line
 from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import SYSTEMS, job_of
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
 # learning rate. So each length is a run of its own, whose rate falls to 0.
 PARTS = (1 / 4, 1 / 2, 1.0)
-# and of lines that grow layers, and reach the loss of the baseline in less than a quarter
-SHORTER = (1 / 32, 1 / 16, 1 / 8)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a table.
-
-    Attributes:
-        setting: of its runs.
-        system: a key of `SYSTEMS`.
-        label: says how the setting differs from the others of the table; empty if it does not.
-        like: another line of the same method, whose learning rate this one takes.
-        rate: its learning rate, where that is not the best one of short runs; else None.
-        parts: lengths of its runs beside `PARTS`, which no column of the table shows. The FLOPs
-            that are saved are interpolated between all lengths.
-    """
-
-    setting: Setting
-    system: str
-    label: str = ""
-    like: Line | None = None
-    rate: float | None = None
-    parts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,319 +36,52 @@ class Table:
     classifies: bool = False
 
 
-COMPARED = (
-    *("scratch", "direct_copy", "stackbert", "mslt", "fpi", "aki"),
-    *("aki_two_stage", "aki_two_stage_ki", "fpi_two_stage", "fpi_padded"),
-)
-
-
-def _systems(*names: str) -> Callable[[Setting], list[Line]]:
-    return lambda setting: [Line(setting, name) for name in names]
-
-
-def _variants_of_sources(setting: Setting) -> dict[str, Setting]:
-    """The setting, and those with a source of a half and a quarter of the width or half the layers.
-
-    Returns:
-        Label -> setting.
-    """
-    own = setting.source
-    sizes = (
-        own,
-        replace(own, width=own.width // 2, heads=own.heads // 2),
-        replace(own, width=own.width // 4, heads=own.heads // 4),
-        replace(own, layers=own.layers // 2),
-    )
-    return {
-        f"source {one.name}": setting
-        if one == own
-        else setting.variant(f"from{one.name}", source=one)
-        for one in sizes
-    }
-
-
-def _smaller_sources(setting: Setting) -> list[Line]:
-    """What the paper has: DirectCopy and AKI from smaller sources."""
-    return [
-        Line(setting, "scratch"),
-        *(
-            Line(variant, name, label)
-            for label, variant in _variants_of_sources(setting).items()
-            for name in ("direct_copy", "aki")
-        ),
-    ]
-
-
-def _half_as_wide(setting: Setting) -> dict[int, tuple[Setting, str]]:
-    """The setting with a source half as wide, trained as long, and 3 and 4 times as long.
-
-    Returns:
-        Times -> (setting, label).
-    """
-    _, (label, half), *_ = _variants_of_sources(setting).items()
-    made = {1: (half, label)}
-    for times, name in ((3, "three-times"), (4, "longer")):
-        steps = times * setting.source_steps
-        variant = half.variant(name, source_steps=steps)
-        made[times] = (variant, f"{label} of {steps:,} steps")
-    return made
-
-
-def _narrow_sources(setting: Setting) -> list[Line]:
-    """Why narrow sources save less here.
-
-    A padded hidden state has no copies, and the source of the last line is trained for four times
-    as long.
-    """
-    variants = _variants_of_sources(setting)
-    lines = [Line(one, "fpi_padded", label) for label, one in variants.items()]
-    halves = _half_as_wide(setting)
-    grown = [Line(halves[times][0], "aki", halves[times][1]) for times in (1, 4)]
-    return [Line(setting, "scratch"), *lines, *grown]
-
-
-def _ages(setting: Setting) -> list[Line]:
-    """StackBERT, which has no source, beside growth from sources of three ages."""
-    lines = [Line(setting, name) for name in ("scratch", "stackbert")]
-    for name in ("direct_copy", "aki"):
-        lines += [Line(one, name, label) for one, label in _half_as_wide(setting).values()]
-    return lines
-
-
-def _stages(setting: Setting) -> list[Line]:
-    """Stage 1 for 0, 2, 5, 10 and 20 of 40 parts of the steps; bert2BERT counts epochs.
-
-    More lines ask why two stages save less here than in the paper. One has sub-models that are
-    twice as deep. In the last ones stage 1 takes no steps from the rest: it is a run before, whose
-    FLOPs only the column "source counted" counts.
-    """
-    whole, method = Line(setting, "aki"), Line(setting, "aki_two_stage")
-    lines = [Line(setting, "scratch"), replace(whole, label="E_b = 0")]
-    for parts in (2, 5, 10, 20):
-        share = parts / 40
-        same = share == setting.stage1_share
-        variant = setting if same else setting.variant(f"eb{parts}", stage1_share=share)
-        lines.append(Line(variant, method.system, f"E_b = {parts}", method))
-    layers = 2 * setting.layers_per_block
-    deeper = setting.variant(f"lb{layers}", layers_per_block=layers)
-    label = f"sub-models from {layers} layers"
-    return [
-        *lines,
-        Line(deeper, method.system, f"E_b = 5, {label}", method),
-        Line(setting, "aki_adamw", "E_b = 0", whole),
-        Line(setting, "aki_after_stage1", "E_b = 5", whole),
-        Line(deeper, "aki_after_stage1", f"E_b = 5, {label}", whole),
-    ]
-
-
-def _stage_before(setting: Setting) -> list[Line]:
-    """Stage 1 inside a run, and as a run before it."""
-    whole = Line(setting, "aki")
-    return [
-        Line(setting, "scratch"),
-        whole,
-        Line(setting, "aki_two_stage"),
-        Line(setting, "aki_adamw", like=whole),
-        Line(setting, "aki_after_stage1", like=whole),
-    ]
-
-
-def _progressive(setting: Setting) -> list[Line]:
-    """Methods that train fewer layers first, and MSLT with as many FLOPs as from scratch.
-
-    MSLT saves FLOPs in every step, so that it ends with 0.69 of those of as many steps.
-    """
-    longer = setting.variant("longer", steps=round(setting.steps * 1.45))
-    scratch, stackbert, mslt = (Line(setting, one) for one in ("scratch", "stackbert", "mslt"))
-    label = "as many FLOPs as scratch"
-    return [scratch, stackbert, mslt, Line(longer, mslt.system, label, mslt)]
-
-
-def _more_layers(setting: Setting) -> list[Line]:
-    """Four times the layers and half of the widths.
-
-    StackBERT and MSLT then begin with four layers. In the papers they begin with three of twelve.
-    """
-    source, target = (
-        replace(one, layers=4 * one.layers, width=one.width // 2, heads=one.heads // 2)
-        for one in (setting.source, setting.target)
-    )
-    deep = setting.variant(target.name, target=target)
-    grown = deep.variant(f"from{source.name}", source=source)
-    untrained = [Line(deep, name) for name in ("scratch", "stackbert", "mslt")]
-    return [*untrained, *(Line(grown, name) for name in ("direct_copy", "fpi_padded"))]
-
-
-def _rates(setting: Setting) -> list[Line]:
-    """DirectCopy at the best rate of its short runs, and at the middle one, which is higher."""
-    method, higher = Line(setting, "direct_copy"), setting.rates[len(setting.rates) // 2]
-    other = replace(method, label=f"at {higher:g}", rate=higher)
-    return [Line(setting, "scratch"), method, other]
-
-
-def _rates_of_scratch(setting: Setting) -> list[Line]:
-    """Training from scratch at the rate that short runs chose, and at the lowest and highest."""
-    scratch = Line(setting, "scratch")
-    ends = setting.rates[0], setting.rates[-1]
-    return [scratch, *(replace(scratch, label=f"at {rate:g}", rate=rate) for rate in ends)]
-
-
-def _optimizers(setting: Setting) -> list[Line]:
-    """AdamW and `GrowthAdamW` with a padded hidden state and with copies, and grown moments."""
-    padded = ("fpi_padded", "padded_adamw", "padded_moments", "padded_rewarmed")
-    fpi, aki = Line(setting, "fpi"), Line(setting, "aki")
-    copied = [
-        *(fpi, Line(setting, "fpi_adamw", like=fpi)),
-        *(aki, Line(setting, "aki_adamw", like=aki)),
-    ]
-    return [*(Line(setting, name) for name in ("scratch", *padded)), *copied]
-
-
-def _depth(setting: Setting) -> list[Line]:
-    """Twice the layers, of a source after a tenth of its steps and after all of them."""
-    target = replace(setting.source, layers=2 * setting.source.layers)
-    deep = setting.variant("deep", target=target)
-    young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
-    lines = [Line(deep, "scratch")]
-    for one, parts in ((young, ()), (deep, SHORTER)):
-        label = f"source of {one.source_steps:,} steps"
-        lines += [
-            Line(one, "fpi_identity", label, parts=parts),
-            Line(one, "fpi", f"stack, {label}", parts=parts),
-            Line(one, "fpi_interleave", label, parts=parts),
-        ]
-    return lines
-
-
-def _directions(setting: Setting) -> list[Line]:
-    """Width, depth or both, to about as many FLOPs in a step."""
-    source, heads = setting.source, setting.source.heads
-    wide = Size(source.layers, 2 * source.width, 2 * heads)
-    deep = Size(4 * source.layers, source.width, heads)
-    more = round(heads * 2**0.5)
-    both = Size(2 * source.layers, source.width // heads * more, more)
-    lines = []
-    # each at the defaults of growth, which differ from the first system where both axes grow
-    for label, target, system, parts in (
-        ("width", wide, "fpi_padded", ()),
-        ("depth", deep, "fpi_identity", SHORTER),
-        ("both", both, "padded_identity", ()),
-    ):
-        one = setting if target == setting.target else setting.variant(target.name, target=target)
-        lines += [Line(one, "scratch", label), Line(one, system, label, parts=parts)]
-    return lines
-
-
-def _moment(setting: Setting) -> list[Line]:
-    """Growth of sources that were trained for 10, 30, 100 and 400 % of the usual steps.
-
-    Each is a run of its own, whose rate falls to 0. The last one is the case of a lab whose small
-    model has seen far more text than the large one is to see. DirectCopy, which loses the function,
-    shows from which age on it is worth keeping.
-    """
-    ages = []
-    for share in (10, 30, 100, 400):
-        steps = max(1, setting.source_steps * share // 100)
-        whole = steps == setting.source_steps
-        ages.append(setting if whole else setting.variant(f"at{share}", source_steps=steps))
-    grown = [
-        Line(one, name, f"source of {one.source_steps:,} steps")
-        for name in ("fpi_padded", "direct_copy")
-        for one in ages
-    ]
-    return [Line(setting, "scratch"), *grown]
-
-
-def _inheritance(setting: Setting) -> list[Line]:
-    """A source that teaches in every step, others that teach with it, and kept predictions."""
-    taught = Line(setting, "taught")
-    others = _systems("taught_by_two", "taught_by_generations")(setting)
-    kept = [Line(setting, f"taught_top{k}", like=taught) for k in (1, 4, 16, 64)]
-    return [Line(setting, "scratch"), taught, *others, *kept]
-
-
-def _domain(setting: Setting) -> list[Line]:
-    """The trained target goes on with another kind of text, for a quarter of its steps."""
-    other = setting.variant(
-        "domain",
-        text="domain",
-        steps=setting.steps // 4,
-        rate_steps=setting.rate_steps // 2,
-    )
-    return [Line(other, "adapted"), Line(other, "adapted_taught")]
-
-
-# FLOPs of a step of the dense model at size tiny, as a share of those of its mixture, and of one
-# whose experts are half as wide; and of the mixture, where a teacher runs in some of the steps
-OF_MIXTURE, OF_HALVES, TAUGHT = 0.715, 0.989, 0.905
-
-
-def _upcycling(setting: Setting) -> list[Line]:
-    """A dense model that goes on, and mixtures with as many FLOPs, at the highest rate.
-
-    Short runs chose the middle rate for some, which is behind at the end: they follow at that one.
-    Two lines begin untrained and have the FLOPs of the source too, which are as many.
-    """
-
-    def mixture(name: str, part: float, experts: int = 8, parts: int = 1) -> Setting:
-        target = replace(one.target, experts=experts, parts=parts)
-        return one.variant(name, target=target, steps=round(part * one.steps))
-
-    lines = []
-    rates = setting.rates[-1], setting.rates[len(setting.rates) // 2]
-    for number, rate in enumerate(rates):
-        one, label, twice = replace(setting, rates=(rate,)), f"at {rate:g}", "twice the FLOPs"
-        copies = Line(mixture("experts", OF_MIXTURE), "upcycled", label)
-        halves = Line(mixture("halves", OF_HALVES, 16, parts=2), "upcycled_halves", label)
-        mixed = Line(mixture("twice", 2 * OF_MIXTURE), "scratch", f"mixture, {twice}")
-        dense = Line(one.variant("once", steps=2 * one.steps), "scratch", f"dense, {twice}", mixed)
-        drop = replace(copies, system="upcycled_drop")
-        taught = Line(mixture("taught", TAUGHT * OF_MIXTURE), "upcycled_taught", label, copies)
-        lines += [Line(one, "continued", label), copies, halves]
-        lines += [taught] if number else [drop, mixed, dense]
-    return lines
-
-
 TABLES = {
-    "table2": Table("bert2BERT, Table 2: BERT", "bert", _systems(*COMPARED), classifies=True),
-    "table3": Table("bert2BERT, Table 3: smaller sources", "bert", _smaller_sources),
-    "narrow": Table("Why narrow sources save less", "bert", _narrow_sources),
-    "ages": Table("StackBERT, and sources of three ages", "bert", _ages),
-    "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", _stages),
-    "progressive": Table("Fewer layers first", "bert", _progressive),
-    "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", _systems(*COMPARED)),
-    "layers": Table("More and narrower layers", "gpt2", _more_layers),
-    "stages": Table("Stage 1 as a run before: GPT-2", "gpt2", _stage_before),
+    "table2": Table(
+        "bert2BERT, Table 2: BERT", "bert", lines.systems(*lines.COMPARED), classifies=True
+    ),
+    "table3": Table("bert2BERT, Table 3: smaller sources", "bert", lines.smaller_sources),
+    "narrow": Table("Why narrow sources save less", "bert", lines.narrow_sources),
+    "ages": Table("StackBERT, and sources of three ages", "bert", lines.ages),
+    "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", lines.stages),
+    "progressive": Table("Fewer layers first", "bert", lines.progressive),
+    "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", lines.systems(*lines.COMPARED)),
+    "layers": Table("More and narrower layers", "gpt2", lines.more_layers),
+    "stages": Table("Stage 1 as a run before: GPT-2", "gpt2", lines.stage_before),
     "table6": Table(
         "bert2BERT, Table 6: T5",
         "t5",
-        _systems("scratch", "direct_copy", "fpi", "aki", "fpi_padded"),
+        lines.systems("scratch", "direct_copy", "fpi", "aki", "fpi_padded"),
     ),
-    "inheritance": Table("Knowledge Inheritance: taught, and alone", "gpt2", _inheritance),
+    "inheritance": Table("Knowledge Inheritance: taught, and alone", "gpt2", lines.inheritance),
     "domain": Table(
-        "Knowledge Inheritance: from Python to C++", "gpt2", _domain, baseline="adapted"
+        "Knowledge Inheritance: from Python to C++", "gpt2", lines.domain, baseline="adapted"
     ),
     "symmetry": Table(
         "How copies are told apart: GPT-2",
         "gpt2",
         lambda setting: [
-            *_systems("scratch", "fpi_none", "fpi_noise", "fpi_split")(setting),
+            *lines.systems("scratch", "fpi_none", "fpi_noise", "fpi_split")(setting),
             Line(setting, "fpi", "routing"),
             # copies against none, and rows of the next layer with both
-            *_systems("aki", "fpi_padded", "aki_padded")(setting),
+            *lines.systems("aki", "fpi_padded", "aki_padded")(setting),
         ],
     ),
     "copies": Table(
-        "How copies are told apart: BERT", "bert", _systems("scratch", "fpi_none", "fpi", "aki")
+        "How copies are told apart: BERT",
+        "bert",
+        lines.systems("scratch", "fpi_none", "fpi", "aki"),
     ),
-    "rates": Table("A higher rate than short runs chose: BERT", "bert", _rates),
-    "rates_gpt": Table("From scratch at other rates: GPT-2", "gpt2", _rates_of_scratch),
-    "rates_t5": Table("A higher rate than short runs chose: T5", "t5", _rates),
-    "optimizer": Table("The optimizer of a grown model", "gpt2", _optimizers),
-    "depth": Table("Where new layers come from", "gpt2", _depth),
-    "directions": Table("Width, depth or both", "gpt2", _directions),
-    "moment": Table("When to grow", "gpt2", _moment),
-    "upcycling": Table("From dense to experts", "qwen3", _upcycling, baseline="continued"),
+    "rates": Table("A higher rate than short runs chose: BERT", "bert", lines.rates),
+    "rates_gpt": Table("From scratch at other lines.rates: GPT-2", "gpt2", lines.rates_of_scratch),
+    "rates_t5": Table("A higher rate than short runs chose: T5", "t5", lines.rates),
+    "optimizer": Table("The optimizer of a grown model", "gpt2", lines.optimizers),
+    "depth": Table("Where new layers come from", "gpt2", lines.depth),
+    "directions": Table("Width, lines.depth or both", "gpt2", lines.directions),
+    "moment": Table("When to grow", "gpt2", lines.moment),
+    "one_run_search": Table("One run that starts small: a search", "qwen3", lines.one_run_search),
+    "one_run": Table("One run that starts small", "qwen3", lines.one_run),
+    "upcycling": Table("From dense to experts", "qwen3", lines.upcycling, baseline="continued"),
 }
 
 

@@ -44,6 +44,7 @@ class Setting:
         text: folder of the text that models are trained on: one of `TEXTS`.
         precision: of the arithmetic, as `growkern train` calls it.
         dropout: in all layers of the models.
+        schedule, optimizer: as `growkern train` calls them.
         origin: the setting of which this is a variant.
     """
 
@@ -69,6 +70,8 @@ class Setting:
     text: str = "corpus"
     precision: Literal["fp32", "bf16"] = "fp32"
     dropout: float = 0.0
+    schedule: Literal["linear", "warmup_stable_decay"] = "linear"
+    optimizer: Literal["auto", "adamw", "muon"] = "auto"
     origin: Setting | None = None
 
     @property

@@ -14,6 +14,7 @@ from bench.paper.jobs import (
     SOURCE,
     Job,
     Sections,
+    decay_of,
     going_on,
     grown,
     inheriting,
@@ -23,6 +24,7 @@ from bench.paper.jobs import (
     scratch,
     source_of,
     stacked,
+    starting_small,
     taught,
     training_of,
     two_stage,
@@ -41,7 +43,7 @@ from growkern.train.run.file import ModelSection, OutputSection, Run, load_run
 def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) -> Job:
     """The run of a system."""
     needs = SYSTEMS[system].needs(setting, seed)
-    setting = setting if needs else setting.for_scratch
+    setting = setting if needs or SYSTEMS[system].starts_small else setting.for_scratch
     return Job(setting, system, seed, rate, steps, needs, SYSTEMS[system].kept)
 
 
@@ -104,6 +106,7 @@ class System:
         sections: (job, source's folder) -> the sections of its run file that differ.
         needs: (setting, seed) -> the jobs whose models it begins with or learns from.
         grows: whether it begins with the weights of another model.
+        starts_small: whether it begins with an untrained source, and grows in the run.
         kept: `Job.kept`.
         becomes: options of `growkern.grow` that make its source a mixture; None: it stays dense.
     """
@@ -113,6 +116,7 @@ class System:
     sections: Sections
     needs: Needs = _one_source
     grows: bool = True
+    starts_small: bool = False
     kept: int = 0
     becomes: Mapping[str, Any] | None = None
 
@@ -130,7 +134,8 @@ def run_of(job: Job) -> Run:
         training=training_of(job),
         output=OutputSection(directory=job.name, tensorboard=False),
         # the start is the same at every length; runs that choose a rate are compared at their ends
-        trainer={"eval_on_start": job.seed != RATE_SEED and job.steps < setting.steps // 2},
+        trainer={"eval_on_start": job.seed != RATE_SEED and job.steps < setting.steps // 2}
+        | decay_of(job),
     )
     if job.system == SOURCE:
         return base
@@ -141,7 +146,7 @@ def run_of(job: Job) -> Run:
 def untrained_models(job: Job) -> dict[str, tuple[Any, int | None]]:
     """The untrained models that a job begins with: folder -> (size, layers)."""
     setting = job.setting
-    if job.system == SOURCE:
+    if job.system == SOURCE or SYSTEMS[job.system].starts_small:
         return {untrained_folder(setting, SOURCE, job.seed): (setting.source, None)}
     if SYSTEMS[job.system].grows:
         return {}
@@ -301,6 +306,19 @@ SYSTEMS = {
         going_on,
         _general_and_expert,
     ),
+    # one run that starts small
+    **{
+        f"{depth}_at_{percent}": System(
+            f"{depth} at {percent} %",
+            f"the small model, untrained; it grows after {percent} % of the steps by {depth!r}",
+            starting_small(depth, percent / 100),
+            needs=_no_source,
+            grows=False,
+            starts_small=True,
+        )
+        for depth in ("stack", "random", "identity")
+        for percent in (30, 50, 70)
+    },
     # a dense model goes on, or becomes a mixture of experts
     "continued": System("dense, continued", "the source is trained on", going_on),
     "upcycled": System(

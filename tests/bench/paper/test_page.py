@@ -8,10 +8,9 @@ import pytest
 from bench.paper.briefs import brief_text
 from bench.paper.compare import best_rate, compared, interval, runs_of, saved, title_of
 from bench.paper.jobs import RATE_SEED, source_of
-from bench.paper.page import minutes_of, page_text, write_page
+from bench.paper.page import minutes_of, page_text, report, table, write_page
 from bench.paper.pictures import draw
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
-from bench.paper.tables import report, table
 from bench.shared.results import write
 from tests.plot.runs import drawn as drawn_figure
 
