@@ -95,7 +95,9 @@ def test_a_dense_model_becomes_an_exact_mixture(name, shared):
     larger = {"hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 10}
     if kind != "deepseek_v3":
         larger["num_key_value_heads"] = 5
-    recipes = [(8, 4, 9, larger), (8, 4, 4, {}), (5, 3, None, {})]
+    # noise that cancels, with parts of the FFN that are wider than their share
+    noisy = {"symmetry": "noise", "hidden_size": 24}
+    recipes = [(8, 4, 9, larger), (8, 4, 4, {}), (5, 3, None, {}), (8, 4, 11, noisy)]
     # how the FFN is split does not matter to experts whose outputs are zero
     for experts, chosen, width, more in recipes[: 1 if shared == "dense" else None]:
         sizes = {**sizes_of(kind, experts, chosen, width), **more}

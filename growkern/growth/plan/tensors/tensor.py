@@ -192,6 +192,9 @@ def _build_weight(
         axis_map(plan, task, axis, size)
         for axis, size in zip(task.tensor.axes, task.shape, strict=True)
     ]
+    if is_noisy(plan, task):
+        # noise on copies of a unit would differ between the experts whose noise cancels
+        axes = [replace(one, noise=torch.zeros_like(one.noise)) for one in axes]
     if len(axes) < 3:
         _build_matrix(plan, task, axes, read, part, out, work)
         if asleep(plan, task) is not None:
