@@ -151,6 +151,11 @@ def test_some_layers_stay_dense():
             {"num_experts_per_tok": 9},
             "num_experts_per_tok=9: give at most num_local_experts=8$",
         ),
+        (
+            {},
+            {"intermediate_size": 4, "symmetry": "noise"},
+            "give num_experts_per_tok=8, or intermediate_size=16",
+        ),
         ({}, {"method": "aki"}, "takes method='fpi'"),
         ({}, {"intermediate_size": 8, "router": "zero"}, "does not keep experts together: 2"),
         ({}, {"symmetry": "noise", "num_experts_per_tok": 3}, "tok=3: 2 .*noise cancels.*of 2"),
@@ -185,6 +190,12 @@ def test_what_a_sibling_lacks_is_refused_by_name(source, options, why):
         ),
         ("DeepseekV3", {"first_k_dense_replace": 1}, {}, "layer 1 has experts already"),
         ("DeepseekV3", {}, {"topk_group": 3}, "n_group=2, topk_group=3: give groups"),
+        (
+            "DeepseekV3",
+            {},
+            {"n_routed_experts": 12, "moe_intermediate_size": 8, "symmetry": "noise"},
+            "multiples of 4, .* nearest sizes that fit: n_routed_experts=8 or 16",
+        ),
         (
             "DeepseekV3",
             {},

@@ -236,24 +236,30 @@ def _set_sizes(
     setattr(config, width, whole // parts)
     for key in shared:
         _set_shared(config, family, key, whole, options, asked)
+    copies = 1 + has_pairs(options)
+    together = parts * copies
     count, chosen = (asked[field] for field in fields)
     if type(chosen) is int is type(count):
         if chosen > count:
             raise GrowthError(f"{fields[1]}={chosen}: give at most {fields[0]}={count}")
         if chosen % parts:
-            fit = (n for n in range(parts, 0, -1) if not (whole % n or chosen % n or count % n))
+            fit = (
+                f", or {width}={whole // n}"
+                for n in range(parts, 0, -1)
+                if not (whole % n or chosen % (n * copies) or count % (n * copies))
+            )
             raise GrowthError(
                 f"{fields[1]}={chosen}: one copy of the FFN has {parts} experts of "
                 f"{width}={whole // parts}, and a router must choose all of them or none: give "
-                f"{fields[1]}={-(-chosen // parts) * parts}, or {width}={whole // next(fit, 1)}"
+                f"{fields[1]}={-(-chosen // together) * together}{next(fit, '')}"
             )
-    _check_groups(family, parts, asked)
+    _check_groups(family, together, asked)
     for key in (*fields, *map(family.config_field, space.groups)):
         setattr(config, key, parts if key in fields else 1)
 
 
-def _check_groups(family: Family, parts: int, asked: Mapping[str, Any]) -> None:
-    """Refuse groups of experts that part the copies of the FFN, or that have too few of them."""
+def _check_groups(family: Family, together: int, asked: Mapping[str, Any]) -> None:
+    """Refuse groups that part experts which belong together, or that have too few of them."""
     (space,) = family.mixtures
     names = [family.config_field(str(k)) for k in (space.size, space.chosen, *space.groups)]
     sizes = [asked.get(name, 1) for name in names]
@@ -262,11 +268,15 @@ def _check_groups(family: Family, parts: int, asked: Mapping[str, Any]) -> None:
     count, chosen, groups, taken = sizes
     each, rest = divmod(count, max(groups, 1))
     # a group is as good as the sum of its best two
-    if rest or each % parts or each < 2 or groups < taken or chosen > taken * each:
-        of = "" if parts == 1 else f", in multiples of {parts}"
+    if rest or each % together or each < 2 or groups < taken or chosen > taken * each:
+        of, near = "" if together == 1 else f", in multiples of {together}", ""
+        if 0 < taken <= groups:
+            step, least = groups * together, 2 if together == 1 else 1
+            low = max(count // step, least, -(-chosen // (taken * together))) * step
+            near = f"; nearest sizes that fit: {names[0]}={low} or {low + step}"
         raise GrowthError(
             f"{names[2]}={groups}, {names[3]}={taken}: give groups of 2 or more experts each{of}, "
-            f"of {names[0]}={count}, and take enough of the groups for {names[1]}={chosen}"
+            f"of {names[0]}={count}, and take enough of the groups for {names[1]}={chosen}{near}"
         )
 
 
