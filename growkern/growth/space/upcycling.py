@@ -120,9 +120,7 @@ def check_router(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> N
     if together == 1:
         return
     (space,) = view.family.mixtures
-    why = f"{together} experts belong together, the parts of an FFN"
-    if has_pairs(options):
-        why += ", in pairs of copies whose noise cancels (symmetry='noise')"
+    why = _why_together(together, options)
     for key in (str(space.size), str(space.chosen)):
         if (found := large.size(key)) % together:
             field = view.family.config_field(key)
@@ -133,6 +131,13 @@ def check_router(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> N
             f"router='zero' does not keep experts together: {why}. Leave it out, or give experts "
             "of the FFN's width, without noise"
         )
+
+
+def _why_together(together: int, options: GrowthOptions) -> str:
+    why = f"{together} experts belong together, the parts of an FFN"
+    if has_pairs(options):
+        why += ", in pairs of copies whose noise cancels (symmetry='noise')"
+    return why
 
 
 def upcycled(source: Source, config: Any, options: GrowthOptions) -> Source:
@@ -253,12 +258,14 @@ def _set_sizes(
                 f"{width}={whole // parts}, and a router must choose all of them or none: give "
                 f"{fields[1]}={-(-chosen // together) * together}{next(fit, '')}"
             )
-    _check_groups(family, together, asked)
+    _check_groups(family, together, options, asked)
     for key in (*fields, *map(family.config_field, space.groups)):
         setattr(config, key, parts if key in fields else 1)
 
 
-def _check_groups(family: Family, together: int, asked: Mapping[str, Any]) -> None:
+def _check_groups(
+    family: Family, together: int, options: GrowthOptions, asked: Mapping[str, Any]
+) -> None:
     """Refuse groups that part experts which belong together, or that have too few of them."""
     (space,) = family.mixtures
     names = [family.config_field(str(k)) for k in (space.size, space.chosen, *space.groups)]
@@ -269,14 +276,17 @@ def _check_groups(family: Family, together: int, asked: Mapping[str, Any]) -> No
     each, rest = divmod(count, max(groups, 1))
     # a group is as good as the sum of its best two
     if rest or each % together or each < 2 or groups < taken or chosen > taken * each:
-        of, near = "" if together == 1 else f", in multiples of {together}", ""
+        why, of, near = "", "", ""
+        if together > 1:
+            why, of = f"{_why_together(together, options)}: ", f", in multiples of {together}"
         if 0 < taken <= groups:
             step, least = groups * together, 2 if together == 1 else 1
             low = max(count // step, least, -(-chosen // (taken * together))) * step
             near = f"; nearest sizes that fit: {names[0]}={low} or {low + step}"
         raise GrowthError(
-            f"{names[2]}={groups}, {names[3]}={taken}: give groups of 2 or more experts each{of}, "
-            f"of {names[0]}={count}, and take enough of the groups for {names[1]}={chosen}{near}"
+            f"{names[2]}={groups}, {names[3]}={taken}: {why}give groups of 2 or more experts each"
+            f"{of}, of {names[0]}={count}, and take enough of the groups for "
+            f"{names[1]}={chosen}{near}"
         )
 
 
