@@ -121,6 +121,22 @@ def test_whole_copies_are_chosen_in_any_number():
     assert grown.config.rope_parameters == source.config.rope_parameters
 
 
+def test_only_fields_that_the_dense_model_has_are_copied():
+    """A Llama keeps keys of other configs and ignores them. A Mixtral has a window."""
+    source, sizes = dense("Llama", sliding_window=5, router_jitter_noise=0.5), (4, 2)
+    grown = growkern.grow(source, to="mixtral", **sizes_of("mixtral", *sizes))
+    assert grown.config.sliding_window is None and not grown.config.router_jitter_noise
+    assert relative_error(source, eager(grown)) < 1e-12
+    config = transformers.MixtralConfig(
+        **{**SIZES, **HEADS, **sizes_of("mixtral", *sizes)}, sliding_window=5
+    )
+    config.rope_parameters = source.config.rope_parameters
+    with pytest.raises(GrowthError, match="sliding_window=5 differs"):
+        growkern.plan(source, target_config=config)
+    config.sliding_window = None
+    assert growkern.plan(source, target_config=config).exact
+
+
 def test_some_layers_stay_dense():
     # a window that no layer uses
     source = dense("Qwen3", num_hidden_layers=3, **{**WINDOW, "max_window_layers": 3})

@@ -62,8 +62,10 @@ def mixture_config(
     kind = options.to
     family = _sibling(small, options)
     cls = transformers.CONFIG_MAPPING[kind]
-    given, known = small.config.to_dict(), cls().to_dict()
-    values = {name: x for name, x in given.items() if name in known and name not in NAMES}
+    # a config keeps keys that its class does not know, which its model ignores
+    known, declared = cls().to_dict(), type(small.config)().to_dict()
+    given = small.config.to_dict()
+    values = {n: x for n, x in given.items() if n in known.keys() & declared and n not in NAMES}
     fixed = {**family.dense.set} if family.dense else {}
     if family.dense and (free := family.dense.renormalised):
         if target is None:
@@ -78,7 +80,9 @@ def mixture_config(
             setattr(config, own, small.size(key) - size.plus)
     kinds, layers = family.sparse_fields, small.size(next(iter(family.stacks.values())))
     asked = kinds.keys() & dims.keys()
-    for name in asked if target is None else kinds.keys() | known.keys() - {*given, *fixed}:
+    of_dense = (transformers.CONFIG_MAPPING[other]().to_dict() for other in dense_families(kind))
+    own = kinds.keys() | known.keys() - {*fixed}.union(*of_dense)
+    for name in asked if target is None else own:
         value = dims.pop(name) if target is None else getattr(target, name)
         if name in asked:
             value = list(value) if isinstance(value, tuple) else value
