@@ -439,6 +439,37 @@ def test_moments_are_shared_by_the_experts(tmp_path):
         assert torch.equal(entry["exp_avg_sq"], streamed[number]["exp_avg_sq"])
 
 
+@pytest.mark.parametrize("name", ["Qwen2", "Glm4Moe"])
+def test_a_mixture_whose_shared_expert_is_the_dense_ffn_goes_on_and_folds(name, tmp_path):
+    """Its routed experts start at zero: the dense model's optimizer knows no stacks of matrices."""
+    source, tokens = dense(name, torch.float32), torch.arange(40).view(2, 20)
+    optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
+    source(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    source.save_pretrained(tmp_path / "dense")
+    file, made = tmp_path / "optimizer.pt", tmp_path / "moe"
+    torch.save(optimizer.state_dict(), file)
+    how = {"to": PAIRS[name][0], **sizes_of(PAIRS[name][0], 6, 2), "shared_expert": "dense"}
+    growkern.grow_checkpoint(tmp_path / "dense", made, optimizer=file, progress=False, **how)
+    grown = eager(transformers.AutoModelForCausalLM.from_pretrained(made))
+    state, plan = torch.load(made / "optimizer.pt"), growkern.growth_plan_of(made)
+    growkern.GrowthAdamW(grown.named_parameters(), plan).load_state_dict(state)
+    resumed, direct = (torch.optim.AdamW(grown.parameters()) for _ in range(2))
+    resumed.load_state_dict(state)
+    growkern.grow_optimizer_into(grown, direct, file, plan=plan)
+    for own, parameter in grown.named_parameters():
+        entry = resumed.state[parameter]
+        torch.testing.assert_close(direct.state[parameter], entry, rtol=0, atol=0)
+        starts = own.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        assert entry["exp_avg"].any() or starts or "gate.weight" in own, own
+        assert not (starts and entry["exp_avg"].any())
+    checked = growkern.verify(tmp_path / "dense", made)
+    assert checked.ok and checked.level == "exact"
+    growkern.fold(made, tmp_path / "back", progress=False)
+    old, new = (load_file(tmp_path / d / "model.safetensors") for d in ("dense", "back"))
+    torch.testing.assert_close(new, old, rtol=0, atol=0)
+
+
 # ------------------------------------------------------------------ centroids as a router
 
 

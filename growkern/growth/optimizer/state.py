@@ -274,14 +274,14 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
     sources = {task.name: first.get(task.source, task.source) for task in plan.tasks}
     by_rank: dict[int, int] = {}
     for name, number in group_of.items():
-        by_rank.setdefault(len(small.shapes[name]), number)
+        by_rank.setdefault(min(len(small.shapes[name]), 2), number)
     grown: list[list[str]] = [[] for _ in source]
     for name, parameter in _meta_model(plan.large).named_parameters():
         name = plan.large.ties.get(name, name)
         is_made = sources[name] not in small.shapes
-        # a tensor that the source lacks joins the group of tensors with as many axes, so that
-        # matrices decay and vectors do not
-        found = by_rank.get(parameter.ndim) if is_made else group_of.get(sources[name])
+        # a tensor that the source lacks joins the group of its matrices, which decay, or of its
+        # vectors, which do not. One of experts is a stack of matrices
+        found = by_rank.get(min(parameter.ndim, 2)) if is_made else group_of.get(sources[name])
         if found is not None:
             grown[found].append(name)
     return grown
