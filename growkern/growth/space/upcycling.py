@@ -72,6 +72,8 @@ def mixture_config(
             fixed[free] = dims.pop(free, fixed[free])
         elif getattr(target, GROWN_KEY, False):
             fixed[free] = getattr(target, free)
+        if type(fixed[free]) is not bool:
+            raise GrowthError(f"{free}={fixed[free]!r}: give True or False")
     config = cls(**{**values, **fixed})
     for key, size in small.family.config.items():
         own = family.config[key].field if key in family.config else None
@@ -217,9 +219,11 @@ def _sibling(small: ModelSpec, options: GrowthOptions) -> Family:
 def _check_layers(name: str, word: str, value: Any, layers: int) -> None:
     """Refuse layers that the source does not have; arguments as in `Family.sparse_fields`."""
     if word != "in":
-        is_fit, wanted = type(value) is int, "a whole number"
+        is_fit, wanted = type(value) is int and value >= 0, "a whole number of 0 or more"
     else:
-        is_fit = isinstance(value, list) and all(x in range(layers) for x in value)
+        is_fit = isinstance(value, list) and all(
+            type(x) is int and x in range(layers) for x in value
+        )
         wanted = f"a list of numbers of layers, 0 to {layers - 1}"
     if not is_fit:
         raise GrowthError(f"{name}={value!r}: give {wanted}")
@@ -248,7 +252,8 @@ def _set_sizes(
     copies = 1 + has_pairs(options)
     together = parts * copies
     count, chosen = (asked[field] for field in fields)
-    if type(chosen) is int is type(count):
+    # other values are refused with the other sizes
+    if type(chosen) is int is type(count) and count > 0:
         if chosen > count:
             raise GrowthError(f"{fields[1]}={chosen}: give at most {fields[0]}={count}")
         if chosen % parts:
@@ -274,10 +279,10 @@ def _check_groups(
     (space,) = family.mixtures
     names = [family.config_field(str(k)) for k in (space.size, space.chosen, *space.groups)]
     sizes = [asked.get(name, 1) for name in names]
-    if not space.groups or any(type(size) is not int for size in sizes):
+    if not space.groups or any(type(size) is not int or size < 1 for size in sizes):
         return
     count, chosen, groups, taken = sizes
-    each, rest = divmod(count, max(groups, 1))
+    each, rest = divmod(count, groups)
     # a group is as good as the sum of its best two
     if rest or each % together or each < 2 or groups < taken or chosen > taken * each:
         why, of, near = "", "", ""
