@@ -23,7 +23,6 @@ from growkern.growth.plan.finding import (
 )
 from growkern.growth.plan.probe import angle_error, carries_exactly, output_bound
 from growkern.growth.plan.rounding import rounding_findings
-from growkern.growth.plan.tensors.change import measured_change
 from growkern.growth.plan.vocabulary import (
     guessing_loss,
     is_capped_too_low,
@@ -60,6 +59,9 @@ def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding,
     changed = [finding for finding in result if finding.level == "changed"]
     if not (changed and plan.small.dense):
         return result
+    # what builds tensors takes a second to import, and most plans build none
+    from growkern.growth.plan.tensors.change import measured_change
+
     change = measured_change(plan)
     amount = "the models cannot be run here to measure how far that moves the outputs"
     if change is not None:

@@ -133,7 +133,9 @@ def without_graph(op: Any, *arguments: Any) -> Any:
 def _is_plain(argument: Any) -> bool:
     if isinstance(argument, list):
         return all(map(_is_plain, argument))
-    return not isinstance(argument, Tensor) or type(argument) in (Tensor, nn.Parameter)
+    if not isinstance(argument, Tensor):
+        return True
+    return type(argument) in (Tensor, nn.Parameter) and not argument.is_meta
 
 
 def _refuse_batch_of_gradients(arguments: Sequence[Any]) -> None:

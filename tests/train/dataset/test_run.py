@@ -319,8 +319,9 @@ def test_owned_keys_exist():
         kinds = typing.get_args(sections[section]) or (sections[section],)
         assert key in {field.name for field in dataclasses.fields(kinds[0])}, name
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
-    # the first was there until version 5.0, and the second is the name of [loss]
-    assert (OWNED.keys() | REFUSED.keys()) - known <= {"warmup_ratio", "label_smoothing"}
+    # the first was there until version 5.0, and the others are names of [loss]
+    of_loss = {"label_smoothing", "z_loss", "z_loss_factor"}
+    assert (OWNED.keys() | REFUSED.keys()) - known <= {"warmup_ratio", *of_loss}
 
 
 @pytest.mark.parametrize(
