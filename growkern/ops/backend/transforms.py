@@ -126,7 +126,8 @@ def without_graph(op: Any, *arguments: Any) -> Any:
         and torch._C._get_tracing_state() is None
         and all(map(_is_plain, arguments))
     ):
-        return op._init_fn(*arguments)
+        # a private name of torch: without it the op does the same
+        return getattr(op, "_init_fn", op)(*arguments)
     return op(*arguments)
 
 
