@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
+from growkern.errors import GrowthError
 from growkern.train.distributed.shards import Shards
 from growkern.train.growth.step import GrowthStep, check_new_layers
 from growkern.train.loop.callbacks import LoopCallback, WorkCallback
@@ -35,6 +36,7 @@ from growkern.train.loss.domains import SourceCollator, TeachersOfSources
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import check_side, side_loss_of
+from growkern.train.loss.streams import are_sent
 from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer.choose import OptimizerMaker
@@ -176,6 +178,11 @@ def complete(trainer: Any, settings: Settings, early: Early) -> Late:
     check_new_layers(settings.growth, (stages and stages.stage1_steps) or 0)
     own, check = trainer.data_collator, late.batches.check_labels
     if isinstance(objective.teachers, TeachersOfSources):
+        if are_sent(trainer.train_dataset, accelerator):
+            raise GrowthError(
+                "the first process sends its batches to the others, which cannot carry the sources "
+                "of teachers: set dispatch_batches=False in accelerator_config"
+            )
         own = SourceCollator(own, objective.teachers.names)
     without = trainer._get_collator_with_removed_columns
     check(trainer.train_dataset, without(own), trainer._train_batch_size, "training")

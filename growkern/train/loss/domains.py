@@ -19,7 +19,7 @@ from growkern.ops.loss.rows.inputs import LossParts
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.loss.context import as_known
 from growkern.train.loss.inheritance import Teachers, loss_beside
-from growkern.train.loss.rows import TAUGHT_BY, examples_of
+from growkern.train.loss.rows import TAUGHT_BY, check_keys, examples_of
 from growkern.train.model.head import IGNORE_INDEX, teacher_inputs
 from growkern.train.objectives.language_modeling import (
     SOURCE,
@@ -52,7 +52,12 @@ class TeachersOfSources(Teachers):
         Args:
             inputs: of the models, without labels. The numbers of the teachers are removed.
             alpha: share of the KL term; at 0 no teacher runs.
+
+        Raises:
+            GrowthError: the batch does not name the teachers of its examples.
         """
+        if alpha > 0:
+            check_keys(inputs, TAUGHT_BY)
         by = inputs.get(TAUGHT_BY) or ()
         shares: list[Share] = []
         for number, model in enumerate(self.models if alpha > 0 else ()):

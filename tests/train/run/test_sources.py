@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
+from growkern.train.loss.domains import TeachersOfSources
 from growkern.train.run.file import load_runs
 from tests.train.loss.plain import plain_loss
 from tests.train.run.test_run import RUN, train, workplace  # noqa: F401
@@ -102,6 +103,15 @@ def test_examples_without_a_teacher_are_refused(sources, error, tmp_path):
     teachers = {name: build("gpt2", layers=1, seed=3) for name in ("law", "news")}
     with pytest.raises(GrowthError, match=error):
         trained(tmp_path, build("gpt2", layers=2), teachers, Named(sources))
+
+
+def test_batches_that_are_sent_or_not_marked_are_refused(tmp_path, monkeypatch):
+    teachers = {name: build("gpt2", layers=1, seed=3) for name in ("law", "news")}
+    with pytest.raises(GrowthError, match="have no 'taught_by'"):
+        TeachersOfSources(teachers).loss_function({"input_ids": torch.zeros(1, 4).long()}, 0.5)
+    monkeypatch.setattr("growkern.train.loop.setup.are_sent", lambda *_: True)
+    with pytest.raises(GrowthError, match="set dispatch_batches=False"):
+        trained(tmp_path, build("gpt2", layers=2), teachers, Named())
 
 
 @pytest.fixture
