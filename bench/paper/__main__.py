@@ -74,7 +74,10 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("table", choices=[*TABLES, "report", "maps"])
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument(
-        "--seeds", type=int, choices=range(1, len(SEEDS) + 1), help=f"default: {USUAL_SEEDS}"
+        "--seeds",
+        type=int,
+        choices=range(len(SEEDS) + 1),
+        help=f"default: {USUAL_SEEDS}; 0: only the runs that choose learning rates",
     )
     parser.add_argument(
         "--systems",
@@ -109,7 +112,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dir {options.dir}: this is no folder")
     if options.table in TABLES:
         _check_table(options, parser)
-    elif options.systems or options.text or options.domain or options.seeds:
+    elif options.systems or options.text or options.domain or options.seeds is not None:
         parser.error(
             f"{options.table} shows the runs that are there: it takes no --systems, --seeds, "
             "--text or --domain"
@@ -150,7 +153,7 @@ def train_table(options: argparse.Namespace) -> None:
         take_over(options.dir, known if options.known else ())
     place = Workplace(options.dir, facts, say, options.workers)
     chosen = [line for line in lines if line.system in (options.systems or SYSTEMS)]
-    longest = compare(place, chosen, options.seeds or USUAL_SEEDS)
+    longest = compare(place, chosen, USUAL_SEEDS if options.seeds is None else options.seeds)
     if TABLES[options.table].classifies:
         # a known run has no model here, and to train it again takes hours
         place.classify([job for job in longest if not options.known or place.has_model(job.name)])

@@ -285,11 +285,18 @@ def _starts(setting: Setting, *sizes: Size) -> list[Setting]:
 
 
 def _deep(setting: Setting) -> Setting:
-    """Four times the layers of the source, which is untrained here, under warmup-stable-decay."""
+    """Four times the layers of the source, which is untrained here, under warmup-stable-decay.
+
+    The runs that choose a rate are as long as the longest: after fewer steps the highest rate of
+    three was the best one for all lines but scratch, and later no longer.
+    """
+    steps = setting.steps * 3 // 4
     return setting.variant(
         "deep",
         target=replace(setting.source, layers=4 * setting.source.layers),
-        steps=setting.steps * 3 // 4,
+        steps=steps,
+        rate_steps=steps,
+        rates=setting.rates[-2:],
         schedule="warmup_stable_decay",
         optimizer="adamw",
     )
@@ -298,20 +305,22 @@ def _deep(setting: Setting) -> Setting:
 def one_run_search(setting: Setting) -> list[Line]:
     """Where to start, when to grow and where new layers come from, each changed alone.
 
-    The last line starts with half of the width.
+    The last lines start with half of the width, one of them with half of the layers too.
     """
     setting = _deep(setting)
     layers, start = setting.target.layers, setting.source
     one, two, four = (replace(start, layers=layers // n) for n in (8, 4, 2))
     narrow = replace(setting.target, width=start.width // 2, heads=start.heads // 2)
-    few, usual, many, thin = _starts(setting, one, two, four, narrow)
+    half = replace(narrow, layers=layers // 2)
+    few, usual, many, thin, both = _starts(setting, one, two, four, narrow, half)
     return [
         Line(setting, "scratch"),
         *(Line(usual, f"stack_at_{percent}", "from 2 layers") for percent in (30, 50, 70)),
         *(Line(usual, f"{depth}_at_50", "from 2 layers") for depth in ("random", "identity")),
         *(Line(few, f"{depth}_at_70", "from 1 layer") for depth in ("stack", "random", "identity")),
         *(Line(many, f"stack_at_{percent}", "from 4 layers") for percent in (50, 70)),
-        Line(thin, "stack_at_50", "from half the width"),
+        *(Line(thin, f"stack_at_{percent}", "from half the width") for percent in (50, 70)),
+        Line(both, "stack_at_50", "from half the width and 4 layers"),
     ]
 
 
