@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
 
 from bench.paper.models import Size
 from bench.paper.settings import Setting
+from growkern.train.model.flops import cost_of
+from growkern.train.model.sub_model import find_stacks
 
 # and of lines that grow layers, and reach the loss of the baseline in less than a quarter
 SHORTER = (1 / 32, 1 / 16, 1 / 8)
@@ -276,51 +281,69 @@ def domain(setting: Setting) -> list[Line]:
     return [Line(other, "adapted"), Line(other, "adapted_taught")]
 
 
-def _starts(setting: Setting, *sizes: Size) -> list[Setting]:
-    """The setting with other models to start with."""
-    return [
-        setting if one == setting.source else setting.variant(f"from{one.name}", source=one)
-        for one in sizes
-    ]
-
-
 def _deep(setting: Setting) -> Setting:
     """Four times the layers of the source, which is untrained here, under warmup-stable-decay.
 
-    The runs that choose a rate are as long as the longest: after fewer steps the highest rate of
-    three was the best one for all lines but scratch, and later no longer.
+    The runs that choose a rate are as long as the longest: after 500 of 1,200 steps the highest
+    rate was best for lines that end better at a lower one.
     """
     steps = setting.steps * 3 // 4
+    low, high = setting.rates[-2:][0], setting.rates[-1]
     return setting.variant(
         "deep",
         target=replace(setting.source, layers=4 * setting.source.layers),
         steps=steps,
         rate_steps=steps,
-        rates=setting.rates[-2:],
+        rates=(low, round((low * high) ** 0.5, 4), high),
         schedule="warmup_stable_decay",
         optimizer="adamw",
     )
 
 
+# of lines that grow in the run, as shares of the FLOPs from scratch
+THREE_QUARTERS = (3 / 4,)
+
+
+def _start(setting: Setting, start: Size, depth: str, percent: int, label: str) -> Line:
+    """A run that starts with another model, grows once, and costs as many FLOPs as from scratch."""
+    share = percent / 100
+    mean = share * _step_flops(setting, start) / _step_flops(setting, setting.target) + 1 - share
+    steps = round(setting.steps / mean)
+    # the name of the setting tells sources apart, that of the job moments and steps
+    name = f"from{start.name}"
+    variant = setting.variant(name, source=start, steps=steps, rate_steps=steps)
+    return Line(variant, f"{depth}_at_{percent}", label, parts=THREE_QUARTERS)
+
+
+@cache
+def _step_flops(setting: Setting, size: Size) -> float:
+    """FLOPs of a step for one row."""
+    with torch.device("meta"):
+        model = setting.untrained(size, seed=0)
+    cost = cost_of(model, find_stacks(model))
+    return cost.train(1, setting.length) + setting.length * cost.head_row(train=True)
+
+
 def one_run_search(setting: Setting) -> list[Line]:
     """Where to start, when to grow and where new layers come from, each changed alone.
 
-    The last lines start with half of the width, one of them with half of the layers too.
+    All at one rate. The last lines start with half of the width.
     """
     setting = _deep(setting)
+    setting = replace(setting, rates=setting.rates[1:2])
     layers, start = setting.target.layers, setting.source
     one, two, four = (replace(start, layers=layers // n) for n in (8, 4, 2))
     narrow = replace(setting.target, width=start.width // 2, heads=start.heads // 2)
     half = replace(narrow, layers=layers // 2)
-    few, usual, many, thin, both = _starts(setting, one, two, four, narrow, half)
+    line = partial(_start, setting)
     return [
         Line(setting, "scratch"),
-        *(Line(usual, f"stack_at_{percent}", "from 2 layers") for percent in (30, 50, 70)),
-        *(Line(usual, f"{depth}_at_50", "from 2 layers") for depth in ("random", "identity")),
-        *(Line(few, f"{depth}_at_70", "from 1 layer") for depth in ("stack", "random", "identity")),
-        *(Line(many, f"stack_at_{percent}", "from 4 layers") for percent in (50, 70)),
-        *(Line(thin, f"stack_at_{percent}", "from half the width") for percent in (50, 70)),
-        Line(both, "stack_at_50", "from half the width and 4 layers"),
+        *(line(two, "stack", percent, "from 2 layers") for percent in (30, 50, 70)),
+        *(line(two, depth, 50, "from 2 layers") for depth in ("random", "identity")),
+        line(one, "random", 70, "from 1 layer"),
+        *(line(four, "stack", percent, "from 4 layers") for percent in (50, 70)),
+        *(line(narrow, "stack", percent, "from half the width") for percent in (50, 70)),
+        line(half, "stack", 50, "from half the width and 4 layers"),
     ]
 
 
@@ -338,8 +361,10 @@ def one_run(setting: Setting) -> list[Line]:
             same = optimizer == one.optimizer
             variant = one if same else one.variant(optimizer, optimizer=optimizer)
             label = f"{one.target.name}, {optimizer}"
-            systems = ("scratch", "stack_at_50", "random_at_50")
-            lines += [Line(variant, name, label) for name in systems]
+            lines += [Line(variant, "scratch", label)]
+            lines += [
+                _start(variant, one.source, depth, 50, label) for depth in ("stack", "random")
+            ]
     return lines
 
 
