@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from bench.paper.settings import Setting
 from growkern import GrowthStep, InheritanceSchedule, TwoStageConfig
@@ -135,12 +135,12 @@ def grown(method: str, depth: str = "stack", stream: str = "copies", **how: Any)
     return sections
 
 
-def with_adamw(sections: Sections) -> Sections:
-    """The same with AdamW, where a grown model's own default is `GrowthAdamW`."""
+def with_optimizer(optimizer: Literal["adamw", "muon"], sections: Sections) -> Sections:
+    """The same with another optimizer. A grown model's own default is `GrowthAdamW`."""
 
     def changed(job: Job, source: str) -> dict[str, Any]:
-        plain = replace(training_of(job), optimizer="adamw")
-        return {**sections(job, source), "training": plain}
+        training = replace(training_of(job), optimizer=optimizer)
+        return {**sections(job, source), "training": training}
 
     return changed
 

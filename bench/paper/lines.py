@@ -197,14 +197,15 @@ def rates_of_scratch(setting: Setting) -> list[Line]:
 
 
 def optimizers(setting: Setting) -> list[Line]:
-    """AdamW and `GrowthAdamW` with a padded hidden state and with copies, and grown moments."""
-    padded = ("fpi_padded", "padded_adamw", "padded_moments", "padded_rewarmed")
+    """AdamW and `GrowthAdamW` with a padded hidden state and with copies, grown moments, Muon."""
+    padded = ("fpi_padded", "padded_adamw", "padded_moments", "padded_rewarmed", "padded_muon")
+    muon = ("scratch_muon", "fpi_noise", "noise_muon")
     fpi, aki = Line(setting, "fpi"), Line(setting, "aki")
     copied = [
         *(fpi, Line(setting, "fpi_adamw", like=fpi)),
         *(aki, Line(setting, "aki_adamw", like=aki)),
     ]
-    return [*(Line(setting, name) for name in ("scratch", *padded)), *copied]
+    return [*(Line(setting, name) for name in ("scratch", *padded, *muon)), *copied]
 
 
 def depth(setting: Setting) -> list[Line]:

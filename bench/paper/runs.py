@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.paper.corpus import Facts
 from bench.paper.jobs import SOURCE, Job, all_needs, kept_folder, upcycled_folder
+from bench.paper.run_files import has_changed, run_file, write_run_file
 from bench.paper.settings import Setting
-from bench.paper.systems import SYSTEMS, has_changed, run_file, untrained_models, write_run_file
+from bench.paper.systems import SYSTEMS, untrained_models
 from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern import grow
 from growkern import run as train

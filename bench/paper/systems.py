@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench.paper.jobs import (
@@ -31,13 +28,12 @@ from bench.paper.jobs import (
     untrained_folder,
     upcycled,
     upcycled_taught,
-    with_adamw,
     with_moments,
+    with_optimizer,
 )
 from bench.paper.settings import Setting
-from growkern.files import write_whole
 from growkern.train.dataset.options import DataSection
-from growkern.train.run.file import ModelSection, OutputSection, Run, load_run
+from growkern.train.run.file import ModelSection, OutputSection, Run
 
 
 def job_of(setting: Setting, system: str, seed: int, rate: float, steps: int) -> Job:
@@ -199,7 +195,9 @@ SYSTEMS = {
     # stage 1 as a run of its own; what goes on from a run is trained with AdamW
     "stage1": System("stage 1 alone", "sub-models in all steps", two_stage("aki", share=1.0)),
     "aki_adamw": System(
-        "AKI, AdamW", "AKI, trained with AdamW in place of GrowthAdamW", with_adamw(grown("aki"))
+        "AKI, AdamW",
+        "AKI, trained with AdamW in place of GrowthAdamW",
+        with_optimizer("adamw", grown("aki")),
     ),
     "aki_after_stage1": System(
         "AKI, AdamW, after stage 1",
@@ -233,10 +231,29 @@ SYSTEMS = {
     "padded_adamw": System(
         "FPI, padded stream, AdamW",
         "the same as FPI, padded stream, trained with AdamW in place of GrowthAdamW",
-        with_adamw(grown("fpi", stream="padded")),
+        with_optimizer("adamw", grown("fpi", stream="padded")),
     ),
     "fpi_adamw": System(
-        "FPI, AdamW", "FPI, trained with AdamW in place of GrowthAdamW", with_adamw(grown("fpi"))
+        "FPI, AdamW",
+        "FPI, trained with AdamW in place of GrowthAdamW",
+        with_optimizer("adamw", grown("fpi")),
+    ),
+    "padded_muon": System(
+        "FPI, padded stream, Muon",
+        "the same, trained with GrowthMuon",
+        with_optimizer("muon", grown("fpi", stream="padded")),
+    ),
+    "noise_muon": System(
+        "FPI, noise 0.5, Muon",
+        "FPI whose copies differ by noise, trained with GrowthMuon",
+        with_optimizer("muon", grown("fpi", symmetry="noise")),
+    ),
+    "scratch_muon": System(
+        "scratch, Muon",
+        "the large model, from random weights, trained with Muon",
+        with_optimizer("muon", scratch),
+        needs=_no_source,
+        grows=False,
     ),
     "padded_moments": System(
         "FPI, padded stream, grown moments",
@@ -347,52 +364,3 @@ SYSTEMS = {
         becomes={"to": "qwen3_moe"},
     ),
 }
-
-
-def run_file(name: str, folder: Path) -> Path:
-    """The run file of the job with this name in the folder of all jobs."""
-    return folder / f"{name.replace('/', '-')}.toml"
-
-
-def write_run_file(job: Job, folder: Path) -> Path:
-    """Write the run file of a job into the folder of all jobs."""
-    file = run_file(job.name, folder)
-    text = to_toml(run_of(job))
-    # whole or not at all: a later call refuses a file that differs
-    write_whole(file, lambda partial: partial.write_text(text))
-    return file
-
-
-def has_changed(job: Job, folder: Path) -> bool:
-    """Whether the folder has a run file of a job with this name and other settings."""
-    file = run_file(job.name, folder)
-    return file.is_file() and load_run(file) != run_of(job)
-
-
-def to_toml(run: Any) -> str:
-    """The settings of a run as a run file. Fields that are None are left out."""
-    lines = []
-    for section in dataclasses.fields(run):
-        table = getattr(run, section.name)
-        if table is None:
-            continue
-        if isinstance(table, tuple):
-            for one in table:
-                lines += [f"[[{section.name}]]", *_toml_lines(one), ""]
-        else:
-            lines += [f"[{section.name}]", *_toml_lines(table), ""]
-    return "\n".join(lines)
-
-
-def _toml_lines(table: Any) -> list[str]:
-    """The keys and values of a dataclass or a dict, without those that are None."""
-    if dataclasses.is_dataclass(table):
-        table = {x.name: getattr(table, x.name) for x in dataclasses.fields(table)}
-    return [f"{name} = {_toml_value(x)}" for name, x in table.items() if x is not None]
-
-
-def _toml_value(item: Any) -> str:
-    if isinstance(item, dict):
-        return "{ " + ", ".join(f"{name} = {_toml_value(x)}" for name, x in item.items()) + " }"
-    # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
-    return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
