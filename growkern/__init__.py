@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from growkern.growth.record.verify import VerifyReport as VerifyReport
     from growkern.growth.record.verify import verify as verify
     from growkern.growth.replay import replay as replay
-    from growkern.growth.sharded.grow_into import grow_into as grow_into
+    from growkern.growth.sharded import grow_into as grow_into
     from growkern.growth.widen import widen as widen
     from growkern.growth.widen import widening as widening
     from growkern.ops.expand.call import Routing as Routing
@@ -75,7 +75,7 @@ _MODULE_OF = {
     "freeze_old": "growkern.growth.freeze",
     "grow": "growkern.growth.grow",
     "grow_checkpoint": "growkern.growth.grow",
-    "grow_into": "growkern.growth.sharded.grow_into",
+    "grow_into": "growkern.growth.sharded",
     "grow_optimizer": "growkern.growth.optimizer.state",
     "grow_optimizer_into": "growkern.growth.optimizer.into",
     "growth_clip_norm_": "growkern.growth.optimizer.clip",

@@ -25,7 +25,7 @@ import transformers
 from bench.shared.system import reset_peak, status_mb, warm_up
 from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.sharded.placement import local_tensor
+from growkern.growth.sharded import local_tensor
 from growkern.ops.backend import native
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 from growkern.train.distributed.options import DistributedOptions

@@ -16,14 +16,14 @@ from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
 from bench.shared.harness import largest_error
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.outputs import rounding_error
+from growkern.growth.record.compare import rounding_error
 from growkern.growth.record.verdict import (
     GENERATION_ERROR,
     ROUNDING_ERROR,
     measured_level,
     rounding,
 )
-from growkern.growth.source.runs import Float64, random_inputs
+from growkern.growth.source.loading import Float64, random_inputs
 from tests.growth.models import eager, images, random_model
 
 # float32 shares of weights are rounded, and may be larger than the weights

@@ -95,7 +95,7 @@ def child(way: str, size: str, source: str, store: str) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.debug import CommDebugMode
 
-    import growkern.growth.sharded.grow_into
+    import growkern.growth.sharded
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     backend = "nccl" if device == "cuda" else "gloo"

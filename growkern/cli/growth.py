@@ -335,7 +335,7 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     Raises:
         GrowthError: the text is too short.
     """
-    from growkern.growth.source.runs import longest_of
+    from growkern.growth.source.loading import longest_of
     from growkern.growth.source.source import open_source
     from growkern.train.dataset.load import pack_text
     from growkern.train.dataset.text import read_text

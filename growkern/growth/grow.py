@@ -24,13 +24,11 @@ from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.disk.stream import Stream
 from growkern.growth.models import class_shapes, fit_cache, restore_buffers, tie, untrained_model
-from growkern.growth.optimizer.file import OPTIMIZER_FILE
-from growkern.growth.optimizer.stream import OptimizerStream
+from growkern.growth.optimizer.file import OPTIMIZER_FILE, OptimizerStream
 from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.record.card import card_text, write_card
 from growkern.growth.record.lineage import (
     Settings,
     identity,
@@ -38,7 +36,7 @@ from growkern.growth.record.lineage import (
     source_files,
     write_lineage,
 )
-from growkern.growth.record.save import record_when_saved
+from growkern.growth.record.save import card_text, record_when_saved, write_card
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import refuse_unreadable

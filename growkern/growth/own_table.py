@@ -28,10 +28,10 @@ from growkern.growth.grow import grow
 from growkern.growth.models import tie, untrained_model
 from growkern.growth.plan.finding import OUTPUT_ERROR
 from growkern.growth.plan.target import growable_fields
-from growkern.growth.record.outputs import compare_outputs
+from growkern.growth.record.compare import compare_outputs
 from growkern.growth.record.verdict import measured_level
 from growkern.growth.source.config import read_config
-from growkern.growth.source.runs import Float64, random_inputs
+from growkern.growth.source.loading import Float64, random_inputs
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.layers import period_of
 

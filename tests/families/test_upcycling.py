@@ -17,7 +17,7 @@ from growkern.cli.commands import app
 from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk import stream
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.source.parts.experts import Stacked
+from growkern.growth.source.parts import Stacked
 from growkern.train.run.file import load_run
 from growkern.train.run.resolve import resolve
 from growkern.train.run.start import build_model

@@ -27,8 +27,8 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.source.config import config_directory, read_generation
+from growkern.growth.source.files import stays_in
 from growkern.growth.source.formats import GENERATION_FILE, beside_weights
-from growkern.growth.source.links import stays_in
 from growkern.growth.source.source import Source
 from growkern.publish.manifest import copy_file
 

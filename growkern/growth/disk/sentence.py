@@ -28,8 +28,7 @@ from growkern.errors import GrowthError
 from growkern.files import read_json
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.source.config import config_directory
-from growkern.growth.source.files import read_headers
-from growkern.growth.source.links import refuse_links_out
+from growkern.growth.source.files import read_headers, refuse_links_out
 from growkern.growth.source.refused import STATE_FILES
 from growkern.growth.space.spaces import Space
 

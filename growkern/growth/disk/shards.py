@@ -35,7 +35,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import Names
 from growkern.files import no_collections, write_all
 from growkern.growth.source.files import INDEX_FILE, MOST_TENSORS, STORED_DTYPES, Header
-from growkern.growth.source.parts.experts import Run, Stacked
+from growkern.growth.source.parts import Run, Stacked
 
 
 @dataclass(frozen=True)

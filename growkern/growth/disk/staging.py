@@ -1,13 +1,15 @@
 """Checks a growth's target, makes the workplace beside it, and says what may be replaced.
 
 A directory may be replaced if it is a checkpoint that growkern wrote: its record lists every file
-but the card, which nobody edited. `save_pretrained` of a grown model records a lineage only, which
-stands for the files that it writes. A model of another program has no record and is never replaced.
+but the card, whose last line tells whether anybody edited it. `save_pretrained` of a grown model
+records a lineage only, which stands for the files that it writes. A model of another program has no
+record and is never replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -15,7 +17,6 @@ from pathlib import Path, PurePosixPath
 from growkern.errors import GrowthError
 from growkern.files import read_json
 from growkern.growth.disk.checksums import read_checksums
-from growkern.growth.disk.stamp import is_unedited, read_card
 from growkern.growth.history import (
     CARD_FILE,
     CHECKSUMS_FILE,
@@ -137,3 +138,30 @@ def _is_grown(directory: Path) -> bool:
     except GrowthError:
         return False
     return isinstance(found, dict) and {"format", *NEEDED} <= found.keys()
+
+
+# a card is read into memory
+MOST_CARD_BYTES = 1_000_000
+# the last line of a card that growkern wrote: the checksum of the lines above it
+STAMP = "<!-- growkern rewrites this file as long as nobody edits it: {} -->\n"
+STAMPED = re.compile(f"(.*\n){re.escape(STAMP).replace(re.escape('{}'), '([0-9a-f]{64})')}", re.S)
+
+
+def stamped(text: str) -> str:
+    """A card with the line that tells `is_unedited` whether it was edited since."""
+    return text + STAMP.format(hashlib.sha256(text.encode()).hexdigest())
+
+
+def is_unedited(text: str) -> bool:
+    """Whether a card is as growkern wrote it."""
+    found = STAMPED.fullmatch(text)
+    return found is not None and stamped(found[1]) == text
+
+
+def read_card(file: Path) -> str:
+    """A card; "" if there is none that can be read."""
+    try:
+        is_small = file.is_file() and file.stat().st_size <= MOST_CARD_BYTES
+        return file.read_text(encoding="utf-8") if is_small else ""
+    except (OSError, ValueError):
+        return ""

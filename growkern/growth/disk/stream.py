@@ -29,7 +29,7 @@ from growkern.growth.plan.pieces import Piece, pieces_of
 from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.files import row_blocks
-from growkern.growth.source.parts.experts import Assembled
+from growkern.growth.source.parts import Assembled
 from growkern.growth.source.source import Source
 from growkern.growth.source.stored import entries_of, read_entries
 

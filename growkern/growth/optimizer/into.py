@@ -25,7 +25,6 @@ from growkern.growth.optimizer.checks import (
     check_moments,
     check_planned_shape,
 )
-from growkern.growth.optimizer.combined import CombinedOptimizer
 from growkern.growth.optimizer.file import (
     can_be_mapped,
     optimizer_file,
@@ -33,6 +32,7 @@ from growkern.growth.optimizer.file import (
     release_pages,
 )
 from growkern.growth.optimizer.moments import grow_moment, starts_at_zero
+from growkern.growth.optimizer.muon import CombinedOptimizer
 from growkern.growth.optimizer.state import (
     State,
     grown_step,
@@ -46,8 +46,7 @@ from growkern.growth.optimizer.state import (
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import growth_plan_of
-from growkern.growth.sharded.grow_into import named_tensors
-from growkern.growth.sharded.placement import local_part, local_tensor
+from growkern.growth.sharded import local_part, local_tensor, named_tensors
 from growkern.growth.source.formats import format_of
 from growkern.growth.source.live import unwrapped
 from growkern.growth.source.stamps import Stamps

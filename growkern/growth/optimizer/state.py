@@ -32,7 +32,7 @@ from growkern.growth.optimizer.checks import (
 from growkern.growth.optimizer.moments import ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.source.parts.experts import Parts
+from growkern.growth.source.parts import Parts
 from growkern.growth.source.stored import StoredTensor
 from growkern.growth.space.upcycling import parts_of
 

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from growkern.growth.models import is_dtensor
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.source.runs import (
+from growkern.growth.source.loading import (
     LARGEST,
     Float64,
     all_outputs,

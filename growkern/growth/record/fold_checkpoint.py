@@ -29,7 +29,7 @@ from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks
-from growkern.growth.source.parts.experts import Parts, Stacked
+from growkern.growth.source.parts import Parts, Stacked
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.upcycling import parts_of
 from growkern.publish.manifest import write_manifest

@@ -31,7 +31,7 @@ from growkern.growth.history import (
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.origins import origin_of, spaces_of
 from growkern.growth.source.hub import hub_model, name_of
-from growkern.growth.source.parts.experts import files_of
+from growkern.growth.source.parts import files_of
 from growkern.growth.source.source import Source
 from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version

@@ -35,8 +35,8 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.lineage import DENSE, DTYPES, FORMAT, RECORD, Settings
 from growkern.growth.record.origins import Origin, space_from_dict, space_key, spaces_of
+from growkern.growth.source.checks import check_layers
 from growkern.growth.source.config import check_config, config_directory, config_from, read_config
-from growkern.growth.source.config_values import check_layers
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space

@@ -32,13 +32,17 @@ from growkern.growth.models import on_cpu_by_default
 from growkern.growth.plan.finding import OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.table import as_text
-from growkern.growth.record.compare import contradictions, training_notes, version_notes
-from growkern.growth.record.outputs import (
+from growkern.growth.record.compare import (
+    TensorGroup,
     arithmetic_error,
+    check_tensors,
     check_tokens,
     compare_outputs,
+    contradictions,
     load_model,
     rounding_error,
+    training_notes,
+    version_notes,
 )
 from growkern.growth.record.recorded import (
     Lineage,
@@ -47,7 +51,6 @@ from growkern.growth.record.recorded import (
     plan_from_lineage,
     read_lineage_of,
 )
-from growkern.growth.record.tensors import TensorGroup, check_tensors
 from growkern.growth.record.verdict import (
     ARITHMETIC_ERROR,
     ROUNDING_ERROR,
@@ -59,7 +62,7 @@ from growkern.growth.record.verdict import (
     unasked_change,
 )
 from growkern.growth.source.hub import located
-from growkern.growth.source.runs import Float64, as_model, fits, random_inputs
+from growkern.growth.source.loading import Float64, as_model, fits, random_inputs
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.upcycling import as_source_of
 

@@ -20,9 +20,8 @@ from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.families.load import load_family, supported_families
 from growkern.files import parse_json, read_bounded, read_json
-from growkern.growth.source.config_values import check_names, check_values
-from growkern.growth.source.files import METADATA_FILE
-from growkern.growth.source.links import refuse_links_out
+from growkern.growth.source.checks import check_config_values, check_names
+from growkern.growth.source.files import METADATA_FILE, refuse_links_out
 from growkern.growth.source.refused import refuse_directory
 from growkern.package import DOCS
 
@@ -98,7 +97,7 @@ def check_config(
             f"{file}: transformers {transformers.__version__} has no model_type {kind[:100]!r}; "
             "code of a checkpoint is never run"
         )
-    check_values(file, data, transformers.CONFIG_MAPPING[kind], family)
+    check_config_values(file, data, transformers.CONFIG_MAPPING[kind], family)
 
 
 def config_from(data: dict[str, Any]) -> Any:

@@ -1,4 +1,8 @@
-"""Reads the safetensors files of a checkpoint: checks every header, maps tensors on demand."""
+"""Reads the safetensors files of a checkpoint: checks every header, maps tensors on demand.
+
+A link in a downloaded checkpoint could end at any file of its user. growkern would publish that
+file with the grown model, so links are followed inside the checkpoint alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,6 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import no_collections, parse_json, read_json
-from growkern.growth.source.links import refuse_links_out
 from growkern.growth.source.refused import quantised_advice, refuse_directory
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -355,3 +358,30 @@ def row_blocks(
     count = shape[0] if shape else 1
     rows = max(1, piece_bytes // max(1, math.prod(shape[1:]) * itemsize))
     return [(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+
+def root_of(directory: Path) -> Path:
+    """The directory that links may not leave: the checkpoint, or its repository in a Hub cache."""
+    real = directory.resolve()
+    # models--ORG--NAME/snapshots/REVISION holds links into models--ORG--NAME/blobs
+    if real.parent.name == "snapshots" and (real.parents[1] / "blobs").is_dir():
+        return real.parents[1]
+    return real
+
+
+def stays_in(file: Path, directory: Path) -> bool:
+    """Whether a path below a directory, with all links followed, ends inside its root."""
+    try:
+        return file.resolve().is_relative_to(root_of(directory))
+    except (OSError, RuntimeError):
+        # links in a circle
+        return False
+
+
+def refuse_links_out(file: Path, directory: Path) -> None:
+    """Refuse a file that a link leads out of the checkpoint."""
+    if not stays_in(file, directory):
+        raise GrowthError(
+            f"{file} links to {os.path.realpath(file)}, outside of the checkpoint: replace the "
+            "link by the file itself"
+        )

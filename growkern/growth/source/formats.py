@@ -23,9 +23,9 @@ from growkern.growth.source.files import (
     WEIGHTS_FILE,
     read_header_bytes,
     read_headers,
+    stays_in,
 )
 from growkern.growth.source.hub import lacks_weights, read_remote_headers
-from growkern.growth.source.links import stays_in
 from growkern.growth.source.refused import FOREIGN, OTHER_WEIGHTS, STATE_FILES
 from growkern.growth.source.stored import BareTensor, StoredTensor
 
@@ -119,7 +119,7 @@ def _has_metadata(directory: Path) -> bool:
 
 def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
     # imported here and below, because torch.distributed.checkpoint is slow to import
-    from growkern.growth.source.distributed.tensors import read_distributed
+    from growkern.growth.source.distributed import read_distributed
 
     # experts lie there whole, as in memory
     names = {t.name: t.stored for t in model.tensors if t.stored is not None}
@@ -127,7 +127,7 @@ def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredT
 
 
 def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:
-    from growkern.growth.source.distributed.tensors import read_distributed_optimizer
+    from growkern.growth.source.distributed import read_distributed_optimizer
 
     return read_distributed_optimizer(directory, parameters)
 

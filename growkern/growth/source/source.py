@@ -51,8 +51,7 @@ from growkern.growth.source.live import (
     refuse_flattened,
     unwrapped,
 )
-from growkern.growth.source.parts.experts import Parts, stacked
-from growkern.growth.source.parts.quantised import dequantised
+from growkern.growth.source.parts import Parts, dequantised, stacked
 from growkern.growth.source.refused import (
     quantised_advice,
     refuse_adapters,

@@ -19,9 +19,14 @@ from typing import Any
 from growkern.errors import GrowthError
 from growkern.files import read_json
 from growkern.growth.history import LINEAGE_FILE
-from growkern.growth.source.files import INDEX_FILE, METADATA_FILE, WEIGHTS_FILE, shard_names
+from growkern.growth.source.files import (
+    INDEX_FILE,
+    METADATA_FILE,
+    WEIGHTS_FILE,
+    shard_names,
+    stays_in,
+)
 from growkern.growth.source.formats import GENERATION_FILE, MODEL_FILES, beside_weights
-from growkern.growth.source.links import stays_in
 from growkern.growth.source.refused import STATE_FILES
 
 CONFIG_FILE, MODULES_FILE = "config.json", "modules.json"

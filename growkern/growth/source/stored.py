@@ -1,7 +1,7 @@
 """The interface of a tensor in files: its shape is known at once, its values are read on demand.
 
 `BareTensor` has no values. `growkern.growth.source.files.Header` is a tensor of a safetensors file,
-`growkern.growth.source.distributed.tensors.DistributedTensor` one of a distributed checkpoint, and
+`growkern.growth.source.distributed.DistributedTensor` one of a distributed checkpoint, and
 `growkern.growth.source.parts` has those that files hold in parts.
 """
 

@@ -24,7 +24,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import Row
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
-from growkern.growth.source.parts.experts import Assembled, Parts
+from growkern.growth.source.parts import Assembled, Parts
 from growkern.growth.source.source import Source
 from growkern.growth.space.experts import adds_nothing, has_pairs, is_output
 

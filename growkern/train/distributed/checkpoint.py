@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
 
 from growkern.errors import GrowthError
-from growkern.growth.sharded.grow_into import named_tensors
-from growkern.growth.source.distributed.reader import SafeReader
+from growkern.growth.sharded import named_tensors
+from growkern.growth.source.distributed import SafeReader
 from growkern.growth.source.files import METADATA_FILE
 from growkern.train.distributed.optimizer_state import create_optimizer_state
 

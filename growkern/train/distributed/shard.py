@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
-from growkern.growth.sharded.placement import free_gathered, local_tensor
+from growkern.growth.sharded import free_gathered, local_tensor
 from growkern.growth.source.refused import refuse_adapters
 from growkern.train.distributed.options import NO_TENSOR_PARALLELISM, DistributedOptions
 from growkern.train.model.sub_model import find_stacks

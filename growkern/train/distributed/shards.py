@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.trainer import SCHEDULER_NAME
 
-from growkern.growth.sharded.placement import free_gathered
+from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.checkpoint import (
     Parts,
     copy_to_host,

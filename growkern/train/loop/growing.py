@@ -26,7 +26,7 @@ from growkern.growth.history import history_of
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import misfit
-from growkern.growth.sharded.placement import free_gathered
+from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import is_sharded

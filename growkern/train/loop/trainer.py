@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
-from growkern.growth.sharded.placement import free_gathered
+from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shard import whole_state
 from growkern.train.distributed.shards import without_shared
 from growkern.train.growth.step import GrowthStep

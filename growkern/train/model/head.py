@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
-from growkern.growth.sharded.placement import free_gathered
+from growkern.growth.sharded import free_gathered
 from growkern.ops.loss.rows.options import IGNORE_INDEX
 from growkern.train.model.load import positions_of
 from growkern.train.model.projection import HeadInputs, is_linear, projected, why_not_linear

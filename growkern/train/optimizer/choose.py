@@ -20,8 +20,7 @@ from transformers.training_args import OptimizerNames
 from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.growth.history import History, history_of
 from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, decay_groups
-from growkern.growth.optimizer.combined import CombinedOptimizer
-from growkern.growth.optimizer.muon import GrowthMuon, Muon
+from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.distributed.shard import is_sharded

@@ -13,7 +13,7 @@ import growkern.growth.grow as grow_module
 import growkern.growth.record.fold_checkpoint as fold_module
 from growkern import GrowthError
 from growkern.growth.disk.stream import Stream
-from growkern.growth.optimizer import stream as optimizer_stream
+from growkern.growth.optimizer import file as optimizer_file
 from growkern.growth.source import loading, stamps
 from growkern.publish.manifest import checksum
 from growkern.train.model.load import load_language_model
@@ -99,9 +99,9 @@ def test_an_optimizer_that_changes_is_not_grown(source, tmp_path, monkeypatch, c
     """A file that is cut would end the process, as it is mapped."""
     file = tmp_path / "optimizer.pt"
     owner, name = {
-        "check": (optimizer_stream, "state_by_name"),
+        "check": (optimizer_file, "state_by_name"),
         "weights": (Stream, "run"),
-        "piece": (optimizer_stream, "release_pages"),
+        "piece": (optimizer_file, "release_pages"),
     }[step]
     calls = iter([*[None] * (200 if step == "piece" else 0), file])
 
@@ -111,7 +111,7 @@ def test_an_optimizer_that_changes_is_not_grown(source, tmp_path, monkeypatch, c
 
     if step == "check" and change == "cut":
         # the values are looked at next
-        owner, name = optimizer_stream, "archive_size"
+        owner, name = optimizer_file, "archive_size"
     during(monkeypatch, once, owner, name)
     with pytest.raises(GrowthError, match=r"optimizer\.pt was changed while it was read"):
         growkern.grow_checkpoint(source, tmp_path / "large", optimizer=file, **HOW)
@@ -136,7 +136,7 @@ def test_in_memory_nothing_is_returned(source, monkeypatch):
 
 
 def test_a_model_that_is_grown_in_place_is_refused(source, monkeypatch):
-    import growkern.growth.sharded.grow_into as into
+    import growkern.growth.sharded as into
 
     model = growkern.grow(source, num_hidden_layers=4)
     during(monkeypatch, lambda: rewrite(source / "model.safetensors"), into, "_fill")

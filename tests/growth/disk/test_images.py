@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import growkern
-from growkern.growth.sharded import grow_into
+from growkern.growth import sharded
 from tests.growth.models import image_inputs, random_model, relative_error
 from tests.growth.relatives import RELATIVES
 
@@ -96,8 +96,8 @@ def test_a_tower_that_a_target_config_changes_is_refused():
 @pytest.mark.parametrize("model_type", ["vit", "qwen3_vl"])
 def test_a_sharded_model_is_filled_from_distributed_files(model_type, tmp_path, monkeypatch):
     """Patch convolutions have four and five axes; they are read and built in pieces."""
-    small_pieces = functools.partial(grow_into.row_blocks, piece_bytes=1000)
-    monkeypatch.setattr(grow_into, "row_blocks", small_pieces)
+    small_pieces = functools.partial(sharded.row_blocks, piece_bytes=1000)
+    monkeypatch.setattr(sharded, "row_blocks", small_pieces)
     source = random_model(*RELATIVES[model_type][:2])
     dcp.save(source.state_dict(), checkpoint_id=str(tmp_path), no_dist=True)
     source.config.architectures = [type(source).__name__]

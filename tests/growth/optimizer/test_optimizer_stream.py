@@ -17,7 +17,7 @@ import growkern
 from growkern.growth import grow as grow_module
 from growkern.growth.disk import checksums
 from growkern.growth.optimizer import file as file_module
-from growkern.growth.optimizer import into, stream
+from growkern.growth.optimizer import into
 from growkern.growth.optimizer.file import archive_size, check_archive, write_archive
 from growkern.publish import workplace
 from tests.growth.disk.peak import measured
@@ -34,7 +34,7 @@ CASES = {
 def small_pieces(monkeypatch):
     """A few rows per piece, as of large models."""
     blocks = checksums.row_blocks
-    monkeypatch.setattr(stream, "row_blocks", lambda shape, size, _: blocks(shape, size, 300))
+    monkeypatch.setattr(file_module, "row_blocks", lambda shape, size, _: blocks(shape, size, 300))
 
 
 def saved(tmp_path, class_name="GPT2LMHeadModel", sizes=GPT2, dtype=torch.float32, **options):
@@ -175,17 +175,17 @@ def test_every_record_is_aligned_and_summed(tmp_path, monkeypatch, is_large):
 
 KILLED = """
 import os, signal, sys
-from growkern.growth.optimizer import stream
+from growkern.growth.optimizer import file
 from growkern.cli.main import main
-blocks = stream.row_blocks
-stream.row_blocks = lambda shape, size, _: blocks(shape, size, 300)
-build, count = stream.grow_moment, []
+blocks = file.row_blocks
+file.row_blocks = lambda shape, size, _: blocks(shape, size, 300)
+build, count = file.grow_moment, []
 def build_until(*args, **kwargs):
     count.append(1)
     if len(count) > 40:
         os.kill(os.getpid(), signal.SIGKILL)
     return build(*args, **kwargs)
-stream.grow_moment = build_until
+file.grow_moment = build_until
 sys.argv = ["growkern", *sys.argv[1:]]
 main()
 """
@@ -219,7 +219,7 @@ def test_half_a_file_of_a_killed_run_is_not_published(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(stream, "grow_moment", interrupted)
+        patched.setattr(file_module, "grow_moment", interrupted)
         with pytest.raises(KeyboardInterrupt):
             grow(source, target)
     assert (tmp_path / ".grown.growing" / "new" / "optimizer.pt").exists()
@@ -277,7 +277,7 @@ def test_memory_stays_within_its_limit(tmp_path):
 
 def test_too_small_a_limit_names_the_least(tmp_path, monkeypatch):
     source = saved(tmp_path)
-    monkeypatch.setattr(stream, "FIXED_BYTES", 2 << 30)
+    monkeypatch.setattr(file_module, "FIXED_BYTES", 2 << 30)
     with pytest.raises(
         growkern.GrowthError, match=r"limit=1073.*MB.* optimizer .* at least 2148MB"
     ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth.optimizer import steps
+from growkern.growth.optimizer import adamw
 from growkern.growth.optimizer.moments import EntryFactors
 from growkern.ops.adamw import op
 from growkern.ops.adamw.factors import Rule
@@ -23,8 +23,8 @@ def test_fused_steps_are_those_of_the_formula(shape, dtype, tolerance, amsgrad, 
     rule = Rule(**SETTINGS, maximize=maximize, step=3.0)
     part, factors = example(shape, dtype, amsgrad=amsgrad), factors_for(shape, dtype, even=True)
     expected, gradient = truth(part, factors, 0.3, rule), part.gradient.clone()
-    assert steps.is_old_of(factors)
-    steps.step_fused([part], steps.uniform_of(factors), 1.0, rule)
+    assert adamw.is_old_of(factors)
+    adamw.step_fused([part], adamw.uniform_of(factors), 1.0, rule)
     for x, y in zip(changed(part), expected, strict=True):
         assert torch.allclose(x.double(), y, rtol=tolerance, atol=tolerance)
     assert torch.equal(part.gradient, gradient)
@@ -32,21 +32,21 @@ def test_fused_steps_are_those_of_the_formula(shape, dtype, tolerance, amsgrad, 
 
 def test_only_equal_factors_are_uniform():
     even, uneven = (factors_for((4, 5), torch.float64, even=x) for x in (True, False))
-    found = steps.uniform_of(even)
+    found = adamw.uniform_of(even)
     assert found.lr == pytest.approx(math.prod(x.flatten()[0].item() for x in even.lr))
     assert found.eps == pytest.approx(math.prod(x.flatten()[0].item() for x in even.eps))
-    assert steps.uniform_of(uneven) is None
-    assert steps.uniform_of(factors_for((4,), torch.float64, even=False)) is None
-    assert steps.is_old_of(uneven) is None
+    assert adamw.uniform_of(uneven) is None
+    assert adamw.uniform_of(factors_for((4,), torch.float64, even=False)) is None
+    assert adamw.is_old_of(uneven) is None
     none = EntryFactors(even.lr, even.eps, (even.old[0], ~even.old[1]))
-    assert steps.is_old_of(none) is False
+    assert adamw.is_old_of(none) is False
 
 
 def test_tensors_that_do_not_lie_alike_are_not_fused():
     part = example((4, 5), torch.float32, amsgrad=False)
-    assert steps.can_be_fused(part)
-    assert not steps.can_be_fused(part._replace(gradient=draw(5, 4, seed=1).float().T))
-    assert not steps.can_be_fused(part._replace(gradient=part.gradient.double()))
+    assert adamw.can_be_fused(part)
+    assert not adamw.can_be_fused(part._replace(gradient=draw(5, 4, seed=1).float().T))
+    assert not adamw.can_be_fused(part._replace(gradient=part.gradient.double()))
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import growkern
+from growkern.growth import sharded
 from growkern.growth.models import persistent_buffers
 from growkern.growth.plan.tensors import baselines
-from growkern.growth.sharded import grow_into
-from growkern.growth.source.distributed.tensors import DistributedTensor
+from growkern.growth.source.distributed import DistributedTensor
 from tests.growth.models import BERT, GPT2, LLAMA, eager, random_model
 from tests.growth.optimizer import ranks
 from tests.growth.plan.test_families import PYTHIA
@@ -274,8 +274,8 @@ def main(directory):
         dist.all_reduce(torch.ones(1))
     results = {"canary": watch.collectives}
     found = meshes()
-    small_pieces = functools.partial(grow_into.row_blocks, piece_bytes=1000)
-    with mock.patch.object(grow_into, "row_blocks", small_pieces):
+    small_pieces = functools.partial(sharded.row_blocks, piece_bytes=1000)
+    with mock.patch.object(sharded, "row_blocks", small_pieces):
         for number, name in enumerate(RANKS[dist.get_world_size()]):
             *case, kind = CASES[name]
             results[name] = run(*case, kind, found[kind], directory / f"source-{number}")

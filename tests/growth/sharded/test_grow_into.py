@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 import growkern
-from growkern.growth.sharded import grow_into
-from growkern.growth.source.distributed.tensors import runs_of
+from growkern.growth import sharded
+from growkern.growth.source.distributed import runs_of
 from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.plan.test_families import CASES as FAMILIES
 from tests.growth.sharded.ranks import CASES, GROWN_CHECKPOINT, OPTIMIZERS, RANKS
@@ -182,8 +182,8 @@ EACH = {case[0].partition("For")[0]: case for case in FAMILIES}
 @pytest.mark.parametrize("case", EACH.values(), ids=lambda case: case[0])
 def test_meta_model_of_every_family_becomes_what_grow_makes(case, monkeypatch):
     """Parameters, in pieces of few rows; buffers that no checkpoint holds; and outputs."""
-    small_pieces = functools.partial(grow_into.row_blocks, piece_bytes=1000)
-    monkeypatch.setattr(grow_into, "row_blocks", small_pieces)
+    small_pieces = functools.partial(sharded.row_blocks, piece_bytes=1000)
+    monkeypatch.setattr(sharded, "row_blocks", small_pieces)
     class_name, sizes, config, how = case
     source = random_model(class_name, sizes, **config)
     grown = growkern.grow(source, **how)

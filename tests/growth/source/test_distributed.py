@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import growkern
 from growkern import GrowthError
-from growkern.growth.source.distributed.metadata import read_metadata
-from growkern.growth.source.distributed.reader import bounds_of, wrong_pieces
+from growkern.growth.source.distributed import bounds_of, wrong_pieces
+from growkern.growth.source.pickles import read_metadata
 from growkern.train.distributed.checkpoint import load_weights
 from tests.growth.models import LLAMA, random_model
 from tests.shared.walks import walk

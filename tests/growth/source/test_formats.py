@@ -120,7 +120,7 @@ def test_other_code_names_no_format():
     """Of growth, only what writes the target and what explains itself to users may."""
     growth = Path(growkern.__file__).parent / "growth"
     for name in (
-        *("record/lineage.py", "record/outputs.py", "optimizer/into.py"),
+        *("record/lineage.py", "record/compare.py", "optimizer/into.py"),
         *("disk/checksums.py", "disk/companions.py"),
     ):
         text = (growth / name).read_text()

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import checkpoint as distributed
 
 import growkern
-from growkern.growth.source.links import refuse_links_out, stays_in
+from growkern.growth.source.files import refuse_links_out, stays_in
 from tests.growth.models import LLAMA, random_model
 
 

@@ -7,8 +7,8 @@ import transformers
 import growkern
 from growkern.errors import GrowthError
 from growkern.growth import grow as grow_module
+from growkern.growth import sharded
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.sharded import grow_into as grow_into_module
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand.work import WorkList, work_on
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
@@ -53,7 +53,7 @@ def lists(monkeypatch):
             made.append(work)
         return work
 
-    for module in (grow_module, grow_into_module):
+    for module in (grow_module, sharded):
         monkeypatch.setattr(module, "work_on", recorded)
     return made, limit
 

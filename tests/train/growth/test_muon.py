@@ -16,8 +16,7 @@ from growkern import (
     OptimizerOptions,
     TwoStageTrainer,
 )
-from growkern.growth.optimizer.combined import CombinedOptimizer
-from growkern.growth.optimizer.muon import Muon
+from growkern.growth.optimizer.muon import CombinedOptimizer, Muon
 from growkern.train.distributed import checkpoint
 from tests.shared import walks
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in

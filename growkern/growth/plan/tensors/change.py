@@ -11,7 +11,13 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.probe import MOST_MEASURED, outputs_on
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.plan.vocabulary import predicts_tokens
-from growkern.growth.source.runs import LARGEST, as_model, fits, largest_difference, random_inputs
+from growkern.growth.source.loading import (
+    LARGEST,
+    as_model,
+    fits,
+    largest_difference,
+    random_inputs,
+)
 
 
 @torch.no_grad()
