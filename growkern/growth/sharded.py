@@ -119,7 +119,11 @@ def grow_into(
         targets[task.name].data = targets[task.name].data.to(grown.dtype_of(task))
     written = 0
     locals_of = {task.name: local_tensor(targets[task.name]) for task in grown.tasks}
-    works = {x.device: work_on(_device_of_work(x), backend) for x in locals_of.values()}
+    works = {
+        # a CPU or a CUDA GPU computes its own parts, and the CPU those of other devices
+        device: work_on(device if device.type == "cuda" else torch.device("cpu"), backend)
+        for device in {x.device for x in locals_of.values()}
+    }
     with tqdm(total=len(parts), desc="growing", unit="tensor", disable=not progress) as bar:
         for task in grown.tasks:
             local = locals_of[task.name]
@@ -141,20 +145,6 @@ def grow_into(
     setattr(model.config, GROWN_KEY, True)
     directory = opened.directory or Path()
     return GrowthReport(directory, grown, written, time.perf_counter() - start)
-
-
-def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
-    """The plan of `grow_into`, which reads no weights. Arguments as there."""
-    parameters = named_tensors(model)
-    grown = _plan_for(model, opened, options, parameters)
-    refuse_idle_options(grown)
-    _targets(grown, parameters)
-    return grown
-
-
-def _device_of_work(local: Tensor) -> torch.device:
-    """The device that computes a part: its own if that is a CPU or a CUDA GPU, else the CPU."""
-    return local.device if local.device.type == "cuda" else torch.device("cpu")
 
 
 def _fill(
@@ -183,8 +173,7 @@ def _pieces(
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Cut a part by rows, so that few source rows at a time are in memory.
 
-    Yields:
-        A piece's place in the whole tensor, and its place in `local`.
+    It yields the place of a piece in the whole tensor, and its place in `local`.
     """
     if not local.ndim or local.device.type == "cuda":
         # every piece would copy the source tensor to the GPU again
@@ -209,9 +198,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def _plan_for(
-    model: Any, opened: Source, options: GrowthOptions, parameters: Mapping[str, Tensor]
-) -> GrowthPlan:
+def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
+    """The plan of `grow_into`, which reads no weights. Arguments as there."""
+    parameters = named_tensors(model)
     opened, options = as_mixture(opened, options, {}, model.config)
     # fully_shard replaces a model's class by a subclass of it
     if opened.class_name not in (c.__name__ for c in type(model).__mro__):
@@ -241,6 +230,8 @@ def _plan_for(
                 f"the model was built with {field}={found}, this growth needs {expected}: build it "
                 "from growkern.plan(source, ...).target_config"
             )
+    refuse_idle_options(grown)
+    _targets(grown, parameters)
     return grown
 
 

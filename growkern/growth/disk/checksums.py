@@ -80,9 +80,8 @@ def write_checksums(
 ) -> None:
     """Record the checksums of the tensors that were read, and of every file in `directory`.
 
-    Args:
-        source, target: checksums of tensors, by the model's names.
-        known: checksums of files that were computed when they were copied.
+    `source` and `target` have those of tensors, by the model's names; `known` those of files that
+    were computed when they were copied.
     """
     record = {
         "format": FORMAT,
@@ -90,7 +89,11 @@ def write_checksums(
         "piece_bytes": PIECE_BYTES,
         "files": {
             name: (known or {}).get(name) or checksum_file(directory, name)
-            for name in files_within(directory)
+            for name in sorted(
+                file.relative_to(directory).as_posix()
+                for file in directory.rglob("*")
+                if file.is_file()
+            )
         },
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
@@ -99,21 +102,8 @@ def write_checksums(
     (directory / CHECKSUMS_FILE).write_text(text, encoding="utf-8")
 
 
-def files_within(directory: Path) -> list[str]:
-    """Names of all files, those of directories in it too."""
-    files = (file for file in directory.rglob("*") if file.is_file())
-    return sorted(file.relative_to(directory).as_posix() for file in files)
-
-
 def checksum_file(directory: Path, name: str) -> str:
-    """The checksum of a file; for a file of the model's tensors, of its header only.
-
-    Args:
-        name: its path in the directory.
-
-    Raises:
-        ValueError, OSError: the file cannot be read.
-    """
+    """The checksum of a file; for a file of the model's tensors, of its header only."""
     read_header = _header_reader(name)
     file = directory / name
     return checksum(file) if read_header is None else checksum_bytes(read_header(file))
@@ -126,11 +116,7 @@ def _header_reader(name: str) -> Callable[[Path], bytes] | None:
 
 
 def refuse_changed(file: Path) -> None:
-    """Refuse a file that growth wrote and that was changed since.
-
-    Args:
-        file: in the directory of a grown checkpoint. Without a record beside it, nothing is known.
-    """
+    """Refuse a file that growth wrote and that was changed since, by the record beside it."""
     record = file.with_name(CHECKSUMS_FILE)
     if not record.is_file():
         return
@@ -163,11 +149,8 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     """Compare a grown checkpoint with the checksums that were recorded when it was written.
 
     Every recorded file must be there unchanged, with the recorded tensors and no others. A new file
-    of weights is reported too, because a loader may read it. Other files may be added.
-
-    Args:
-        source: the directory it was grown from, its tensors to be compared too; None: it is not
-            there.
+    of weights is reported too, because a loader may read it. Other files may be added. With
+    `source`, the directory it was grown from, the tensors of that are compared too.
     """
     record = read_checksums(directory / CHECKSUMS_FILE)
     wrong = [*_wrong_files(directory, record["files"])]
@@ -228,11 +211,7 @@ def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]
 
 
 def read_checksums(file: Path) -> dict[str, Any]:
-    """The record of checksums in a file.
-
-    Raises:
-        GrowthError: there is none, or it is damaged or another program's.
-    """
+    """The record of checksums in a file; one that is damaged or another program's is refused."""
     if not file.is_file():
         raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
     try:

@@ -54,13 +54,9 @@ def companions(directory: Path) -> Iterator[Path]:
 def copy_companions(
     source: Path, target: Path, only: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Copy companion files with plain modes.
+    """Copy companion files with plain modes; of those in `only`, if it is given.
 
-    Args:
-        only: paths in it that may be copied; None: all of them.
-
-    Returns:
-        The checksum of each file, as it was read, by its path.
+    Returns the checksum of each file, as it was read, by its path.
     """
     checksums = {}
     for file in companions(source):
@@ -81,16 +77,9 @@ def complete(
 ) -> dict[str, str]:
     """Write config, index and companion files beside the weights in `directory`.
 
-    Args:
-        beside: the checkpoint to copy companion files from, or a subdirectory of it.
-        source: that the model was grown from; None: it was not grown.
-
-    Returns:
-        The checksums of the files that were copied, as they were read.
-
-    Raises:
-        GrowthError: transformers refuses to save the config, because its values contradict each
-            other.
+    `beside` is the checkpoint to copy companion files from, or a subdirectory of it. `source` is
+    what the model was grown from, if it was grown. Returns the checksums of the files that were
+    copied, as they were read.
     """
     with torch.device("meta"):
         made = untrained_model(model, dtype)
@@ -126,17 +115,13 @@ OLD_DTYPE = "torch_dtype"
 
 
 def complete_config(directory: Path, source: Source | None = None, model: Any = None) -> None:
-    """Add to a config.json what transformers left out.
+    """Add to the config.json of `save_pretrained` what transformers left out.
 
     - Older names of what growth set, such as `rope_theta` (`growkern.families.older`).
-    - Every key of the source's config.json that growth did not change, with the source's value.
+    - Every key of the source's config.json that growth did not change, with the source's value. It
+      needs the source, and the config of the saved model.
 
     A config of a family without a table stays as it is.
-
-    Args:
-        directory: where `save_pretrained` has just written config.json.
-        source: that the model was grown from, if it is known.
-        model: config of the saved model; needed with `source`.
     """
     file = directory / "config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
@@ -174,10 +159,8 @@ def _unchanged(
 ) -> dict[str, Any]:
     """The keys of the source's config.json that say of the target what they say of the source.
 
-    Args:
-        given: the source's config.json.
-        before, saved: configs of source and target, as transformers writes them.
-        small, large: the same as objects, whose attributes have more names.
+    `before` and `saved` are the configs of both, as transformers writes them; `small` and `large`
+    are the same as objects, whose attributes have more names.
     """
     kept = {}
     for key, value in given.items():

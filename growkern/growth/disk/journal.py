@@ -54,12 +54,10 @@ class Journal:
         identity: Mapping[str, Any],
         start_over: str = "resume=False (--no-resume)",
     ) -> None:
-        """Open the journal, or begin a new one.
+        """Open the journal, or begin a new one, in a directory that only this user can write to.
 
-        Args:
-            file: in a directory that only this user can write to.
-            identity: plain values that describe the work. A journal of other work is refused.
-            start_over: the option that drops unfinished work, for the message.
+        `identity` has plain values that describe the work. A journal of other work is refused;
+        `start_over` is the option that drops it, for the message.
         """
         self.marks: dict[Mark, str] = {}
         self.source_checksums: dict[str, str] = {}
@@ -70,23 +68,20 @@ class Journal:
             lines, valid = _read_lines(file)
             if lines:
                 _check_same(file, lines[0], json.loads(json.dumps(identity)), start_over)
-            self._take_in(lines[1:])
+            for kind, name, *fields in lines[1:]:
+                if kind == "target":
+                    start, stop, total = fields
+                    self.marks[name, start, stop] = total
+                elif kind == "lost":
+                    self.marks.pop((name, *fields), None)
+                else:
+                    self.source_checksums[name] = fields[0]
             os.ftruncate(self._fd, valid)
             if not lines:
                 self._append([identity])
         except BaseException:
             os.close(self._fd)
             raise
-
-    def _take_in(self, lines: Iterable[list[Any]]) -> None:
-        for kind, name, *fields in lines:
-            if kind == "target":
-                start, stop, total = fields
-                self.marks[name, start, stop] = total
-            elif kind == "lost":
-                self.marks.pop((name, *fields), None)
-            else:
-                self.source_checksums[name] = fields[0]
 
     def add(self, marks: Mapping[Mark, str], source_checksums: Mapping[str, str]) -> None:
         """Note rows that are on disk, and the source tensors they were made of."""

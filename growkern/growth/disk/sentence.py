@@ -161,12 +161,9 @@ def write_modules(plan: Blueprint, target: Path) -> None:
 
 
 def fold_modules(directory: Path, target: Path, space: Space) -> None:
-    """Write the modules of a grown checkpoint beside its transformer in the source's sizes.
+    """Write the modules of a grown or trained checkpoint in the source's sizes.
 
     (1) goes. If it was trained, its product with E stays in its place.
-
-    Args:
-        directory: the grown checkpoint, or one trained from it.
     """
     modules = read_modules(directory)
     config, modes = _pooling(directory, modules[1], space.target, space.source)

@@ -21,6 +21,7 @@ import os
 import struct
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -59,6 +60,14 @@ class ShardLayout:
         if self.index:
             (directory / INDEX_FILE).write_text(self.index, encoding="utf-8")
 
+    def open(self, directory: Path, stack: ExitStack) -> dict[str, TargetFile]:
+        """Make the files in a directory, with their first bytes; `stack` closes them."""
+        files = {}
+        for name, size in self.sizes.items():
+            files[name] = TargetFile(directory / name, size, self.heads[name])
+            stack.callback(files[name].close)
+        return files
+
 
 # shape and dtype
 Kind = tuple[tuple[int, ...], torch.dtype]
@@ -73,9 +82,8 @@ def lay_out(
 ) -> ShardLayout:
     """Split tensors over files of at most `max_shard_size` bytes and place them in those.
 
-    Args:
-        max_shard_size: bytes of tensors in one file; a larger tensor gets a file of its own.
-        stored: name -> names in files, where they differ (`ModelSpec.stored_names`).
+    A larger tensor gets a file of its own. `stored` has the names in files, where they differ
+    (`ModelSpec.stored_names`).
     """
     stored = stored or {}
     names_of: dict[str, tuple[str, ...]] = {}
@@ -107,8 +115,7 @@ def lay_out(
     places: dict[str, Run] = {}
     heads, sizes = {}, {}
     for file, names in in_file.items():
-        _refuse_many(file, len(names))
-        heads[file], ends = _head({name: kinds[name] for name in names})
+        heads[file], ends = _head(file, {name: kinds[name] for name in names})
         start = len(heads[file])
         sizes[file] = start + ends[-1]
         spans = zip(names, pairwise(ends), strict=True)
@@ -127,8 +134,13 @@ def lay_out(
     return ShardLayout(tensors, heads, sizes, index)
 
 
-def _head(kinds: Mapping[str, Kind]) -> tuple[bytes, list[int]]:
+def _head(file: str, kinds: Mapping[str, Kind]) -> tuple[bytes, list[int]]:
     """The first bytes of a file, and where its tensors end after these, from 0 on."""
+    if len(kinds) > MOST_TENSORS:
+        raise GrowthError(
+            f"{file} would hold {len(kinds)} tensors, more than the {MOST_TENSORS} that growkern "
+            "reads: give a smaller max_shard_size, for more files"
+        )
     codes = {dtype: code for code, dtype in STORED_DTYPES.items()}
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ends = [0]
@@ -147,14 +159,6 @@ def _index(metadata: Mapping[str, Any], in_file: Mapping[str, list[str]]) -> str
     lines = json.dumps(weight_map, sort_keys=True, separators=(",\n    ", ": "))
     text = json.dumps({"metadata": metadata, "weight_map": {}}, indent=2, sort_keys=True) + "\n"
     return text.replace("{}", f"{{\n    {lines[1:-1]}\n  }}")
-
-
-def _refuse_many(file: str, count: int) -> None:
-    if count > MOST_TENSORS:
-        raise GrowthError(
-            f"{file} would hold {count} tensors, more than the {MOST_TENSORS} that growkern "
-            "reads: give a smaller max_shard_size, for more files"
-        )
 
 
 # direct writes need addresses, offsets and lengths that are multiples of a disk's block
@@ -232,8 +236,8 @@ def write_rows(
         done += size
 
 
-class Buffer:
-    """Memory of one worker, which grows when a piece needs more."""
+class Buffer(threading.local):
+    """Memory of each worker, which grows when a piece needs more."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

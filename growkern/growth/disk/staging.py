@@ -31,11 +31,7 @@ KIND = "growing"
 
 
 def staging(target: Path, *, resume: bool) -> workplace.Workplace:
-    """The workplace of a growth or a fold into `target`.
-
-    Args:
-        resume: continue the unfinished work of an interrupted run.
-    """
+    """The workplace of a growth or a fold into `target`; `resume` continues unfinished work."""
     return workplace.Workplace(target, KIND, may_replace, resume=resume)
 
 
@@ -98,9 +94,6 @@ def why_kept(directory: Path) -> str | None:
 
     A directory may be deleted if it is empty, or if growkern recorded that it wrote it and every
     file in it. Nothing whose name starts with a dot is ever deleted.
-
-    Raises:
-        OSError: it cannot be read.
     """
     if directory.is_symlink() or not directory.is_dir():
         return "it is no directory"

@@ -37,8 +37,7 @@ from growkern.growth.source.stored import entries_of, read_entries
 class SourceReader:
     """Reads source tensors for several workers. Each is checked once, before its first use.
 
-    Attributes:
-        checksums: source tensor -> its checksum, for tensors that have been read.
+    `checksums` has those of the tensors that have been read.
     """
 
     def __init__(self, source: Source, known: Mapping[str, str], allow_nonfinite: bool) -> None:
@@ -81,13 +80,6 @@ class SourceReader:
         return None if header.is_mapped or len(blocks) > 1 else rows
 
 
-class _OwnBuffer(threading.local):
-    """The buffer of each worker."""
-
-    def __init__(self) -> None:
-        self.buffer = Buffer()
-
-
 class Stream:
     """One growth onto disk.
 
@@ -117,7 +109,7 @@ class Stream:
         self.bytes_kept = 0
         self._has_lost = False
         self._files: dict[str, TargetFile] = {}
-        self._own = _OwnBuffer()
+        self._buffer = Buffer()
 
     def run(self, workers: int, *, progress: bool) -> None:
         """Write all pieces that the journal does not list as finished. An error loses no piece."""
@@ -127,7 +119,7 @@ class Stream:
         what = "resuming" if self.journal.marks else "growing"
         threads = torch.get_num_threads()
         with ExitStack() as stack:
-            self._open_files(stack)
+            self._files = self.layout.open(self.directory, stack)
             bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not progress)
             stack.enter_context(bar)
             # each worker's kernels take its share of the cores; PyTorch keeps that per thread,
@@ -210,8 +202,7 @@ class Stream:
     def _write(self, piece: Piece) -> tuple[Piece, str, bool]:
         """Write a piece, unless it is on disk already with the right checksum.
 
-        Returns:
-            The piece, its checksum, and whether it was built now.
+        Returns the piece, its checksum, and whether it was built now.
         """
         header = self.layout.tensors[piece.task.name]
         before = self.journal.marks.get(piece.mark)
@@ -224,7 +215,7 @@ class Stream:
         size = self._bytes(piece)
         # where the rows lie in one piece, memory has the blocks of the file
         at = next(header.places(start, stop))[1]
-        data = self._own.buffer.room(size, at)
+        data = self._buffer.room(size, at)
         rows = (stop - start,) if piece.task.shape else ()
         built = build_tensor(
             self.plan,
@@ -241,9 +232,3 @@ class Stream:
         total = checksum_rows(data)
         write_rows(self._files, header, start, stop, data)
         return piece, total, True
-
-    def _open_files(self, stack: ExitStack) -> None:
-        for name, size in self.layout.sizes.items():
-            file = TargetFile(self.directory / name, size, self.layout.heads[name])
-            stack.callback(file.close)
-            self._files[name] = file

@@ -120,11 +120,8 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
     """The factors of this process's part of a parameter, on its device.
 
     They are float64 for parameters in float64, and float32 for all others: bfloat16 cannot
-    represent a third.
-
-    Args:
-        name: the parameter's name; wrappers of `torch.compile` and DistributedDataParallel may add
-            to it.
+    represent a third. Wrappers of `torch.compile` and DistributedDataParallel may have added to the
+    name.
     """
     name = name.replace("_orig_mod.", "").removeprefix("module.")
     if name not in factors:

@@ -94,9 +94,8 @@ def check_keys(state_dict: Mapping[str, Any]) -> None:
 def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:
     """Refuse to grow moments that weight decay was mixed into, and those of RAdam.
 
-    Raises:
-        GrowthError: `torch.optim.Adam` added weight decay to the gradients. The gradient and the
-            weight grow by different factors, so their mean cannot be grown. Or a group is of RAdam.
+    `torch.optim.Adam` adds weight decay to the gradients. The gradient and the weight grow by
+    different factors, so their mean cannot be grown.
     """
     for number, group in enumerate(state_dict["param_groups"]):
         if moments != "reset":
@@ -113,8 +112,7 @@ def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:
 def check_loaded_group(number: int, group: Mapping[str, Any], entries: Sequence[Any]) -> None:
     """Refuse settings of a loaded group that `GrowthAdamW` cannot follow.
 
-    Args:
-        entries: the loaded states of its parameters; empty if a parameter has none.
+    `entries` are the loaded states of its parameters; empty if a parameter has none.
     """
     what = f"the loaded group {number}"
     if any(entries):
@@ -157,12 +155,6 @@ def _refuse_rectified(what: str, group: Mapping[str, Any]) -> None:
             f"{what} is of torch.optim.RAdam, which takes other steps than AdamW from the same "
             'moments: use moments="reset" (--moments reset), and AdamW from here on'
         )
-
-
-def check_kind(group: Mapping[str, Any], name: str, entry: Any) -> None:
-    """Refuse the momentum of SGD, which the state of Muon looks like."""
-    if isinstance(entry, Mapping) and MUON in entry and "ns_coefficients" not in group:
-        raise GrowthError(f"{name}: no rule for the optimizer's {MUON!r}; {NO_RULE}")
 
 
 def trained(plan: GrowthPlan) -> ModelSpec:

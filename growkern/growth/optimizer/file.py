@@ -56,11 +56,7 @@ ARCHIVE_START = b"PK\x03\x04"
 
 
 def read_optimizer(path: Path) -> dict[str, Any]:
-    """The state dict in a file of `torch.save`, with memory-mapped tensors.
-
-    Args:
-        path: the file, or a directory with an optimizer.pt.
-    """
+    """The state dict in a file of `torch.save`, or in an optimizer.pt, with mapped tensors."""
     file = optimizer_file(path)
     if file.exists():
         regular_size(file)
@@ -89,9 +85,6 @@ def can_be_mapped(file: Path) -> bool:
     """Whether a file is an archive: those from before PyTorch 1.6 are not.
 
     `zipfile.is_zipfile` would take an archive that cannot be read for such a file.
-
-    Raises:
-        OSError: it cannot be read.
     """
     with file.open("rb") as opened:
         return opened.read(len(ARCHIVE_START)) == ARCHIVE_START
@@ -213,10 +206,8 @@ def archive_size(state: Any) -> int:
 def write_archive(state: Any, file: Path, pieces_of: Callable[[Tensor], Iterable[Tensor]]) -> None:
     """Write plain values and tensors for `torch.load(file, weights_only=True)`.
 
-    Args:
-        state: tensors in nested containers. Each tensor gets a storage of its own.
-        pieces_of: returns the values of a meta tensor as consecutive contiguous pieces, in its
-            dtype.
+    Each tensor in the nested containers of `state` gets a storage of its own. `pieces_of` returns
+    the values of a meta tensor as consecutive contiguous pieces, in its dtype.
 
     Source: `torch.save`; APPNOTE.TXT (PKWARE) for the archive.
     """
@@ -250,20 +241,14 @@ PIECE_BYTES = 8 << 20
 class OptimizerStream:
     """One optimizer file that is checked and ready to be grown.
 
-    Attributes:
-        nbytes: upper bound of the grown file's size, bytes.
+    `nbytes` is an upper bound of the grown file's size.
     """
 
     def __init__(self, plan: GrowthPlan, path: Path, moments: str, memory_limit: int) -> None:
         """Read the whole file once to check it; nothing is written.
 
-        Args:
-            path: the optimizer file, or a directory with an optimizer.pt.
-            moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
-
-        Raises:
-            GrowthError: the file is damaged, does not fit the model, or holds values that no
-                optimizer writes; or the limit is too small.
+        A file is refused if it is damaged, does not fit the model, or holds values that no
+        optimizer writes; and a limit that is too small.
         """
         check_moments(moments)
         self._stamps = Stamps.of(optimizer_file(path))

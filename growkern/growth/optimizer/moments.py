@@ -136,11 +136,7 @@ def warn_of_unknown_growth(plan: GrowthPlan) -> None:
 def entry_factors(
     plan: GrowthPlan, task: Task, earlier: Mapping[str, EntryFactors]
 ) -> EntryFactors:
-    """The factors of one parameter.
-
-    Args:
-        earlier: those of the source's parameters, see (6); empty: of this growth alone.
-    """
+    """The factors of one parameter, from those of the source's parameters, see (6)."""
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
     if task.source == RANDOM:
         ones = [torch.ones(size, dtype=torch.float64) for size in task.shape]

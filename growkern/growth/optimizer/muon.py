@@ -31,11 +31,8 @@ _STEP = inspect.unwrap(torch.optim.Muon.step)
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon`, which also takes the stacked experts of a mixture.
 
-    The matrix of each expert takes a step of its own. The state is that of `torch.optim.Muon`.
-
-    Args:
-        params: matrices, and stacks of them with the experts on the first axis.
-        lr, weight_decay, options: as in `torch.optim.Muon`.
+    Parameters are matrices, and stacks of them with the experts on the first axis. The matrix of
+    each expert takes a step of its own. The state is that of `torch.optim.Muon`.
     """
 
     def __init__(
@@ -199,14 +196,11 @@ class _States(dict[Tensor, Any]):
 
 
 class CombinedOptimizer(Optimizer):
-    """Optimizers over different parameters of a model, as one optimizer.
+    """Optimizers over different, named parameters of a model, as one optimizer.
 
     Groups and states are those of the optimizers, one after the other. So a learning-rate schedule
     reaches all of them, and a state dict holds all of them. `growkern.grow_optimizer` and
     `grow_optimizer_into` read it.
-
-    Args:
-        optimizers: with named parameters.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:

@@ -20,10 +20,11 @@ from growkern.families.model import ModelSpec
 from growkern.growth.models import tie, untrained_model
 from growkern.growth.optimizer.checks import (
     MOMENTS,
+    MUON,
+    NO_RULE,
     check_decay,
     check_entries,
     check_keys,
-    check_kind,
     check_moments,
     check_state_dict,
     count_of,
@@ -188,8 +189,7 @@ class ShownMoment:
         """As of a `StoredTensor`."""
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in self.tensors]
         whole = [x.cpu() if isinstance(x, Tensor) else x.read() for x in whole]
-        experts = [self.part.of_expert(whole, e) for e in range(self.part.experts)]
-        return experts[0][None] if len(experts) == 1 else torch.stack(experts)
+        return self.part.of_experts(whole)
 
 
 def shown_state(plan: GrowthPlan, state: State) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -309,7 +309,9 @@ def state_by_name(
             entry = state.get(key, {})
             # PyTorch treats an empty state as no state
             if not isinstance(entry, Mapping) or entry:
-                check_kind(group, name, entry)
+                # the state of Muon looks like the momentum of SGD
+                if isinstance(entry, Mapping) and MUON in entry and "ns_coefficients" not in group:
+                    raise GrowthError(f"{name}: no rule for the optimizer's {MUON!r}; {NO_RULE}")
                 by_name[name] = entry
     check_entries(plan, by_name)
     return names, by_name | dict(shown_state(plan, by_name))

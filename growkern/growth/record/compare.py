@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from growkern.growth.record.origins import origin_of
 from growkern.growth.record.recorded import Lineage
 from growkern.growth.source.loading import (
     all_outputs,
-    as_model,
     image_shape,
     largest_difference,
     longest_of,
@@ -62,8 +60,7 @@ def training_notes(lineage: Lineage) -> list[str]:
 def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
     """Places where a lineage disagrees with a new plan or with the source's files.
 
-    Returns:
-        One line per top-level key, with the path of its first difference.
+    There is one line per top-level key, with the path of its first difference.
     """
     data, now = lineage.data, record_of(plan)
     # {}: a model in memory was grown
@@ -88,8 +85,7 @@ def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
 def _differences(then: Any, now: Any, is_config: bool) -> Iterator[str]:
     """Paths, as `.name.name`, at which two JSON values differ.
 
-    Args:
-        is_config: skip config fields that do not change the model or exist on one side only.
+    Of configs, fields that do not change the model or exist on one side only do not count.
     """
     if not isinstance(then, dict) or not isinstance(now, dict):
         if then != now:
@@ -217,15 +213,6 @@ def check_tokens(source: Source, tokens: Tensor) -> None:
         raise GrowthError(f"tokens hold ids outside 0 .. {vocabulary - 1}")
 
 
-def load_model(source: Source, given: Any) -> Any:
-    """A source as a float32 model; a model that was given is returned as it is.
-
-    Args:
-        given: what it was opened from: a model, or a checkpoint directory of any format.
-    """
-    return as_model(source, torch.float32) if isinstance(given, (str, Path)) else given
-
-
 @torch.no_grad()
 def compare_outputs(
     plan: GrowthPlan,
@@ -236,19 +223,17 @@ def compare_outputs(
     *,
     generates: bool = True,
 ) -> dict[str, float]:
-    """Compare the outputs of both models in evaluation mode.
+    """Compare the outputs of both models in evaluation mode, and generation too if they can.
 
     Args:
         tokens: ids, (batch, length) int64.
         labels: target of every token, (batch, length) int64, -100 to ignore one.
-        generates: whether to compare generation as well.
 
-    Returns:
-        "relative error": largest absolute difference over the largest absolute output. Where the
-        plan bounds it, the output on the plan's random texts counts too. Models with a vocabulary
-        head also have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown
-        loss". With a larger vocabulary "new tokens (nats)" is the largest rise of the loss by
-        them. Models that generate have "generation error", see `generation_error`.
+    Returns: "relative error": largest absolute difference over the largest absolute output. Where
+    the plan bounds it, the output on the plan's random texts counts too. Models with a vocabulary
+    head also have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown
+    loss". With a larger vocabulary "new tokens (nats)" is the largest rise of the loss by them.
+    Models that generate have "generation error", see `generation_error`.
     """
     try:
         old = _outputs(source, tokens)
@@ -281,13 +266,9 @@ def compare_outputs(
 def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
     """How far rounding of weights moves the outputs of the source, with a cache or without.
 
-    Every weight moves up or down, at random, by a unit in the last place of the plan's dtype.
-
-    Args:
-        source: the source, float64, or float32 if it is large. It is left as it is.
-
-    Returns:
-        The largest of `ROUNDINGS` relative errors.
+    Every weight moves up or down, at random, by a unit in the last place of the plan's dtype. The
+    source is float64, or float32 if it is large, and is left as it is. The largest of `ROUNDINGS`
+    relative errors counts.
     """
     rng = torch.Generator().manual_seed(0)
     limits, worst = torch.finfo(plan.dtype), 0.0
@@ -308,12 +289,9 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
 def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -> float:
     """How far arithmetic in 16 bits moves the outputs of the source, with a cache or without.
 
-    Args:
-        narrow, wide: the source in 16 bits and in float32.
-
-    Returns:
-        The largest change of an output on these tokens and on random texts, relative to the largest
-        output on these tokens. A few outputs alone may change little by chance.
+    `narrow` and `wide` are the source in 16 bits and in float32. The largest change of an output on
+    these tokens and on random texts counts, relative to the largest output on these tokens. A few
+    outputs alone may change little by chance.
     """
     texts = (tokens, random_inputs(plan.source, SEED, FEW_TEXTS))
     change = max((_outputs(narrow, t) - _outputs(wide, t)).abs().max().item() for t in texts)
@@ -327,14 +305,10 @@ def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -
 def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -> dict[str, float]:
     """Compare greedy generation, with a cache of keys and values unless the target has none.
 
-    Args:
-        tokens: the prompts, (batch, length) int64. They are cut so that the models have positions
-            for `STEPS` more tokens.
-
-    Returns:
-        "generation error": largest difference of a step's logits over the largest logit, over the
-        steps before the two models choose different tokens; infinity if the grown model fails to
-        generate. Nothing if the source fails.
+    The prompts, `tokens`, are cut so that the models have positions for `STEPS` more tokens.
+    "generation error" is the largest difference of a step's logits over the largest logit, over the
+    steps before the two models choose different tokens; infinity if the grown model fails to
+    generate. There is none if the source fails.
     """
     room = longest_of(plan.small)
     steps = min(STEPS, room - 1)

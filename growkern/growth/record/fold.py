@@ -62,11 +62,7 @@ class AxisFold:
 
 
 def fold_tensor(origin: Origin, space_of: SpaceOf, grown: Tensor) -> Tensor:
-    """A whole target tensor folded into the source's shape, float64.
-
-    Args:
-        space_of: returns the space of a name, for the tensor's layer.
-    """
+    """A whole target tensor folded into the source's shape, float64; spaces are of its layer."""
     return fold_rows(origin, axis_folds(origin, space_of), grown, 0, origin.source_shape[0])
 
 
@@ -75,10 +71,8 @@ def fold_rows(
 ) -> Tensor:
     """Rows [start, stop) of the folded tensor, float64. Only their copies in `grown` are read.
 
-    Args:
-        folds: of `axis_folds`.
-        grown: the target tensor, of the origin's shape; may be memory-mapped. Or what reads the
-            matrices of its experts: one at a time is in memory, however many copies there are.
+    `grown` is the target tensor, of the origin's shape, and may be memory-mapped. Or it reads the
+    matrices of its experts: one at a time is in memory, however many copies there are.
     """
     return _sums(folds, grown, origin.offset, start, stop) / origin.factor - origin.offset
 
@@ -185,15 +179,11 @@ def _joined(origin: Origin, pieces: list[_Copies], size: int, next_layer: str) -
     index, factor, weight = index[keep], factor[keep], weight[keep]
     total = torch.zeros(size, dtype=torch.float64).index_add_(0, index, factor * weight)
     if next_layer:
-        _check_no_entry_lost(origin, total)
+        lost = (total < LEAST_SHARE**2).nonzero().flatten().tolist()
+        if lost:
+            raise GrowthError(
+                f"{origin.source}: {len(lost)} of {len(total)} entries, the first {lost[0]}, have "
+                "no copy in the grown model, or one too small to recover: AKI replaced them by "
+                "entries of the next layer, so this growth cannot be folded"
+            )
     return AxisFold(keep, index, weight / total[index], size)
-
-
-def _check_no_entry_lost(origin: Origin, total: Tensor) -> None:
-    lost = (total < LEAST_SHARE**2).nonzero().flatten().tolist()
-    if lost:
-        raise GrowthError(
-            f"{origin.source}: {len(lost)} of {len(total)} entries, the first {lost[0]}, have no "
-            "copy in the grown model, or one too small to recover: AKI replaced them by entries "
-            "of the next layer, so this growth cannot be folded"
-        )

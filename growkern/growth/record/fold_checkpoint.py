@@ -19,7 +19,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import refuse_changed
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.sentence import fold_modules, is_sentence_model
-from growkern.growth.disk.shards import ShardLayout, TargetFile, lay_out, write_rows
+from growkern.growth.disk.shards import ShardLayout, lay_out, write_rows
 from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
 from growkern.growth.models import class_shapes
 from growkern.growth.options import GrowthOptions, parse_size
@@ -150,11 +150,7 @@ def fold(
 
 
 def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
-    """Choose the target tensor that each source tensor is folded from: the first that holds it.
-
-    Returns:
-        Source tensor name -> target tensor name.
-    """
+    """Source tensor -> the target tensor that it is folded from, the first that holds it."""
     file = lineage.file
     if lineage.data.get("model_class") != grown.class_name:
         raise GrowthError(
@@ -214,10 +210,7 @@ def _write(
     with ExitStack() as stack:
         bar = tqdm(total=total, desc="folding", unit="B", unit_scale=True, disable=not progress)
         stack.enter_context(bar)
-        files = {}
-        for name, size in layout.sizes.items():
-            files[name] = TargetFile(directory / name, size, layout.heads[name])
-            stack.callback(files[name].close)
+        files = layout.open(directory, stack)
         for name, header in layout.tensors.items():
             shown, number, part = places.get(name, (name, 0, None))
             origin, own = lineage.origins[chosen[shown]], partial(grown.read, chosen[shown])
@@ -244,9 +237,7 @@ def _matrix(read: Callable[[list[int]], Tensor], number: int) -> Tensor:
 def _part_of(rows: Callable[[int, int], Tensor], number: int, part: Parts) -> Tensor:
     """A tensor of a dense model, float64, from the experts of its mixture.
 
-    Args:
-        rows: some experts of the folded tensor.
-        number: the place of the tensor among those that `part` names.
+    `rows` folds some of the experts; `number` is the place of the tensor in `part`.
     """
     matrices = (rows(expert, expert + 1)[0] for expert in range(part.experts))
     return torch.cat([m.chunk(len(part.names))[number] for m in matrices], part.axis)

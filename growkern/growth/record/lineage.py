@@ -13,13 +13,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import safetensors
 import torch
 import transformers
 
-from growkern.errors import GrowthError
+from growkern.arguments import Limit, between, check_fields
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.history import (
     EARLIER,
@@ -37,7 +37,6 @@ from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in GROWN_DTYPES}
-T = TypeVar("T")
 
 # of the file
 FORMAT = 1
@@ -62,9 +61,10 @@ class Settings:
     max_shard_size: int = 5 * 10**9
     allow_nonfinite: bool = False
 
+    LIMITS: ClassVar[dict[str, Limit]] = {"max_shard_size": between(1, (1 << 63) - 1)}
+
     def __post_init__(self) -> None:
-        if self.max_shard_size < 1:
-            raise GrowthError(f"max_shard_size={self.max_shard_size} must be positive")
+        check_fields(self)
 
 
 def versions() -> dict[str, str]:
@@ -138,9 +138,7 @@ def lineage_text(
 ) -> str:
     """`lineage.json` of a grown checkpoint. It does not depend on where directories are.
 
-    Args:
-        files: of `source_files`, before the growth.
-        trained: whether the weights were trained or changed since the growth.
+    `files` are `source_files` before the growth. `trained` says that the weights changed since.
     """
     source, on_hub = plan.source.directory, hub_model(plan.source.directory)
     lineage = {

@@ -66,11 +66,7 @@ class Origin:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Origin:
-        """The origin in a lineage file.
-
-        Raises:
-            ValueError, TypeError: the data is damaged.
-        """
+        """The origin in a lineage file; ValueError or TypeError if it is damaged."""
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
         }
@@ -166,11 +162,7 @@ def space_to_dict(space: Space) -> dict[str, Any]:
 
 
 def space_from_dict(data: Mapping[str, Any]) -> Space:
-    """The space in a lineage file.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: the data is damaged.
-    """
+    """The space in a lineage file; data that is damaged raises one of `recorded.MALFORMED`."""
     indices = (read_index(data[name]) for name in ("write_index", "read_index"))
     values = (read_values(data[name]) for name in ("write", "read"))
     write_index, index = indices
@@ -202,11 +194,7 @@ def index_text(index: Tensor) -> str:
 
 
 def read_index(text: str) -> Tensor:
-    """The index vector of a text, (n,) int64.
-
-    Raises:
-        ValueError: the text is malformed.
-    """
+    """The index vector of a text, (n,) int64; ValueError if it is malformed."""
     ends = [run.partition("-") for run in text.split()]
     runs = [(int(first), int(last or first) + 1) for first, _, last in ends]
     _check_lengths([stop - start for start, stop in runs])
@@ -221,11 +209,7 @@ def value_text(values: Tensor) -> str:
 
 
 def read_values(text: str) -> Tensor:
-    """The vector of a text, (n,) float64.
-
-    Raises:
-        ValueError: the text is malformed.
-    """
+    """The vector of a text, (n,) float64; ValueError if it is malformed."""
     runs = [run.partition("x") for run in text.split()]
     counts = [int(n or 1) for _, _, n in runs]
     _check_lengths(counts)

@@ -5,12 +5,11 @@ The optimizer of a grown model needs the maps of the growth, but neither the sou
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,6 @@ from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
 from growkern.growth.space.upcycling import dense_model, upcycled, with_start
 
-T = TypeVar("T")
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
@@ -96,11 +94,7 @@ class Lineage:
 
 
 def read_lineage(path: Path) -> Lineage:
-    """Read a lineage file.
-
-    Args:
-        path: the file, or the directory of a grown checkpoint.
-    """
+    """Read a lineage file, or that of a grown checkpoint's directory."""
     file = path / LINEAGE_FILE if path.is_dir() else path
     if not file.is_file():
         raise GrowthError(f"{path}: no {LINEAGE_FILE}: give {RECORD}")
@@ -128,8 +122,8 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             file,
             data,
             {name: Origin.from_dict(entry) for name, entry in data["tensors"].items()},
-            _typed(GrowthOptions, data["options"]),
-            _typed(Settings, data["settings"]),
+            GrowthOptions(**data["options"]),
+            Settings(**data["settings"]),
             {name: (old, new) for name, (old, new) in data["sizes"].items()},
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],
@@ -154,8 +148,7 @@ def has_record(directory: Path | None) -> bool:
 def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
     """Read the record of a grown checkpoint, which may have been trained since.
 
-    Args:
-        lineage: the lineage file, or a directory with it; None: that of `grown`.
+    `lineage` is the lineage file, or a directory with it; None: that of `grown`.
     """
     if lineage is not None:
         return read_lineage(path_of("lineage", lineage, RECORD))
@@ -174,27 +167,6 @@ def own_family_of(lineage: str | Path | None) -> Family | None:
 
 def _no_record(file: Path, why: str) -> GrowthError:
     return GrowthError(f"{file}: not a growth record: {why}: give {RECORD}")
-
-
-def _typed(cls: type[T], table: Mapping[str, Any]) -> T:
-    """A dataclass of plain values, each of the type of its field.
-
-    Raises:
-        ValueError: a value has another type, or is an integer of more than 64 bits.
-        KeyError: no such field.
-    """
-    kinds = get_type_hints(cls)
-    for name, value in table.items():
-        # of a Literal its choices, whose type counts here
-        allowed = [
-            kind if isinstance(kind, type) else type(kind)
-            for kind in get_args(kinds[name]) or (kinds[name],)
-        ]
-        is_number = float in allowed and type(value) is int
-        is_large = type(value) is int and value.bit_length() > 63
-        if is_large or not (type(value) in allowed or is_number):
-            raise ValueError(f"{name} is {reprlib.repr(value)}")
-    return cls(**table)
 
 
 def _read_config(file: Path, data: Any, family: Family | None) -> Any:

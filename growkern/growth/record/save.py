@@ -117,10 +117,8 @@ def write_card(text: str, directory: Path) -> None:
 def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str:
     """The card of a grown checkpoint. It does not depend on where directories are.
 
-    Licence, languages, data sets and tags are those of the source's card.
-
-    Args:
-        is_sentence: whether sentence-transformers loads the checkpoint.
+    Licence, languages, data sets and tags are those of the source's card. `is_sentence` says
+    whether sentence-transformers loads the checkpoint.
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
     kept["tags"] = sorted({*_listed(kept.get("tags")), TAG})
@@ -155,11 +153,7 @@ def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str
 
 
 def note_training(directory: Path, *, trained: bool = True) -> None:
-    """Let the card of a growth, if there is one, say whether the weights are others now.
-
-    Args:
-        trained: False: they are those of the growth again.
-    """
+    """Let the card of a growth, if there is one, say whether its weights were trained since."""
     file = directory / CARD_FILE
     before = text = read_card(file)
     pairs = ((UNTRAINED, TRAINED), (COMPARED, COMPARED_BEFORE), (RECORD, RECORD_BEFORE))
@@ -223,11 +217,8 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
 
     If the model was trained or cast since, the record says so, and so does a card that is there.
     `growkern.fold` and the next growth need it. A model whose shapes were changed is saved as any
-    other; a record that is in the directory then stays.
-
-    Args:
-        backend: backend of the expansion kernel, or None.
-        nonfinite: whether NaN and Inf in the source were grown.
+    other; a record that is in the directory then stays. `nonfinite` says whether NaN and Inf were
+    grown.
     """
     # of the files before anybody changes them
     record = _Record(model, plan, backend, nonfinite, source_files(plan.source), _state(model))

@@ -50,18 +50,14 @@ def rounding(dtype: torch.dtype) -> float:
 def measured_level(
     plan: GrowthPlan, outputs: Mapping[str, float], dtype: torch.dtype
 ) -> tuple[Level, str]:
-    """The word for the measured outputs, and why it contradicts the plan.
+    """The word for the measured outputs, as in `Finding.level`, and why it contradicts the plan.
 
-    A change that was asked for excuses the outputs if the plan calls nothing else changed. It never
-    excuses outputs or generation that fail, or new tokens that cost more than planned.
+    The word is "exact" only if the plan is; a line of "" is no contradiction. A change that was
+    asked for excuses the outputs if the plan calls nothing else changed. It never excuses outputs
+    or generation that fail, or new tokens that cost more than planned.
 
-    Args:
-        outputs: of `record.outputs.compare_outputs`, with the samples of rounding beside them.
-        dtype: whose rounding the outputs carry beside that of 16 bits, float32 or float64.
-
-    Returns:
-        "exact", "approximate" or "changed", as in `Finding.level`. "exact" only if the plan is.
-        The contradiction in one line; "" if there is none.
+    `outputs` are those of `record.compare.compare_outputs`, with the samples of rounding beside
+    them. `dtype`, float32 or float64, is whose rounding they carry beside that of 16 bits.
     """
     errors = {OUTPUT_ERROR: 0.0, GENERATION_ERROR: 0.0, NEW_TOKENS: 0.0, **outputs}
     allowed, noise = _allowed(plan, errors, dtype), _noise(errors, dtype)
@@ -134,12 +130,9 @@ def _words(measure: str) -> str:
 
 
 def generation_differences(source: Source, grown: Source) -> str:
-    """The settings of generation that the grown model has not taken from the source, in one line.
+    """The settings of generation that differ from the source's, in one line; "" if none do.
 
     With other settings a model chooses other tokens from the same logits.
-
-    Returns:
-        "" if all are the same, or if the model generates nothing.
     """
     cls = getattr(transformers, source.class_name)
     if source.generation is None or not cls.can_generate():

@@ -39,7 +39,6 @@ from growkern.growth.record.compare import (
     check_tokens,
     compare_outputs,
     contradictions,
-    load_model,
     rounding_error,
     training_notes,
     version_notes,
@@ -119,7 +118,30 @@ class VerifyReport:
 
     def table(self) -> Any:
         """The report as a rich renderable."""
-        return verify_table(self)
+        table = Table(title="tensors", title_justify="left", box=SIMPLE, show_edge=False)
+        table.padding = (0, 1, 0, 0)
+        # short columns beside the names, which must be whole at 80 columns
+        table.add_column("kind", no_wrap=True)
+        for column in ("n", "replay\nerror", "fold\nerror"):
+            table.add_column(column, justify="right")
+        table.add_column("")
+        for group in self.groups:
+            verdict = Text("ok", "green") if group.ok else Text("FAIL", "red")
+            fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
+            # the name up to the layer's number is the same for all kinds: leave it out
+            kind = group.kind.rpartition("{l}.")[2]
+            table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
+        failed = [Text(f"FAIL: {group.worst}", "red") for group in self.groups if not group.ok]
+        what = "images" if self.plan.small.family.reads_images else "tokens"
+        outputs = Table(title=f"outputs on {self.tokens} {what}", title_justify="left")
+        outputs.add_column("measure")
+        outputs.add_column("value", justify="right")
+        for name, value in self.outputs.items():
+            outputs.add_row(name, f"{value:.3g}")
+        state = Text(*_verdict(self))
+        said = [Text(line, "red") for line in self.contradictions]
+        said += [Text(f"note: {line}", "yellow") for line in self.notes]
+        return Group(table, *failed, Text(), outputs, *said, state)
 
 
 @on_cpu_by_default
@@ -151,8 +173,7 @@ def verify(
     source = located(source, revision)
     opened_grown = open_source(grown, allow_nonfinite=True, family=own_family_of(lineage))
     family = opened_grown.spec.family.whole
-    is_own = family.table is not None
-    own_family = family if is_own else None
+    own_family = family if family.table is not None else None
     opened = open_source(source, allow_nonfinite=True, family=own_family, dequantize=True)
     wrong, notes = [], []
     if lineage is not None or opened_grown.directory is not None:
@@ -233,7 +254,10 @@ def _compare(
                 outputs[ROUNDING_ERROR] = rounding_error(plan, old, tokens)
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
-    old, new = load_model(*source), load_model(*grown)
+    old, new = (
+        as_model(opened, torch.float32) if isinstance(given, (str, Path)) else given
+        for opened, given in (source, grown)
+    )
     outputs = compare_outputs(plan, old, new, tokens, labels)
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     del new
@@ -246,9 +270,7 @@ def _roundings(
 ) -> dict[str, float]:
     """How far rounding to 16 bits moves the outputs of a source that is too large for float64.
 
-    Args:
-        old: the source as it was run.
-        coarsest: the dtype that the source or the grown model was run in.
+    `old` is the source as it was run; `coarsest` the dtype that it or the grown model was run in.
     """
     is_narrow = coarsest.itemsize == 2
     if not (is_narrow or plan.rounds_weights):
@@ -290,31 +312,3 @@ def _verdict(report: VerifyReport) -> tuple[str, str]:
     if report.level == "approximate":
         return f"passed: approximate, {error}, within the bound {report.bound:.1e}", "green"
     return f"differs, {error}", "yellow"
-
-
-def verify_table(report: VerifyReport) -> Group:
-    """A report as a rich renderable: errors per kind of tensor, then outputs and notes."""
-    table = Table(title="tensors", title_justify="left", box=SIMPLE, show_edge=False)
-    table.padding = (0, 1, 0, 0)
-    # short columns beside the names, which must be whole at 80 columns
-    table.add_column("kind", no_wrap=True)
-    for column in ("n", "replay\nerror", "fold\nerror"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    for group in report.groups:
-        verdict = Text("ok", "green") if group.ok else Text("FAIL", "red")
-        fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
-        # the name up to the layer's number is the same for all kinds: leave it out
-        kind = group.kind.rpartition("{l}.")[2]
-        table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
-    failed = [Text(f"FAIL: {group.worst}", "red") for group in report.groups if not group.ok]
-    what = "images" if report.plan.small.family.reads_images else "tokens"
-    outputs = Table(title=f"outputs on {report.tokens} {what}", title_justify="left")
-    outputs.add_column("measure")
-    outputs.add_column("value", justify="right")
-    for name, value in report.outputs.items():
-        outputs.add_row(name, f"{value:.3g}")
-    state = Text(*_verdict(report))
-    said = [Text(line, "red") for line in report.contradictions]
-    said += [Text(f"note: {line}", "yellow") for line in report.notes]
-    return Group(table, *failed, Text(), outputs, *said, state)

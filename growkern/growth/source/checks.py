@@ -81,8 +81,7 @@ def check_names_and_shapes(
 ) -> None:
     """Refuse missing tensors, unknown ones, and shapes that contradict the config.
 
-    Args:
-        found: name -> shape of the source's tensors; tied ones may be missing.
+    Of the tensors that were `found`, tied ones may be missing.
     """
     expected = model.shapes
     missing = [name for name in expected if name not in found and name not in model.ties]
@@ -110,8 +109,7 @@ def check_names_and_shapes(
 def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor]) -> ModelSpec:
     """Refuse tensors with different values that the config calls tied.
 
-    Returns:
-        The model, with heads of its own where its table lets values decide.
+    Returns the model, with heads of its own where its table lets values decide.
     """
     differ = {}
     for name, owner in model.ties.items():
@@ -133,8 +131,13 @@ def check_values(file: Path, model: ModelSpec) -> None:
     """Refuse sizes that no model has, and activations that transformers does not know."""
     check_sizes(str(file), model)
     activation = model.family.activation
-    if activation is not None:
-        _check_activation(f"{file}: {activation}", getattr(model.text, activation))
+    found = activation and getattr(model.text, activation)
+    if activation is None or found in USUAL_ACTIVATIONS:
+        return
+    from transformers.activations import ACT2FN
+
+    if found not in ACT2FN:
+        raise GrowthError(f"{file}: {activation}={found!r}{nearest(str(found), ACT2FN)}")
 
 
 def check_sizes(where: str, model: ModelSpec) -> None:
@@ -147,15 +150,6 @@ def check_sizes(where: str, model: ModelSpec) -> None:
         if not (0 if is_optional else 1) <= size <= most:
             field = family.config_field(key)
             raise GrowthError(f"{where}: {field}={size} must lie in 1 .. {most}")
-
-
-def _check_activation(where: str, activation: Any) -> None:
-    if activation in USUAL_ACTIVATIONS:
-        return
-    from transformers.activations import ACT2FN
-
-    if activation not in ACT2FN:
-        raise GrowthError(f"{where}={activation!r}{nearest(str(activation), ACT2FN)}")
 
 
 # classes that a head may tell apart; ImageNet-21k has 21,841
@@ -199,17 +193,12 @@ OF_THE_CLASS = {
 def check_config_values(
     file: Path, data: dict[str, Any], config_class: type, family: Family | None
 ) -> None:
-    """Check all values of a config.
-
-    Args:
-        family: of the model; None where growkern has no table for it.
-    """
+    """Check all values of a config; `family` is None where growkern has no table for it."""
     check_names(file, data, config_class)
     faults = (
-        *(_of_code(data), _of_architectures(data), _of_counts(data)),
+        *(_of_code(data), _of_tables(data)),
         _of_sizes(family, data, getattr(config_class, "attribute_map", {})),
-        *(of(name, value) for name, value in _entries(data) for of in (_of_dtype, _of_number)),
-        _of_tokens(data),
+        *(_of_value(name, value) for name, value in _entries(data)),
     )
     for fault in chain.from_iterable(faults):
         raise GrowthError(f"{file}: {fault}")
@@ -254,8 +243,7 @@ def _entries(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _of_code(data: Any, inherited: str | None = None) -> Iterator[str]:
     """Implementations that lie on a hub: transformers would download and run them.
 
-    Args:
-        inherited: the field that all values in `data` belong to.
+    All values in `data` belong to the field `inherited`, if it is given.
     """
     for key, value in data.items():
         name = key if key in IMPLEMENTATIONS else inherited
@@ -268,17 +256,14 @@ def _of_code(data: Any, inherited: str | None = None) -> Iterator[str]:
             yield f"{name}={reprlib.repr(value)} refers to code outside transformers: remove it"
 
 
-def _of_architectures(data: dict[str, Any]) -> Iterator[str]:
+def _of_tables(data: dict[str, Any]) -> Iterator[str]:
     names = data.get("architectures")
     is_list = isinstance(names, list) and len(names) <= MOST_CLASSES
     if names is not None and not (
         is_list and all(isinstance(name, str) and len(name) <= MOST_CLASS_NAME for name in names)
     ):
         yield f"architectures={reprlib.repr(names)}: expected a list of class names"
-
-
-def _of_counts(data: dict[str, Any]) -> Iterator[str]:
-    """Tables with more entries than transformers handles in a second."""
+    # with more entries transformers takes more than a second
     limits = {"id2label": MOST_LABELS, "label2id": MOST_LABELS, "pruned_heads": MOST_PRUNED}
     for name, most in limits.items():
         table = data.get(name)
@@ -286,6 +271,10 @@ def _of_counts(data: dict[str, Any]) -> Iterator[str]:
             yield f"{name}={reprlib.repr(table)}: expected a table"
         elif table and len(table) > most:
             yield f"{name} has {len(table)} entries: at most {most}"
+    # embeddings cannot be built with a padding token beyond the vocabulary
+    size, padding = data.get("vocab_size"), data.get("pad_token_id")
+    if isinstance(size, int) and isinstance(padding, int) and padding >= size:
+        yield f"pad_token_id={padding} lies beyond vocab_size={size}"
 
 
 def _of_sizes(
@@ -303,15 +292,12 @@ def _of_sizes(
             yield f"{name}={reprlib.repr(value)} must lie in 1 .. {family.largest(key)}"
 
 
-def _of_dtype(name: str, value: Any) -> Iterator[str]:
-    """A dtype that PyTorch does not have: transformers takes any name of the package."""
+def _of_value(name: str, value: Any) -> Iterator[str]:
     if name in DTYPES and value is not None:
+        # transformers takes any name of the package for a dtype
         known = isinstance(value, str) and getattr(torch, value.removeprefix("torch."), None)
         if not isinstance(known, torch.dtype):
             yield f"{name}={reprlib.repr(value)} is no dtype of PyTorch"
-
-
-def _of_number(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     limits = {"num_labels": MOST_LABELS}
@@ -325,10 +311,3 @@ def _of_number(name: str, value: Any) -> Iterator[str]:
         yield f"{name}={value} must lie in 0 .. 1"
     elif value > limits.get(name, value):
         yield f"{name}={value}: at most {limits[name]}"
-
-
-def _of_tokens(data: dict[str, Any]) -> Iterator[str]:
-    """A padding token beyond the vocabulary: embeddings cannot be built with it."""
-    size, padding = data.get("vocab_size"), data.get("pad_token_id")
-    if isinstance(size, int) and isinstance(padding, int) and padding >= size:
-        yield f"pad_token_id={padding} lies beyond vocab_size={size}"

@@ -44,11 +44,9 @@ ON_THE_HUB = "; a model on the Hub is named ORGANISATION/NAME"
 def read_config(directory: Path, *, any_family: bool = False, family: Family | None = None) -> Any:
     """The Hugging Face config of a checkpoint directory. Runs no code and asks no hub.
 
-    A checkpoint of `torch.distributed.checkpoint` may have its config in the directory above.
-
-    Raises:
-        GrowthError: no such directory, no config.json, or one that is damaged, too large, links to
-            somewhere else, names code of a hub, or has values that make no model.
+    A checkpoint of `torch.distributed.checkpoint` may have its config in the directory above. A
+    config is refused if it is damaged, too large, links to somewhere else, names code of a hub, or
+    has values that make no model.
     """
     return read_config_file(directory, any_family=any_family, family=family)[0]
 
@@ -75,9 +73,7 @@ def check_config(
 ) -> None:
     """Refuse the raw JSON of a config that makes no model.
 
-    Args:
-        any_family: accept models without a table.
-        family: a table of one's own for the model.
+    With `any_family`, models without a table are fine. `family` is a table of one's own.
     """
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(kind, str):
@@ -134,17 +130,9 @@ def config_directory(directory: Path) -> Path:
 def read_generation(directory: Path) -> Any | None:
     """How a checkpoint generates: the `GenerationConfig` that its model would have when loaded.
 
-    It comes from generation_config.json, or from config.json, where older models keep it.
-
-    Args:
-        directory: of `config_directory`.
-
-    Returns:
-        None if transformers can read neither.
-
-    Raises:
-        GrowthError: generation_config.json is too large, links to somewhere else, or replaces
-            methods of transformers.
+    It comes from generation_config.json, or from config.json, where older models keep it. None if
+    transformers can read neither. A file that is too large, links to somewhere else, or replaces
+    methods of transformers is refused. `directory` is that of `config_directory`.
     """
     file, read = directory / GENERATION_CONFIG_NAME, transformers.GenerationConfig.from_pretrained
     is_there = file.is_symlink() or file.exists()
@@ -167,14 +155,7 @@ def read_generation(directory: Path) -> Any | None:
 
 
 def family_of(model_type: str, config: Any) -> Family:
-    """The family of a config.
-
-    Args:
-        config: the config, or the JSON object of its file.
-
-    Raises:
-        GrowthError: there is no table for it; the message says what is known of the model.
-    """
+    """The family of a config or of its JSON; without a table, the error says what is known."""
     if model_type in supported_families():
         return load_family(model_type)
     data = config if isinstance(config, Mapping) else config.to_dict()

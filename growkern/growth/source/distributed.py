@@ -33,6 +33,7 @@ from torch.futures import Future
 from growkern.errors import GrowthError
 from growkern.growth.source.files import METADATA_FILE
 from growkern.growth.source.pickles import UNREADABLE, brief, read_metadata, read_piece
+from growkern.growth.source.stored import StoredTensor, consecutive
 
 # corners of the pieces of a tensor: a million pieces that are divided along two axes
 MOST_CORNERS = 1 << 22
@@ -56,11 +57,7 @@ class SafeReader(FileSystemReader):
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """PyTorch's: read the pieces of a plan.
-
-        Raises:
-            ValueError: a piece is damaged, or is not the one that the metadata describes.
-        """
+        """PyTorch's: read the pieces of a plan. ValueError if one is not that of the metadata."""
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
                 piece = self._piece(item.storage_index)
@@ -163,8 +160,8 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class DistributedTensor:
-    """One tensor of a distributed checkpoint, a `growkern.growth.source.stored.StoredTensor`."""
+class DistributedTensor(StoredTensor):
+    """One tensor of a distributed checkpoint."""
 
     reader: SafeReader
     raw_name: str
@@ -189,14 +186,6 @@ class DistributedTensor:
     def dtype(self) -> torch.dtype:
         return self.stored.properties.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_mapped(self) -> bool:
-        return False
-
     def read(self) -> Tensor:
         return self.read_runs([[(0, n)] for n in self.shape])
 
@@ -210,13 +199,10 @@ class DistributedTensor:
         return self.read_runs([runs_of(entries) for entries in index])
 
     def read_runs(self, runs: Sequence[Sequence[Run]]) -> Tensor:
-        """The tensor, undefined outside the wanted runs of every axis.
+        """The tensor, undefined outside the wanted runs [start, stop) of every axis.
 
         It takes the memory of the wanted entries and of one saved piece: the system allocates
         memory when it is first written.
-
-        Args:
-            runs: per axis, runs [start, stop) of entries.
         """
         result = torch.empty(self.shape, dtype=self.dtype)
         items = [item for box in product(*runs) for item in self._items(box)]
@@ -259,14 +245,8 @@ class _Into:
 def read_distributed(directory: Path, expected: Mapping[str, str]) -> dict[str, DistributedTensor]:
     """The model's tensors in a distributed checkpoint, by the model's names.
 
-    Everything else in the checkpoint, such as an optimizer, is ignored.
-
-    Args:
-        expected: the model's names -> those in files.
-
-    Raises:
-        GrowthError: metadata that cannot be read or holds unexpected classes; no tensor of the
-            model.
+    Everything else in the checkpoint, such as an optimizer, is ignored. `expected` has the model's
+    names and those in files.
     """
     reader = SafeReader(directory)
     entries, found = reader.metadata.state_dict_metadata, dict[str, str]()
@@ -286,9 +266,7 @@ def read_distributed_optimizer(
     """An optimizer's state in a distributed checkpoint: parameter -> key -> tensor.
 
     It must have the form that `get_optimizer_state_dict` returns, alone or in a larger state dict.
-
-    Args:
-        parameters: name of a parameter in the model -> its name in the result.
+    `parameters` has the name of a parameter in the model and its name in the result.
     """
     reader = SafeReader(directory)
     stored = reader.metadata.state_dict_metadata
@@ -313,13 +291,5 @@ def runs_of(index: Tensor) -> list[Run]:
 
     If there are more than `MOST_RUNS`, a single run from the first entry to the last.
     """
-    entries = index.unique()
-    if not len(entries):
-        return []
-    last = torch.ones(len(entries), dtype=torch.bool)
-    last[:-1] = entries.diff() != 1
-    first = last.roll(1)
-    starts, stops = entries[first].tolist(), (entries[last] + 1).tolist()
-    if len(starts) > MOST_RUNS:
-        return [(starts[0], stops[-1])]
-    return list(zip(starts, stops, strict=True))
+    runs = consecutive(index.unique())
+    return runs if len(runs) <= MOST_RUNS else [(runs[0][0], runs[-1][1])]

@@ -13,7 +13,7 @@ import os
 import reprlib
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import no_collections, parse_json, read_json
 from growkern.growth.source.refused import quantised_advice, refuse_directory
+from growkern.growth.source.stored import StoredTensor
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -38,27 +39,15 @@ MOST_HEADER_BYTES = 20_000_000
 
 # slots: a mixture has 100,000 of them
 @dataclass(frozen=True, slots=True)
-class Header:
-    """One tensor of a safetensors file, a `StoredTensor`.
-
-    Attributes:
-        file: path of the file.
-        start: the byte of the file where its values start.
-    """
+class Header(StoredTensor):
+    """One tensor of a safetensors file; `start` is the byte of the file where its values start."""
 
     file: str
     raw_name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_mapped(self) -> bool:
-        return True
+    is_mapped = True
 
     def read(self) -> Tensor:
         """The tensor, mapped. The parts that are used stay in memory until it is deleted."""
@@ -78,10 +67,6 @@ class Header:
         """File, first byte and number of bytes of the rows [start, stop)."""
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         yield self.file, self.start + start * row, (stop - start) * row
-
-    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
-        """The whole tensor: it is mapped, so entries that nobody uses are not read."""
-        return self.read()
 
     def _map(self, first: int, count: int) -> Tensor:
         if not count:
@@ -132,16 +117,12 @@ def read_headers(
 ) -> dict[str, Header]:
     """The headers of all tensors of a checkpoint, by their names in the files.
 
-    A warning says so if the directory has an index that is not read.
+    Files that are missing, truncated or corrupt are refused, and an index that does not match them
+    or points outside the directory. A warning says so if there is an index that is not read.
 
     Args:
         read_shard: file -> its headers; default: from the file, which must lie in the directory.
         is_single: whether it has a single file of weights; default: whether it lies there.
-
-    Raises:
-        GrowthError: no weights; a shard that is missing, truncated or corrupt; an index that does
-            not match its shards or points outside the directory; a tensor stored twice; a dtype
-            that growth cannot handle.
     """
     refuse_directory(directory)
     index = directory / INDEX_FILE
@@ -209,11 +190,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 def read_header_bytes(file: Path) -> bytes:
-    """The raw header of a safetensors file: its length and its JSON.
-
-    Raises:
-        ValueError: the header would be longer than the file.
-    """
+    """The raw header of a safetensors file, length and JSON; ValueError if the file is shorter."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size < LENGTH.size:
@@ -265,11 +242,9 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
-    """The tensors that the header of a safetensors file lists.
+    """The tensors that the header of a safetensors file lists. The file is not read.
 
-    Args:
-        file: the file, which is not read.
-        head: its first bytes: the length of the header, and the header.
+    `head` has its first bytes: the length of the header, and the header.
     """
     with _naming(file):
         if head[LENGTH.size : LENGTH.size + 1] != b"{":
@@ -350,11 +325,7 @@ PIECE_BYTES = 16 << 20
 def row_blocks(
     shape: tuple[int, ...], itemsize: int, piece_bytes: int = PIECE_BYTES
 ) -> list[tuple[int, int]]:
-    """Cut a tensor along its first axis into pieces of about `piece_bytes`.
-
-    Returns:
-        The rows [start, stop) of every piece, at least one row each.
-    """
+    """Rows [start, stop) of pieces of about `piece_bytes`, with at least one row each."""
     count = shape[0] if shape else 1
     rows = max(1, piece_bytes // max(1, math.prod(shape[1:]) * itemsize))
     return [(start, min(start + rows, count)) for start in range(0, count, rows)]

@@ -168,8 +168,7 @@ BARE = SAFETENSORS._replace(recognises=_has_no_weights, read=_read_bare, suffix=
 def format_of(directory: Path, *, weights: bool = True) -> Format:
     """The format of a checkpoint directory: the first of `FORMATS` that recognises it.
 
-    Args:
-        weights: False: a directory without weights has the format `BARE`.
+    With `weights=False`, a directory without weights has the format `BARE`.
     """
     kinds = FORMATS if weights else (BARE, *FORMATS)
     return next(kind for kind in kinds if kind.recognises(directory))

@@ -100,10 +100,6 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
         source: a directory, an id on the Hub, or anything else, which is returned as it is.
         revision: branch, tag or commit of a model on the Hub.
         weights: False: its weights stay there if the cache lacks them, see `read_remote_headers`.
-
-    Raises:
-        GrowthError: there is no such model, it cannot be reached, or it is of a kind that cannot be
-            grown. Or `revision` is given for a source that is not on the Hub.
     """
     is_name = isinstance(source, (str, Path))
     if is_name and not os.path.exists(source):
@@ -174,16 +170,16 @@ class RemoteTensor(Header):
     """A tensor of a safetensors file on the Hub. `file` is its place in the cache."""
 
     model: HubModel
-
-    @property
-    def is_mapped(self) -> bool:
-        return False
+    is_mapped = False
 
     def read(self) -> Tensor:
         """The whole tensor. A large one is read from its file, which is downloaded."""
         name = Path(self.file).name
         if self.nbytes > MOST_READ:
-            file = _whole_file(self.model, name)
+            from huggingface_hub import hf_hub_download
+
+            with _reaching(self.model):
+                file = hf_hub_download(self.model.id, name, revision=self.model.commit)
             return Header(file, self.raw_name, self.shape, self.dtype, self.start).read()
         data, _ = _bytes_of(self.model, name, self.start, self.nbytes)
         return torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.shape)
@@ -230,13 +226,6 @@ def _reaching(model: HubModel) -> Iterator[None]:
         yield
     except Exception as error:
         raise GrowthError(_why(model.id, model.commit, error)) from error
-
-
-def _whole_file(model: HubModel, name: str) -> str:
-    from huggingface_hub import hf_hub_download
-
-    with _reaching(model):
-        return hf_hub_download(model.id, name, revision=model.commit)
 
 
 def _has_file(model: HubModel, name: str) -> bool:

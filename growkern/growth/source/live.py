@@ -68,11 +68,7 @@ OTHER = (
 
 
 def unwrapped(model: Any, role: str = "model") -> Any:
-    """The transformers model inside the wrappers of `INNER`.
-
-    Args:
-        role: of the model, for the message: "source".
-    """
+    """The transformers model inside the wrappers of `INNER`; `role` names it: "source"."""
     while not isinstance(model, transformers.PreTrainedModel):
         kind = type(model).__name__
         inner = getattr(model, INNER.get(kind, ""), None)
@@ -130,10 +126,7 @@ def check_live(model: Any, spec: ModelSpec) -> tuple[str, ...]:
     """Refuse a model that computes something else than its config says.
 
     It warns of what the grown model will not have: hooks, and rotary frequencies that
-    `model.to(dtype)` has rounded.
-
-    Returns:
-        What it warns of, one line each.
+    `model.to(dtype)` has rounded. Returns these warnings, one line each.
     """
     with torch.device("meta"):
         fresh = untrained_model(spec)
@@ -197,10 +190,9 @@ def _value_of(model: Any, name: str) -> Any:
 
 
 def _differences(live: Any, built: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """What differs between a live module and one built from the config, with both values.
+    """What differs between a built module and the live one, or what the model has in its place.
 
-    Args:
-        live: the module; or what the model has in its place.
+    It yields its name and both values.
     """
     if not isinstance(live, nn.Module) or _written_class(live) is not type(built):
         kind = type(live)

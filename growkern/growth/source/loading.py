@@ -45,14 +45,9 @@ def load_model(
     """The model of a checkpoint directory, in evaluation mode, on the CPU.
 
     Weights in fp8 with block scales or in mxfp4 are read as the numbers that they stand for.
-
-    Args:
-        dtype: of the weights; None takes the one of the checkpoint.
-        attention: the attention implementation; None takes the default of transformers.
-
-    Raises:
-        GrowthError: the config or the weights are damaged or hostile, a tensor is missing or has
-            another shape than the config says, or transformers cannot build the model.
+    `dtype` is that of the checkpoint by default, and `attention` that of transformers. What is
+    damaged or hostile is refused, and a tensor that is missing or has another shape than the config
+    says.
     """
     stamps = Stamps.of(directory)
     config = read_config(directory, any_family=True)
@@ -63,7 +58,9 @@ def load_model(
     check_layers(directory, vars(config), len(headers))
     if attention is not None:
         config._attn_implementation = attention
-    model = _built(directory, cls, config, dtype or _dtype_of(config, headers), headers)
+    floating = (header.dtype for header in headers.values() if header.dtype.is_floating_point)
+    dtype = dtype or config.dtype or next(floating, torch.float32)
+    model = _built(directory, cls, config, dtype, headers)
     _own_memory(model)
     stamps.check()
     model.name_or_path = model.config._name_or_path = str(directory)
@@ -81,12 +78,6 @@ def class_of(directory: Path, config: Any) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise GrowthError(f"{directory}: config.json names an unknown class: {names[0]}")
     return cls
-
-
-def _dtype_of(config: Any, headers: Mapping[str, StoredTensor]) -> torch.dtype:
-    """The dtype that the config names, else that of the first tensor of floating-point numbers."""
-    found = (header.dtype for header in headers.values() if header.dtype.is_floating_point)
-    return config.dtype or next(found, torch.float32)
 
 
 def _built(
@@ -194,8 +185,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 def random_inputs(source: Source, seed: int = 0, count: int = 4) -> Tensor:
     """Random inputs that the source accepts; always the same for a seed.
 
-    Returns:
-        Ids, (count, at most 32) int64, or images, (count, channels, height, width) float64.
+    They are ids, (count, at most 32) int64, or images, (count, channels, height, width) float64.
     """
     rng = torch.Generator().manual_seed(seed)
     if source.spec.family.reads_images:
@@ -215,11 +205,8 @@ def random_inputs(source: Source, seed: int = 0, count: int = 4) -> Tensor:
 def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     """The outputs of a model by name, float64 on the CPU, the main one first.
 
-    The main one are logits, or hidden states of a model without a head.
-
-    Args:
-        tokens: ids, (batch, length) int64, or images as `random_inputs` makes them. No row is
-            padded.
+    The main one are logits, or hidden states of a model without a head. `tokens` are ids, (batch,
+    length) int64, or images as `random_inputs` makes them. No row is padded.
     """
     was_training = model.training
     model.eval()
@@ -235,18 +222,15 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     if tokens.is_floating_point():
-        return _outputs_of(model, {"pixel_values": tokens.to(model.device, model.dtype)})
-    inputs = {"input_ids": tokens.to(model.device)}
-    if type(model).__name__.endswith("ForMultipleChoice"):
-        # multiple choice needs an axis of questions: take all rows as choices of one
-        inputs = {"input_ids": inputs["input_ids"][None]}
-    # a lone encoder also has is_encoder_decoder in its config, but no decoder
-    if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
-        inputs["decoder_input_ids"] = inputs["input_ids"]
-    return _outputs_of(model, inputs)
-
-
-def _outputs_of(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        inputs = {"pixel_values": tokens.to(model.device, model.dtype)}
+    else:
+        inputs = {"input_ids": tokens.to(model.device)}
+        if type(model).__name__.endswith("ForMultipleChoice"):
+            # multiple choice needs an axis of questions: take all rows as choices of one
+            inputs = {"input_ids": inputs["input_ids"][None]}
+        # a lone encoder also has is_encoder_decoder in its config, but no decoder
+        if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
+            inputs["decoder_input_ids"] = inputs["input_ids"]
     output = model(**inputs)
     found = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
     if not found:

@@ -27,25 +27,8 @@ from growkern.files import read_all
 from growkern.growth.source.files import EIGHT_BITS, Header
 from growkern.growth.source.stored import Filled, Read, StoredTensor, spellings
 
-# numbers of 4 bits, in the order of their codes
-FP4_NUMBERS = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
+# positive numbers of 4 bits, in the order of their codes; those of the negative ones follow
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # columns that are computed at a time
 FP4_COLUMNS = 64
 BLOCKS = "_blocks"
@@ -53,11 +36,7 @@ BLOCKS = "_blocks"
 
 @dataclass(frozen=True)
 class Dequantised(Filled):
-    """What a quantised tensor stands for. It is computed when it is read.
-
-    Attributes:
-        values, scales: the two stored tensors.
-    """
+    """What a quantised tensor, two stored ones, stands for. It is computed when it is read."""
 
     values: StoredTensor
     scales: StoredTensor
@@ -69,11 +48,7 @@ class Dequantised(Filled):
 
 @dataclass(frozen=True)
 class BlockScaled(Dequantised):
-    """A matrix of 8-bit numbers. Every block of it has one scale, at the lower ends a part of one.
-
-    Attributes:
-        block: rows and columns of a block.
-    """
+    """A matrix of 8-bit numbers. Each block, rows and columns, has one scale; the last are cut."""
 
     block: tuple[int, int]
 
@@ -94,7 +69,7 @@ class PackedFp4(Dequantised):
     """
 
     def fill(self, out: Tensor, start: int, stop: int) -> None:
-        numbers = torch.tensor(FP4_NUMBERS)
+        numbers = torch.tensor([*FP4_NUMBERS, *(-x for x in FP4_NUMBERS)])
         for number in range(start, stop):
             packed = self.values.rows(number, number + 1)[0]
             powers = self.scales.rows(number, number + 1)[0]
@@ -111,8 +86,7 @@ def dequantised(
 ) -> dict[str, StoredTensor]:
     """The stored tensors, with those that quantised ones stand for in the place of these.
 
-    Args:
-        block: from `scale_block`.
+    `block` is that of `scale_block`.
     """
     result = dict(headers)
     if block is None:
@@ -215,11 +189,7 @@ class Stacked(Filled):
 
 @dataclass(frozen=True)
 class StackedParts(Filled):
-    """A tensor of one matrix per expert, which quantised ones stand for.
-
-    Attributes:
-        parts: those of each expert. They are rows of its matrix, one after another.
-    """
+    """A tensor of one matrix per expert, whose rows quantised tensors stand for."""
 
     parts: tuple[tuple[StoredTensor, ...], ...]
 
@@ -248,10 +218,14 @@ class Parts:
     axis: int
     size: int
 
-    def of_expert(self, tensors: Sequence[Tensor], expert: int) -> Tensor:
-        """The matrix of one expert, from the dense tensors."""
-        own = [x.chunk(self.experts, self.axis)[expert] for x in tensors]
-        return own[0].contiguous() if len(own) == 1 else torch.cat(own)
+    def of_experts(self, tensors: Sequence[Tensor], numbers: Sequence[int] | None = None) -> Tensor:
+        """The matrices of these experts, or of all, from the dense tensors."""
+        found = []
+        for expert in range(self.experts) if numbers is None else numbers:
+            own = [x.chunk(self.experts, self.axis)[expert] for x in tensors]
+            found.append(own[0].contiguous() if len(own) == 1 else torch.cat(own))
+        # of a single tensor nothing is copied
+        return found[0][None] if len(found) == 1 else torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -268,10 +242,7 @@ class Assembled:
         tensors = [self.read(own) for own in part.names]
         if not part.experts:
             return tensors[0].narrow(part.axis, 0, part.size)
-        numbers = range(part.experts) if entries is None else entries
-        found = [part.of_expert(tensors, number) for number in numbers]
-        # of a single tensor nothing is copied
-        return found[0][None] if len(found) == 1 else torch.stack(found)
+        return part.of_experts(tensors, entries)
 
     def __deepcopy__(self, memo: Any) -> Assembled:
         return self

@@ -184,11 +184,7 @@ def _is_index(key: Any) -> bool:
 
 
 def _check(metadata: Any, size: int) -> None:
-    """Refuse metadata with fields of other types or values than PyTorch writes.
-
-    Args:
-        size: of the file, bytes.
-    """
+    """Refuse metadata of `size` bytes with other types or values than PyTorch writes."""
     if type(metadata) is not Metadata:
         raise ValueError(f"it is a {type(metadata).__name__}")
     stored, places = metadata.state_dict_metadata, metadata.storage_data
@@ -268,13 +264,9 @@ LENGTHS = struct.Struct("<26xHH")
 def read_piece(
     stream: IO[bytes], place: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]
 ) -> Tensor:
-    """The tensor of an archive in a file.
+    """The tensor of an archive in a file; ValueError if it is damaged or something else.
 
-    Args:
-        place: the offset and the length of the archive, bytes.
-
-    Raises:
-        ValueError: the archive is damaged, or holds something else.
+    `place` is the offset and the length of the archive, bytes.
     """
     offset, length = place
     nbytes = math.prod(shape) * dtype.itemsize

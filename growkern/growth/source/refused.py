@@ -141,9 +141,8 @@ MOST_BLOCK = 1024
 def refuse_files(place: str, names: Collection[str], directory: Path | None = None) -> None:
     """Refuse a source whose files show that it is of a kind that cannot be grown.
 
-    Args:
-        place: the directory or the id on the Hub, for the message.
-        directory: where its configs can be read; None: they are not here.
+    `place` names it in the message: a directory, or an id on the Hub. In `directory` its configs
+    can be read, if it is here.
     """
     is_whole = any(fnmatch(name, pattern) for name in names for pattern in WHOLE)
     for kind in KINDS:
@@ -209,9 +208,8 @@ def _peft_class(directory: Path | None) -> str:
 def quantised_advice(method: str = "", place: str = "", model_class: str = "") -> str:
     """What to do with a quantised checkpoint, as the end of an error message.
 
-    Args:
-        method: how it was quantised, by its config: "gptq". Empty: no config says it, and
-            transformers cannot undo it.
+    `method` is how it was quantised, by its config: "gptq". Without one, transformers cannot undo
+    it.
     """
     advice = "use the full-precision checkpoint that it was made from, and quantise the result"
     if place and method in READ:
@@ -255,12 +253,8 @@ def refuse_quantised(config: Any, place: str = "") -> None:
 def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...] | None:
     """Take the quantisation out of the config of a source whose weights are to be dequantised.
 
-    Returns:
-        Rows and columns that share a scale; () where the weights have 4 bits, and None without
-        quantisation.
-
-    Raises:
-        GrowthError: it is quantised in a way that is not read, or `dequantize` is False.
+    Returns the rows and columns that share a scale; () where the weights have 4 bits, and None
+    without quantisation. Other ways to quantise are refused, and all of them without `dequantize`.
     """
     method, values = quantisation_of(config)
     if not method:
@@ -284,11 +278,7 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...]
 
 
 def refuse_adapters(model: Any, role: str) -> None:
-    """Refuse a model with adapters: the small model computes with the sum of both.
-
-    Args:
-        role: of the model, for the message: "source".
-    """
+    """Refuse a model with adapters, as a small model computes the sum of both; for its `role`."""
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         raise GrowthError(
             f"the {role} ({type(model).__name__}) has adapters of PEFT, which belong to the small "

@@ -105,10 +105,9 @@ class Source:
     parts: Mapping[str, Parts] = field(default_factory=dict, repr=False)
 
     def refuse_changed(self, is_same: Callable[[], bool] = lambda: False) -> None:
-        """Refuse files that changed since the source was opened. Call it after they were read.
+        """Refuse files that changed since the source was opened, see `Stamps.check`.
 
-        Args:
-            is_same: as in `Stamps.check`.
+        Call it after they were read.
         """
         if self.stamps is not None:
             self.stamps.check(is_same)
@@ -140,17 +139,15 @@ def open_source(
 ) -> Source:
     """Open a `PreTrainedModel` or a checkpoint directory for growth.
 
+    Files, names, shapes and values that contradict each other are refused, and a model in memory
+    that computes something else than its config says.
+
     Args:
         allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
         weights: False: a directory may hold a config alone, as a plan needs no more.
         family: a table of one's own; default: that of the growth which made the directory, or the
             package's.
         dequantize: whether a directory may hold weights in fp8 or mxfp4.
-
-    Raises:
-        GrowthError: an unsupported or quantised model; a model in memory that computes something
-            else than its config says; a file that is missing, truncated or corrupt; a tensor that
-            the family's table does not have; a shape that contradicts the config.
     """
     refuse_adapters(source, "source")
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
@@ -266,13 +263,10 @@ def _open_model(model: Any, family: Family | None) -> Source:
                 f"({HANDLED})"
             )
     dtypes = {name: t.dtype for name, t in own.items()}
-    device = next(iter(own.values())).device
-
-    generation = getattr(model, "generation_config", None)
     return Source(
         *(spec, dtypes, _Live(own)),
-        device=device,
-        generation=generation,
+        device=next(iter(own.values())).device,
+        generation=getattr(model, "generation_config", None),
         history=history_of(model),
         warned=warned,
     )
@@ -296,7 +290,10 @@ def _open_directory(
     check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
-    _name_owners(spec, names)
+    for name, owner in spec.ties.items():
+        # the files may hold a tensor under its tied name alone
+        if name in names and owner not in names:
+            names[owner] = names.pop(name)
     found = {name: headers[raw].shape for name, raw in names.items()}
     check_names_and_shapes(spec, found, str(directory))
     spec = check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
@@ -305,7 +302,6 @@ def _open_directory(
         if header.dtype not in STORED_FLOATS:
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
     dtypes = {name: header.dtype for name, header in own.items()}
-
     return Source(
         *(spec, dtypes, _Stored(own), directory, format, own),
         generation=read_generation(beside),
@@ -366,13 +362,6 @@ def _canonical_names(
             )
         names[name] = raw
     return names
-
-
-def _name_owners(model: ModelSpec, names: dict[str, str]) -> None:
-    """Let a tied tensor stand for its owner, where the files hold it under the tied name alone."""
-    for name, owner in model.ties.items():
-        if name in names and owner not in names:
-            names[owner] = names.pop(name)
 
 
 def _leave_out_other_heads(model: ModelSpec, names: dict[str, str]) -> None:

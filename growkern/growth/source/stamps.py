@@ -60,11 +60,9 @@ class Stamps:
     def check(self, is_same: Callable[[], bool] = lambda: False) -> None:
         """Refuse what was read if a file changed or went since the stamps were taken.
 
-        A file that came is refused if loaders look for its name.
-
-        Args:
-            is_same: whether the weights are those that were read. It is asked if the system changed
-                something about their files and their sizes and times are as before.
+        A file that came is refused if loaders look for its name. `is_same` tells whether the
+        weights are those that were read. It is asked if the system changed something about their
+        files and their sizes and times are as before.
         """
         now = _stamps(self.path)
         new = {name for name in now.keys() - self.found if Path(name).name in MODEL_FILES}

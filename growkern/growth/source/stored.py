@@ -1,4 +1,4 @@
-"""The interface of a tensor in files: its shape is known at once, its values are read on demand.
+"""The interface of a tensor in files.
 
 `BareTensor` has no values. `growkern.growth.source.files.Header` is a tensor of a safetensors file,
 `growkern.growth.source.distributed.DistributedTensor` one of a distributed checkpoint, and
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,32 +22,39 @@ from growkern.families.model import ModelSpec
 Read = Callable[..., Tensor]
 
 
-@runtime_checkable
-class StoredTensor(Protocol):
-    """A tensor in the files of a checkpoint."""
+class StoredTensor:
+    """A tensor in the files of a checkpoint: its shape is known at once, its values on demand.
+
+    Attributes:
+        file: the file that holds it; of a distributed checkpoint, the metadata file.
+        is_mapped: True if reading only maps the file, so that reading again costs nothing.
+    """
+
+    __slots__ = ()
+    is_mapped = False
+    if TYPE_CHECKING:
+        # a dataclass would take a property of its base for the default of a field
+
+        @property
+        def file(self) -> str: ...
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+
+        @property
+        def dtype(self) -> torch.dtype: ...
 
     @property
-    def file(self) -> str:
-        """The file that holds it; of a distributed checkpoint, the metadata file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def is_mapped(self) -> bool:
-        """True if reading only maps the file, so that reading again costs nothing."""
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
         """The whole tensor."""
+        return self.rows(0, self.shape[0])
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of the first axis."""
+        return self.read()[start:stop]
 
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         """A tensor of the whole shape, in which only the wanted entries have to be right.
@@ -55,49 +62,32 @@ class StoredTensor(Protocol):
         Args:
             index: per axis the wanted entries, (k,) int64, in any order and with repetitions.
         """
+        return self.read()
 
 
 @dataclass(frozen=True)
-class BareTensor:
+class BareTensor(StoredTensor):
     """A tensor that a config describes, without a file: its values are on the meta device."""
 
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_mapped: bool = True
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    is_mapped = True
 
     def read(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.read()[start:stop]
-
-    def read_entries(self, index: Sequence[Tensor]) -> Tensor:
-        return self.read()
-
 
 @dataclass(frozen=True)
-class Filled:
+class Filled(StoredTensor):
     """A tensor that is put together when it is read: `fill` writes its rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_mapped: ClassVar[bool] = False
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def fill(self, out: Tensor, start: int, stop: int) -> None:
         """Write rows [start, stop) into `out`."""
         raise NotImplementedError
-
-    def read(self) -> Tensor:
-        return self.rows(0, self.shape[0])
 
     def rows(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
@@ -107,16 +97,17 @@ class Filled:
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         # memory that is not written takes no room
         out = torch.empty(self.shape, dtype=self.dtype)
-        for start, stop in consecutive(index[0].unique().tolist()):
+        for start, stop in consecutive(index[0].unique()):
             self.fill(out[start:stop], start, stop)
         return out
 
 
-def consecutive(entries: Sequence[int]) -> list[tuple[int, int]]:
+def consecutive(entries: Sequence[int] | Tensor) -> list[tuple[int, int]]:
     """The runs [start, stop) of rising numbers."""
-    breaks = [i for i in range(1, len(entries)) if entries[i] != entries[i - 1] + 1]
-    ends = pairwise([0, *breaks, len(entries)])
-    return [(entries[a], entries[b - 1] + 1) for a, b in ends]
+    entries = torch.as_tensor(entries)
+    breaks = (entries.diff() != 1).nonzero().flatten() + 1
+    ends, numbers = [0, *breaks.tolist(), len(entries)], entries.tolist()
+    return [(numbers[a], numbers[b - 1] + 1) for a, b in pairwise(ends) if a < b]
 
 
 def joined_rows(rows: Callable[[int, int], Tensor], entries: Sequence[int]) -> Tensor:
