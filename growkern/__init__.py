@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from growkern.growth.plan.growth_plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan.growth_plan import GrowthReport as GrowthReport
     from growkern.growth.plan.growth_plan import plan as plan
-    from growkern.growth.record.fold_checkpoint import FoldReport as FoldReport
-    from growkern.growth.record.fold_checkpoint import fold as fold
+    from growkern.growth.record.fold import FoldReport as FoldReport
+    from growkern.growth.record.fold import fold as fold
     from growkern.growth.record.recorded import growth_plan_of as growth_plan_of
     from growkern.growth.record.verify import VerifyReport as VerifyReport
     from growkern.growth.record.verify import verify as verify
@@ -66,12 +66,12 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULE_OF = {
-    "FoldReport": "growkern.growth.record.fold_checkpoint",
+    "FoldReport": "growkern.growth.record.fold",
     "GrowthError": "growkern.errors",
     "GrowthPlan": "growkern.growth.plan.growth_plan",
     "GrowthReport": "growkern.growth.plan.growth_plan",
     "VerifyReport": "growkern.growth.record.verify",
-    "fold": "growkern.growth.record.fold_checkpoint",
+    "fold": "growkern.growth.record.fold",
     "freeze_old": "growkern.growth.freeze",
     "grow": "growkern.growth.grow",
     "grow_checkpoint": "growkern.growth.grow",

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import growkern.growth.grow
-import growkern.growth.record.fold_checkpoint
+import growkern.growth.record.fold
 import growkern.growth.record.verify
 import growkern.growth.replay
 import growkern.plot.curve

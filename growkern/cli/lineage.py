@@ -44,7 +44,7 @@ def fold(
     max_shard_size: ShardSize = "5GB",
 ) -> None:
     """Shrink DST back to the sizes of its source, even after further training."""
-    from growkern.growth.record.fold_checkpoint import fold as make
+    from growkern.growth.record.fold import fold as make
 
     silence_transformers()
     report = make(

@@ -102,7 +102,7 @@ def test_a_wider_dtype_is_exact(case, dtype):
 def test_another_word_of_verify_is_found(monkeypatch):
     case = Case("GPT2LMHeadModel", GPT2, {"n_embd": 24}, on_disk=False)
     assert check(case) == "exact"
-    monkeypatch.setattr(verify, "measured_level", lambda *_: ("approximate", ""))
+    monkeypatch.setattr(verify.verdict, "measured_level", lambda *_: ("approximate", ""))
     with pytest.raises(AssertionError, match="planned exact, verify says approximate"):
         check(case)
 
@@ -117,7 +117,7 @@ def test_a_mean_that_is_not_carried_is_found(monkeypatch):
     )
     with pytest.raises(AssertionError, match="planned exact, verify says changed"):
         check(case)
-    monkeypatch.setattr(verify, "measured_level", lambda *_: ("exact", ""))
+    monkeypatch.setattr(verify.verdict, "measured_level", lambda *_: ("exact", ""))
     with pytest.raises(AssertionError, match="planned exact, but outputs differ"):
         check(case)
 
@@ -128,7 +128,7 @@ def test_other_settings_of_generation_are_found(monkeypatch):
     assert check(case) == "exact"
     # both the plan's model without them, and a `verify` that does not look at them
     monkeypatch.setattr(grow, "fit_cache", lambda _, generation: generation.update(**UNSET))
-    monkeypatch.setattr(verify, "generation_differences", lambda *_: "")
+    monkeypatch.setattr(verify.verdict, "generation_differences", lambda *_: "")
     with pytest.raises(AssertionError, match="other tokens are suppressed"):
         check(case)
 

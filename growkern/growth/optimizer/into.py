@@ -17,14 +17,7 @@ from torch.optim import Optimizer
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.checks import (
-    MUON,
-    NO_RULE,
-    check_decay,
-    check_entries,
-    check_moments,
-    check_planned_shape,
-)
+from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.file import (
     can_be_mapped,
     optimizer_file,
@@ -93,7 +86,7 @@ def grow_optimizer_into(
 
     Source: as `growkern.grow_optimizer`.
     """
-    check_moments(moments)
+    checks.check_moments(moments)
     check_kind("optimizer", optimizer, Optimizer, "the optimizer of the model")
     if isinstance(optimizer, CombinedOptimizer):
         for part in optimizer.optimizers:
@@ -162,7 +155,7 @@ def _targets(
                 "does not have: make the optimizer after fully_shard and grow_into"
             )
         task = tasks[named[id(parameter)]]
-        check_planned_shape(task.name, parameter.shape, task.shape)
+        checks.check_planned_shape(task.name, parameter.shape, task.shape)
         yield task, parameter
 
 
@@ -177,11 +170,11 @@ def _open_state(plan: GrowthPlan, source: Any, moments: str) -> tuple[State, boo
     read_stored = None if path is None else format_of(path).read_optimizer
     if path is not None and read_stored is not None:
         stored = read_stored(path, known_names(plan))
-        check_entries(plan, stored)
+        checks.check_entries(plan, stored)
         return {**stored, **dict(shown_state(plan, stored))}, False
     state_dict = source if path is None else read_optimizer(path)
     state = state_by_name(plan, state_dict)[1]
-    check_decay(state_dict, moments)
+    checks.check_decay(state_dict, moments)
     return state, path is not None and can_be_mapped(optimizer_file(path))
 
 
@@ -189,10 +182,10 @@ def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:
     kind = type(optimizer).__name__
     is_muon = isinstance(optimizer, torch.optim.Muon)
     if not is_muon and not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise GrowthError(f"the optimizer is a {kind}; {NO_RULE}")
+        raise GrowthError(f"the optimizer is a {kind}; {checks.NO_RULE}")
     for name, entry in state.items():
-        if (MUON in entry) != is_muon:
-            other = "Muon" if MUON in entry else "Adam"
+        if (checks.MUON in entry) != is_muon:
+            other = "Muon" if checks.MUON in entry else "Adam"
             raise GrowthError(
                 f"the optimizer is a {kind}, but {name} has the state of {other}: give each "
                 "optimizer the parameters that it had in the source"

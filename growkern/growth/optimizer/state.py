@@ -18,18 +18,8 @@ from torch.distributed.tensor import DTensor
 from growkern.errors import GrowthError, nearest
 from growkern.families.model import ModelSpec
 from growkern.growth.models import tie, untrained_model
-from growkern.growth.optimizer.checks import (
-    MOMENTS,
-    MUON,
-    NO_RULE,
-    check_decay,
-    check_entries,
-    check_keys,
-    check_moments,
-    check_state_dict,
-    count_of,
-    trained,
-)
+from growkern.growth.optimizer import checks
+from growkern.growth.optimizer.checks import MOMENTS, MUON, NO_RULE, trained
 from growkern.growth.optimizer.moments import ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
@@ -99,10 +89,10 @@ def grown_state(
     plan: GrowthPlan, state_dict: Mapping[str, Any], moments: str, make: MakeMoment
 ) -> dict[str, Any]:
     """The target's state dict, with moments made by `make`; see `grow_optimizer`."""
-    check_moments(moments)
+    checks.check_moments(moments)
     check_plan(plan)
     names, state = state_by_name(plan, state_dict)
-    check_decay(state_dict, moments)
+    checks.check_decay(state_dict, moments)
     groups = state_dict["param_groups"]
     grown_names = _target_names(plan, names)
     new_state: dict[Any, dict[str, Any]] = {}
@@ -111,26 +101,16 @@ def grown_state(
         keys: list[Any] = []
         for name in members:
             keys.append(name if _is_named(group) else number)
-            entry = _grown_entry(plan, tasks[name], state, moments, make)
-            if entry:
-                new_state[keys[-1]] = entry
+            if source := source_entry(task := tasks[name], state):
+                is_zero = starts_at_zero(plan, task, moments)
+                new_state[keys[-1]] = grown_step(task, source, is_zero) | {
+                    key: make(state, task, key, is_zero) for key in moments_in(source)
+                }
             number += 1
         new_groups.append({**group, "params": keys})
         if "param_names" in group:
             new_groups[-1]["param_names"] = list(members)
     return {**state_dict, "state": new_state, "param_groups": new_groups}
-
-
-def _grown_entry(
-    plan: GrowthPlan, task: Task, state: State, moments: str, make: MakeMoment
-) -> dict[str, Tensor]:
-    """State of one target parameter; empty if the source has none for it."""
-    source = source_entry(task, state)
-    if not source:
-        return {}
-    is_zero = starts_at_zero(plan, task, moments)
-    grown = grown_step(task, source, is_zero)
-    return grown | {key: make(state, task, key, is_zero) for key in moments_in(source)}
 
 
 # ------------------------------------------------ one parameter's state
@@ -154,7 +134,7 @@ def grown_step(task: Task, entry: Mapping[str, Any], is_zero: bool) -> dict[str,
     if "step" not in entry:
         return {}
     step = entry["step"]
-    step = count_of(task.source, step.read() if isinstance(step, StoredTensor) else step)
+    step = checks.count_of(task.source, step.read() if isinstance(step, StoredTensor) else step)
     return {"step": torch.zeros_like(step) if is_zero else step.clone()}
 
 
@@ -299,8 +279,8 @@ def state_by_name(
     plan: GrowthPlan, state_dict: Mapping[str, Any]
 ) -> tuple[list[list[str]], dict[str, Mapping[str, Any]]]:
     """The source's parameter names, group by group, and the state of those that have one."""
-    check_state_dict(state_dict)
-    check_keys(state_dict)
+    checks.check_state_dict(state_dict)
+    checks.check_keys(state_dict)
     groups, state = state_dict["param_groups"], state_dict["state"]
     names = _names(plan, groups)
     by_name: dict[str, Mapping[str, Any]] = {}
@@ -313,5 +293,5 @@ def state_by_name(
                 if isinstance(entry, Mapping) and MUON in entry and "ns_coefficients" not in group:
                     raise GrowthError(f"{name}: no rule for the optimizer's {MUON!r}; {NO_RULE}")
                 by_name[name] = entry
-    check_entries(plan, by_name)
+    checks.check_entries(plan, by_name)
     return names, by_name | dict(shown_state(plan, by_name))

@@ -19,17 +19,8 @@ from growkern.errors import GrowthError, reason
 from growkern.families.family import Family
 from growkern.families.model import ModelSpec
 from growkern.files import check_format, read_json
-from growkern.growth.history import (
-    LINEAGE_FILE,
-    MOST_LINEAGE_BYTES,
-    NEEDED,
-    History,
-    directory_of,
-    family_from,
-    forgotten,
-    history_from,
-    history_in,
-)
+from growkern.growth import history
+from growkern.growth.history import LINEAGE_FILE, MOST_LINEAGE_BYTES, NEEDED, History
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.lineage import DENSE, DTYPES, FORMAT, RECORD, Settings
@@ -114,7 +105,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
         for name in TABLES:
             if not isinstance(data.get(name, {}), dict):
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
-        family = family_from(file, data)
+        family = history.family_from(file, data)
         configs = ("source_config", "target_config", *({DENSE} & data.keys()))
         for name in configs:
             check_layers(file, data[name], len(data["tensors"]))
@@ -129,7 +120,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             DTYPES[data["source_dtype"]],
             _read_config(file, data["source_config"], family),
             _read_config(file, data["target_config"], family),
-            History(records=history_from(file, data).records[1:]),
+            History(records=history.history_from(file, data).records[1:]),
             family,
             _read_config(file, data[DENSE], None) if DENSE in data else None,
         )
@@ -209,27 +200,27 @@ def growth_plan_of(model: Any) -> GrowthPlan | None:
     wanted = "a model, or the path of its directory"
     check_kind("model", model, (str, Path, nn.Module), wanted)
     is_path = isinstance(model, str | Path)
-    directory = config_directory(Path(model)) if is_path else directory_of(model)
+    directory = config_directory(Path(model)) if is_path else history.directory_of(model)
     if directory is not None and has_record(directory):
         return recorded_plan(read_lineage(directory))
     # a model without a directory, such as a pair of grown ones, never had a record of its own
     if directory is not None:
         config = read_config(directory) if is_path else model.config
-        if lost := history_in(directory, config).lost:
+        if lost := history.history_in(directory, config).lost:
             raise GrowthError(lost)
     return None
 
 
 def plan_of_source(plan: GrowthPlan) -> GrowthPlan | None:
     """The plan by which the source of a growth was grown itself; None if it was not."""
-    history = plan.source.history
-    earlier = history.plan
-    if history.records:
-        record = history.records[0]
+    known = plan.source.history
+    earlier = known.plan
+    if known.records:
+        record = known.records[0]
         if isinstance(record, str):
             raise GrowthError(record)
         file = (plan.source.directory or Path()) / LINEAGE_FILE
-        before = History(records=history.records[1:])
+        before = History(records=known.records[1:])
         earlier = recorded_plan(replace(lineage_of(file, record), earlier=before))
     if earlier is None:
         return None
@@ -246,7 +237,7 @@ def unknown_growth(plan: GrowthPlan) -> str:
         while earlier is not None:
             earlier = plan_of_source(earlier)
     except GrowthError as error:
-        return forgotten(str(error))
+        return history.forgotten(str(error))
     return ""
 
 

@@ -32,17 +32,8 @@ from growkern.growth.models import on_cpu_by_default
 from growkern.growth.plan.finding import OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.table import as_text
-from growkern.growth.record.compare import (
-    TensorGroup,
-    arithmetic_error,
-    check_tensors,
-    check_tokens,
-    compare_outputs,
-    contradictions,
-    rounding_error,
-    training_notes,
-    version_notes,
-)
+from growkern.growth.record import compare, verdict
+from growkern.growth.record.compare import TensorGroup
 from growkern.growth.record.recorded import (
     Lineage,
     has_record,
@@ -50,16 +41,7 @@ from growkern.growth.record.recorded import (
     plan_from_lineage,
     read_lineage_of,
 )
-from growkern.growth.record.verdict import (
-    ARITHMETIC_ERROR,
-    ROUNDING_ERROR,
-    Level,
-    generation_differences,
-    measured_level,
-    rounding,
-    stated_bound,
-    unasked_change,
-)
+from growkern.growth.record.verdict import Level
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import Float64, as_model, fits, random_inputs
 from growkern.growth.source.source import Source, open_source
@@ -126,11 +108,11 @@ class VerifyReport:
             table.add_column(column, justify="right")
         table.add_column("")
         for group in self.groups:
-            verdict = Text("ok", "green") if group.ok else Text("FAIL", "red")
+            word = Text("ok", "green") if group.ok else Text("FAIL", "red")
             fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
             # the name up to the layer's number is the same for all kinds: leave it out
             kind = group.kind.rpartition("{l}.")[2]
-            table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, verdict)
+            table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, word)
         failed = [Text(f"FAIL: {group.worst}", "red") for group in self.groups if not group.ok]
         what = "images" if self.plan.small.family.reads_images else "tokens"
         outputs = Table(title=f"outputs on {self.tokens} {what}", title_justify="left")
@@ -179,8 +161,8 @@ def verify(
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)
         plan = plan_from_lineage(opened, record)
-        wrong = contradictions(record, plan)
-        notes = [*training_notes(record), *version_notes(record)]
+        wrong = compare.contradictions(record, plan)
+        notes = [*compare.training_notes(record), *compare.version_notes(record)]
     else:
         own = getattr(grown, "growth_plan", None)
         if own is None:
@@ -192,12 +174,12 @@ def verify(
     for whose, model in (("source", opened), ("grown model", opened_grown)):
         notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)
-    groups = check_tensors(plan, opened_grown)
+    groups = compare.check_tensors(plan, opened_grown)
     if tokens is None:
         tokens = random_inputs(opened)
-    check_tokens(opened, tokens)
+    compare.check_tokens(opened, tokens)
     outputs, dtype = _compare(plan, (opened, source), (opened_grown, grown), tokens, labels)
-    level, contradiction = measured_level(plan, outputs, dtype)
+    level, contradiction = verdict.measured_level(plan, outputs, dtype)
     failure = contradiction
     if bad := [group for group in groups if not group.ok]:
         failure = (
@@ -206,7 +188,7 @@ def verify(
         )
     elif wrong and not contradiction:
         failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
-    if settings := generation_differences(opened, opened_grown):
+    if settings := verdict.generation_differences(opened, opened_grown):
         failure, level = failure or settings, "changed"
     return VerifyReport(
         not failure,
@@ -218,7 +200,7 @@ def verify(
         tuple(wrong),
         tuple(notes),
         level,
-        stated_bound(plan, outputs, dtype),
+        verdict.stated_bound(plan, outputs, dtype),
     )
 
 
@@ -247,22 +229,24 @@ def _compare(
     if fits(source[0]) and fits(grown[0]):
         old, new = as_model(source[0]), as_model(grown[0])
         with Float64():
-            outputs = compare_outputs(plan, old, new, tokens, labels)
+            outputs = compare.compare_outputs(plan, old, new, tokens, labels)
             # a few models enlarge the rounding of float32 far beyond that of others
-            is_large = outputs[OUTPUT_ERROR] > rounding(torch.float32)
+            is_large = outputs[OUTPUT_ERROR] > verdict.rounding(torch.float32)
             if plan.rounds_weights or (is_large and plan.dtype == torch.float32):
-                outputs[ROUNDING_ERROR] = rounding_error(plan, old, tokens)
+                outputs[verdict.ROUNDING_ERROR] = compare.rounding_error(plan, old, tokens)
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
-    old, new = (
-        as_model(opened, torch.float32) if isinstance(given, (str, Path)) else given
-        for opened, given in (source, grown)
-    )
-    outputs = compare_outputs(plan, old, new, tokens, labels)
+    old, new = load_model(*source), load_model(*grown)
+    outputs = compare.compare_outputs(plan, old, new, tokens, labels)
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     del new
     outputs |= _roundings(plan, source[0], old, coarsest, tokens)
     return outputs, coarsest if coarsest.itemsize > 2 else torch.float32
+
+
+def load_model(source: Source, given: Any) -> Any:
+    """A source as a float32 model; a model in memory that was given is returned as it is."""
+    return as_model(source, torch.float32) if isinstance(given, (str, Path)) else given
 
 
 def _roundings(
@@ -278,10 +262,10 @@ def _roundings(
     wide = old if old.dtype.itemsize > 2 else as_model(source, torch.float32)
     result = {}
     if plan.rounds_weights:
-        result[ROUNDING_ERROR] = rounding_error(plan, wide, tokens)
+        result[verdict.ROUNDING_ERROR] = compare.rounding_error(plan, wide, tokens)
     if is_narrow:
         narrow = old if old.dtype == coarsest else as_model(source, coarsest)
-        result[ARITHMETIC_ERROR] = arithmetic_error(plan, narrow, wide, tokens)
+        result[verdict.ARITHMETIC_ERROR] = compare.arithmetic_error(plan, narrow, wide, tokens)
     return result
 
 
@@ -305,7 +289,7 @@ def _verdict(report: VerifyReport) -> tuple[str, str]:
         return report.failure, "red"
     if report.level == "exact":
         return "passed: the same function, up to rounding", "green"
-    if unasked_change(report.plan):
+    if verdict.unasked_change(report.plan):
         found = f"{OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
         return f"passed: the change in the plan does not show here, {found}", "yellow"
     error = f"as planned: {OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"

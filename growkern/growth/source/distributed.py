@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from growkern.errors import GrowthError
@@ -60,7 +59,10 @@ class SafeReader(FileSystemReader):
         """PyTorch's: read the pieces of a plan. ValueError if one is not that of the metadata."""
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:
-                piece = self._piece(item.storage_index)
+                index = item.storage_index
+                if index.offset is None:
+                    raise ValueError(f"{index.fqn} is no tensor")
+                piece = self.piece(index.fqn, index.offset)
                 piece = narrow_tensor_by_index(piece, item.storage_offsets, item.lengths)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(piece)
@@ -68,16 +70,18 @@ class SafeReader(FileSystemReader):
         others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
         return super().read_data(LoadPlan(others), planner)
 
-    def _piece(self, index: MetadataIndex) -> Tensor:
-        stored, place = self.metadata.state_dict_metadata[index.fqn], self.storage_data[index]
-        if not isinstance(stored, TensorStorageMetadata) or index.offset is None:
-            raise ValueError(f"{index.fqn} is no tensor")
-        if index.fqn not in self._shapes:
-            self._shapes[index.fqn] = {chunk.offsets: chunk.sizes for chunk in stored.chunks}
+    def piece(self, name: str, offset: torch.Size) -> Tensor:
+        """The saved piece of a tensor that starts at an entry."""
+        stored = self.metadata.state_dict_metadata[name]
+        place = self.storage_data[MetadataIndex(name, offset)]
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"{name} is no tensor")
+        if name not in self._shapes:
+            self._shapes[name] = {chunk.offsets: chunk.sizes for chunk in stored.chunks}
         if getattr(place, "transform_descriptors", None):
             raise ValueError("its pieces are compressed: save it without extensions")
         with (Path(self.path) / place.relative_path).open("rb") as stream:
-            dtype, shape = stored.properties.dtype, self._shapes[index.fqn][index.offset]
+            dtype, shape = stored.properties.dtype, self._shapes[name][offset]
             return read_piece(stream, (place.offset, place.length), dtype, shape)
 
     @cached_property
@@ -205,41 +209,21 @@ class DistributedTensor(StoredTensor):
         memory when it is first written.
         """
         result = torch.empty(self.shape, dtype=self.dtype)
-        items = [item for box in product(*runs) for item in self._items(box)]
-        try:
-            self.reader.read_data(LoadPlan(items), _Into(result))  # type: ignore[arg-type]
-        except UNREADABLE as error:
-            raise GrowthError(
-                f"{self.file}: {self.raw_name} cannot be read: {brief(error)}"
-            ) from error
-        return result
-
-    def _items(self, box: Sequence[Run]) -> list[ReadItem]:
-        """What to read of the pieces that lie in a box of entries."""
         starts, stops = self._bounds
-        first, last = (np.array([run[end] for run in box], np.int64) for end in (0, 1))
-        inside = np.flatnonzero(((starts < last) & (stops > first)).all(1))
-        near = replace(self.stored, chunks=[self.stored.chunks[i] for i in inside])
-        size = torch.Size((last - first).tolist())
-        wanted = ChunkStorageMetadata(torch.Size(first.tolist()), size)
-        return create_read_items_for_chunk_list(self.raw_name, near, [wanted])
-
-
-@dataclass(frozen=True)
-class _Into:
-    """Tells a storage reader where in `tensor` each piece goes, as a load planner does."""
-
-    tensor: Tensor
-
-    def resolve_tensor(self, item: ReadItem) -> Tensor:
-        target = self.tensor
-        first = item.dest_index.offset or (0,) * target.ndim
-        for dim, size in enumerate(item.lengths):
-            target = target.narrow(dim, first[dim] + item.dest_offsets[dim], size)
-        return target
-
-    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        pass
+        for box in product(*runs):
+            first, last = (np.array([run[end] for run in box], np.int64) for end in (0, 1))
+            for number in np.flatnonzero(((starts < last) & (stops > first)).all(1)):
+                start = starts[number]
+                ends = np.maximum(first, start), np.minimum(last, stops[number])
+                try:
+                    piece = self.reader.piece(self.raw_name, self.stored.chunks[number].offsets)
+                except UNREADABLE as error:
+                    raise GrowthError(
+                        f"{self.file}: {self.raw_name} cannot be read: {brief(error)}"
+                    ) from error
+                inside = tuple(map(slice, *(end - start for end in ends)))
+                result[tuple(map(slice, *ends))] = piece[inside]
+        return result
 
 
 def read_distributed(directory: Path, expected: Mapping[str, str]) -> dict[str, DistributedTensor]:

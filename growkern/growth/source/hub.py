@@ -24,17 +24,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.source.files import (
-    INDEX_FILE,
-    LENGTH,
-    MOST_HEADER_BYTES,
-    WEIGHTS_FILE,
-    Header,
-    check_header_size,
-    parse_headers,
-    read_headers,
-    shard_names,
-)
+from growkern.growth.source import files
 from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES, refuse_files
 
 # of a model; the Hub refuses other characters
@@ -148,8 +138,8 @@ def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Pat
         # which classes its client raises depends on its version
         failure = error
     else:
-        files = {file.rfilename for file in info.siblings or ()}
-        refuse_files(name, {file for file in files if "/" not in file})
+        names = {file.rfilename for file in info.siblings or ()}
+        refuse_files(name, {file for file in names if "/" not in file})
     try:
         directory = snapshot_download(
             name,
@@ -166,7 +156,7 @@ def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Pat
 
 
 @dataclass(frozen=True)
-class RemoteTensor(Header):
+class RemoteTensor(files.Header):
     """A tensor of a safetensors file on the Hub. `file` is its place in the cache."""
 
     model: HubModel
@@ -180,7 +170,7 @@ class RemoteTensor(Header):
 
             with _reaching(self.model):
                 file = hf_hub_download(self.model.id, name, revision=self.model.commit)
-            return Header(file, self.raw_name, self.shape, self.dtype, self.start).read()
+            return files.Header(file, self.raw_name, self.shape, self.dtype, self.start).read()
         data, _ = _bytes_of(self.model, name, self.start, self.nbytes)
         return torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.shape)
 
@@ -192,7 +182,7 @@ class RemoteTensor(Header):
 def lacks_weights(directory: Path) -> bool:
     """Whether a directory is a model in the Hub's cache of which weights are still on the Hub."""
     return hub_model(directory) is not None and not all(
-        os.path.isfile(directory / name) for name in shard_names(directory)
+        os.path.isfile(directory / name) for name in files.shard_names(directory)
     )
 
 
@@ -200,21 +190,20 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     """All tensors of a model on the Hub, by their names in its files. No weights are downloaded."""
     model = snapshot_of(directory)
 
-    def read_shard(file: Path) -> dict[str, Header]:
+    def read_shard(file: Path) -> dict[str, files.Header]:
         head, size = _bytes_of(model, file.name, 0, FIRST_BYTES)
-        (length,) = LENGTH.unpack(head[: LENGTH.size])
-        check_header_size(file, length, size)
-        missing = min(length, MOST_HEADER_BYTES) + LENGTH.size - len(head)
+        (length,) = files.LENGTH.unpack(head[: files.LENGTH.size])
+        files.check_header_size(file, length, size)
+        missing = min(length, files.MOST_HEADER_BYTES) + files.LENGTH.size - len(head)
         if missing > 0:
             head += _bytes_of(model, file.name, len(head), missing)[0]
-        return parse_headers(file, head[: LENGTH.size + length], size)
+        return files.parse_headers(file, head[: files.LENGTH.size + length], size)
 
     # without an index there is no other file
-    is_single = not (directory / INDEX_FILE).is_file() or _has_file(model, WEIGHTS_FILE)
-    found = read_headers(directory, read_shard, is_single)
-    names = [field.name for field in dataclasses.fields(Header)]
+    is_single = not (directory / files.INDEX_FILE).is_file() or _has_file(model, files.WEIGHTS_FILE)
+    found = files.read_headers(directory, read_shard, is_single)
     return {
-        name: RemoteTensor(**{key: getattr(header, key) for key in names}, model=model)
+        name: RemoteTensor(**dataclasses.asdict(header), model=model)
         for name, header in found.items()
     }
 

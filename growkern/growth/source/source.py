@@ -27,14 +27,7 @@ from growkern.families.spec import ANY
 from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import is_dtensor
-from growkern.growth.source.checks import (
-    check_names_and_shapes,
-    check_number_of_tensors,
-    check_sizes,
-    check_ties,
-    check_values,
-    refuse_nonfinite,
-)
+from growkern.growth.source import checks, live, refused
 from growkern.growth.source.config import (
     config_directory,
     family_of,
@@ -43,21 +36,7 @@ from growkern.growth.source.config import (
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, Format, format_of
-from growkern.growth.source.live import (
-    check_live,
-    class_name_of,
-    own_name,
-    refuse_computed,
-    refuse_flattened,
-    unwrapped,
-)
 from growkern.growth.source.parts import Parts, dequantised, stacked
-from growkern.growth.source.refused import (
-    quantised_advice,
-    refuse_adapters,
-    refuse_quantised,
-    scale_block,
-)
 from growkern.growth.source.stamps import Stamps
 from growkern.growth.source.stored import (
     Read,
@@ -149,12 +128,12 @@ def open_source(
             package's.
         dequantize: whether a directory may hold weights in fp8 or mxfp4.
     """
-    refuse_adapters(source, "source")
+    refused.refuse_adapters(source, "source")
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
     if isinstance(source, (str, Path)):
         opened = _open_directory(Path(source), weights, family, dequantize)
     elif isinstance(source, nn.Module):
-        opened = _open_model(unwrapped(source, "source"), family)
+        opened = _open_model(live.unwrapped(source, "source"), family)
     else:
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
@@ -231,7 +210,7 @@ class _Checked(_Reader):
     def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
         tensor, key = self._read(name, entries), (name, tuple(entries or ()))
         if key not in self._checked:
-            refuse_nonfinite(name, tensor)
+            checks.refuse_nonfinite(name, tensor)
         self._checked.add(key)
         return tensor
 
@@ -240,27 +219,27 @@ class _Checked(_Reader):
 
 
 def _open_model(model: Any, family: Family | None) -> Source:
-    refuse_quantised(model.config)
+    refused.refuse_quantised(model.config)
     if family is None:
         plan = getattr(model, "growth_plan", None)
         kind = model.config.model_type
         family = plan.small.family.whole if plan else family_of(kind, model.config)
-    spec = ModelSpec.of(model.config, class_name_of(model), family)
+    spec = ModelSpec.of(model.config, live.class_name_of(model), family)
     for name, _ in model.named_parameters():
-        refuse_flattened(name)
-    refuse_computed(model)
-    state = {own_name(name): tensor for name, tensor in model.state_dict().items()}
+        live.refuse_flattened(name)
+    live.refuse_computed(model)
+    state = {live.own_name(name): tensor for name, tensor in model.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in state.items()}
-    check_sizes(f"{spec.class_name} in memory", spec)
-    check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
-    warned = check_live(model, spec)
-    spec = check_ties(spec, state.keys(), lambda name: state[name])
+    checks.check_sizes(f"{spec.class_name} in memory", spec)
+    checks.check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
+    warned = live.check_live(model, spec)
+    spec = checks.check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
     for name, tensor in own.items():
         if tensor.dtype not in STORED_FLOATS:
             raise GrowthError(
-                f"{name} has dtype {tensor.dtype}, as in a quantised model: {quantised_advice()} "
-                f"({HANDLED})"
+                f"{name} has dtype {tensor.dtype}, as in a quantised model: "
+                f"{refused.quantised_advice()} ({HANDLED})"
             )
     dtypes = {name: t.dtype for name, t in own.items()}
     return Source(
@@ -287,7 +266,7 @@ def _open_directory(
     keys.pop("quantization_config", None)
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
-    check_number_of_tensors(spec, len(headers), str(directory))
+    checks.check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
     for name, owner in spec.ties.items():
@@ -295,8 +274,8 @@ def _open_directory(
         if name in names and owner not in names:
             names[owner] = names.pop(name)
     found = {name: headers[raw].shape for name, raw in names.items()}
-    check_names_and_shapes(spec, found, str(directory))
-    spec = check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
+    checks.check_names_and_shapes(spec, found, str(directory))
+    spec = checks.check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
     own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
     for name, header in own.items():
         if header.dtype not in STORED_FLOATS:
@@ -317,7 +296,7 @@ def _read_spec(
     """The model that config.json describes, the JSON object of that file, and `scale_block`."""
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)
-    block = scale_block(config, str(directory), dequantize=dequantize)
+    block = refused.scale_block(config, str(directory), dequantize=dequantize)
     if not config.architectures:
         some_class = next(iter(family.classes))
         raise GrowthError(
@@ -325,7 +304,7 @@ def _read_spec(
             f'"architectures": ["{some_class}"]'
         )
     spec = ModelSpec.of(config, config.architectures[0], family)
-    check_values(directory / "config.json", spec)
+    checks.check_values(directory / "config.json", spec)
     return spec, keys, block
 
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 import growkern
 import growkern.growth.grow as grow_module
-import growkern.growth.record.fold_checkpoint as fold_module
+import growkern.growth.record.fold as fold_module
 from growkern import GrowthError
 from growkern.growth.disk.stream import Stream
 from growkern.growth.optimizer import file as optimizer_file

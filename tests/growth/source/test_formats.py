@@ -16,12 +16,11 @@ SUFFIX, MODEL, OPTIMIZER = ".toy", "model.toy", "adam.toy"
 
 
 @dataclass(frozen=True)
-class ToyTensor:
+class ToyTensor(StoredTensor):
     """A tensor in a file of `torch.save`."""
 
     file: str
     value: torch.Tensor
-    is_mapped: bool = False
 
     @property
     def shape(self):
@@ -31,17 +30,7 @@ class ToyTensor:
     def dtype(self):
         return self.value.dtype
 
-    @property
-    def nbytes(self):
-        return self.value.nbytes
-
     def read(self):
-        return self.value
-
-    def rows(self, start, stop):
-        return self.value[start:stop]
-
-    def read_entries(self, index):
         return self.value
 
 
