@@ -129,15 +129,11 @@ def refuse_changed(file: Path) -> None:
 
 @dataclass(frozen=True)
 class ChecksumReport:
-    """Result of `verify_checksums`.
+    """Result of `verify_checksums`."""
 
-    Attributes:
-        checked: how much was compared: tensors of "target" and "source", "files" of the target.
-        wrong: "file: tensor" for every tensor with other bytes, and "file: reason" for every other
-            difference.
-    """
-
+    # how much was compared: tensors of "target" and "source", "files" of the target
     checked: Mapping[str, int]
+    # "file: tensor" for every tensor with other bytes, and "file: reason" for other differences
     wrong: tuple[str, ...]
 
     @property

@@ -41,19 +41,12 @@ from growkern.growth.source.parts import Run, Stacked
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The files of a checkpoint.
+    """The files of a checkpoint, and where each tensor goes, in the model's order."""
 
-    Attributes:
-        tensors: where each tensor goes, in the model's order; files are bare names.
-        heads: per file its first bytes, length and JSON.
-        sizes: per file its size, bytes.
-        index: the text of the index file; "" where there is a single file.
-    """
-
-    tensors: Mapping[str, Header | Stacked]
-    heads: Mapping[str, bytes]
-    sizes: Mapping[str, int]
-    index: str
+    tensors: Mapping[str, Header | Stacked]  # their files are bare names
+    heads: Mapping[str, bytes]  # per file its first bytes, length and JSON
+    sizes: Mapping[str, int]  # per file, bytes
+    index: str  # the text of the index file; "" where there is a single file
 
     def write_index(self, directory: Path) -> None:
         """Write the index file, if there are several files."""

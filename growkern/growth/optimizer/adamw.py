@@ -167,19 +167,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def _warn_of_half(parameters: Iterable[Tensor]) -> None:
-    """Warn of weights that are too coarse to train."""
-    half = {x.dtype for x in parameters} & {torch.bfloat16, torch.float16}
-    if half:
-        warnings.warn(
-            f"{HALF_WEIGHTS} {min(map(str, half)).removeprefix('torch.')}: small steps "
-            "round to nothing, and the norms' weights stay where they are. Train float32 weights, "
-            "model.float(), under torch.autocast",
-            GrowthWarning,
-            stacklevel=3,
-        )
-
-
 class GrowthAdamW(torch.optim.AdamW):
     """AdamW with a learning rate and an eps of its own for every entry of a grown model.
 
@@ -238,7 +225,15 @@ class GrowthAdamW(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         for number, group in enumerate(self.param_groups):
             check_group(f"the given group {number}", group)
-        _warn_of_half(p for group in self.param_groups for p in group["params"])
+        half = {p.dtype for group in self.param_groups for p in group["params"]}
+        if half := half & {torch.bfloat16, torch.float16}:
+            warnings.warn(
+                f"{HALF_WEIGHTS} {min(map(str, half)).removeprefix('torch.')}: small steps "
+                "round to nothing, and the norms' weights stay where they are. Train float32 "
+                "weights, model.float(), under torch.autocast",
+                GrowthWarning,
+                stacklevel=2,
+            )
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan
         factors = growth_lr_multipliers(plan)

@@ -103,15 +103,10 @@ def growth_clip_norm_(
 
 
 class _Weights(NamedTuple):
-    """u / g of (1) for the entries of this process's part of one parameter.
+    """u / g of (1) for the entries of this process's part of one parameter."""
 
-    Attributes:
-        constant: product of the axes on which all entries have the same weight.
-        vectors: the weights of the other axes by their number, (size,) float64 or float32.
-    """
-
-    constant: float
-    vectors: dict[int, Tensor]
+    constant: float  # product of the axes on which all entries have the same weight
+    vectors: dict[int, Tensor]  # of the other axes by their number, (size,) float64 or float32
 
 
 # plan -> parameter's name and place -> weights: they are the same in every step, and making them

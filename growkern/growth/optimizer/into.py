@@ -101,8 +101,20 @@ def grow_optimizer_into(
     check_plan(plan)
     targets = list(_targets(plan, model, optimizer))
     used = {name for task, _ in targets for name in (task.source, task.upper)}
-    stamps = Stamps.of(_file_of(Path(source))) if isinstance(source, (str, Path)) else None
-    found, is_mapped = _open_state(plan, source, moments)
+    path = Path(source) if isinstance(source, (str, Path)) else None
+    # the state may lie with the weights in a directory
+    read_stored = path and format_of(path).read_optimizer
+    file = optimizer_file(path) if path and not read_stored else None
+    stamps = Stamps.of(file or path) if path else None
+    if path and read_stored:
+        stored = read_stored(path, known_names(plan))
+        checks.check_entries(plan, stored)
+        found = {**stored, **dict(shown_state(plan, stored))}
+    else:
+        state_dict = read_optimizer(file) if file else source
+        found = state_by_name(plan, state_dict)[1]
+        checks.check_decay(state_dict, moments)
+    is_mapped = file is not None and can_be_mapped(file)
     # a checkpoint may hold the states of several optimizers
     state = {name: entry for name, entry in found.items() if name in used}
     _check_kind(optimizer, state)
@@ -157,25 +169,6 @@ def _targets(
         task = tasks[named[id(parameter)]]
         checks.check_planned_shape(task.name, parameter.shape, task.shape)
         yield task, parameter
-
-
-def _file_of(path: Path) -> Path:
-    """The file of a state, or the directory that holds it with the weights."""
-    return path if format_of(path).read_optimizer else optimizer_file(path)
-
-
-def _open_state(plan: GrowthPlan, source: Any, moments: str) -> tuple[State, bool]:
-    """The source's optimizer state, by parameter name; and whether it is a file that is mapped."""
-    path = Path(source) if isinstance(source, (str, Path)) else None
-    read_stored = None if path is None else format_of(path).read_optimizer
-    if path is not None and read_stored is not None:
-        stored = read_stored(path, known_names(plan))
-        checks.check_entries(plan, stored)
-        return {**stored, **dict(shown_state(plan, stored))}, False
-    state_dict = source if path is None else read_optimizer(path)
-    state = state_by_name(plan, state_dict)[1]
-    checks.check_decay(state_dict, moments)
-    return state, path is not None and can_be_mapped(optimizer_file(path))
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, state: State) -> None:

@@ -140,7 +140,7 @@ def entry_factors(
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
     if task.source == RANDOM:
         ones = [torch.ones(size, dtype=torch.float64) for size in task.shape]
-        usual = tuple(_broadcast(x, dim, len(axes)) for dim, x in enumerate(ones))
+        usual = _spread(ones)
         none = tuple(x == 0 for x in usual)
         return EntryFactors(usual, usual, none, muon=dict.fromkeys(MUON_RULES, 1.0))
     maps, gradients = [axis_map(plan, task, *axis) for axis in axes], _gradient_maps(plan, task)
@@ -171,9 +171,9 @@ def entry_factors(
     is_old = is_first_copy(plan, task) and not is_new(plan, task)
     old = [old_entries(plan, task, *axis) & is_old for axis in axes]
     return EntryFactors(
-        tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(lr)),
-        tuple(_broadcast(_filled(x), dim, len(axes)) for dim, x in enumerate(eps)),
-        tuple(_broadcast(x, dim, len(axes)) for dim, x in enumerate(old)),
+        _spread([*map(_filled, lr)]),
+        _spread([*map(_filled, eps)]),
+        _spread(old),
         centre,
         _muon_factors(plan, task, before[0].muon if before else {}),
     )
@@ -220,10 +220,12 @@ def _filled(scale: Tensor) -> Tensor:
     return torch.where(size == 0, size[size > 0].mean(), size)
 
 
-def _broadcast(vector: Tensor, dim: int, ndim: int) -> Tensor:
-    shape = [1] * ndim
-    shape[dim] = -1
-    return vector.reshape(shape)
+def _spread(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """One vector per axis, shaped to broadcast."""
+    axes = range(len(vectors))
+    return tuple(
+        x.reshape([-1 if axis == own else 1 for axis in axes]) for own, x in enumerate(vectors)
+    )
 
 
 def is_new(plan: GrowthPlan, task: Task) -> bool:

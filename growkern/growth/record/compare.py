@@ -102,22 +102,16 @@ def _differences(then: Any, now: Any, is_config: bool) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """All tensors of one kind (the same row of the family table).
+    """All tensors of one kind (the same row of the family table)."""
 
-    Attributes:
-        kind: the row, a name with the layer left open.
-        replay_error: largest difference to the rebuilt tensors, relative to their largest element.
-        fold_error: largest relative difference of a folded weight to the source's (`WEIGHT_ERROR`
-            of `plan.finding`); None if folding does not apply (norms, AKI, random weights).
-        ok: True if rounding explains all errors.
-    """
-
-    kind: str
+    kind: str  # the row, a name with the layer left open
     count: int
-    replay_error: float
+    replay_error: float  # largest difference to the rebuilt tensors, over their largest element
+    # largest relative difference of a folded weight to the source's (`WEIGHT_ERROR` of
+    # `plan.finding`); None if folding does not apply (norms, AKI, random weights)
     fold_error: float | None
     worst: str
-    ok: bool
+    ok: bool  # rounding explains all errors
 
 
 def check_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:

@@ -50,16 +50,11 @@ RECORD = f"a grown checkpoint, or its {LINEAGE_FILE}"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings besides the plan that decide the bytes of a grown checkpoint.
+    """Settings besides the plan that decide the bytes of a grown checkpoint."""
 
-    Attributes:
-        backend: backend of the expansion kernel; None: chosen automatically.
-        allow_nonfinite: NaN and Inf in the source are grown, not refused.
-    """
-
-    backend: str | None = None
+    backend: str | None = None  # of the expansion kernel; None: chosen automatically
     max_shard_size: int = 5 * 10**9
-    allow_nonfinite: bool = False
+    allow_nonfinite: bool = False  # NaN and Inf in the source are grown, not refused
 
     LIMITS: ClassVar[dict[str, Limit]] = {"max_shard_size": between(1, (1 << 63) - 1)}
 

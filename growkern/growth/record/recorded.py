@@ -40,28 +40,21 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recurs
 class Lineage:
     """A lineage file.
 
-    Attributes:
-        origins: where each target tensor comes from, by name.
-        sizes: config field -> (source, target).
-        dtype, source_dtype: dtype of the target's weights and of the source's.
-        earlier: the growths that made the source.
-        family: the table of one's own that the growth used, if it did.
-        dense_config: of the dense model, if one became a mixture. `source_config` then shows it as
-            a mixture of one copy.
+    If a dense model became a mixture, `source_config` shows it as a mixture of one copy.
     """
 
     file: Path
     data: Mapping[str, Any]
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, Origin]  # of the target tensors, by name
     options: GrowthOptions
     settings: Settings
-    sizes: Mapping[str, tuple[int, int]]
-    dtype: torch.dtype
+    sizes: Mapping[str, tuple[int, int]]  # config field -> (source, target)
+    dtype: torch.dtype  # of the target's weights
     source_dtype: torch.dtype
     source_config: Any
     target_config: Any
-    earlier: History
-    family: Family | None = None
+    earlier: History  # the growths that made the source
+    family: Family | None = None  # the table of one's own that the growth used
     dense_config: Any = None
 
     def shown(self, spec: ModelSpec) -> ModelSpec:

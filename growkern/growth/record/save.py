@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from torch import Tensor
 
 from growkern.growth.disk.companions import complete_config
 from growkern.growth.disk.sentence import is_sentence_model
@@ -60,8 +59,8 @@ def _place(plan: GrowthPlan) -> str:
     return name if ID.fullmatch(name) else ""
 
 
-def _choices(plan: GrowthPlan) -> dict[str, Any]:
-    """The arguments of `growkern.grow` that make the plan again, apart from the dtype."""
+def _choices(plan: GrowthPlan, settings: Settings) -> dict[str, Any]:
+    """The arguments of `growkern.grow` that grow the same model again."""
     result: dict[str, Any] = {
         field: new for field, (old, new) in plan.size_changes().items() if old != new
     }
@@ -75,7 +74,9 @@ def _choices(plan: GrowthPlan) -> dict[str, Any]:
         if value != getattr(default, name):
             result[name] = value
     result |= {k: v for k, v in chosen.items() if v != getattr(GrowthOptions, k)}
-    return result
+    if plan.dtype != plan.source.dtype:
+        result["dtype"] = plan.dtype
+    return result | ({"allow_nonfinite": True} if settings.allow_nonfinite else {})
 
 
 def command(plan: GrowthPlan, settings: Settings) -> str:
@@ -83,22 +84,16 @@ def command(plan: GrowthPlan, settings: Settings) -> str:
     words = ["growkern", "grow", source_name(plan), "TARGET"]
     if on_hub := hub_model(plan.source.directory):
         words += ["--revision", on_hub.commit]
-    for name, value in _choices(plan).items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    if plan.dtype != plan.source.dtype:
-        words += ["--dtype", str(plan.dtype).removeprefix("torch.")]
-    if settings.allow_nonfinite:
-        words.append("--allow-nonfinite")
+    for name, value in _choices(plan, settings).items():
+        words.append(f"--{name.replace('_', '-')}")
+        if name != "allow_nonfinite":
+            words.append(str(value).removeprefix("torch."))
     return shlex.join(words)
 
 
 def python_code(plan: GrowthPlan, settings: Settings) -> str:
     """Python that grows the same model from a source that is only in memory, as `small`."""
-    words = [f"{name}={value!r}" for name, value in _choices(plan).items()]
-    if plan.dtype != plan.source.dtype:
-        words.append(f"dtype={plan.dtype!r}")
-    if settings.allow_nonfinite:
-        words.append("allow_nonfinite=True")
+    words = [f"{name}={value!r}" for name, value in _choices(plan, settings).items()]
     return f"large = growkern.grow({', '.join(['small', *words])})"
 
 
@@ -342,11 +337,10 @@ def _state(model: Any) -> tuple[tuple[torch.dtype, int, bytes], ...]:
     PyTorch counts the writes, except those through `Parameter.data`, as some optimizers make them.
     So some entries of each weight are read too.
     """
-    return tuple((p.dtype, p._version, _sample(p)) for p in model.parameters())
-
-
-def _sample(parameter: Tensor) -> bytes:
-    """The bits of entries from all of a parameter."""
-    flat = local_tensor(parameter).reshape(-1)
-    chosen = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous()
-    return chosen.view(torch.uint8).numpy().tobytes()
+    state = []
+    for parameter in model.parameters():
+        flat = local_tensor(parameter).reshape(-1)
+        chosen = flat[:: max(1, flat.numel() // SAMPLED)].cpu().contiguous()
+        bits = chosen.view(torch.uint8).numpy().tobytes()
+        state.append((parameter.dtype, parameter._version, bits))
+    return tuple(state)

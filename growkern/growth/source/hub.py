@@ -76,13 +76,6 @@ def name_of(directory: Path) -> str:
     return on_hub.id if on_hub else name.decode(errors="backslashreplace")
 
 
-def snapshot_of(directory: Path) -> HubModel:
-    """`hub_model` of a directory that is one."""
-    result = hub_model(directory)
-    assert result is not None
-    return result
-
-
 def located(source: Any, revision: str | None = None, *, weights: bool = True) -> Any:
     """The directory of a source; of a model on the Hub, the one that it is downloaded to.
 
@@ -105,9 +98,9 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
         )
     if not is_name:
         return source
-    if weights and lacks_weights(Path(source)):
+    model = hub_model(Path(source))
+    if weights and model and lacks_weights(Path(source)):
         # the snapshot of a plan
-        model = snapshot_of(Path(source))
         return _download(model.id, model.commit, LEFT_OUT)
     return Path(source)
 
@@ -188,7 +181,8 @@ def lacks_weights(directory: Path) -> bool:
 
 def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     """All tensors of a model on the Hub, by their names in its files. No weights are downloaded."""
-    model = snapshot_of(directory)
+    model = hub_model(directory)
+    assert model is not None
 
     def read_shard(file: Path) -> dict[str, files.Header]:
         head, size = _bytes_of(model, file.name, 0, FIRST_BYTES)

@@ -204,19 +204,12 @@ class StackedParts(Filled):
 
 @dataclass(frozen=True)
 class Parts:
-    """A tensor of a mixture, made of a dense model's.
+    """A tensor of a mixture, made of a dense model's."""
 
-    Attributes:
-        names: the dense tensors; their rows lie one after another.
-        experts: how many experts share their units; 0: the tensor has no axis of experts.
-        axis: the axis of their units.
-        size: length of that axis, of a tensor without experts: it may have the first units only.
-    """
-
-    names: tuple[str, ...]
-    experts: int
-    axis: int
-    size: int
+    names: tuple[str, ...]  # of the dense tensors; their rows lie one after another
+    experts: int  # how many share their units; 0: the tensor has no axis of experts
+    axis: int  # of their units
+    size: int  # of that axis, without experts: there may be the first units only
 
     def of_experts(self, tensors: Sequence[Tensor], numbers: Sequence[int] | None = None) -> Tensor:
         """The matrices of these experts, or of all, from the dense tensors."""

@@ -52,34 +52,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A trained model to grow.
+    """A trained model to grow."""
 
-    Attributes:
-        spec: its sizes, tensors and shapes.
-        dtypes: name -> dtype of every tensor, without tied duplicates.
-        format: of `directory`; None for a model in memory.
-        headers: name -> tensor in the files of `directory`; empty for a model in memory.
-        device: of the tensors of a model in memory.
-        generation: the `GenerationConfig` that the source comes with, if it has one.
-        history: the growths that made it.
-        keys: the JSON object of its config.json; empty for a model in memory.
-        warned: what growth does not take over of a model in memory, one line each.
-        stamps: of the files of `directory`, before they were read; None for a model in memory.
-        dense, parts: the dense model that this mixture shows, and the tensors made of its own.
-    """
-
-    spec: ModelSpec
-    dtypes: Mapping[str, torch.dtype]
+    spec: ModelSpec  # its sizes, tensors and shapes
+    dtypes: Mapping[str, torch.dtype]  # of every tensor, without tied duplicates
     read: Read = field(repr=False)
-    directory: Path | None = None
-    format: Format | None = None
+    directory: Path | None = None  # None for a model in memory
+    format: Format | None = None  # of `directory`
+    # the tensors in its files, by name
     headers: Mapping[str, StoredTensor] = field(default_factory=dict, repr=False)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # the `GenerationConfig` that it comes with
     generation: Any | None = field(default=None, repr=False)
-    history: History = field(default_factory=History)
+    history: History = field(default_factory=History)  # the growths that made it
+    # the JSON object of its config.json; empty for a model in memory
     keys: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    # what growth does not take over of a model in memory, one line each
     warned: tuple[str, ...] = field(default=(), repr=False)
+    # of the files of `directory`, before they were read
     stamps: Stamps | None = field(default=None, repr=False)
+    # the dense model that this mixture shows, and the tensors made of its own
     dense: Source | None = field(default=None, repr=False)
     parts: Mapping[str, Parts] = field(default_factory=dict, repr=False)
 

@@ -42,14 +42,10 @@ class Stamps:
     """What was known of files before they were read.
 
     Unlike the time of the last modification, that of the last change cannot be set back.
-
-    Attributes:
-        path: a file, or the directory of a checkpoint: then all files that are read or copied.
-        found: name -> its stamp: the size, with the checksum of a small file or what the system
-            knows of weights.
     """
 
-    path: Path
+    path: Path  # a file, or the directory of a checkpoint: then all files that are read or copied
+    # by name the size, with the checksum of a small file or what the system knows of weights
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
