@@ -24,14 +24,8 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.families.load import read_family
+from growkern.growth import models
 from growkern.growth.history import GROWN_KEY
-from growkern.growth.models import (
-    fit_cache,
-    materialise,
-    on_cpu_by_default,
-    persistent_buffers,
-    restore_buffers,
-)
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice.idle import refuse_idle_options
 from growkern.growth.plan.blueprint import Task
@@ -53,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-@on_cpu_by_default
+@models.on_cpu_by_default
 def grow_into(
     model: Any,
     source: str | Path | PreTrainedModel,
@@ -111,8 +105,8 @@ def grow_into(
     parameters = named_tensors(model)
     targets = _targets(grown, parameters)
     parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
-    materialise(model, device or device_of(parameters))
-    restore_buffers(model)
+    models.materialise(model, device or device_of(parameters))
+    models.restore_buffers(model)
     targets = _targets(grown, named_tensors(model))
     for task in (task for task in grown.tasks if task.tensor.row.keep):
         # the class may have built it in the dtype of the weights
@@ -140,7 +134,7 @@ def grow_into(
     opened.refuse_changed()
     if opened.generation is not None and model.can_generate():
         model.generation_config = copy.deepcopy(opened.generation)
-    fit_cache(grown.large, model.config, getattr(model, "generation_config", None))
+    models.fit_cache(grown.large, model.config, getattr(model, "generation_config", None))
     model.growth_plan = grown
     setattr(model.config, GROWN_KEY, True)
     directory = opened.directory or Path()
@@ -191,7 +185,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     free_gathered(model)
     named = {}
-    tensors = chain(model.named_parameters(remove_duplicate=False), persistent_buffers(model))
+    tensors = chain(
+        model.named_parameters(remove_duplicate=False), models.persistent_buffers(model)
+    )
     for name, tensor in tensors:
         refuse_flattened(name)
         named[own_name(name)] = tensor

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from growkern.growth.models import restore_buffers
 from growkern.growth.record.fold import fold_tensor
-from growkern.growth.record.origins import origin_of
+from growkern.growth.record.lineage import origin_of
 from growkern.growth.source.loading import image_shape
 
 transformers.logging.set_verbosity_error()

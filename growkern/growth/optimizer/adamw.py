@@ -24,13 +24,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.growth.optimizer.checks import (
-    COUNTS,
-    check_group,
-    check_loaded_group,
-    check_planned_shape,
-    check_state_dict,
-)
+from growkern.growth.optimizer import checks
+from growkern.growth.optimizer.checks import COUNTS
 from growkern.growth.optimizer.moments import (
     EntryFactors,
     growth_lr_multipliers,
@@ -130,7 +125,7 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
         )
     found = factors[name]
     shape = tuple(max(n) for n in zip(*(v.shape for v in found.lr), strict=True))
-    check_planned_shape(name, p.shape, shape)
+    checks.check_planned_shape(name, p.shape, shape)
     part = local_part(name, p)
     device = p.to_local().device if isinstance(p, DTensor) else p.device
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
@@ -224,7 +219,7 @@ class GrowthAdamW(torch.optim.AdamW):
             )
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         for number, group in enumerate(self.param_groups):
-            check_group(f"the given group {number}", group)
+            checks.check_group(f"the given group {number}", group)
         half = {p.dtype for group in self.param_groups for p in group["params"]}
         if half := half & {torch.bfloat16, torch.float16}:
             warnings.warn(
@@ -258,11 +253,11 @@ class GrowthAdamW(torch.optim.AdamW):
             GrowthError: the state is of an Adam that adds weight decay to the gradient, the step
                 should be differentiable, or amsgrad is on and its moments are missing.
         """
-        check_state_dict(state_dict)
+        checks.check_state_dict(state_dict)
         groups = []
         for number, group in enumerate(state_dict["param_groups"]):
             entries = [state_dict["state"].get(key, {}) for key in group["params"]]
-            check_loaded_group(number, group, entries)
+            checks.check_loaded_group(number, group, entries)
             # the step counts then stay on the CPU, where reading them does not wait for a GPU
             groups.append({**group, "capturable": False, "fused": None})
         super().load_state_dict({**state_dict, "param_groups": groups})

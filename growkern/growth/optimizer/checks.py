@@ -63,18 +63,15 @@ def check_state_dict(state_dict: Any) -> None:
                 "optimizer.state_dict() as it is"
             )
     for number, group in enumerate(state_dict["param_groups"]):
-        _check_group(f"the optimizer's group {number}", group)
-
-
-def _check_group(what: str, group: Any) -> None:
-    if not isinstance(group, Mapping) or "params" not in group:
-        raise GrowthError(f'{what} has no "params": pass optimizer.state_dict() as it is')
-    for key, kinds in (("params", (int, str)), ("param_names", (str,))):
-        keys = group.get(key, [])
-        is_list = isinstance(keys, (list, tuple))
-        if not is_list or not any(all(isinstance(x, kind) for x in keys) for kind in kinds):
-            allowed = " or all ".join(kind.__name__ for kind in kinds)
-            raise GrowthError(f"{what}: {key!r} must be a list, all {allowed}")
+        what = f"the optimizer's group {number}"
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise GrowthError(f'{what} has no "params": pass optimizer.state_dict() as it is')
+        for key, kinds in (("params", (int, str)), ("param_names", (str,))):
+            keys = group.get(key, [])
+            is_list = isinstance(keys, (list, tuple))
+            if not is_list or not any(all(isinstance(x, kind) for x in keys) for kind in kinds):
+                allowed = " or all ".join(kind.__name__ for kind in kinds)
+                raise GrowthError(f"{what}: {key!r} must be a list, all {allowed}")
 
 
 def check_keys(state_dict: Mapping[str, Any]) -> None:
@@ -97,10 +94,9 @@ def check_decay(state_dict: Mapping[str, Any], moments: str) -> None:
     `torch.optim.Adam` adds weight decay to the gradients. The gradient and the weight grow by
     different factors, so their mean cannot be grown.
     """
-    for number, group in enumerate(state_dict["param_groups"]):
-        if moments != "reset":
-            _refuse_rectified(f"the optimizer's group {number}", group)
-        if moments != "reset" and _is_coupled(group):
+    for number, group in enumerate(state_dict["param_groups"] if moments != "reset" else ()):
+        _refuse_rectified(f"the optimizer's group {number}", group)
+        if _is_coupled(group):
             raise GrowthError(
                 f"the optimizer's group {number} is of torch.optim.Adam with weight_decay="
                 f"{group['weight_decay']}: it adds the decay to the gradients, so its moments "
@@ -169,28 +165,23 @@ def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:
             raise GrowthError(
                 f"{name}: its optimizer state is a {type(entry).__name__}, not a dict"
             )
-        _check_entry(name, entry, trained(plan).shapes[name])
-
-
-def _check_entry(name: str, entry: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-    for key, value in entry.items():
-        if key in COUNTS:
-            # stored and distributed tensors are checked later, when they are read.
-            # isinstance(value, StoredTensor) fails on a sparse tensor before Python 3.12
-            is_local = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if is_local or not isinstance(value, (DTensor, StoredTensor)):
-                count_of(name, value)
-        elif key not in MOMENTS:
-            why = ADAFACTOR if key in FACTORED else NO_RULE
-            raise GrowthError(f"{name}: no rule for the optimizer's {key!r}; {why}")
-        else:
-            _check_moment(name, key, value, shape)
-    for key in () if MUON in entry else NEEDED:
-        if key not in entry:
-            what = "step count" if key == "step" else key
-            raise GrowthError(
-                f"{name}: no {what} in the optimizer's state: save it with optimizer.state_dict()"
-            )
+        for key, value in entry.items():
+            if key in COUNTS:
+                # stored and distributed tensors are checked later, when they are read
+                if not isinstance(value, (DTensor, StoredTensor)):
+                    count_of(name, value)
+            elif key not in MOMENTS:
+                why = ADAFACTOR if key in FACTORED else NO_RULE
+                raise GrowthError(f"{name}: no rule for the optimizer's {key!r}; {why}")
+            else:
+                _check_moment(name, key, value, trained(plan).shapes[name])
+        for key in () if MUON in entry else NEEDED:
+            if key not in entry:
+                what = "step count" if key == "step" else key
+                raise GrowthError(
+                    f"{name}: no {what} in the optimizer's state: save it with "
+                    "optimizer.state_dict()"
+                )
 
 
 def _check_moment(name: str, key: str, value: Any, shape: tuple[int, ...]) -> None:

@@ -22,16 +22,16 @@ from growkern.growth.plan.tensors.change import source_coordinates
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.plan.vocabulary import predicts_tokens
 from growkern.growth.record.fold import fold_tensor
-from growkern.growth.record.lineage import TRAINED, record_of, source_files, versions, without_times
-from growkern.growth.record.origins import origin_of
-from growkern.growth.record.recorded import Lineage
-from growkern.growth.source.loading import (
-    all_outputs,
-    image_shape,
-    largest_difference,
-    longest_of,
-    random_inputs,
+from growkern.growth.record.lineage import (
+    TRAINED,
+    origin_of,
+    record_of,
+    source_files,
+    versions,
+    without_times,
 )
+from growkern.growth.record.recorded import Lineage
+from growkern.growth.source import loading
 from growkern.growth.source.source import Source
 from growkern.package import version
 
@@ -151,17 +151,12 @@ def _replay_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
     is_narrow = actual.dtype.itemsize == 2
     tiny = torch.finfo(actual.dtype).tiny
     allowed = (1 if is_narrow else 4) * eps * expected64.abs().clamp(min=tiny)
-    is_shifted = is_narrow and _relative(actual64, expected64) > eps / 4
+    mean = difference.norm() / (expected64.norm() or 1.0)
+    is_shifted = is_narrow and bool(mean > eps / 4)
     scale = expected64.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     both_nonfinite = ~torch.isfinite(actual64) & ~torch.isfinite(expected64)
     wrong = (~(difference <= allowed) & ~both_nonfinite).any()
     return (difference.nan_to_num(0.0).max() / scale).item(), not (bool(wrong) or is_shifted)
-
-
-def _relative(actual: Tensor, truth: Tensor) -> float:
-    """Frobenius norm of the difference, relative to that of `truth`."""
-    norm = truth.norm()
-    return ((actual - truth).norm() / norm).item() if norm > 0 else actual.norm().item()
 
 
 def _fold_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
@@ -189,7 +184,7 @@ ROUNDINGS = 2
 def check_tokens(source: Source, tokens: Tensor) -> None:
     """Refuse tokens that are not (batch, length) ids, or images, that the source accepts."""
     if source.spec.family.reads_images:
-        expected = image_shape(source.config)
+        expected = loading.image_shape(source.config)
         if tokens.ndim != 4 or not len(tokens) or tuple(tokens.shape[1:]) != expected:
             raise GrowthError(
                 f"tokens are {list(tokens.shape)}; expected images, (batch, channels, height, "
@@ -198,7 +193,7 @@ def check_tokens(source: Source, tokens: Tensor) -> None:
         if not tokens.is_floating_point():
             raise GrowthError(f"tokens are {tokens.dtype}; expected images of floating numbers")
         return
-    vocabulary, longest = source.spec.size("vocab"), longest_of(source.spec)
+    vocabulary, longest = source.spec.size("vocab"), loading.longest_of(source.spec)
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest:
         raise GrowthError(
             f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to {longest}"
@@ -240,7 +235,7 @@ def compare_outputs(
     whole = _outputs(grown, tokens)
     least = _least_output(plan, source)
     new = source_coordinates(plan, whole, old.shape[-1])
-    result = {OUTPUT_ERROR: largest_difference(new, old, least)}
+    result = {OUTPUT_ERROR: loading.largest_difference(new, old, least)}
     if predicts_tokens(plan.small):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
         result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
@@ -272,7 +267,7 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
         for weight in moved.parameters():
             up = torch.randint(0, 2, weight.shape, generator=rng).to(weight) * 2 - 1
             weight += up * limits.eps * weight.abs().clamp(min=limits.tiny)
-        errors = [largest_difference(_outputs(moved, tokens), old, least)]
+        errors = [loading.largest_difference(_outputs(moved, tokens), old, least)]
         if source.can_generate():
             errors += generation_error(plan, source, moved, tokens).values()
         worst = max(worst, *errors)
@@ -287,7 +282,7 @@ def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -
     these tokens and on random texts counts, relative to the largest output on these tokens. A few
     outputs alone may change little by chance.
     """
-    texts = (tokens, random_inputs(plan.source, SEED, FEW_TEXTS))
+    texts = (tokens, loading.random_inputs(plan.source, SEED, FEW_TEXTS))
     change = max((_outputs(narrow, t) - _outputs(wide, t)).abs().max().item() for t in texts)
     largest = max(_outputs(wide, tokens).abs().max().item(), _least_output(plan, wide))
     errors = [change / largest if change else 0.0]
@@ -304,7 +299,7 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     steps before the two models choose different tokens; infinity if the grown model fails to
     generate. There is none if the source fails.
     """
-    room = longest_of(plan.small)
+    room = loading.longest_of(plan.small)
     steps = min(STEPS, room - 1)
     prompts = tokens[:, : max(1, room - steps)]
     # a target whose cache would be too short says in its config that it uses none
@@ -325,7 +320,7 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     is_same = differ.cumsum(1) - differ == 0
     size = old.shape[-1]
     return {
-        "generation error": largest_difference(
+        "generation error": loading.largest_difference(
             new[:, :count, :size][is_same], old[:, :count][is_same]
         )
     }
@@ -355,4 +350,4 @@ def _least_output(plan: GrowthPlan, source: Any) -> float:
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:
     """The main output of `all_outputs`."""
-    return next(iter(all_outputs(model, tokens).values()))
+    return next(iter(loading.all_outputs(model, tokens).values()))

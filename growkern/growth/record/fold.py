@@ -45,8 +45,7 @@ from growkern.growth.disk.staging import check_space, check_target, refusing, st
 from growkern.growth.models import class_shapes
 from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan.blueprint import dtype_of
-from growkern.growth.record.lineage import keep_lineage
-from growkern.growth.record.origins import Origin, read_index
+from growkern.growth.record.lineage import Origin, keep_lineage, read_index
 from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
 from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import row_blocks

@@ -23,8 +23,17 @@ from growkern.growth import history
 from growkern.growth.history import LINEAGE_FILE, MOST_LINEAGE_BYTES, NEEDED, History
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.record.lineage import DENSE, DTYPES, FORMAT, RECORD, Settings
-from growkern.growth.record.origins import Origin, space_from_dict, space_key, spaces_of
+from growkern.growth.record.lineage import (
+    DENSE,
+    DTYPES,
+    FORMAT,
+    RECORD,
+    Origin,
+    Settings,
+    space_from_dict,
+    space_key,
+    spaces_of,
+)
 from growkern.growth.source.checks import check_layers
 from growkern.growth.source.config import check_config, config_directory, config_from, read_config
 from growkern.growth.source.source import Source

@@ -24,15 +24,15 @@ ARITHMETIC_ERROR = "error of 16-bit arithmetic"
 ROUNDING_ROOM = 2.0
 # settings of generation that decide how fast it is or what else it returns, but no token
 NO_TOKENS = {
-    *(
-        "transformers_version",
-        "use_cache",
-        "max_cache_len",
-        "low_memory",
-        "return_dict_in_generate",
-    ),
+    *("transformers_version", "use_cache", "max_cache_len", "low_memory"),
+    "return_dict_in_generate",
     *("compile_config", "disable_compile", "prefill_chunk_size", "continuous_batching_config"),
     *("output_attentions", "output_hidden_states", "output_logits", "output_scores"),
+}
+WORDS = {
+    OUTPUT_ERROR: "outputs differ",
+    GENERATION_ERROR: "generation differs",
+    NEW_TOKENS: "new tokens raise the loss",
 }
 # settings named in an error
 MOST_NAMED = 4
@@ -67,19 +67,19 @@ def measured_level(
         is_exact = plan.exact and all(errors[name] <= noise for name in allowed)
         return ("exact" if is_exact else "approximate"), ""
     if failed := [name for name in beyond if not math.isfinite(errors[name])]:
-        return "changed", f"{_words(failed[0])} by {errors[failed[0]]}: the grown model fails"
+        return "changed", f"{WORDS[failed[0]]} by {errors[failed[0]]}: the grown model fails"
     name = beyond[0]
     changed = [finding for finding in plan.findings if finding.level == "changed"]
     if not changed:
         word = "exact" if plan.exact else f"approximate within {allowed[name]:.1e}"
-        return "changed", f"planned {word}, but {_words(name)} by {errors[name]:.1e}"
+        return "changed", f"planned {word}, but {WORDS[name]} by {errors[name]:.1e}"
     if lost := unasked_change(plan):
         forced = f"the sizes force this change, which was not asked for: {lost.what} ({lost.why})"
-        return "changed", f"failed: {_words(name)} by {errors[name]:.1e}; {forced}"
+        return "changed", f"failed: {WORDS[name]} by {errors[name]:.1e}; {forced}"
     if NEW_TOKENS in beyond and _bounds(plan, NEW_TOKENS):
         most = allowed[NEW_TOKENS]
         found = errors[NEW_TOKENS]
-        return "changed", f"planned at most {most:.1e}, but {_words(NEW_TOKENS)} by {found:.1e}"
+        return "changed", f"planned at most {most:.1e}, but {WORDS[NEW_TOKENS]} by {found:.1e}"
     return "changed", ""
 
 
@@ -119,14 +119,6 @@ def _allowed(plan: GrowthPlan, errors: Mapping[str, float], dtype: torch.dtype) 
 
 def _bounds(plan: GrowthPlan, measure: str) -> list[float]:
     return [f.bound for f in plan.findings if f.measure == measure and f.bound is not None]
-
-
-def _words(measure: str) -> str:
-    return {
-        OUTPUT_ERROR: "outputs differ",
-        GENERATION_ERROR: "generation differs",
-        NEW_TOKENS: "new tokens raise the loss",
-    }[measure]
 
 
 def generation_differences(source: Source, grown: Source) -> str:

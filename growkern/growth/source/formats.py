@@ -18,13 +18,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
-from growkern.growth.source.files import (
-    METADATA_FILE,
-    WEIGHTS_FILE,
-    read_header_bytes,
-    read_headers,
-    stays_in,
-)
+from growkern.growth.source import files
 from growkern.growth.source.hub import lacks_weights, read_remote_headers
 from growkern.growth.source.refused import FOREIGN, OTHER_WEIGHTS, STATE_FILES
 from growkern.growth.source.stored import BareTensor, StoredTensor
@@ -89,7 +83,7 @@ def _has_any(directory: Path) -> bool:
 
 
 def _read_safetensors(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
-    return read_headers(directory)
+    return files.read_headers(directory)
 
 
 def _read_remote(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
@@ -97,7 +91,7 @@ def _read_remote(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor
 
 
 def _has_no_weights(directory: Path) -> bool:
-    patterns = (*weight_files(), METADATA_FILE, *FOREIGN)
+    patterns = (*weight_files(), files.METADATA_FILE, *FOREIGN)
     return not lacks_weights(directory) and not any(
         fnmatch(file.name, pattern) for file in directory.iterdir() for pattern in patterns
     )
@@ -107,14 +101,14 @@ def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
     """The tensors that the files of such a model would have, on the meta device."""
     dtype = getattr(model.config, "dtype", None) or torch.float32
     return {
-        name: BareTensor(str(directory / WEIGHTS_FILE), shape, dtype)
+        name: BareTensor(str(directory / files.WEIGHTS_FILE), shape, dtype)
         for name, shape in model.shapes.items()
         if name not in model.ties
     }
 
 
 def _has_metadata(directory: Path) -> bool:
-    return (directory / METADATA_FILE).is_file()
+    return (directory / files.METADATA_FILE).is_file()
 
 
 def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
@@ -147,7 +141,7 @@ SAFETENSORS = Format(
     recognises=_has_any,
     weights=("*.safetensors", "*.safetensors.index.json"),
     read=_read_safetensors,
-    read_header=read_header_bytes,
+    read_header=files.read_header_bytes,
     suffix=".safetensors",
     loads=True,
     read_optimizer=None,
@@ -195,9 +189,11 @@ def beside_weights(directory: Path) -> Iterator[Path]:
         file
         for file in sorted(directory.iterdir())
         if not any(fnmatch(file.name, pattern) for pattern in left_out)
-        and not (file.is_dir() and (file != templates or stays_in(file, directory)))
+        and not (file.is_dir() and (file != templates or files.stays_in(file, directory)))
     ]
-    inside = islice(templates.rglob("*"), MOST_FILES) if stays_in(templates, directory) else ()
+    inside = (
+        islice(templates.rglob("*"), MOST_FILES) if files.stays_in(templates, directory) else ()
+    )
     found = [*named, *sorted(file for file in inside if not file.is_dir())]
     if len(found) >= MOST_FILES:
         raise GrowthError(f"{directory}: more than {MOST_FILES} files beside the weights")

@@ -45,24 +45,16 @@ PEFT_CLASSES = {
 
 
 class Kind(NamedTuple):
-    """A kind of directory that cannot be grown.
+    """A kind of directory that cannot be grown."""
 
-    Attributes:
-        what: completes "DIRECTORY holds ...".
-        files: patterns of names. A directory with such a file is of this kind.
-        always: True: also if whole weights lie beside the file.
-        advice: what to do, before the code.
-        code: Python that makes a directory to grow. It may use {place}, {new}, {model_class},
-            {peft_class} and {file}. Empty: there is none.
-        here: the same where it can be done inside a directory on this machine.
-    """
-
-    what: str
-    files: tuple[str, ...]
-    always: bool
-    advice: str
+    what: str  # completes "DIRECTORY holds ..."
+    files: tuple[str, ...]  # patterns of names: a directory with such a file is of this kind
+    always: bool  # also if whole weights lie beside the file
+    advice: str  # what to do, before the code
+    # Python that makes a directory to grow, if there is any. It may use {place}, {new},
+    # {model_class}, {peft_class} and {file}
     code: str = ""
-    here: str = ""
+    here: str = ""  # the same where it can be done inside a directory on this machine
     model_class: str = "AutoModel"
 
 

@@ -12,8 +12,14 @@ import growkern
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.shards import lay_out
-from growkern.growth.record.lineage import config_dict, record_of
-from growkern.growth.record.origins import index_text, read_index, read_values, value_text
+from growkern.growth.record.lineage import (
+    config_dict,
+    index_text,
+    read_index,
+    read_values,
+    record_of,
+    value_text,
+)
 from growkern.growth.record.recorded import read_lineage
 from growkern.publish.manifest import read_manifest
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
