@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.optimizer import checks
@@ -127,7 +126,7 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
     shape = tuple(max(n) for n in zip(*(v.shape for v in found.lr), strict=True))
     checks.check_planned_shape(name, p.shape, shape)
     part = local_part(name, p)
-    device = p.to_local().device if isinstance(p, DTensor) else p.device
+    device = local_tensor(p).device
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
 
     def here(vectors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

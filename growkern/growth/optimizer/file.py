@@ -49,7 +49,7 @@ from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.pieces import FIXED_BYTES, Piece
 from growkern.growth.source.files import row_blocks
-from growkern.growth.source.stamps import Stamps
+from growkern.growth.source.formats import Stamps
 
 OPTIMIZER_FILE = "optimizer.pt"
 ARCHIVE_START = b"PK\x03\x04"

@@ -40,9 +40,8 @@ from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import growth_plan_of
 from growkern.growth.sharded import local_part, local_tensor, named_tensors
-from growkern.growth.source.formats import format_of
+from growkern.growth.source.formats import Stamps, format_of
 from growkern.growth.source.live import unwrapped
-from growkern.growth.source.stamps import Stamps
 
 # the moment that Adam has with amsgrad alone
 LARGEST = "max_exp_avg_sq"

@@ -212,7 +212,7 @@ def compare_outputs(
     *,
     generates: bool = True,
 ) -> dict[str, float]:
-    """Compare the outputs of both models in evaluation mode, and generation too if they can.
+    """Compare the outputs of both models in evaluation mode, and generation if it is wanted.
 
     Args:
         tokens: ids, (batch, length) int64.

@@ -144,7 +144,7 @@ def read_headers(
             )
         return (read_shard or _read_shard)(single)
     weight_map, headers, files = _read_index(directory), dict[str, Header](), dict[str, str]()
-    for shard in _shards_in(directory, weight_map):
+    for shard in sorted(set(weight_map.values())):
         found = (read_shard or _read_shard)(directory / shard)
         for name, header in found.items():
             if name in headers:
@@ -165,15 +165,7 @@ def shard_names(directory: Path) -> list[str]:
     index = directory / INDEX_FILE
     if (directory / WEIGHTS_FILE).is_file() or not index.is_file():
         return [WEIGHTS_FILE]
-    return _shards_in(directory, _read_index(directory))
-
-
-def _shards_in(directory: Path, weight_map: Mapping[str, str]) -> list[str]:
-    names = sorted(set(weight_map.values()))
-    for shard in names:
-        if not shard or Path(shard).name != shard or "\0" in shard:
-            raise GrowthError(f"{directory / INDEX_FILE}: shard {shard!r} is not a plain file name")
-    return names
+    return sorted(set(_read_index(directory).values()))
 
 
 def _read_index(directory: Path) -> dict[str, str]:
@@ -186,6 +178,9 @@ def _read_index(directory: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
             raise GrowthError(f"{index}: shard {shard!r} of {name} is not a plain file name")
+    for shard in sorted(set(weight_map.values())):
+        if not shard or Path(shard).name != shard or "\0" in shard:
+            raise GrowthError(f"{index}: shard {shard!r} is not a plain file name")
     return weight_map
 
 

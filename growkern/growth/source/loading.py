@@ -29,10 +29,10 @@ from growkern.growth.source.config import (
     read_generation,
 )
 from growkern.growth.source.files import read_headers, refuse_eight_bits
+from growkern.growth.source.formats import Stamps
 from growkern.growth.source.parts import dequantised
 from growkern.growth.source.refused import scale_block
 from growkern.growth.source.source import Source
-from growkern.growth.source.stamps import Stamps
 from growkern.growth.source.stored import StoredTensor
 
 # names in an error message

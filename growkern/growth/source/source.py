@@ -35,9 +35,8 @@ from growkern.growth.source.config import (
     read_generation,
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
-from growkern.growth.source.formats import BARE, Format, format_of
+from growkern.growth.source.formats import BARE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
-from growkern.growth.source.stamps import Stamps
 from growkern.growth.source.stored import (
     Read,
     StoredTensor,

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError, clean
-from growkern.growth.source.stamps import Stamps
+from growkern.growth.source.formats import Stamps
 from growkern.printing import human
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, from_first
 from growkern.train.dataset.fingerprint import digest_of, user_cache

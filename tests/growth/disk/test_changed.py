@@ -14,7 +14,7 @@ import growkern.growth.record.fold as fold_module
 from growkern import GrowthError
 from growkern.growth.disk.stream import Stream
 from growkern.growth.optimizer import file as optimizer_file
-from growkern.growth.source import loading, stamps
+from growkern.growth.source import formats, loading
 from growkern.publish.manifest import checksum
 from growkern.train.model.load import load_language_model
 from tests.growth.models import LLAMA, random_model
@@ -278,4 +278,4 @@ def test_weights_with_a_new_link_are_compared(source, tmp_path, monkeypatch):
 
 
 def test_a_file_system_may_keep_no_inodes(source):
-    assert "inode" not in str(stamps.Stamps.of(source).identity())
+    assert "inode" not in str(formats.Stamps.of(source).identity())

@@ -15,7 +15,7 @@ from growkern.growth.disk.shards import TargetFile
 from growkern.growth.disk.staging import staging
 from growkern.growth.plan import growth_plan, pieces
 from growkern.growth.plan.finding import Finding
-from growkern.growth.source import stamps
+from growkern.growth.source import formats
 from growkern.growth.source.files import read_headers
 from tests.growth.disk.small_pieces import BYTES, cut_small
 from tests.growth.models import LLAMA, random_model
@@ -274,7 +274,7 @@ def test_another_kind_of_cpu_may_measure_another_bound(source, expected, tmp_pat
 @pytest.fixture
 def unstamped(monkeypatch):
     """A file system without times of changes: checksums alone notice them."""
-    monkeypatch.setattr(stamps.Stamps, "identity", lambda self: {})
+    monkeypatch.setattr(formats.Stamps, "identity", lambda self: {})
 
 
 def change_unseen(source, name):
