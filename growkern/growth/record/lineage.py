@@ -28,13 +28,7 @@ from torch import Tensor
 
 from growkern.arguments import Limit, between, check_fields
 from growkern.growth.disk.shards import ShardLayout
-from growkern.growth.history import (
-    EARLIER,
-    LINEAGE_FILE,
-    TABLE_KEY,
-    History,
-    history_from,
-)
+from growkern.growth.history import EARLIER, LINEAGE_FILE, TABLE_KEY, History, history_from
 from growkern.growth.plan.axes import from_next_layer
 from growkern.growth.plan.blueprint import Task, affine_gain
 from growkern.growth.plan.growth_plan import GrowthPlan

@@ -37,13 +37,7 @@ from growkern.growth.source.config import (
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
-from growkern.growth.source.stored import (
-    Read,
-    StoredTensor,
-    entries_of,
-    read_entries,
-    spellings,
-)
+from growkern.growth.source.stored import Read, StoredTensor, entries_of, read_entries, spellings
 
 if TYPE_CHECKING:
     from typing_extensions import Self

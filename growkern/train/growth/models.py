@@ -20,13 +20,7 @@ from growkern.growth.models import materialise, restore_buffers
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.recorded import growth_plan_of
-from growkern.growth.sharded import (
-    device_of,
-    grow_into,
-    local_tensor,
-    named_tensors,
-    plan_into,
-)
+from growkern.growth.sharded import device_of, grow_into, local_tensor, named_tensors, plan_into
 from growkern.growth.source.source import Source, open_source
 from growkern.train.distributed.options import DistributedOptions
 from growkern.train.distributed.shard import shard
