@@ -64,25 +64,23 @@ class Format(NamedTuple):
 
     Attributes:
         recognises: whether a directory has this format.
-        weights: patterns of the names of files that a loader may read as the model's weights.
         read: (directory, model) -> the stored tensors, by their names there.
         read_header: the bytes of a file that list its tensors. The file is that of a tensor of
             `read`.
+        weights: patterns of the names of files that a loader may read as the model's weights.
         suffix: file extension of this format's weight files, which consist of such a header and of
             tensors. None: the format has no such files.
-        loads: whether `from_pretrained` of transformers reads the format.
         read_optimizer: (directory, parameters) -> the optimizer's state, where the format keeps it
             with the weights: parameter -> key -> tensor. `parameters` has the name of a parameter
             in the model -> its name in the result. None: the state is in a file of its own.
     """
 
     recognises: Callable[[Path], bool]
-    weights: tuple[str, ...]
     read: Callable[[Path, ModelSpec], Mapping[str, StoredTensor]]
     read_header: Callable[[Path], bytes]
-    suffix: str | None
-    loads: bool
-    read_optimizer: Callable[[Path, Mapping[str, str]], OptimizerState] | None
+    weights: tuple[str, ...] = ()
+    suffix: str | None = None
+    read_optimizer: Callable[[Path, Mapping[str, str]], OptimizerState] | None = None
 
 
 # functions with names, as a plan that is pickled holds its format
@@ -136,37 +134,27 @@ def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) 
     return read_distributed_optimizer(directory, parameters)
 
 
-# of torch.distributed.checkpoint: the metadata file lists all tensors
+# of torch.distributed.checkpoint: the metadata file lists all tensors. Its files are among
+# STATE_FILES, and no loader takes a stray one for a model
 DISTRIBUTED = Format(
     recognises=_has_metadata,
-    weights=(),  # its files are among STATE_FILES, and no loader takes a stray one for a model
     read=_read_distributed,
     read_header=Path.read_bytes,
-    suffix=None,
-    loads=False,
     read_optimizer=_read_distributed_optimizer,
 )
 # any other directory: `read` says which file is missing
 SAFETENSORS = Format(
     recognises=_has_any,
-    weights=("*.safetensors", "*.safetensors.index.json"),
     read=_read_safetensors,
     read_header=files.read_header_bytes,
+    weights=("*.safetensors", "*.safetensors.index.json"),
     suffix=".safetensors",
-    loads=True,
-    read_optimizer=None,
 )
 # a model on the Hub of which only the config was downloaded, for a plan
-REMOTE = SAFETENSORS._replace(
-    recognises=lacks_weights,
-    weights=(),
-    read=_read_remote,
-    suffix=None,
-    loads=False,
-)
+REMOTE = Format(lacks_weights, _read_remote, files.read_header_bytes)
 FORMATS = (DISTRIBUTED, REMOTE, SAFETENSORS)
 # a config alone, for a plan
-BARE = SAFETENSORS._replace(recognises=_has_no_weights, read=_read_bare, suffix=None, loads=False)
+BARE = SAFETENSORS._replace(recognises=_has_no_weights, read=_read_bare, suffix=None)
 
 
 def format_of(directory: Path, *, weights: bool = True) -> Format:

@@ -53,7 +53,6 @@ TOY = formats.Format(
     read=read_toy,
     read_header=Path.read_bytes,
     suffix=SUFFIX,
-    loads=False,
     read_optimizer=read_toy_optimizer,
 )
 
