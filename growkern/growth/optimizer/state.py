@@ -1,6 +1,6 @@
 """`growkern.grow_optimizer`: grows the state of Adam, AdamW or Muon along with the weights.
 
-The functions on names and entries also serve growth of optimizer files (`optimizer.stream`) and of
+The functions on names and entries also serve growth of optimizer files (`optimizer.file`) and of
 sharded optimizers (`optimizer.into`).
 """
 

@@ -16,7 +16,7 @@ from growkern.growth.source.source import Source
 
 Level = Literal["exact", "approximate", "changed"]
 GENERATION_ERROR = "generation error"
-# the error of outputs of the source itself, with its weights rounded (`record.outputs`)
+# the error of outputs of the source itself, with its weights rounded (`record.compare`)
 ROUNDING_ERROR = "error of a rounded source"
 # how far arithmetic in 16 bits moves the outputs of the source itself
 ARITHMETIC_ERROR = "error of 16-bit arithmetic"

@@ -1,6 +1,6 @@
 """Reads the config.json of a checkpoint: refuses damaged and hostile ones before any work.
 
-The raw JSON is checked first (`config_values`). Only then does transformers see it. Every command
+The raw JSON is checked first (`checks`). Only then does transformers see it. Every command
 reads configs here.
 """
 
