@@ -83,18 +83,13 @@ def write_checksums(
     `source` and `target` have those of tensors, by the model's names; `known` those of files that
     were computed when they were copied.
     """
+    inside = [file for file in directory.rglob("*") if file.is_file()]
+    names = sorted(file.relative_to(directory).as_posix() for file in inside)
     record = {
         "format": FORMAT,
         "algorithm": ALGORITHM,
         "piece_bytes": PIECE_BYTES,
-        "files": {
-            name: (known or {}).get(name) or checksum_file(directory, name)
-            for name in sorted(
-                file.relative_to(directory).as_posix()
-                for file in directory.rglob("*")
-                if file.is_file()
-            )
-        },
+        "files": {n: (known or {}).get(n) or checksum_file(directory, n) for n in names},
         "source": dict(sorted(source.items())),
         "target": dict(sorted(target.items())),
     }
