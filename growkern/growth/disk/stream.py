@@ -59,24 +59,22 @@ class SourceReader:
     def _first_read(self, name: str) -> Tensor | None:
         """The tensor, if `check` reads it now, at once and into memory: it is not read twice."""
         with self._locks[name]:
-            return None if name in self.checksums else self._scan(name)
-
-    def _scan(self, name: str) -> Tensor | None:
-        header = self._headers[name]
-        blocks = row_blocks(header.shape, header.dtype.itemsize)
-        checksums = []
-        for block in blocks:
-            rows = header.rows(*block)
-            if not self._allow_nonfinite:
-                refuse_nonfinite(name, rows)
-            checksums.append(checksum_rows(rows))
-        total = checksum_pieces(checksums)
-        if self._known.get(name, total) != total:
-            raise GrowthError(
-                f"{header.file}: {name} has changed since the interrupted run read it: start over "
-                "with resume=False (--no-resume)"
-            )
-        self.checksums[name] = total
+            if name in self.checksums:
+                return None
+            header = self._headers[name]
+            blocks, checksums = row_blocks(header.shape, header.dtype.itemsize), []
+            for block in blocks:
+                rows = header.rows(*block)
+                if not self._allow_nonfinite:
+                    refuse_nonfinite(name, rows)
+                checksums.append(checksum_rows(rows))
+            total = checksum_pieces(checksums)
+            if self._known.get(name, total) != total:
+                raise GrowthError(
+                    f"{header.file}: {name} has changed since the interrupted run read it: start "
+                    "over with resume=False (--no-resume)"
+                )
+            self.checksums[name] = total
         return None if header.is_mapped or len(blocks) > 1 else rows
 
 
