@@ -11,7 +11,7 @@ import torch
 
 import growkern
 from growkern.growth.disk import stream
-from growkern.growth.disk.shards import TargetFile
+from growkern.growth.disk.shards import ShardLayout, TargetFile
 from growkern.growth.disk.staging import staging
 from growkern.growth.plan import growth_plan, pieces
 from growkern.growth.plan.finding import Finding
@@ -194,17 +194,17 @@ def test_data_is_on_disk_before_its_mark(source, tmp_path, monkeypatch):
         calls.append(len(marks))
         add(self, marks, sources)
 
-    open_files = stream.Stream._open_files
+    open_files = ShardLayout.open
 
-    def watch_open(self, stack):
-        open_files(self, stack)
-        files.update(self._files)
-        layouts.append(self.layout)
+    def watch_open(self, directory, stack):
+        files.update(open_files(self, directory, stack))
+        layouts.append(self)
+        return files
 
     monkeypatch.setattr(TargetFile, "write", watch_write)
     monkeypatch.setattr(TargetFile, "sync", watch_sync)
     monkeypatch.setattr(stream.Journal, "add", watch_add)
-    monkeypatch.setattr(stream.Stream, "_open_files", watch_open)
+    monkeypatch.setattr(ShardLayout, "open", watch_open)
     growkern.grow_checkpoint(source, tmp_path / "grown", **HOW)
     assert sum(calls) > 50
 
