@@ -29,7 +29,7 @@ from bench.shared import tables
 from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_early, draw_readme
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
 from growkern.families.load import load_family, supported_families
-from growkern.growth.plan.advice import measured as measurements
+from growkern.growth.plan import advice
 from growkern.growth.plan.target import growable_fields
 from growkern.package import parse_toml
 from growkern.train import rules
@@ -317,7 +317,7 @@ def measured(results: Path) -> str:
 
 def papers(results: Path) -> str:
     """The table of what others measured, which `growkern plan` shows too."""
-    rows = parse_toml(Path(measurements.__file__).with_name("measurements.toml").read_text())
+    rows = parse_toml(Path(advice.__file__).with_name("measurements.toml").read_text())
     lines = [
         [row["axes"], row["setting"], row["figure"], row["citation"]]
         for row in rows["measurement"]

@@ -17,10 +17,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from growkern.arguments import path_of
 from growkern.errors import GrowthError, TableError, nearest
-from growkern.families.conditions import CONDITIONS, condition_of
-from growkern.families.family import Dense, Family
-from growkern.families.norm import NORM_KINDS, Norm
-from growkern.families.older import FORMS, OlderKey
+from growkern.families.family import NORM_KINDS, Dense, Family, Norm
+from growkern.families.fields import CONDITIONS, FORMS, OlderKey, condition_of
 from growkern.families.spec import NOTHING, Attention, ModelClass, Refusal, Row, Size, SpaceSpec
 from growkern.files import read_bounded
 from growkern.package import parse_toml

@@ -21,7 +21,7 @@ Its sections:
                 before any of these
     [states]    kind of layer -> the sizes whose product is how many numbers such a layer keeps. A
                 token meets these instead of all tokens before it
-    [norm]      kind (of `growkern.families.norm`), placement (pre, post, sandwich: before and
+    [norm]      kind (of `growkern.families.family`), placement (pre, post, sandwich: before and
                 after a block, output: after a block), the config field of eps or eps itself,
                 `plus_one` if the norm multiplies by 1 + weight, `bias`: the config flag that
                 gives it a bias
@@ -112,7 +112,7 @@ Its sections:
                 with values of its own is not tied
     [older]     key of config.json that older software reads -> where the new form holds the same
                 (`of`), in which `form`, and `when`: the flag without which software ignores it
-                (`growkern.families.older`)
+                (`growkern.families.fields`)
     [runtimes]  software that does not read a value, but computes it. `head_dim`: as stream / heads,
                 `layers`: the kind of a layer from its number, `scale`: the scale of the scores from
                 head_dim, not from the `field` of [attention]

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from typing_extensions import Unpack
 
-    from growkern.growth.keywords import GrowthKeywords
     from growkern.growth.optimizer.checks import Moments
+    from growkern.growth.options import GrowthKeywords
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 

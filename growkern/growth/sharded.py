@@ -27,7 +27,7 @@ from growkern.families.load import read_family
 from growkern.growth import models
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice.idle import refuse_idle_options
+from growkern.growth.plan.advice import refuse_idle_options
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, as_mixture, plan_growth
 from growkern.growth.plan.target import followed_fields
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from typing_extensions import Unpack
 
-    from growkern.growth.keywords import GrowthKeywords
+    from growkern.growth.options import GrowthKeywords
 
 
 @torch.no_grad()

@@ -4,8 +4,7 @@ from dataclasses import fields
 from typing import get_type_hints
 
 from growkern.families.load import load_family, supported_families
-from growkern.growth.keywords import GrowthKeywords
-from growkern.growth.options import GrowthOptions
+from growkern.growth.options import GrowthKeywords, GrowthOptions
 from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 
 

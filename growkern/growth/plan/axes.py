@@ -24,7 +24,7 @@ from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.space import maps
-from growkern.growth.space.shares import partial_sums
+from growkern.growth.space.maps import partial_sums
 
 # noise so large that it leaves the sign to the hash
 RANDOM_SIGN = 256.0

@@ -19,8 +19,8 @@ import torch
 
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
+from growkern.growth.models import Initial, initial_tensors
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.initialisation import Initial, initial_tensors
 from growkern.growth.plan.target import growable_fields
 from growkern.growth.source.source import Source
 from growkern.growth.space.experts import are_asleep

@@ -15,22 +15,24 @@ import torch
 
 from growkern.families.spec import SpaceSpec
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.finding import (
-    LARGEST_ROUNDING,
-    NEW_TOKENS,
-    Finding,
-    says_something,
-)
-from growkern.growth.plan.probe import angle_error, carries_exactly, output_bound
-from growkern.growth.plan.rounding import rounding_findings
-from growkern.growth.plan.vocabulary import (
+from growkern.growth.plan.bounds import (
+    angle_error,
+    carries_exactly,
     guessing_loss,
     is_capped_too_low,
     largest_capped,
     most_cost,
+    output_bound,
     predicts_tokens,
     unrounded_cost,
     values_of,
+)
+from growkern.growth.plan.finding import (
+    LARGEST_ROUNDING,
+    NEW_TOKENS,
+    Finding,
+    rounding_findings,
+    says_something,
 )
 from growkern.growth.space.experts import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
 

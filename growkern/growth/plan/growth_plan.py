@@ -20,18 +20,15 @@ from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice.idle import refuse_idle_options
-from growkern.growth.plan.advice.measured import measurements
-from growkern.growth.plan.advice.notes import warnings_of
+from growkern.growth.plan.advice import measurements, portability, refuse_idle_options, warnings_of
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import findings
 from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
 from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.pieces import estimate
-from growkern.growth.plan.portable import portability
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
-from growkern.growth.plan.tensors.centroids import MARK, check_centroids, with_checksum
+from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_checksum
 from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from typing_extensions import Unpack
 
-    from growkern.growth.keywords import GrowthKeywords
+    from growkern.growth.options import GrowthKeywords
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,18 +90,18 @@ class GrowthPlan(Blueprint):
         return estimate(self, ranks, tokens, source_tokens)
 
     def measurements(self) -> tuple[dict[str, str], ...]:
-        """What growth along these axes saved elsewhere (`plan.advice.measured.measurements`)."""
+        """What growth along these axes saved elsewhere (`plan.advice.measurements`)."""
         return measurements(self)
 
     def advice(
         self, tokens: float | None = None, source_tokens: float | None = None
     ) -> tuple[str, ...]:
-        """At most three warnings from papers; see `growkern.growth.plan.advice.notes`."""
+        """At most three warnings from papers; see `growkern.growth.plan.advice`."""
         notes = warnings_of(self, tokens, source_tokens)
         return tuple(f"{note.text} ({note.paper})" for note in notes)
 
     def portability(self) -> tuple[str, ...]:
-        """What other software, and generation, make of the target (`plan.portable`)."""
+        """What other software, and generation, make of the target (`plan.advice`)."""
         return portability(self)
 
     def to_dict(self) -> dict[str, Any]:

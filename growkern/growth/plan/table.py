@@ -48,7 +48,7 @@ def plan_table(
 
     Args:
         numbers: of `growkern.growth.plan.pieces.estimate`, for `ranks` processes.
-        measured: of `growkern.growth.plan.advice.measured.measurements`, shown with tokens.
+        measured: of `growkern.growth.plan.advice.measurements`, shown with tokens.
         verbose: also print maps, the layers' sources, and every measurement.
     """
     # the worst one decides the answer

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
-from growkern.families.conditions import follow_layers
 from growkern.families.family import Family
+from growkern.families.fields import follow_layers
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.space.experts import check_copies, copies_of, followers
-from growkern.growth.space.rotary import pair_step, rotary_entries
+from growkern.growth.space.maps import pair_step, rotary_entries
 
 if TYPE_CHECKING:
     # `growkern --help` lists the growable sizes without loading torch

@@ -12,11 +12,11 @@ from functools import partial
 from itertools import chain
 
 from growkern.errors import GrowthError, UnfitError
-from growkern.families.conditions import condition_of, is_met
+from growkern.families.fields import condition_of, is_met
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
-from growkern.growth.space.rotary import pair_step
+from growkern.growth.space.maps import pair_step
 
 
 def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptions) -> list[int]:

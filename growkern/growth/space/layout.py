@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from growkern.families.conditions import holds
+from growkern.families.fields import holds
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions

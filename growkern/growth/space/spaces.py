@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth.space import maps
-from growkern.growth.space.rotary import pair_step, rotary_entries
+from growkern.growth.space.maps import pair_step, rotary_entries
 
 # act(x) = x F(x) with F(x) + F(-x) = 1. Hence act(u) - act(-u) = u: two units pass u through
 LINEAR_PAIR_ACTIVATIONS = frozenset(
@@ -329,7 +329,7 @@ def signed_split(index: Tensor, rng: torch.Generator, where: Tensor | None = Non
 
     Some shares become negative on purpose. AdamW's first step depends on gradient signs alone, so
     copies with positive shares would all move alike. Deviations are at most 2 in magnitude, so no
-    share exceeds 3/C and none is below -1/C (`growth.space.shares` relies on it).
+    share exceeds 3/C and none is below -1/C (`growth.space.maps` relies on it).
 
     Args:
         index: source entry of every target entry, (target,) int64.

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from growkern.arguments import NOT_NEGATIVE, Limit, check_steps
 from growkern.errors import GrowthError
-from growkern.growth.keywords import GrowthKeywords
 from growkern.growth.optimizer.checks import Moments
-from growkern.growth.options import ROUTERS, GrowthOptions
+from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions
 from growkern.train.rules import check
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from growkern.errors import GrowthError
 from growkern.growth.history import History
 from growkern.growth.options import ROUTERS
-from growkern.growth.plan.advice.idle import refuse_idle_options
+from growkern.growth.plan.advice import refuse_idle_options
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import class_of

@@ -12,11 +12,11 @@ import transformers
 from rich.console import Console
 
 import growkern
+import growkern.growth.plan.advice
 from bench.paper.compare import mean_and_half, runs_of, saved
 from bench.paper.plans import TABLES, lines_of
 from bench.shared.results import RESULTS, read
-from growkern.growth.plan.advice import measured
-from growkern.growth.plan.advice.notes import MOST_WARNINGS
+from growkern.growth.plan.advice import FIELDS, MOST_WARNINGS
 from growkern.ops.backend import native
 from growkern.package import parse_toml
 from growkern.printing import human
@@ -269,11 +269,11 @@ def test_warnings_are_few():
 def test_measurements_are_those_of_the_axes_that_grow(growth, axes):
     plan = growkern.plan(meta("LlamaForCausalLM", **BIG), **growth)
     assert {row["axes"] for row in plan.measurements()} == axes
-    assert all(list(row) == list(measured.FIELDS) for row in plan.measurements())
+    assert all(list(row) == list(FIELDS) for row in plan.measurements())
 
 
 def rows_of_measurements():
-    text = Path(measured.__file__).with_name("measurements.toml").read_text()
+    text = Path(growkern.growth.plan.advice.__file__).with_name("measurements.toml").read_text()
     return parse_toml(text)["measurement"]
 
 

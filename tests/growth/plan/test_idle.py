@@ -8,7 +8,7 @@ import torch
 import growkern
 from growkern.errors import FunctionChangedWarning, GrowthWarning
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice.idle import idle_options, uses
+from growkern.growth.plan.advice import idle_options, uses
 from growkern.growth.plan.growth_plan import plan_growth
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.source.source import open_source

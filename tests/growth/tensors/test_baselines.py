@@ -6,7 +6,7 @@ import transformers
 
 import growkern
 from growkern.families.model import ModelSpec
-from growkern.growth.plan.initialisation import initial_tensors
+from growkern.growth.models import initial_tensors
 from growkern.growth.plan.tensors import baselines
 from growkern.growth.plan.tensors.tensor import build_tensor, source_index
 from tests.growth.models import BERT, GPT2, LLAMA, random_model

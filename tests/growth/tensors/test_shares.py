@@ -11,7 +11,7 @@ from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.growth_plan import plan
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.space import maps
-from growkern.growth.space.shares import partial_sums, take_shares
+from growkern.growth.space.maps import partial_sums, take_shares
 from growkern.growth.space.spaces import signed_split
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.growth.models import BERT, GPT2, LLAMA, random_model

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.probe import MOST_MEASURED, outputs_on
+from growkern.growth.plan.bounds import MOST_MEASURED, outputs_on, predicts_tokens
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.plan.vocabulary import predicts_tokens
 from growkern.growth.source.loading import (
     LARGEST,
     as_model,

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.plan.bounds import NEW_TOKEN_MARGIN
 from growkern.growth.plan.pieces import SUMMED_BYTES
-from growkern.growth.plan.vocabulary import NEW_TOKEN_MARGIN
 from growkern.growth.source.files import row_blocks
 
 RowsOf = Callable[[int, int], Tensor]

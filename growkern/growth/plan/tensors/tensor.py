@@ -20,14 +20,23 @@ from torch import Tensor
 
 from growkern.growth.plan.axes import AxisMap, asleep, axis_map, matrix_of, noise_seed
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
-from growkern.growth.plan.tensors.asleep import put_to_sleep
-from growkern.growth.plan.tensors.baselines import build_baseline, build_random, old_entries_within
-from growkern.growth.plan.tensors.centroids import centroids_of
-from growkern.growth.plan.tensors.experts import add_noise, drop_units, is_dropped, is_noisy
+from growkern.growth.plan.tensors.experts import (
+    add_noise,
+    drop_units,
+    is_dropped,
+    is_noisy,
+    put_to_sleep,
+)
 from growkern.growth.plan.tensors.extras import gathered_rows
 from growkern.growth.plan.tensors.norms import build_norm
+from growkern.growth.plan.tensors.untrained import (
+    build_baseline,
+    build_random,
+    centroids_of,
+    old_entries_within,
+)
 from growkern.growth.source.stored import Read
-from growkern.growth.space.shares import take_shares
+from growkern.growth.space.maps import take_shares
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.work import OneByOne, Work
 

@@ -1,26 +1,37 @@
-"""Builds tensors of random weights, and those of DirectCopy (bert2BERT, Table 1).
+"""Builds tensors that begin untrained: random ones, those of DirectCopy, and rows of new routers.
 
-DirectCopy puts the source into the leading block of a random tensor.
+DirectCopy (bert2BERT, Table 1) puts the source into the leading block of a random tensor.
 
 Random numbers are drawn in tiles, so that a part of a tensor has the same bits as the whole and
 costs only the tiles that it touches. The seed and the tensor's name form the key of a Philox
 generator; the tile's position sets the upper words of its counter. Changing `TILE` or the key
 changes every random model.
+
+The rows of a router may come from a file that `growkern.centroids` wrote. The option is its path. A
+plan adds the checksum to it, `FILE@xxh3:CHECKSUM`. So a record names the rows, and another file is
+refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
+import safetensors
 import torch
 from torch import Tensor
 
-from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.plan.initialisation import Initial
+from growkern.errors import GrowthError
+from growkern.files import regular_size
+from growkern.growth.models import Initial
+from growkern.growth.options import ROUTERS, GrowthOptions
+from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
 from growkern.growth.space.upcycling import taken_together
+from growkern.publish.manifest import checksum
 
 # a tile takes 0.3 ms to draw and its generator 0.02 ms to make. Eight ranks that share 4096 columns
 # get one tile's width each, so that no number is drawn twice
@@ -180,3 +191,70 @@ def _old_runs(plan: Blueprint, axis: str, where: range) -> list[tuple[slice, sli
         old, new = old + kept, new + grown
     # drop empty runs: their slices may lie outside the range
     return [run for run in runs if run[0].start < run[0].stop] or [(slice(0, 0), slice(0, 0))]
+
+
+MARK = "@xxh3:"
+
+
+def with_checksum(options: GrowthOptions) -> GrowthOptions:
+    """The options, whose file of rows has its checksum."""
+    if options.router in ROUTERS or MARK in options.router:
+        return options
+    found = _checksum(Path(options.router))
+    return replace(options, router=f"{options.router}{MARK}{found}")
+
+
+def centroids_of(plan: Blueprint, task: Task) -> Tensor | None:
+    """The rows that a router gets, (copies of the FFN, hidden size); None: they are random."""
+    is_new = task.source_layer is None
+    if plan.options.router in ROUTERS or is_new or not is_router(plan, task):
+        return None
+    layer = str(task.source_layer).rpartition(".")[2]
+    return plan.cache.get(("centroids", layer), lambda: _read(plan, layer))
+
+
+def check_centroids(plan: Blueprint) -> None:
+    """Refuse a file that is another one than when it was planned, or whose rows do not fit."""
+    if plan.options.router in ROUTERS:
+        return
+    name, _, known = plan.options.router.partition(MARK)
+    if (found := _checksum(Path(name))) != known:
+        raise GrowthError(
+            f"router={name!r}: the file has changed: its checksum is {found}, not {known}. Put "
+            "back the one that the growth began with"
+        )
+    for task in plan.tasks:
+        if task.source == RANDOM:
+            centroids_of(plan, task)
+
+
+def _checksum(file: Path) -> str:
+    try:
+        regular_size(file)
+        return checksum(file)
+    except (GrowthError, OSError) as error:
+        why = str(error).removeprefix(f"{file}: ")
+        raise GrowthError(
+            f"router={str(file)!r}: {why}: give a file of growkern.centroids, or one of "
+            f"{', '.join(ROUTERS)}"
+        ) from error
+
+
+def _read(plan: Blueprint, layer: str) -> Tensor:
+    """The rows of a source layer in float64."""
+    file, key = plan.options.router.partition(MARK)[0], f"layers.{layer}"
+    try:
+        with safetensors.safe_open(file, "pt") as opened:
+            rows = opened.get_tensor(key)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise GrowthError(f"router={file!r}: cannot read {key!r}: {error}") from error
+    (space,) = plan.small.family.mixtures
+    copies = plan.large.size(str(space.size)) // taken_together(plan.small, plan.options)
+    wanted = (copies, plan.small.size("stream"))
+    if rows.shape != wanted or not rows.isfinite().all():
+        raise GrowthError(
+            f"router={file!r}: {key} is {rows.dtype} {list(rows.shape)}: it must be {list(wanted)} "
+            "and finite, one row for each copy of the FFN: call growkern.centroids with this model "
+            f"and experts={copies}"
+        )
+    return rows.double()
