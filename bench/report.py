@@ -28,9 +28,9 @@ from bench.paper.page import write_page
 from bench.shared import tables
 from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_early, draw_readme
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
+from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
 from growkern.growth.plan import advice
-from growkern.growth.plan.target import growable_fields
 from growkern.package import parse_toml
 from growkern.train import rules
 

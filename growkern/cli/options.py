@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from growkern.families.family import growable_fields
 from growkern.families.load import load_family, read_family, supported_families
-from growkern.growth.options import CHOICES, GrowthOptions
-from growkern.growth.plan.target import PAD_VOCAB, growable_fields
+from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions
 
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {

@@ -111,21 +111,21 @@ class Family:
     """
 
     model_type: str
-    activation: str | None
-    ignored: tuple[str, ...]
-    per_layer: tuple[str, ...]
     norm: Norm
     attention: Attention
     config: Mapping[str, Size]
-    stacks: Mapping[str, str]
-    refuse: tuple[Refusal, ...]
     spaces: Mapping[str, SpaceSpec]
     classes: Mapping[str, ModelClass]
-    zero_in_identity: tuple[str, ...]
-    inner_norms: tuple[str, ...]
-    outer_norm: str | None
-    refuse_depth: tuple[Refusal, ...]
     parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
+    activation: str | None = None
+    ignored: tuple[str, ...] = ()
+    per_layer: tuple[str, ...] = ()
+    stacks: Mapping[str, str] = field(default_factory=lambda: {"": "layers"})
+    refuse: tuple[Refusal, ...] = ()
+    zero_in_identity: tuple[str, ...] = ()
+    inner_norms: tuple[str, ...] = ()
+    outer_norm: str | None = None
+    refuse_depth: tuple[Refusal, ...] = ()
     in_place: str | None = None
     under: str | None = None
     softcap: str | None = None
@@ -286,6 +286,11 @@ class Family:
             spaces=specs,
             before=self.whole,
         )
+
+
+def growable_fields(family: Family) -> dict[str, str]:
+    """Config field -> size, for the sizes that a user may set."""
+    return {family.config_field(key): key for key in family.growable}
 
 
 def inner(data: Mapping[str, Any], under: str | None) -> Mapping[str, Any]:

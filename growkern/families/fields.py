@@ -51,9 +51,7 @@ def follow_layers(
     """Set the fields of a target's config that say of which kind its layers are.
 
     Args:
-        config: of the target; is changed.
-        source: the source's config.
-        fields: names, and the word of the condition of each.
+        fields: names -> the word of the condition of each.
         layers: the source layer of every target layer. None: the source has no layers, and the
             config's class fills the lists.
     """
@@ -74,40 +72,22 @@ def condition_of(text: str) -> tuple[bool, str, str, str]:
 
 
 def is_met(text: str, layer: int, config: Any, layers: Sequence[int] = ()) -> bool:
-    """True if a layer meets a condition of [kinds].
-
-    Args:
-        layers: those of `config` that are copied, one after another, if that is another model.
-    """
+    """True if a layer meets a condition of [kinds]; of a model with copies of `layers`, if any."""
     negated, word, field, wanted = condition_of(text)
     value = getattr(config, field)
-    return (
-        CONDITIONS[word](layer, followed(word, value, layers) if layers else value, wanted)
-        != negated
-    )
+    value = followed(word, value, layers) if layers else value
+    return CONDITIONS[word](layer, value, wanted) != negated
 
 
 # what a pattern tells apart: layers with full attention, or those without positions (a 0)
 MARKED = ("full_attention", 0)
 
 
-def _is_full_first(layer: int, period: int) -> bool:
-    return layer % period == 0
-
-
-def _is_full_last(layer: int, period: int) -> bool:
-    return (layer + 1) % period == 0
-
-
-def _is_full_until(layer: int, count: int) -> bool:
-    return layer < count
-
-
 # form -> whether a layer has full attention, by its number and the key's value
-PATTERNS = {
-    "full_first": _is_full_first,
-    "full_last": _is_full_last,
-    "full_until": _is_full_until,
+PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
+    "full_first": lambda layer, period: layer % period == 0,
+    "full_last": lambda layer, period: (layer + 1) % period == 0,
+    "full_until": lambda layer, count: layer < count,
 }
 # a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
 FORMS = ("value", "scaling", "typed_scaling", *PATTERNS)
@@ -146,14 +126,9 @@ class OlderKey:
         return self.form in ("full_first", "full_last")
 
     def value(self, config: Mapping[str, Any], now: Any = None) -> Any:
-        """The value that says the same as the new form.
+        """The value that says the same as the new form in a config's JSON object, if there is one.
 
-        Args:
-            config: the JSON object of a config.
-            now: the value that the key has. It stays if it says the same.
-
-        Returns:
-            None: there is no such value.
+        `now`, the value that the key has, stays if it says the same.
         """
         result: Any = config
         for name in self.of.split("."):

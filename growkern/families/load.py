@@ -7,13 +7,13 @@ error. So is a value of another type.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from growkern.arguments import path_of
 from growkern.errors import GrowthError, TableError, nearest
@@ -23,26 +23,16 @@ from growkern.families.spec import NOTHING, Attention, ModelClass, Refusal, Row,
 from growkern.files import read_bounded
 from growkern.package import parse_toml
 
-_KEYS = {
-    "table": "extends under model_type activation softcap ignored per_layer norm attention config "
-    "stacks refuse spaces classes depth tensors older "
-    "ties_by_value runtimes kinds states dense",
-    "dense": "of set refuse renormalised routed shared",
-    "runtimes": "head_dim layers scale",
-    "config": "field default plus reserved follows",
-    "norm": "kind placement eps plus_one bias",
-    "attention": "positions scale when partial field pairs whole_pairs turning clip sections "
-    "divisor",
-    "space": "kind of untied heads width part weighted size activated scale scale_when chosen "
-    "averaged entries groups asleep",
-    "class": "prefix body heads output stacks repeats cache beside files",
-    "depth": "zero inner_norms outer_norm refuse in_place",
-    "tensor": "axes norm extra into tied when only stack scale scale_when fallback stored files "
-    "factor keep dense",
-    "refuse": "value differs why",
-    "older": "of form when",
-}
+T = TypeVar("T")
 
+# what a class has no fields for, or under other names
+_TABLE_KEYS = (
+    "extends under model_type activation softcap ignored per_layer norm attention config stacks "
+    "refuse spaces classes depth tensors older ties_by_value runtimes kinds states dense"
+)
+# the field of an entry that is no key of it: its name, or what a plain number becomes
+_NO_KEY = {"config": "number", "space": "name", "tensor": "name", "refuse": "field"}
+_NO_KEY |= {"older": "field"}
 _ROOTS = ("sqrt(stream)", "rounded(sqrt(stream))")
 _VALUES = {
     "norm.kind": tuple(NORM_KINDS),
@@ -61,7 +51,7 @@ _VALUES = {
 
 
 _TEXTS = tuple[str, ...]
-# kind of an entry -> the class that it becomes. Its fields have the types of the keys
+# kind of an entry -> the class that it becomes. Its fields are the keys, and have their types
 _CLASSES: dict[str, Any] = {
     "table": Family,
     "config": Size,
@@ -74,14 +64,11 @@ _CLASSES: dict[str, Any] = {
     "older": OlderKey,
     "dense": Dense,
 }
-_REQUIRED: tuple[str, ...] = (
-    "model_type",
-    "norm",
-    "attention",
-    "config",
-    "spaces",
-    "classes",
-    "tensors",
+_REQUIRED = ("model_type", "norm", "attention", "config", "spaces", "classes", "tensors")
+# the keys of a table that are attributes of a family as they are
+_PLAIN = (
+    *("model_type", "under", "activation", "softcap", "ignored", "per_layer", "stacks"),
+    "ties_by_value",
 )
 # sections whose entries are all of one kind
 _SECTIONS = {"spaces": "space", "classes": "class", "refuse": "refuse", "older": "older"}
@@ -90,11 +77,17 @@ MOST_BYTES = 1_000_000
 
 
 @cache
-def _types(kind: str) -> dict[str, Any]:
-    """The types of an entry's keys, where they are known."""
+def _keys(kind: str) -> dict[str, Any]:
+    """The keys of an entry -> their types, where these are known."""
     if kind == "depth":
-        return {"zero": _TEXTS, "inner_norms": _TEXTS, "refuse": Mapping, "in_place": str}
-    return get_type_hints(_CLASSES[kind]) if kind in _CLASSES else {}
+        known = {"zero": _TEXTS, "inner_norms": _TEXTS, "refuse": Mapping, "in_place": str}
+        return {**known, "outer_norm": Any}
+    if kind == "runtimes":
+        return dict.fromkeys(("head_dim", "layers", "scale"), Any)
+    types = get_type_hints(_CLASSES[kind])
+    if kind == "table":
+        return {key: types.get(key, Any) for key in _TABLE_KEYS.split()}
+    return {key: of for key, of in types.items() if key != _NO_KEY.get(kind)}
 
 
 def _misfit(value: Any, hint: Any) -> str:
@@ -117,18 +110,18 @@ def _faults(kind: str, where: str, entry: Any) -> Iterator[str]:
     if not isinstance(entry, Mapping):
         yield f"{where}: {reprlib.repr(entry)} must be a table, such as {{ key = value }}"
         return
-    allowed, types = _KEYS[kind].split(), _types(kind)
+    allowed = _keys(kind)
     for key, value in entry.items():
         values = _VALUES.get(f"{kind}.{key}")
         if key not in allowed:
             yield f"{where}: unknown key {key!r}{nearest(key, allowed)}"
-        elif wanted := _misfit(value, types.get(key, Any)):
+        elif wanted := _misfit(value, allowed[key]):
             yield f"{where}.{key}: {reprlib.repr(value)} must be {wanted}"
         elif values is not None:
             for one in value.split("|") if key == "part" else [value]:
                 if one not in values:
                     yield f"{where}.{key}: {one!r}{nearest(str(one), values)}"
-    needed = _REQUIRED
+    needed: tuple[str, ...] = _REQUIRED
     if kind != "table":
         made = fields(_CLASSES[kind]) if kind in _CLASSES else ()
         needed = tuple(f.name for f in made if f.default is f.default_factory is MISSING)
@@ -172,7 +165,7 @@ def table_faults(where: str, table: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where}.depth.zero: {name!r} is no row of [tensors]: name one, or remove it"
 
 
-def _refuse(faults: Iterator[str]) -> None:
+def _refuse(faults: Iterable[str]) -> None:
     if found := list(dict.fromkeys(faults)):
         raise TableError(found)
 
@@ -182,14 +175,14 @@ def _checked(table: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
-def _refusals(table: Mapping[str, Any]) -> tuple[Refusal, ...]:
-    return tuple(Refusal(name, **_checked(entry)) for name, entry in table.items())
+def _named(made: Callable[..., T], table: Mapping[str, Any] | None) -> tuple[T, ...]:
+    return tuple(made(name, **_checked(entry)) for name, entry in (table or {}).items())
 
 
 def _dense(table: Mapping[str, Any] | None) -> Dense | None:
     if not table:
         return None
-    return Dense(**{**_checked(table), "refuse": _refusals(table.get("refuse", {}))})
+    return Dense(**{**_checked(table), "refuse": _named(Refusal, table.get("refuse"))})
 
 
 def _size(entry: Any) -> Size:
@@ -210,90 +203,74 @@ def _rows(table: Mapping[str, Any], placement: str) -> Iterator[Row]:
 
 
 def parse_family(where: str, table: Mapping[str, Any]) -> Family:
-    """Make a `Family` from a parsed TOML table.
-
-    Raises:
-        TableError: an unknown key or value, one of another type or one that is missing, or a stack,
-            space, size or part that is used but not defined.
-    """
+    """Make a `Family` from a parsed TOML table; a TableError names all that is wrong with it."""
     _refuse(table_faults(where, table))
     norm = Norm(**_checked(table["norm"]))
     depth = _checked(table.get("depth", {}))
     family = Family(
-        model_type=table["model_type"],
-        under=table.get("under"),
-        activation=table.get("activation"),
-        softcap=table.get("softcap"),
-        ignored=tuple(table.get("ignored", ())),
-        per_layer=tuple(table.get("per_layer", ())),
+        **{key: value for key, value in _checked(table).items() if key in _PLAIN},
         norm=norm,
         attention=Attention(**_checked(table["attention"])),
         config={k: _size(v) for k, v in table["config"].items() if v != []},
-        stacks=table.get("stacks", {"": "layers"}),
-        refuse=_refusals(table.get("refuse", {})),
-        spaces={
-            name: SpaceSpec(name=name, **_checked(entry)) for name, entry in table["spaces"].items()
-        },
+        refuse=_named(Refusal, table.get("refuse")),
+        spaces={space.name: space for space in _named(SpaceSpec, table["spaces"])},
         classes={name: ModelClass(**_checked(entry)) for name, entry in table["classes"].items()},
         zero_in_identity=depth.get("zero", ()),
         inner_norms=depth.get("inner_norms", ()),
         outer_norm=depth.get("outer_norm") or None,
-        refuse_depth=_refusals(depth.get("refuse", {})),
+        refuse_depth=_named(Refusal, depth.get("refuse")),
         in_place=depth.get("in_place"),
         parts={part: tuple(_rows(rows, norm.placement)) for part, rows in table["tensors"].items()},
-        ties_by_value=table.get("ties_by_value", False),
         runtimes=_checked(table.get("runtimes", {})),
         dense=_dense(table.get("dense")),
-        kinds={kind: tuple(texts) for kind, texts in table.get("kinds", {}).items()},
-        states={kind: tuple(sizes) for kind, sizes in table.get("states", {}).items()},
-        older=tuple(
-            OlderKey(name, **_checked(entry)) for name, entry in table.get("older", {}).items()
-        ),
+        kinds=_checked(table.get("kinds", {})),
+        states=_checked(table.get("states", {})),
+        older=_named(OlderKey, table.get("older")),
     )
     _refuse(_reference_faults(where, family))
     return family
 
 
-def _reference_faults(where: str, family: Family) -> Iterator[str]:
+def _reference_faults(where: str, family: Family) -> list[str]:
     """Stacks, spaces, sizes and parts that are used but not defined."""
-    used: list[tuple[str, str | None, Mapping[str, Any]]] = [
-        *((f"stack {stack}", size, family.config) for stack, size in family.stacks.items()),
-        *((f"spaces.{name}", name, family.spaces) for name in ("stream",)),
-        *((f"config.{size}", size, family.config) for size in ("stream",)),
-    ]
-    for name, space in family.spaces.items():
-        others = (space.of, space.untied, *space.blocks)
-        used += [(f"spaces.{name}", other, family.spaces) for other in others]
-        sizes = (space.heads, space.size, space.chosen, *space.groups)
-        used += [(f"spaces.{name}", size, family.config) for size in sizes]
-    used += [("attention.divisor", family.attention.divisor, family.config)]
+    config, spaces, stacks, faults = family.config, family.spaces, family.stacks, list[str]()
+
+    def check(user: str, known: Mapping[str, Any], *used: str | None) -> None:
+        unknown = (one for one in used if one is not None and one not in known)
+        faults.extend(f"{where}: {user} uses {one!r}{nearest(one, known)}" for one in unknown)
+
+    for stack, size in stacks.items():
+        check(f"stack {stack}", config, size)
+    check("spaces.stream", spaces, "stream")
+    check("config.stream", config, "stream")
+    for name, space in spaces.items():
+        check(f"spaces.{name}", spaces, space.of, space.untied, *space.blocks)
+        check(f"spaces.{name}", config, space.heads, space.size, space.chosen, *space.groups)
+    check("attention.divisor", config, family.attention.divisor)
     for name, model_class in family.classes.items():
-        used += [(name, part, family.parts) for part in model_class.parts]
-        used += [(name, stack, family.stacks) for stack in model_class.stacks]
-        used += [(name, model_class.output, family.spaces)]
-        sizes = (*model_class.repeats.values(), model_class.cache)
-        used += [(name, size, family.config) for size in sizes]
-    for key, entry in family.config.items():
-        follows = None if entry.follows == NOTHING else entry.follows
-        used += [(f"config.{key}", follows, family.config)]
+        check(name, family.parts, *model_class.parts)
+        check(name, stacks, *model_class.stacks)
+        check(name, spaces, model_class.output)
+        check(name, config, *model_class.repeats.values(), model_class.cache)
+    for key, entry in config.items():
+        check(f"config.{key}", config, None if entry.follows == NOTHING else entry.follows)
     for kind, texts in family.kinds.items():
-        used += [(f"kinds.{kind}", condition_of(text)[1], CONDITIONS) for text in texts]
+        check(f"kinds.{kind}", CONDITIONS, *(condition_of(text)[1] for text in texts))
     for kind, keys in family.states.items():
-        used += [("states", kind, family.kinds)]
-        used += [(f"states.{kind}", key, family.config) for key in keys]
+        check("states", family.kinds, kind)
+        check(f"states.{kind}", config, *keys)
     kinds = {"first": 0, "last": 0, **family.kinds}
-    rows = {row.name: row for rows in family.parts.values() for row in rows}
-    used += [(f"spaces.{space.name}", space.asleep, rows) for space in family.mixtures]
-    for row in (row for rows in family.parts.values() for row in rows):
-        only = None if row.only is None else row.only.removeprefix("not_")
-        used += [(row.name, row.stack, family.stacks), (row.name, only, kinds)]
-        for stack in family.stacks:
-            spaces, of_config = row.uses(stack)
-            used += [(row.name, name, family.spaces) for name in sorted(spaces)]
-            used += [(row.name, name, family.config) for name in sorted(of_config)]
-    for user, one, names in used:
-        if one is not None and one not in names:
-            yield f"{where}: {user} uses {one!r}{nearest(one, names)}"
+    every = [row for rows in family.parts.values() for row in rows]
+    for space in family.mixtures:
+        check(f"spaces.{space.name}", {row.name: row for row in every}, space.asleep)
+    for row in every:
+        check(row.name, stacks, row.stack)
+        check(row.name, kinds, None if row.only is None else row.only.removeprefix("not_"))
+        for stack in stacks:
+            of_axes, sizes = row.uses(stack)
+            check(row.name, spaces, *sorted(of_axes))
+            check(row.name, config, *sorted(sizes))
+    return faults
 
 
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,12 +334,7 @@ def load_family(model_type: str) -> Family:
 
 
 def read_family(path: str | Path | Family) -> Family:
-    """A table of one's own, from a TOML file; a `Family` is returned as it is.
-
-    Raises:
-        GrowthError: the file cannot be read, or is no TOML.
-        TableError: as in `parse_family`.
-    """
+    """A table of one's own, from a TOML file; a `Family` is returned as it is."""
     if isinstance(path, Family):
         return path
     file = path_of("family", path, "the TOML file of a table")

@@ -45,15 +45,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
-        """Load the table of the config's family and check that it describes this model.
-
-        Args:
-            family: a table of one's own.
-
-        Raises:
-            GrowthError: no table for this family or class, or a config value that the table does
-                not cover.
-        """
+        """Load the table of the config's family, unless there is one, and check that it fits."""
         family = family or load_family(config.model_type)
         if family.table and (faults := [*field_faults(family, config)]):
             raise TableError(faults)
@@ -125,11 +117,9 @@ class ModelSpec:
             )
 
     def head_dim(self, heads: str = "q_heads") -> int:
-        """Entries of one attention head.
+        """Entries of one attention head, of those that a size counts.
 
-        Args:
-            heads: which heads, by the size that counts them. It matters where head_dim is not in
-                the config but follows from the number of heads.
+        It matters which where head_dim is not in the config but follows from the number of heads.
         """
         if not self.family.forces_head_dim:
             return self.size("head_dim")
@@ -344,12 +334,12 @@ class ModelSpec:
 
         if ANY in row.name:
             for name in fnmatch.filter(self.tower, prefix + row.name):
-                own, none = name.removeprefix(prefix), (None,) * 5
+                own = name.removeprefix(prefix)
                 if row.axes:
                     yield from self._bind(replace(row, name=own), prefix, stack, layer, in_body)
                     continue
                 axes = tuple(map(str, self.tower[name]))
-                yield TensorSpec(name, own, row, stack, None, axes, *none, in_body)
+                yield TensorSpec(name, own, row, stack, None, axes, in_body)
             return
         own = row.name.replace("{s}", stack)
         tensor = TensorSpec(
@@ -362,12 +352,11 @@ class ModelSpec:
                 str(self.tower[prefix + fill(own)][number]) if axis == ANY else fill(axis)
                 for number, axis in enumerate(row.axes)
             ),
-            norm=None,
+            in_body=in_body,
             into=named(row.into),
             tied=named(row.tied),
             fallback=row.fallback,
             stored=None if row.stored is None else fill(row.stored),
-            in_body=in_body,
             files=tuple(prefix + fill(file) for file in row.files),
             factor=named(row.factor),
         )

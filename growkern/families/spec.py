@@ -161,11 +161,7 @@ class Size:
     follows: str | None = None
 
     def of(self, config: Any) -> int:
-        """The size, read from a Hugging Face config.
-
-        Raises:
-            GrowthError: the config has no value, and the family no default.
-        """
+        """The size, read from a Hugging Face config; it needs a value, or the family a default."""
         value = getattr(config, self.field, None) if self.field else self.number or None
         if value is None and self.default is not None:
             names = self.default.split()[::2]
@@ -334,12 +330,12 @@ class TensorSpec:
     stack: str
     layer: int | None
     axes: tuple[str, ...]
-    norm: tuple[str, str] | None
-    into: str | None
-    tied: str | None
-    fallback: str | None
-    stored: str | None
     in_body: bool
+    norm: tuple[str, str] | None = None
+    into: str | None = None
+    tied: str | None = None
+    fallback: str | None = None
+    stored: str | None = None
     files: tuple[str, ...] = ()
     factor: str | None = None
 

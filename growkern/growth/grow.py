@@ -146,11 +146,7 @@ def grow(
 
 
 def _warn_of_changes(grown: GrowthPlan, calls: int = 2) -> None:
-    """Say in one line which parts of the source's function are lost, and why.
-
-    Args:
-        calls: between this one and the user's.
-    """
+    """Name the parts of the function that are lost; `calls`: between this one and the user's."""
     changes = [f"{f.what} ({f.why})" for f in grown.findings if f.level == "changed"]
     if changes:
         warnings.warn(
@@ -284,17 +280,6 @@ def grow_checkpoint(
     )
 
 
-def _grown_state(
-    grown: GrowthPlan, optimizer: Path | None, moments: str, limit: int
-) -> OptimizerStream | None:
-    """The optimizer state to write beside the weights, if there is one."""
-    if optimizer is not None:
-        return OptimizerStream(grown, optimizer, moments, limit)
-    if moments != "grow":
-        raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
-    return None
-
-
 def carry_out(
     make_plan: Callable[[], GrowthPlan],
     settings: Settings,
@@ -308,11 +293,7 @@ def carry_out(
     optimizer: Path | None = None,
     moments: str = "grow",
 ) -> GrowthReport:
-    """`grow_checkpoint` for any plan; `replay` uses it too.
-
-    Args:
-        make_plan: makes the plan; called after the target directory was checked.
-    """
+    """`grow_checkpoint` for any plan, made after the target directory was checked."""
     start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)
     with refusing(target):
@@ -322,7 +303,9 @@ def carry_out(
     source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache
     check_modules(grown)
     workers = workers_within(grown, limit)
-    state = _grown_state(grown, optimizer, moments, limit)
+    if optimizer is None and moments != "grow":
+        raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
+    state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
     stored = grown.large.stored_names
     layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, stored)
     with refusing(target):
@@ -352,7 +335,11 @@ def carry_out(
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        _refuse_changed(grown, made_of["source"], journal)
+        # a source that is not the one that was read, by its files as they were then
+        source, known = grown.source, journal.source_checksums
+        source.refuse_changed(
+            lambda: source_files(source) == made_of["source"] and are_stored(source.headers, known)
+        )
         # after all others, so that the checksums cover them
         write_checksums(directory, journal.source_checksums, stream.tensor_checksums(), copied)
         # but not that of the card, which is there to be edited
@@ -360,13 +347,3 @@ def carry_out(
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
-
-
-def _refuse_changed(grown: GrowthPlan, files: dict[str, Any], journal: Journal) -> None:
-    """Refuse a source that is not the one that was read, with `files` as they were then."""
-    source = grown.source
-    source.refuse_changed(
-        lambda: (
-            source_files(source) == files and are_stored(source.headers, journal.source_checksums)
-        )
-    )

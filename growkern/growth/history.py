@@ -89,11 +89,7 @@ def directory_of(model: Any) -> Path | None:
 
 
 def history_in(directory: Path | None, config: Any) -> History:
-    """The growths of a model.
-
-    Args:
-        directory: of its weights; None if it is not known.
-    """
+    """The growths of a model whose weights are in a directory; None: that is not known."""
     file = (directory or Path()) / LINEAGE_FILE
     try:
         if directory is not None and file.is_file():
@@ -127,11 +123,7 @@ def family_in(directory: Path) -> Family | None:
 
 
 def family_from(file: Path, lineage: Any) -> Family | None:
-    """The table of one's own in the content of a lineage file, if it has one.
-
-    Raises:
-        GrowthError: the table is damaged, or not the one that the record was written with.
-    """
+    """The table of one's own in the content of a lineage file, if it has one; checked."""
     table = lineage.get(TABLE_KEY) if isinstance(lineage, dict) else None
     if table is None:
         return None

@@ -41,10 +41,7 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 
 
 def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
-    """A new model whose weights are not initialised, on the current default device.
-
-    Weights that the model ties are still separate tensors: call `tie` if needed.
-    """
+    """A new model whose weights are neither initialised nor tied (`tie`), on the default device."""
     # copy the config, as some classes change it: BART for question answering sets num_labels
     config, how = copy.deepcopy(spec.config), {} if dtype is None else {"dtype": dtype}
     try:
@@ -110,10 +107,7 @@ def mark_initialised(model: Any) -> None:
 
 
 def restore_buffers(model: Any) -> None:
-    """Compute the non-persistent buffers, which `to_empty` left undefined.
-
-    All other tensors are marked as initialised: the caller fills them.
-    """
+    """Compute the non-persistent buffers, undefined after `to_empty`. The caller fills others."""
     mark_initialised(model)
     # whatever the default device is, the values that are computed are numbers
     with guard_torch_init_functions(), torch.device("cpu"):
@@ -147,10 +141,8 @@ def _local_buffers(module: nn.Module) -> Iterator[None]:
 def fit_cache(spec: ModelSpec, *configs: Any) -> None:
     """Turn the cache of keys and values off where transformers makes it for too few layers.
 
-    Generation with such a cache raises an IndexError. A warning says that it is off.
-
-    Args:
-        configs: configs and generation configs of a model of `spec`; None is skipped.
+    Generation with such a cache raises an IndexError. A warning says that it is off. `configs` are
+    configs and generation configs of a model of `spec`; None is skipped.
     """
     cached = [c for c in configs if spec.short_cache and getattr(c, "use_cache", False)]
     for config in cached:
@@ -175,10 +167,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def class_shapes(spec: ModelSpec, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a model, as its class in transformers makes them.
-
-    Tied tensors are included. The order is that of the model's `state_dict`.
-    """
+    """Name -> shape of every tensor, also tied ones, in the order of the class's `state_dict`."""
     with torch.device("meta"):
         state = untrained_model(spec, dtype).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -226,12 +215,7 @@ def initial_tensors(spec: ModelSpec, needed: Collection[str]) -> dict[str, Initi
 
 @contextmanager
 def _recorded_calls(found: dict[int, Initial], ours: set[int]) -> Iterator[None]:
-    """Record initialisation calls on our tensors in `found`; run all others.
-
-    Args:
-        found: the initialisation by `id` of the tensor; is filled.
-        ours: `id` of every tensor whose calls are recorded.
-    """
+    """Record initialisation calls on our tensors in `found`, both by their `id`; run all others."""
 
     def recording(name: str, run: Callable[..., Tensor]) -> Any:
         read = _READERS.get(name)

@@ -24,6 +24,8 @@ Stream = Literal["auto", "copies", "padded"]
 Aki = Literal["unit", "eq16"]
 Maps = Literal["cyclic", "balanced"]
 SharedExpert = Literal["zero", "dense"]
+# not a size: the vocabulary is rounded up to a multiple of it
+PAD_VOCAB = "pad_vocab_to_multiple_of"
 # the kinds of a new router. Others are read from a file
 ROUTERS = ("random", "zero")
 

@@ -21,13 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import GrowthError, GrowthWarning, nearest, reason
-from growkern.families.family import Family, field_faults
+from growkern.families.family import Family, field_faults, growable_fields
 from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
 from growkern.growth.models import tie, untrained_model
 from growkern.growth.plan.finding import OUTPUT_ERROR
-from growkern.growth.plan.target import growable_fields
 from growkern.growth.record.compare import compare_outputs
 from growkern.growth.record.verdict import measured_level
 from growkern.growth.source.config import read_config
@@ -97,11 +96,7 @@ class TableReport:
 
 
 def check_table(path: str | Path | Family, directory: Path) -> TableReport:
-    """Compare a table with a model, and grow a tiny one in every size.
-
-    Args:
-        path: the TOML file of the table.
-        directory: a checkpoint, or one with a config.json alone.
+    """Compare a table with the model, or config.json alone, of a directory, and grow a tiny one.
 
     Raises:
         TableError: the table has faults by itself.

@@ -3,9 +3,9 @@
 from dataclasses import fields
 from typing import get_type_hints
 
+from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
-from growkern.growth.options import GrowthKeywords, GrowthOptions
-from growkern.growth.plan.target import PAD_VOCAB, growable_fields
+from growkern.growth.options import PAD_VOCAB, GrowthKeywords, GrowthOptions
 
 
 def test_the_keywords_are_the_options_and_all_sizes():

@@ -76,12 +76,7 @@ class Note(NamedTuple):
 def warnings_of(
     plan: Blueprint, tokens: float | None = None, source_tokens: float | None = None
 ) -> tuple[Note, ...]:
-    """At most three warnings about this growth.
-
-    Args:
-        tokens: those that the target will be trained on, if they are known.
-        source_tokens: those that the source was trained on, if they are known.
-    """
+    """At most three warnings about this growth, and about training target and source on tokens."""
     found = (*_of_the_way(plan), *_of_the_training(plan, tokens, source_tokens))
     return tuple(islice(found, MOST_WARNINGS))
 
@@ -161,18 +156,15 @@ def uses(plan: Blueprint) -> dict[str, tuple[bool, str]]:
     `noise` and `routing` are checked against `symmetry` when they are made.
     """
     options, family = plan.options, plan.small.family
-    copied, layers = (
-        not options.is_baseline,
-        {family.config_field(k) for k in family.stacks.values()},
-    )
+    copied = not options.is_baseline
+    layers = {family.config_field(key) for key in family.stacks.values()}
     changed = {name for name, (old, new) in plan.size_changes().items() if old != new}
     widened = copied and bool(changed - layers)
     # norms around inserted blocks have gains that undo each other
     has_units = any(task.identity in ("unit", "affine") for task in plan.tasks)
-    copying, in_width = (
-        "the methods that copy, fpi and aki",
-        "copies in a wider model, of the methods",
-    )
+    copying = "the methods that copy, fpi and aki"
+    in_width = "copies in a wider model, of the methods"
+
     becoming = "dense models that become mixtures"
     return {
         "stream": (plan.layout.is_padded, "a larger hidden size: the hidden size stays"),
@@ -208,10 +200,7 @@ def idle_options(plan: Blueprint) -> Iterator[tuple[str, str]]:
 
 
 def refuse_idle_options(plan: Blueprint) -> None:
-    """Refuse options that change nothing, or warn of them.
-
-    Records of such growths exist, so only calls of users are checked.
-    """
+    """Refuse options of a user that change nothing, or warn of them. Records may have such."""
     for name, what in idle_options(plan):
         message = (
             f"{name}={getattr(plan.options, name)!r} has no effect in this growth: it is for "

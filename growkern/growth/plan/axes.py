@@ -42,7 +42,7 @@ class AxisMap:
         noise: size of the noise on every target entry, (target,) float64.
         source: length of the source's axis.
         extra: how many target entries at the end are gathered from computed rows.
-        sums: with `symmetry="split"`, the two vectors of `shares.take_shares`, (target,) float64
+        sums: with `symmetry="split"`, the two vectors of `maps.take_shares`, (target,) float64
             each. They then replace `scale`. None otherwise.
         free: how many target entries at the end hold 0 where they are read, so that any weight may
             read them.
@@ -80,11 +80,10 @@ class AxisMap:
         return dataclasses.replace(self, scale=self.scale * factor, sums=sums)
 
     def within(self, index: Tensor, scale: Tensor, count: int) -> AxisMap:
-        """This map within entries of an axis before it, both as one axis without extra entries.
+        """This map within `count` entries of an axis before it, both as one axis without extras.
 
         Args:
-            index, scale: of the entries of that axis, (n,).
-            count: length of that axis in the source.
+            index, scale: of the target entries of that axis, (n,).
         """
         total = count * self.source
         own = torch.where(self.index < self.source, self.index, self.index - self.source + total)
@@ -111,11 +110,7 @@ class AxisMap:
         }
 
     def group(self, where: range) -> int:
-        """0 for copies. Free entries with one source entry have the same signs in one group only.
-
-        Args:
-            where: as `blocks` yields it.
-        """
+        """0 for copies. Free entries of one source entry have equal signs in one group only."""
         beyond = where.start - (len(self.index) - self.free)
         return 0 if beyond < 0 or not self.free else 1 + beyond // self.source
 
@@ -127,11 +122,7 @@ class AxisMap:
         return (upto, before) if bool((upto - before != 1).any()) else None
 
     def blocks(self, part: slice) -> Iterator[tuple[range, bool]]:
-        """Split the target entries of a slice into copies, groups of free entries and extra ones.
-
-        Yields:
-            A range of target entries, and True if they are extra entries.
-        """
+        """The copies, groups of free entries and extra ones of a slice; True for the last."""
         start, stop, _ = part.indices(len(self.index))
         end = len(self.index)
         first_extra = end - self.extra
@@ -143,12 +134,14 @@ class AxisMap:
 
 
 def axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
-    """The map of one axis of a weight.
-
-    Args:
-        axis: as in the family's table: "write:SPACE", "read:SPACE" or the name of a size.
-    """
+    """The map of one axis of a weight: "write:SPACE", "read:SPACE" or the name of a size."""
     return plan.cache.get(("map", task.name, axis), lambda: _make_axis_map(plan, task, axis, size))
+
+
+def axis_maps(plan: Blueprint, task: Task) -> list[AxisMap]:
+    """The maps of all axes of a weight."""
+    axes = zip(task.tensor.axes, task.shape, strict=True)
+    return [axis_map(plan, task, axis, size) for axis, size in axes]
 
 
 def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
@@ -198,11 +191,7 @@ def _scaled_axis(task: Task) -> str:
 
 
 def matrix_of(task: Task, number: int, count: int = 1) -> Task:
-    """The task of some matrices of a tensor with three axes, one below the other.
-
-    Args:
-        number: of the first one.
-    """
+    """The task of `count` matrices of a tensor with three axes from a number on, joined to one."""
     tensor = dataclasses.replace(
         task.tensor, name=f"{task.name}.{number}", axes=task.tensor.axes[1:]
     )
@@ -210,10 +199,7 @@ def matrix_of(task: Task, number: int, count: int = 1) -> Task:
 
 
 def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
-    """The map of one axis of the gradient, as in (1).
-
-    Entries that copy nothing of the source have a scale of 0. Arguments as in `axis_map`.
-    """
+    """The map of one axis of the gradient, as in (1), with scale 0 for what copies nothing."""
     role, _, names = axis.partition(":")
     layout = plan.layout
     total = plan.small.axis_size(axis)
@@ -240,11 +226,7 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
 
 
 def noise_seed(plan: Blueprint, task: Task, group: int = 0) -> int:
-    """The seed of a weight's noise or routing, for `growkern.expand`.
-
-    Args:
-        group: of `AxisMap.group`.
-    """
+    """The seed of a weight's noise or routing, of a group of `AxisMap.group`."""
     key = ("noise", task.name, group) if group else ("noise", task.name)
     return maps.generator(plan.options.seed, *key).initial_seed()
 
@@ -266,10 +248,7 @@ def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
 
 
 def asleep(plan: Blueprint, task: Task) -> Tensor | None:
-    """Which entries of the first axis belong to experts that sleep, (size,) bool.
-
-    None: there are none.
-    """
+    """Which entries of the first axis are of experts that sleep, (size,) bool; None: no entry."""
     if not plan.small.is_of_experts(task.tensor):
         return None
     name = task.tensor.axes[0].partition(":")[2]
@@ -278,24 +257,14 @@ def asleep(plan: Blueprint, task: Task) -> Tensor | None:
 
 
 def from_next_layer(plan: Blueprint, task: Task, role: str, name: str) -> Tensor:
-    """1 for target units of this axis that come from the next source layer (AKI), else 0.
-
-    Args:
-        role: "write", "read" or "factor".
-
-    Returns:
-        (target,) int64.
-    """
-    space = plan.layout.space(name, task.source_layer)
-    none = torch.zeros(space.target, dtype=torch.int64)
-    is_experts = plan.small.family.spaces[name].kind == "experts"
-    if task.upper is None or is_experts:
+    """1 for target units of this axis that come from the next source layer (AKI), else 0, int64."""
+    space, kind = plan.layout.space(name, task.source_layer), plan.small.family.spaces[name].kind
+    new = torch.zeros(space.target, dtype=torch.bool)
+    if task.upper is None or kind == "experts":
         # copies of an expert stay whole
-        return none
-    if plan.options.aki == "eq16":
-        if role == "read":
-            return none
-        new = torch.arange(space.target) >= space.source
-        return (new & ~space.is_extra).long()
-    is_unit = plan.small.family.spaces[name].kind in ("heads", "units")
-    return plan.layout.next_layer_units(name).long() if is_unit else none
+        pass
+    elif plan.options.aki == "unit" and kind in ("heads", "units"):
+        new = plan.layout.next_layer_units(name)
+    elif plan.options.aki == "eq16" and role != "read":
+        new = (torch.arange(space.target) >= space.source) & ~space.is_extra
+    return new.long()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from growkern.families.family import growable_fields
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.growth.models import Initial, initial_tensors
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.target import growable_fields
 from growkern.growth.source.source import Source
 from growkern.growth.space.experts import are_asleep
 from growkern.growth.space.layout import Layer, Layout
@@ -32,6 +32,9 @@ RANDOM = "random"
 MADE = ("identity", "zero", RANDOM)
 # the pieces under way belong to few tensors; a map over 30 000 entries takes 0.7 MB
 MAX_ENTRIES = 32
+
+# of a tensor: one slice per axis
+Part = Sequence[slice]
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,12 @@ class Task:
         ]
         return replace(self, tensor=replace(self.tensor, axes=tuple(axes)), shape=tuple(sizes))
 
-    def part_of_matrix(self, part: Sequence[slice]) -> tuple[slice, ...]:
-        """The place of a part of the tensor in `matrix`, one slice per axis."""
+    def ranges(self, part: Part) -> list[range]:
+        """The entries of a part of the tensor, per axis."""
+        return [range(*s.indices(n)) for s, n in zip(part, self.shape, strict=True)]
+
+    def part_of_matrix(self, part: Part) -> tuple[slice, ...]:
+        """The place of a part of the tensor in `matrix`."""
         result = []
         for group in self._groups() or ():
             sizes = [self.shape[i] for i in group]
@@ -140,9 +147,6 @@ class Blueprint:
     `growkern.growth.plan.growth_plan.GrowthPlan` adds findings, cost, advice and tables.
 
     Attributes:
-        source: the opened source.
-        target_config: the target's Hugging Face config.
-        options: method, depth, scheme, symmetry, seed.
         layer_maps: per stack, the source layer of every target layer.
         inserted: (stack, target layer) of the identity blocks, or of layers that begin untrained.
         dtype: of the grown weights.
@@ -172,8 +176,15 @@ class Blueprint:
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """One task per target tensor; tied duplicates have none."""
-        return tuple(make_tasks(self))
+        """One per target tensor, in the order of the family's table; tied duplicates have none."""
+        small, large = self.small, self.large
+        sources = {(t.template, t.layer): t for t in small.tensors}
+        mixtures = [s for s in small.family.mixtures if are_asleep(s, small, large.size)]
+        # only one copy of an expert is awake, so its output is whole
+        whole = {f"read:{space.name}": f"write:{space.name}" for space in mixtures}
+        axes = (tuple(whole.get(axis, axis) for axis in t.axes) for t in large.own_tensors)
+        own = zip(large.own_tensors, axes, strict=True)
+        return tuple(_task(self, replace(t, axes=a), sources) for t, a in own)
 
     @cached_property
     def initial_tensors(self) -> dict[str, Initial]:
@@ -207,17 +218,12 @@ class Blueprint:
     def may_overflow(self) -> bool:
         """True if finite weights of the source may become infinite in the target."""
         # the share of a copy may be larger than the weight
-        amplifies = self.options.symmetry == "split" or (
-            self.options.symmetry == "routing" and self.options.routing > 1
-        )
+        amplitude = self.options.routing if self.options.symmetry == "routing" else 0.0
+        amplifies = self.options.symmetry == "split" or amplitude > 1
         return bool(self.narrowed_tensors) or amplifies or self.dtype == torch.float16
 
     def parameters(self, which: str = "target", *, active: bool = False) -> int:
-        """Parameters of the "source" or "target"; tied tensors count once.
-
-        Args:
-            active: count only those that a token uses: of a mixture, the experts chosen for it.
-        """
+        """Parameters of the "source" or "target", or those that a token uses. Ties count once."""
         model = self._model(which)
         own = {task.tensor.template for task in self.tasks}
         used = model.used_entries if active else lambda t: math.prod(model.shapes[t.name])
@@ -286,18 +292,6 @@ class Blueprint:
 def dtype_of(tensor: TensorSpec, dtype: torch.dtype) -> torch.dtype:
     """The dtype of one tensor of a model in this dtype."""
     return torch.float32 if tensor.row.keep and dtype.itemsize == 2 else dtype
-
-
-def make_tasks(blueprint: Blueprint) -> Iterator[Task]:
-    """One task per target tensor, in the order of the family's table; tied duplicates have none."""
-    small, large = blueprint.small, blueprint.large
-    sources = {(t.template, t.layer): t for t in small.tensors}
-    mixtures = [s for s in small.family.mixtures if are_asleep(s, small, large.size)]
-    # only one copy of an expert is awake, so its output is whole
-    whole = {f"read:{space.name}": f"write:{space.name}" for space in mixtures}
-    for tensor in large.own_tensors:
-        axes = tuple(whole.get(axis, axis) for axis in tensor.axes)
-        yield _task(blueprint, replace(tensor, axes=axes), sources)
 
 
 def _task(blueprint: Blueprint, tensor: TensorSpec, sources: dict[Any, TensorSpec]) -> Task:

@@ -90,12 +90,9 @@ Disturb = Callable[[Any, tuple[Tensor, ...], Tensor], Tensor]
 def output_bound(plan: Blueprint) -> float | None:
     """(0): a bound on the relative change of outputs by the target's errors.
 
-    No change counts as less than the rounding of the dtype that the source is run in.
-
-    Returns:
-        Infinity if texts differ too much. None if the source cannot be run:
-        it is too large, spread over processes or without weights, or transformers cannot run it
-        on tokens alone.
+    No change counts as less than the rounding of the dtype that the source is run in. Infinity if
+    texts differ too much. None if the source cannot be run: it is too large, spread over processes
+    or without weights, or transformers cannot run it on tokens alone.
     """
     if not fits(plan.source, MOST_MEASURED):
         return None
@@ -143,16 +140,12 @@ def largest_logit(plan: Blueprint) -> float | None:
 
 
 def _measured_model(plan: Blueprint) -> Any:
-    return as_model(plan.source, torch.float64 if _is_small(plan) else torch.float32)
-
-
-def _is_small(plan: Blueprint) -> bool:
-    return fits(plan.source, LARGEST)
+    return as_model(plan.source, torch.float64 if fits(plan.source, LARGEST) else torch.float32)
 
 
 def _texts(plan: Blueprint) -> Tensor:
     """The random texts of (0), (texts, length) int64."""
-    return random_inputs(plan.source, SEED, TEXTS if _is_small(plan) else FEW_TEXTS)
+    return random_inputs(plan.source, SEED, TEXTS if fits(plan.source, LARGEST) else FEW_TEXTS)
 
 
 def carries_exactly(plan: Blueprint) -> bool:
@@ -244,7 +237,7 @@ ROUNDINGS = 3
 MOST_SHIFT = 30.0
 # logits of trained models stay below this, before a soft cap
 LARGEST_LOGIT = 40.0
-# how far logits of other texts may exceed those of `probe.largest_logit`, before a soft cap
+# how far logits of other texts may exceed those of `largest_logit`, before a soft cap
 LOGIT_ROOM = 1.5
 
 
@@ -269,19 +262,12 @@ def unrounded_cost(plan: Blueprint) -> float:
 
 
 def guessing_loss(plan: Blueprint) -> float:
-    """The loss of a model that knows nothing and guesses one of the old tokens, nats.
-
-    Its loss is above the source's by no more than that, on any text.
-    """
+    """The loss of guessing one of the old tokens, nats: more above the source's on no text."""
     return math.log(plan.small.size("vocab"))
 
 
 def most_cost(plan: Blueprint) -> float | None:
-    """(3), with (4) in 16 bits: the largest rise of the loss by the new tokens, nats.
-
-    Returns:
-        None: it is not known, as weights have no values here.
-    """
+    """(3), with (4) in 16 bits: the largest rise of the loss by new tokens, nats, if known."""
     mass, shift = _mass(plan), 0.0
     if plan.dtype.itemsize == 2:
         found = plan.cache.get("rounded new tokens", lambda: _largest_shift(plan))

@@ -9,13 +9,16 @@ reflected here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from growkern.families.spec import SpaceSpec
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.bounds import (
+    MOST_MEASURED,
     angle_error,
     carries_exactly,
     guessing_loss,
@@ -23,6 +26,7 @@ from growkern.growth.plan.bounds import (
     largest_capped,
     most_cost,
     output_bound,
+    outputs_on,
     predicts_tokens,
     unrounded_cost,
     values_of,
@@ -34,6 +38,13 @@ from growkern.growth.plan.finding import (
     rounding_findings,
     says_something,
 )
+from growkern.growth.source.loading import (
+    LARGEST,
+    as_model,
+    fits,
+    largest_difference,
+    random_inputs,
+)
 from growkern.growth.space.experts import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
 
 
@@ -42,8 +53,7 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
     if plan.options.is_baseline:
         block = "the source's weights lie in a block of random weights"
         why = block if plan.options.method == "direct_copy" else "all weights are random"
-        why = f"{why}, so the source's function is lost"
-        return (Finding("changed", "everything", why, asked=True),)
+        return (_asked("everything", f"{why}, so the source's function is lost"),)
     parts = (
         *(_width, _head_dim, _heads_under_norm, _experts, _vocabulary, _advanced, _head, _depth),
         *(_large_shares, rounding_findings),
@@ -56,72 +66,106 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
     return (Finding("exact", ", ".join(sizes), "the shares of all copies add up"),)
 
 
+def _asked(what: str, why: str) -> Finding:
+    """The statement on a change that the user asked for."""
+    return Finding("changed", what, why, asked=True)
+
+
 def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Say how far all changes together move the outputs of a dense model that becomes a mixture."""
     changed = [finding for finding in result if finding.level == "changed"]
     if not (changed and plan.small.dense):
         return result
-    # what builds tensors takes a second to import, and most plans build none
-    from growkern.growth.plan.tensors.change import measured_change
-
     change = measured_change(plan)
     amount = "the models cannot be run here to measure how far that moves the outputs"
     if change is not None:
         amount = f"on random texts outputs move by {change:.2g} of the largest output"
-    return tuple(
-        replace(finding, why=f"{finding.why}; {amount}", change=change)
-        if finding in changed
-        else finding
-        for finding in result
+    more = {id(one): replace(one, why=f"{one.why}; {amount}", change=change) for one in changed}
+    return tuple(more.get(id(one), one) for one in result)
+
+
+@torch.no_grad()
+def measured_change(plan: Blueprint) -> float | None:
+    """The relative error of outputs on the random texts that `growkern.verify` compares them on.
+
+    The model is grown for it. None: the source or the target cannot be run, as it is too large,
+    spread over processes or without weights, or transformers cannot run it on tokens alone.
+    """
+    # what builds tensors takes a second to import, and most plans build none
+    from growkern.growth.plan.tensors.tensor import build_tensor
+
+    if plan.parameters() > MOST_MEASURED or not fits(plan.source, MOST_MEASURED):
+        return None
+    tasks = {task.name: task for task in plan.tasks}
+    grown = replace(
+        plan.source,
+        spec=plan.large,
+        dtypes=plan.dtypes,
+        read=lambda name, *_: build_tensor(plan, tasks[name]),
+        dense=None,
     )
+    dtype = torch.float64 if plan.parameters() <= LARGEST else torch.float32
+    tokens = random_inputs(plan.source)
+    try:
+        old, new = (
+            next(iter(outputs_on(as_model(model, dtype), tokens).values()))
+            for model in (plan.source, grown)
+        )
+    except Exception:
+        # classes of transformers that need other inputs raise errors of any type
+        return None
+    return largest_difference(source_coordinates(plan, new, old.shape[-1]), old)
 
 
-def _width(plan: Blueprint) -> list[Finding]:
-    layout, options = plan.layout, plan.options
-    norm = layout.family.norm
+def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
+    """The entries of a grown output that the source has too, scaled as in the source."""
+    if grown.shape[-1] == size:
+        return grown
+    if predicts_tokens(plan.small):
+        # logits of a larger vocabulary
+        return grown[..., :size]
+    return grown[..., :size] / plan.layout.space(plan.small.output_space).write[:size]
+
+
+def _width(plan: Blueprint) -> Iterator[Finding]:
+    layout, norm = plan.layout, plan.small.family.norm
     old, new = layout.stream_sizes
-    field = layout.family.config_field("stream")
-    what = f"{field} {old} -> {new}"
+    what = f"{layout.family.config_field('stream')} {old} -> {new}"
     if old == new:
-        return []
-    if options.scheme == "paper":
+        return
+    if plan.options.scheme == "paper":
         count = torch.bincount(layout.space("stream").read_index, minlength=old)
-        if count.min() == count.max():
-            return [Finding("exact", what, "all coordinates happen to have equally many copies")]
-        return [
-            Finding(
-                "changed",
-                what,
-                f"random maps copy coordinates {count.min()} to {count.max()} times, which "
-                f"changes the statistics of every {norm.kind}",
-                asked=True,
-            )
-        ]
-    if layout.is_even and not layout.is_extended:
-        return [Finding("exact", what, f"every coordinate has {new // old} copies")]
-    if not norm.centres:
+        least, most = count.min(), count.max()
+        if least == most:
+            yield Finding("exact", what, "all coordinates happen to have equally many copies")
+            return
+        why = f"random maps copy coordinates {least} to {most} times, which changes the statistics"
+        yield _asked(what, f"{why} of every {norm.kind}")
+    elif layout.is_even and not layout.is_extended:
+        yield Finding("exact", what, f"every coordinate has {new // old} copies")
+    elif not norm.centres:
         why = "copies are scaled so that the mean square stays the same"
         if layout.is_padded:
             why = "extra coordinates are 0, a scale keeps the mean square"
-        return [Finding("exact", what, why)]
-    if layout.family.pads_exactly:
-        why = "extra coordinates keep the mean, a scale keeps the variance"
-        return [Finding("exact", what, why)]
-    if not layout.is_carried:
+        yield Finding("exact", what, why)
+    elif layout.family.pads_exactly:
+        yield Finding("exact", what, "extra coordinates keep the mean, a scale keeps the variance")
+    elif not layout.is_carried:
         why = (
-            "the extra coordinates do not carry the mean of the norms' outputs, only that of their "
-            "biases: "
-            f"{layout.no_carry_reason}"
+            "the extra coordinates do not carry the mean of the norms' outputs, only that of their"
         )
-        return [Finding("changed", what, why)]
-    if carries_exactly(plan):
+        yield Finding("changed", what, f"{why} biases: {layout.no_carry_reason}")
+    elif carries_exactly(plan):
         why = "extra coordinates carry the mean, exactly as all weights of a norm are equal"
-        return [Finding("exact", what, why)]
-    why = f"extra coordinates carry the mean, and norms are slightly off, carry={options.carry:g}"
-    if norm.placement == "pre":
-        # no later norm acts on the stream itself, so every block can enlarge the error
-        return [Finding("changed", what, f"{why}; the layers enlarge this without a limit")]
-    return [_measured(plan, what, why)]
+        yield Finding("exact", what, why)
+    else:
+        why = "extra coordinates carry the mean, and norms are slightly off, "
+        why += f"carry={plan.options.carry:g}"
+        if norm.placement == "pre":
+            # no later norm acts on the stream itself, so every block can enlarge the error
+            yield Finding("changed", what, f"{why}; the layers enlarge this without a limit")
+        else:
+            yield _measured(plan, what, why)
 
 
 def _measured(plan: Blueprint, what: str, why: str) -> Finding:
@@ -131,41 +175,35 @@ def _measured(plan: Blueprint, what: str, why: str) -> Finding:
         why = f"{why}; the source cannot be run here to measure how far that moves the outputs"
         return Finding("changed", what, why)
     if not says_something(bound):
-        return Finding(
-            "changed", what, f"{why}; that moves the outputs too far or too unevenly for a bound"
-        )
+        why = f"{why}; that moves the outputs too far or too unevenly for a bound"
+        return Finding("changed", what, why)
     why = f"{why}; outputs by at most {bound:.1e} of the largest output on random texts"
     if bound <= LARGEST_ROUNDING:
         return Finding("exact", what, why)
     return Finding("approximate", what, why, bound)
 
 
-def _head_dim(plan: Blueprint) -> list[Finding]:
-    family, result = plan.small.family, []
+def _head_dim(plan: Blueprint) -> Iterator[Finding]:
+    family = plan.small.family
     for heads in family.query_heads:
         old, new = plan.small.head_dim(heads), plan.large.head_dim(heads)
+        what = f"head_dim {old} -> {new}"
         if old == new:
             continue
-        what = f"head_dim {old} -> {new}"
         if family.attention.positions != "rotary":
-            why = "the new entries add 0 to every query-key product"
-            result.append(Finding("exact", what, why))
+            yield Finding("exact", what, "the new entries add 0 to every query-key product")
         elif (error := angle_error(plan)) == 0:
             why = "every rotary pair moves to the pair with the same frequency"
-            result.append(Finding("exact", what, why))
+            yield Finding("exact", what, why)
         else:
-            why = (
-                "rope_theta changes to keep every pair's frequency; float32 rounding turns the "
-                f"last position too far by up to {error:.1e} radians"
-            )
-            result.append(_measured(plan, what, why))
-    return result
+            why = "rope_theta changes to keep every pair's frequency; float32 rounding turns the"
+            why += f" last position too far by up to {error:.1e} radians"
+            yield _measured(plan, what, why)
 
 
-def _heads_under_norm(plan: Blueprint) -> list[Finding]:
+def _heads_under_norm(plan: Blueprint) -> Iterator[Finding]:
     """Heads or units that enter one norm, in the paper's scheme: its maps are random."""
-    layout = plan.layout
-    together = [space.name for space in layout.family.spaces.values() if space.weighted]
+    together = [space.name for space in plan.small.family.spaces.values() if space.weighted]
     written = {
         (name, task.source_layer)
         for task in plan.tasks
@@ -173,52 +211,56 @@ def _heads_under_norm(plan: Blueprint) -> list[Finding]:
         if axis.startswith("write:")
         for name in axis.removeprefix("write:").split("|")
     }
-    result = []
     for name in together if plan.options.scheme == "paper" else ():
-        layers = {layer for one, layer in written if one == name}
-        spaces = [layout.space(name, layer) for layer in layers]
+        spaces = [plan.layout.space(name, layer) for one, layer in written if one == name]
         counts = [space.write_index.bincount(minlength=space.source) for space in spaces]
         if any(count.min() != count.max() for count in counts):
             why = "random maps copy entries unequally often, which changes the norm over them"
-            result.append(Finding("changed", f"entries of {name}", why, asked=True))
-    return result
+            yield _asked(f"entries of {name}", why)
 
 
-def _experts(plan: Blueprint) -> list[Finding]:
-    result = []
+def _experts(plan: Blueprint) -> Iterator[Finding]:
     for space in plan.small.family.mixtures:
         if plan.small.dense:
-            parts, count = (m.size(str(space.size)) for m in (plan.small, plan.large))
-            each = "a copy" if parts == 1 else f"one of {parts} parts"
-            what = f"{count} experts, each {each} of the dense FFN"
-            why = "the weights of those that the router chooses add up to 1"
-            if plan.options.shared_expert == "dense":
-                what = f"{count} experts with outputs of zero"
-                why = "the expert that all tokens share computes the dense FFN"
-            elif parts > 1:
-                why = f"the router chooses whole copies, and outputs count {parts} times"
-            if plan.options.shared_expert == "zero" and not adds_up(plan.small):
-                result.append(_not_renormalised(plan, space))
-                why = "the weights of all experts add up to 1"
-            if has_pairs(plan.options):
-                why += "; noise cancels in pairs of copies, which are chosen together"
-            result.append(Finding("exact", what, why))
-            if plan.options.drop and plan.options.shared_expert == "zero":
-                what = f"drop={plan.options.drop:g}"
-                why = "that share of the units of every expert is drawn again"
-                result.append(Finding("changed", what, why, asked=True))
+            yield from _upcycled(plan, space)
         elif are_asleep(space, plan.small, plan.large.size):
-            result.append(_asleep(plan, space))
+            yield _asleep(plan, space)
         elif (copies := copies_of(space, plan.small, plan.large)) > 1:
             what = f"{plan.small.family.config_field(str(space.size))} times {copies}"
             why = "the router chooses every copy of an expert or none, and their weights add up"
-            result.append(Finding("exact", what, why))
-    return result
+            yield Finding("exact", what, why)
+
+
+def _upcycled(plan: Blueprint, space: SpaceSpec) -> Iterator[Finding]:
+    """A dense model that becomes a mixture."""
+    options, (parts, count) = plan.options, plan.layout.sizes(str(space.size))
+    each = "a copy" if parts == 1 else f"one of {parts} parts"
+    what = f"{count} experts, each {each} of the dense FFN"
+    why = "the weights of those that the router chooses add up to 1"
+    if options.shared_expert == "dense":
+        what = f"{count} experts with outputs of zero"
+        why = "the expert that all tokens share computes the dense FFN"
+    elif parts > 1:
+        why = f"the router chooses whole copies, and outputs count {parts} times"
+    if options.shared_expert == "zero" and not adds_up(plan.small):
+        # the weights of chosen experts do not add up to 1
+        chosen, dense = plan.large.size(str(space.chosen)), plan.small.family.dense
+        loses = f"{chosen} of {count} experts have that share of the weight, so outputs count more"
+        field = f"{dense and dense.renormalised}=False"
+        is_equal = options.router == "zero"
+        yield Finding("exact", field, loses) if is_equal else _asked(field, f"on average {loses}")
+        why = "the weights of all experts add up to 1"
+    if has_pairs(options):
+        why += "; noise cancels in pairs of copies, which are chosen together"
+    yield Finding("exact", what, why)
+    if options.drop and options.shared_expert == "zero":
+        why = "that share of the units of every expert is drawn again"
+        yield _asked(f"drop={options.drop:g}", why)
 
 
 def _asleep(plan: Blueprint, space: SpaceSpec) -> Finding:
     """New experts that sleep behind their bias. The bias rule moves it by `speed` in a step."""
-    old, new = (model.size(str(space.size)) for model in (plan.small, plan.large))
+    old, new = plan.layout.sizes(str(space.size))
     biases = [
         values_of(plan, task.source)
         for task in plan.tasks
@@ -236,40 +278,33 @@ def _asleep(plan: Blueprint, space: SpaceSpec) -> Finding:
     return Finding("exact", what, why)
 
 
-def _not_renormalised(plan: Blueprint, space: SpaceSpec) -> Finding:
-    """The statement on chosen experts whose weights do not add up to 1."""
-    count, chosen = (plan.large.size(str(key)) for key in (space.size, space.chosen))
-    what = f"{plan.small.family.dense and plan.small.family.dense.renormalised}=False"
-    why = f"{chosen} of {count} experts have that share of the weight, so outputs count more"
-    if plan.options.router == "zero":
-        return Finding("exact", what, why)
-    return Finding("changed", what, f"on average {why}", asked=True)
-
-
-def _vocabulary(plan: Blueprint) -> list[Finding]:
+def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
     old, new = plan.layout.sizes("vocab")
     if old == new:
-        return []
+        return
     what = f"{plan.small.family.config_field('vocab')} {old} -> {new}"
+    limit = largest_capped(plan.small)
     if not predicts_tokens(plan.large):
-        return [Finding("exact", what, "no head predicts tokens, and old ones keep their rows")]
-    if is_capped_too_low(plan):
+        yield Finding("exact", what, "no head predicts tokens, and old ones keep their rows")
+    elif is_capped_too_low(plan):
         why = "the soft cap bends logits so much that new tokens may take a large share"
-        return [Finding("changed", what, why)]
-    if largest_capped(plan.small) < math.inf and _is_changed(plan):
+        yield Finding("changed", what, why)
+    elif limit < math.inf and _is_changed(plan):
         why = "logits change, and the soft cap may then bend them so much that no bound holds"
-        return [Finding("changed", what, why, asked=True)]
-    if _copies_differ(plan):
+        yield _asked(what, why)
+    elif _copies_differ(plan):
         why = "copies of hidden states differ, and the mean of the old rows then bounds no logit"
-        return [Finding("changed", what, why, asked=True)]
-    bound = most_cost(plan)
-    if bound is None:
+        yield _asked(what, why)
+    elif (bound := most_cost(plan)) is None:
         why = "new rows are rounded to 16 bits, and the weights are not here to bound their logits"
-        return [Finding("changed", what, why)]
-    why = (
-        f"old tokens keep their logits; the {new - old} new ones raise the loss of any text by at "
-        f"most {bound:.2g} nats"
-    )
+        yield Finding("changed", what, why)
+    else:
+        why = f"old tokens keep their logits; the {new - old} new ones raise the loss of any text"
+        yield _new_tokens(plan, what, f"{why} by at most {bound:.2g} nats", bound, limit)
+
+
+def _new_tokens(plan: Blueprint, what: str, why: str, bound: float, limit: float) -> Finding:
+    """The statement on new tokens, by the bound on their cost and the largest capped logit."""
     guess, asked = guessing_loss(plan), unrounded_cost(plan)
     if not says_something(bound, guess, asked):
         # so many tokens cost that in any dtype
@@ -277,10 +312,10 @@ def _vocabulary(plan: Blueprint) -> list[Finding]:
         why += f", too much beside the {guess:.2g} nats that guessing costs"
         if not is_asked:
             why += f"; it is {asked:.2g} nats in float32, where new rows are not rounded to 16 bits"
-        return [Finding("changed", what, why, None, NEW_TOKENS, is_asked)]
-    if (largest := largest_capped(plan.small)) < math.inf:
-        why += f", while logits stay below {largest:.0f} before the soft cap"
-    return [Finding("approximate", what, why, bound, NEW_TOKENS)]
+        return Finding("changed", what, why, None, NEW_TOKENS, is_asked)
+    if limit < math.inf:
+        why += f", while logits stay below {limit:.0f} before the soft cap"
+    return Finding("approximate", what, why, bound, NEW_TOKENS)
 
 
 def _is_changed(plan: Blueprint) -> bool:
@@ -292,7 +327,7 @@ def _is_changed(plan: Blueprint) -> bool:
 def _copies_differ(plan: Blueprint) -> bool:
     """True if the copies of a hidden state differ, by rows of other layers or by rounding."""
     is_eq16 = plan.options.aki == "eq16" and any(task.upper for task in plan.tasks)
-    return is_eq16 or bool(_large_shares(plan))
+    return is_eq16 or any(_large_shares(plan))
 
 
 def advanced_kinds(plan: Blueprint) -> set[str]:
@@ -303,66 +338,55 @@ def advanced_kinds(plan: Blueprint) -> set[str]:
     }
 
 
-def _advanced(plan: Blueprint) -> list[Finding]:
+def _advanced(plan: Blueprint) -> Iterator[Finding]:
     if plan.options.method != "aki":
-        return []
+        return
     if not any(task.upper for task in plan.tasks):
-        return [
-            Finding("exact", "aki", "a single layer has no next layer to take from: same as fpi")
-        ]
-    if plan.options.aki == "eq16":
-        why = "the new output rows of every matrix come from the next layer"
-        return [Finding("changed", "aki", why, asked=True)]
-    kinds = advanced_kinds(plan)
-    if not kinds:
-        return [Finding("exact", "aki", "no new heads or FFN units: same as fpi")]
-    named = {"heads": "heads", "units": "FFN units"}
-    what = " and ".join(text for kind, text in named.items() if kind in kinds)
-    return [Finding("changed", f"new {what}", "taken from the next layer", asked=True)]
+        why = "a single layer has no next layer to take from: same as fpi"
+        yield Finding("exact", "aki", why)
+    elif plan.options.aki == "eq16":
+        yield _asked("aki", "the new output rows of every matrix come from the next layer")
+    elif kinds := advanced_kinds(plan):
+        named = {"heads": "heads", "units": "FFN units"}
+        what = " and ".join(text for kind, text in named.items() if kind in kinds)
+        yield _asked(f"new {what}", "taken from the next layer")
+    else:
+        yield Finding("exact", "aki", "no new heads or FFN units: same as fpi")
 
 
-def _head(plan: Blueprint) -> list[Finding]:
+def _head(plan: Blueprint) -> Iterator[Finding]:
     layout = plan.layout
     used = {axis for task in plan.tasks for axis in task.tensor.axes}
-    activated = [
-        s
-        for s in layout.family.spaces.values()
-        if s.activated and s.size == "stream" and f"write:{s.name}" in used
-    ]
-    if not activated or layout.is_even or plan.options.scheme == "paper":
-        return []
-    why = (
-        "an activation sits between its dense layer and its norm, so uneven numbers of copies "
-        "change the norm's statistics"
-    )
-    return [Finding("changed", "MLM head", why)]
+    activated = [s for s in layout.family.spaces.values() if s.activated and s.size == "stream"]
+    is_used = any(f"write:{space.name}" in used for space in activated)
+    if is_used and not layout.is_even and plan.options.scheme != "paper":
+        why = "an activation sits between its dense layer and its norm, so uneven numbers of copies"
+        yield Finding("changed", "MLM head", f"{why} change the norm's statistics")
 
 
-def _depth(plan: Blueprint) -> list[Finding]:
-    family = plan.layout.family
-    result = []
+def _depth(plan: Blueprint) -> Iterator[Finding]:
+    family, depth = plan.small.family, plan.options.depth
     for stack, key in family.stacks.items():
         old, new = plan.small.size(key), len(plan.layer_maps[stack])
         what = f"{old} -> {new} {stack} layers".replace("  ", " ")
         if new == old:
             continue
-        if plan.options.depth == "random":
+        if depth == "random":
             why = f"{new - old} layers begin untrained, so the loss rises until they have learned"
-            result.append(Finding("changed", what, why, asked=True))
-        elif plan.options.depth != "identity":
-            verb = {"stack": "stacked", "interleave": "repeated"}[plan.options.depth]
+            yield _asked(what, why)
+        elif depth != "identity":
+            verb = {"stack": "stacked", "interleave": "repeated"}[depth]
             why = f"layers are {verb}, so they get inputs that they were not trained on"
-            result.append(Finding("changed", what, why, asked=True))
+            yield _asked(what, why)
         elif family.norm.placement != "post":
-            result.append(Finding("exact", what, "inserted blocks add 0"))
+            yield Finding("exact", what, "inserted blocks add 0")
         else:
             eps = plan.small.norm_epsilon
             why = f"inserted blocks repeat their input, but for the norms' eps={eps:g}"
-            result.append(_measured(plan, what, why))
-    return result
+            yield _measured(plan, what, why)
 
 
-def _large_shares(plan: Blueprint) -> list[Finding]:
+def _large_shares(plan: Blueprint) -> Iterator[Finding]:
     """Routing that gives copies more than the whole weight.
 
     Copies that differ by their rounding are drawn apart by a factor of up to a in every layer. With
@@ -371,7 +395,6 @@ def _large_shares(plan: Blueprint) -> list[Finding]:
     """
     options = plan.options
     copied = any(row["most"] > 1 for row in plan.maps().values())
-    if options.symmetry != "routing" or options.routing <= 1 or not copied:
-        return []
-    why = "shares larger than the weight cancel, which enlarges rounding in every layer"
-    return [Finding("changed", f"routing={options.routing:g}", why, asked=True)]
+    if options.symmetry == "routing" and options.routing > 1 and copied:
+        why = "shares larger than the weight cancel, which enlarges rounding in every layer"
+        yield _asked(f"routing={options.routing:g}", why)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from growkern.growth.plan.axes import axis_map
+from growkern.growth.plan.axes import axis_maps
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task, affine_gain
 from growkern.growth.plan.bounds import FEWEST, values_of
 
@@ -122,8 +122,7 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
     """
     centres = plan.layout.family.norm.centres
     if not task.tensor.norm:
-        axes = zip(task.tensor.axes, task.shape, strict=True)
-        maps = [axis_map(plan, task, axis, size) for axis, size in axes]
+        maps = axis_maps(plan, task)
         # rows of new tokens are sums too, but no old output depends on them. Without a mean the
         # extra coordinates are 0
         computed = zip(maps, task.tensor.axes, strict=True) if centres else ()
@@ -162,8 +161,7 @@ def _is_rounded(plan: Blueprint, task: Task) -> bool:
 def _whole(index: torch.Tensor, factor: torch.Tensor, is_split: bool) -> torch.Tensor:
     """The factor of every target entry, or that of all copies of its source entry together.
 
-    Args:
-        is_split: True if copies are shares that add up bit for bit (`shares.take_shares`).
+    With `is_split`, copies are shares that add up bit for bit (`maps.take_shares`).
     """
     if not is_split:
         return factor

@@ -7,7 +7,7 @@ every head of the source. So sizes are tried, cheapest first, until the config c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, product
 from typing import Any, TypeVar
 
@@ -20,11 +20,14 @@ from growkern.growth.plan.target import (
     asked_sizes,
     completed,
     finish_target,
-    resolve_target,
+    given_target,
     sized_target,
 )
 
 Made = TypeVar("Made")
+Make = Callable[[ModelSpec], object]
+# by the names of the family's table
+Sizes = dict[str, int]
 # how far from a size that does not fit a near one is looked for, and how many targets are tried
 REACH = 256
 MOST_TRIED = 150
@@ -41,16 +44,12 @@ def made_to_fit(
 ) -> Made:
     """Make something from the first target whose sizes fit together.
 
-    Args:
-        make: makes the result from a target that `finish_target` has not seen yet; may raise
-            UnfitError.
-
-    Raises:
-        GrowthError: no target fits. The message is that of the sizes which follow from `dims` in
-            proportion, with the nearest sizes that fit.
+    `make` takes a target that `finish_target` has not seen yet, and may raise an UnfitError. If no
+    target fits, the error is that of the sizes which follow from `dims` in proportion, with the
+    nearest sizes that fit.
     """
     if target_config is not None:
-        return make(resolve_target(small, dims, target_config))
+        return make(given_target(small, dims, target_config))
     asked = asked_sizes(small, dims)
     first: UnfitError | None = None
     for sizes in _completions(small, asked):
@@ -61,7 +60,7 @@ def made_to_fit(
     raise GrowthError(f"{first}{_nearest(small, asked, make)}") from first
 
 
-def _checked(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int]) -> ModelSpec:
+def _checked(small: ModelSpec, asked: Sizes, sizes: Sizes) -> ModelSpec:
     """The target of these sizes, checked by its config class without maps and layers."""
     large = sized_target(small, asked, sizes)
     layers = large.size(next(iter(large.family.stacks.values())))
@@ -69,22 +68,28 @@ def _checked(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int]) -> 
     return large
 
 
-def _fitting(
-    small: ModelSpec,
-    asked: dict[str, int],
-    sizes: dict[str, int],
-    make: Callable[[ModelSpec], object],
-) -> ModelSpec | None:
-    """The target of these sizes; None if it does not fit together."""
-    try:
-        large = _checked(small, asked, sizes)
-        make(large)
-    except GrowthError:
-        return None
-    return large
+def _first_fit(
+    small: ModelSpec, candidates: Iterable[Sizes], make: Make, completions: int | None = None
+) -> tuple[Sizes, Sizes, ModelSpec] | None:
+    """The first of some given sizes that fit together, all sizes with them, and their target.
+
+    `completions`: how many are tried for each of the candidates, if not all.
+    """
+    tries = iter(range(MOST_TRIED))
+    for asked in candidates:
+        for sizes in islice(_completions(small, asked), completions):
+            if next(tries, None) is None:
+                return None
+            try:
+                large = _checked(small, asked, sizes)
+                make(large)
+            except GrowthError:
+                continue
+            return asked, sizes, large
+    return None
 
 
-def _completions(small: ModelSpec, asked: dict[str, int]) -> Iterator[dict[str, int]]:
+def _completions(small: ModelSpec, asked: Sizes) -> Iterator[Sizes]:
     """All sizes, in the order in which they are tried: in proportion, then other heads."""
     sizes = completed(small, asked)
     yield sizes
@@ -107,7 +112,7 @@ def _completions(small: ModelSpec, asked: dict[str, int]) -> Iterator[dict[str, 
             yield {**sizes, heads: count, "kv_heads": kv_heads}
 
 
-def _key_heads(small: ModelSpec, asked: dict[str, int], count: int) -> int | None:
+def _key_heads(small: ModelSpec, asked: Sizes, count: int) -> int | None:
     """Key heads for a number of query heads; 0 if none fit, None if the family has no such size.
 
     Groups of the source's size come first, then as few key heads as keep every query head.
@@ -126,7 +131,7 @@ def _key_heads(small: ModelSpec, asked: dict[str, int], count: int) -> int | Non
     return next((kv for kv in fit if count == kv * group), fit[0] if fit else 0)
 
 
-def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec], object]) -> str:
+def _nearest(small: ModelSpec, asked: Sizes, make: Make) -> str:
     """The end of an error message: for every given size the nearest that fit with the others."""
     found = []
     # what fits these does not depend on the other sizes, and the error says it
@@ -136,11 +141,12 @@ def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec]
         if key in (*small.family.stacks.values(), *experts, "vocab"):
             continue
         below = range(value - 1, max(small.size(key), value - REACH) - 1, -1)
-        sides = [
-            _first(small, asked, key, side, make)
-            for side in (below, range(value + 1, value + REACH))
-        ]
-        near = [str(size) for size in sides if size is not None]
+        near = []
+        for side in (below, range(value + 1, value + REACH)):
+            changed = ({**asked, key: size} for size in side)
+            growing = (c for c in changed if any(c[name] != small.size(name) for name in c))
+            if fit := _first_fit(small, growing, make):
+                near.append(str(fit[0][key]))
         if near:
             found.append(f"{small.family.config_field(key)}={' or '.join(near)}")
     if found:
@@ -148,7 +154,7 @@ def _nearest(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec]
     return _relaxed(small, asked, make)
 
 
-def _relaxed(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec], object]) -> str:
+def _relaxed(small: ModelSpec, asked: Sizes, make: Make) -> str:
     """The end of an error message where no single size can help: sizes that fit together.
 
     They change as few of the given sizes as possible, and then as little as possible.
@@ -156,38 +162,36 @@ def _relaxed(small: ModelSpec, asked: dict[str, int], make: Callable[[ModelSpec]
     family = small.family
     known = ("stream", *family.query_heads, "kv_heads", "head_dim")
     connected = [key for key in known if key in family.config]
-    tries = iter(range(MOST_TRIED))
-    for near in _near_sizes(small, asked, connected):
-        for sizes in islice(_completions(small, near), FEW):
-            if next(tries, None) is None:
-                return ""
-            large = _fitting(small, near, sizes, make)
-            if large is None:
-                continue
-            named = [key for key in connected if key in sizes or key in near]
-            fit = ", ".join(f"{family.config_field(key)}={large.size(key)}" for key in named)
-            return f"; sizes that fit: {fit}"
-    return ""
+    found = _first_fit(small, _near_sizes(small, asked, connected), make, FEW)
+    if found is None:
+        return ""
+    near, sizes, large = found
+    named = [key for key in connected if key in sizes or key in near]
+    fit = ", ".join(f"{family.config_field(key)}={large.size(key)}" for key in named)
+    return f"; sizes that fit: {fit}"
 
 
-def _near_sizes(
-    small: ModelSpec, asked: dict[str, int], connected: list[str]
-) -> Iterator[dict[str, int]]:
-    """Given sizes with some of the connected ones changed, the nearest first.
-
-    Args:
-        connected: the hidden size, and the numbers and the size of heads, which must fit together.
-    """
+def _near_sizes(small: ModelSpec, asked: Sizes, connected: list[str]) -> Iterator[Sizes]:
+    """Given sizes with some of those changed that must fit together, the nearest first."""
     given = [key for key in connected if key in asked]
     heads = [key for key in small.family.query_heads if key in asked]
-    reach = max([NEAR, *(asked[key] for key in heads)])
+    # hidden sizes lie further apart than heads, and the next even head_dim is always near
+    reach = {"stream": max([NEAR, *(asked[key] for key in heads)]), "head_dim": 1}
+    # the size of heads that the hidden size must have room for
+    every = small.family.query_heads
+    head_dim = max(map(small.head_dim, every)) if small.family.forces_head_dim else 1
+
+    def around(key: str) -> range:
+        value, far = asked[key], reach.get(key, NEAR)
+        return range(max(small.size(key), value - far), value + far + 1)
+
     found = []
-    for values in product(*(_around(small, asked, key, reach) for key in given)):
+    for values in product(*map(around, given)):
         near = {**asked, **dict(zip(given, values, strict=True))}
         count = max([near[key] for key in heads], default=1)
         if "stream" not in asked:
             # the smallest hidden size that these heads divide, and that leaves them their size
-            least = max(small.size("stream"), count * _least_head_dim(small))
+            least = max(small.size("stream"), count * head_dim)
             near["stream"] = -(-least // count) * count
         fits = all(near["stream"] % near[key] == 0 for key in heads)
         if "head_dim" in near:
@@ -197,51 +201,11 @@ def _near_sizes(
     yield from (near for _, near in sorted(found, key=lambda pair: pair[0]))
 
 
-def _least_head_dim(small: ModelSpec) -> int:
-    """The size of heads that the hidden size of a target must have room for."""
-    family = small.family
-    return max(map(small.head_dim, family.query_heads)) if family.forces_head_dim else 1
-
-
-def _around(small: ModelSpec, asked: dict[str, int], key: str, reach: int) -> range:
-    """Values of a size that are near the given one: hidden sizes lie further apart than heads."""
-    # the next even number is always near
-    value, reach = asked[key], {"stream": reach, "head_dim": 1}.get(key, NEAR)
-    return range(max(small.size(key), value - reach), value + reach + 1)
-
-
-def _distance(
-    asked: dict[str, int], near: dict[str, int], given: list[str]
-) -> tuple[int, float, int]:
-    """How far sizes are from the given ones: how many differ, and by how much in total.
-
-    A smaller size counts as twice as far, because the user asked for a larger model.
-    """
+def _distance(asked: Sizes, near: Sizes, given: list[str]) -> tuple[int, float, int]:
+    """How many sizes differ from the given ones, and by how much; smaller ones count twice."""
     steps = [(near[key] - asked[key]) / asked[key] for key in given]
     total = sum(max(step, -2 * step) for step in steps)
     return sum(step != 0 for step in steps), total, near["stream"]
-
-
-def _first(
-    small: ModelSpec,
-    asked: dict[str, int],
-    key: str,
-    values: range,
-    make: Callable[[ModelSpec], object],
-) -> int | None:
-    """The first of some values for one size that fits with the other given sizes."""
-    tries = iter(range(MOST_TRIED))
-    for value in values:
-        changed = {**asked, key: value}
-        if all(size == small.size(name) for name, size in changed.items()):
-            # nothing would grow
-            continue
-        for sizes in _completions(small, changed):
-            if next(tries, None) is None:
-                return None
-            if _fitting(small, changed, sizes, make) is not None:
-                return value
-    return None
 
 
 def check_structure(plan: Blueprint) -> None:

@@ -114,7 +114,8 @@ class GrowthPlan(Blueprint):
 
     def summary(self) -> dict[str, Any]:
         """`to_dict` without the findings, for which weights may be read."""
-        family = self.small.family
+        family, both = self.small.family, ("source", "target")
+        active = {"active_parameters": [self.parameters(which, active=True) for which in both]}
         return {
             "growkern": version(),
             "family": family.model_type,
@@ -125,18 +126,12 @@ class GrowthPlan(Blueprint):
             "maps": self.maps(),
             "layer_maps": {stack: list(layers) for stack, layers in self.layer_maps.items()},
             "identity_layers": sorted(self.inserted),
-            "parameters": [self.parameters("source"), self.parameters("target")],
-            **self._active(),
-            "flops_per_token": [self.flops_per_token("source"), self.flops_per_token("target")],
+            "parameters": [*map(self.parameters, both)],
+            # those that a token uses
+            **(active if family.mixtures else {}),
+            "flops_per_token": [*map(self.flops_per_token, both)],
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-
-    def _active(self) -> dict[str, list[int]]:
-        """Of a mixture, the parameters that a token uses."""
-        if not self.small.family.mixtures:
-            return {}
-        both = [self.parameters(which, active=True) for which in ("source", "target")]
-        return {"active_parameters": both}
 
     def table(
         self,
@@ -261,12 +256,7 @@ def plan_growth(
     *,
     judged: bool = True,
 ) -> GrowthPlan:
-    """`plan` for a source that is already open.
-
-    Args:
-        dims: target sizes by the config's own names; empty if `target_config` is given.
-        judged: whether to make the findings now. False: no weights are read.
-    """
+    """`plan` for a source that is already open; unless it is `judged`, no weights are read."""
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))
@@ -298,7 +288,7 @@ def plan_growth(
 def as_mixture(
     opened: Source, options: GrowthOptions, dims: dict[str, Any], target_config: Any | None
 ) -> tuple[Source, GrowthOptions]:
-    """A source as a mixture, if the growth makes one of it; arguments as in `plan_growth`.
+    """A source as a mixture, if the growth makes one of it.
 
     Of `dims` the fields are taken out that decide which layers become mixtures.
     """

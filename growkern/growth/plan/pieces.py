@@ -89,7 +89,7 @@ def stream_bytes(plan: Blueprint, memory_limit: int) -> int:
 
 
 def part_bytes(plan: Blueprint, ranks: int) -> int:
-    """Memory that one rank on CPUs needs for source data, besides its shard of the target, bytes.
+    """Bytes that one rank on CPUs needs for source data, besides its shard of the target.
 
     `grow_into` cuts a part into pieces too.
     """

@@ -44,13 +44,7 @@ def plan_table(
     notes: Sequence[str],
     verbose: bool = False,
 ) -> Group:
-    """Whether a growth is exact, what it costs, why, and notes.
-
-    Args:
-        numbers: of `growkern.growth.plan.pieces.estimate`, for `ranks` processes.
-        measured: of `growkern.growth.plan.advice.measurements`, shown with tokens.
-        verbose: also print maps, the layers' sources, and every measurement.
-    """
+    """Whether a growth is exact, what it costs (`numbers` of `estimate`), why, and notes."""
     # the worst one decides the answer
     by_level = sorted(findings, key=lambda one: list(LEVELS).index(one.level), reverse=True)
     level = by_level[0].level if by_level else "exact"

@@ -1,6 +1,7 @@
 """Makes the target's config: the sizes asked for, those that follow from them, and all checks.
 
-`resolve_target` sets the sizes. `finish_target` then sets everything that follows from them.
+`sized_target` sets the sizes, or `given_target` takes those of a config. `finish_target` then sets
+everything that follows from them.
 """
 
 from __future__ import annotations
@@ -8,32 +9,24 @@ from __future__ import annotations
 import copy
 import math
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
-from growkern.families.family import Family
+from growkern.families.family import Family, growable_fields
 from growkern.families.fields import follow_layers
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
+from growkern.growth.options import PAD_VOCAB
 from growkern.growth.space.experts import check_copies, copies_of, followers
 from growkern.growth.space.maps import pair_step, rotary_entries
 
-if TYPE_CHECKING:
-    # `growkern --help` lists the growable sizes without loading torch
-    import torch
-
 # types of rotary positions whose frequencies depend on head_dim only through theta ** (-2 i / R)
 PLAIN_ROTARY = ("default", "linear", "llama3")
-# not a size: the vocabulary is rounded up to a multiple of it
-PAD_VOCAB = "pad_vocab_to_multiple_of"
 # a size, for messages
 POSITIVE = "a positive whole number"
-
-
-def growable_fields(family: Family) -> dict[str, str]:
-    """Config field -> size, for the sizes that a user may set."""
-    return {family.config_field(key): key for key in family.growable}
 
 
 def followed_fields(family: Family) -> tuple[str, ...]:
@@ -43,27 +36,10 @@ def followed_fields(family: Family) -> tuple[str, ...]:
     return (*by_layer, *averaged, "rope_parameters")
 
 
-def resolve_target(
-    small: ModelSpec, dims: dict[str, int], target_config: Any | None = None
-) -> ModelSpec:
-    """The target with its final sizes; `finish_target` must follow.
-
-    Sizes that are not given follow a larger hidden size in proportion. The FFN keeps its ratio.
-    The number of heads grows and head_dim stays. Key-value heads keep their group size.
-
-    Args:
-        dims: target sizes under the config's own names, and `pad_vocab_to_multiple_of`.
-        target_config: a whole target config instead of `dims`.
-
-    Raises:
-        GrowthError: an unknown size; a target smaller than the source; heads that do not fit; a
-            target config that differs in more than growable sizes.
-    """
-    if target_config is not None and dims:
+def given_target(small: ModelSpec, dims: dict[str, int], target_config: Any) -> ModelSpec:
+    """The target of a whole config that differs in sizes alone; `finish_target` must follow."""
+    if dims:
         raise GrowthError(f"give target_config or {', '.join(dims)}, not both")
-    if target_config is None:
-        asked = asked_sizes(small, dims)
-        return sized_target(small, asked, completed(small, asked))
     _check_same_kind(small, target_config)
     large = small.with_config(target_config)
     _check_sizes(small, large, dict.fromkeys(small.family.growable, 0))
@@ -71,12 +47,7 @@ def resolve_target(
 
 
 def sized_target(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int]) -> ModelSpec:
-    """The target with these sizes; `finish_target` must follow.
-
-    Args:
-        asked: the sizes that the user gave, of `asked_sizes`.
-        sizes: all sizes to set, such as `completed` gives.
-    """
+    """The target with all these sizes, of which the user asked for some; then `finish_target`."""
     large = small.with_config(_with_sizes(small, sizes))
     _check_sizes(small, large, asked)
     return large
@@ -87,13 +58,7 @@ def finish_target(
 ) -> ModelSpec:
     """The target with its final config, a new one, which its config class has checked.
 
-    Args:
-        large: from `resolve_target`.
-        layer_map: source layer of every target layer, of the stack that `per_layer` lists follow.
-
-    Raises:
-        GrowthError: sizes that the config class refuses; rotary positions that cannot grow to the
-            new head_dim.
+    `layer_map` has the source layer of every target layer of the stack of `per_layer` lists.
     """
     family, config = small.family, copy.deepcopy(large.config)
     for model in (small, large):
@@ -135,11 +100,8 @@ def follow_heads(
     """The target whose scores are divided by the root of head_dim, where the source's are.
 
     Gemma has the square of that number in a field of its own. Runtimes such as llama.cpp do not
-    read it: they take head_dim. Growing it scales the queries by the root of the growth. It stays
-    where that would round weights in 16 bits, which are copied otherwise.
-
-    Args:
-        always: also where weights are rounded.
+    read it: they take head_dim. Growing it scales the queries by the root of the growth. Unless
+    `always`, it stays where that would round weights in 16 bits, which are copied otherwise.
     """
     field = small.family.attention.field
     if field is None:
@@ -158,10 +120,7 @@ def follow_heads(
 
 
 def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
-    """Refuse a config from the user that contradicts the finished target's.
-
-    Fields that follow from the sizes may have the source's values; those are updated silently.
-    """
+    """Refuse a user's config that contradicts the finished target's and is not the source's."""
     for name in followed_fields(small.family):
         models = (small.with_config(given), large, small)
         found, needed, old = (getattr(model.text, name, None) for model in models)
@@ -197,17 +156,13 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
         step = pair_step(*turning)
         if step is None:
             rope["rope_theta"] **= turning[1] / turning[0]
-        if small.family.attention.sections is not None:
-            rope["mrope_section"] = _sections(small, rope, step or 1, new_pairs // 2)
+        default = small.family.attention.sections
+        if default is not None:
+            # pair i has become pair `step` * i. More pairs have keys of 0: they may turn with any
+            sections = [(step or 1) * n for n in rope.get("mrope_section", default)]
+            sections[-1] += new_pairs // 2 - sum(sections)
+            rope["mrope_section"] = sections
     return parameters
-
-
-def _sections(small: ModelSpec, rope: dict[str, Any], step: int, pairs: int) -> list[int]:
-    """The sections of larger heads, in which pair i has become pair `step` * i."""
-    default = small.family.attention.sections or ()
-    sections = [step * n for n in rope.get("mrope_section", default)]
-    # more pairs have keys of 0, so they may turn with anything
-    return [*sections[:-1], sections[-1] + pairs - sum(sections)]
 
 
 def _validate(large: ModelSpec) -> None:
@@ -223,11 +178,7 @@ def _validate(large: ModelSpec) -> None:
 
 
 def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
-    """The sizes that the user gave, by the table's names.
-
-    Args:
-        dims: as in `resolve_target`.
-    """
+    """The sizes that the user gave by the config's own names, `dims`, by the table's names."""
     allowed = growable_fields(small.family)
     asked: dict[str, int] = {}
     for given, value in dims.items():
@@ -251,7 +202,11 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
 
 
 def completed(small: ModelSpec, asked: dict[str, int]) -> dict[str, int]:
-    """The given sizes and those that follow from them, by the table's names."""
+    """The given sizes and those that follow from them, by the table's names.
+
+    The FFN keeps its ratio. The number of heads grows and head_dim stays. Key-value heads keep
+    their group size.
+    """
     family, sizes = small.family, dict(asked)
     if not family.forces_head_dim:
         # a config without head_dim would derive it from the new sizes

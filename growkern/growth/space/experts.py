@@ -20,16 +20,15 @@ best of a group are then the source's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from growkern.errors import UnfitError
 from growkern.families.family import Dense
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def is_output(row: Row) -> bool:
@@ -93,8 +92,7 @@ def check_copies(small: ModelSpec, large: ModelSpec) -> None:
 def are_asleep(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> bool:
     """True if new experts sleep: a bias can do that, and as many are chosen as before.
 
-    Args:
-        size: gives a size of the target, or the source's if it is not known yet.
+    `size` gives a size of the target, or the source's if it is not known yet.
     """
     chosen = (str(space.chosen), *space.groups[1:])
     if space.asleep is None or small.dense or size(str(space.size)) == small.size(str(space.size)):
@@ -107,9 +105,6 @@ def sleeping_map(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> tuple[
 
     The source's groups come first, and its experts come first in each of them.
     """
-    # here: the command line reads the tables without PyTorch
-    import torch
-
     (old, groups), (new, more) = (_in_groups(space, model) for model in (small, large))
     group, place = torch.arange(more)[:, None], torch.arange(new)
     index = group % groups * old + place % old
@@ -139,8 +134,7 @@ def followers(
 ) -> tuple[str, ...]:
     """The sizes that are multiplied like the experts. A single group may hold them all.
 
-    Args:
-        asked: the target's sizes that the user gave. If new experts sleep then, nothing follows.
+    If new experts sleep with the target's sizes that the user asked for, nothing follows.
     """
     known = asked or {}
     if are_asleep(space, model, lambda key: known.get(key, model.size(key))):

@@ -20,14 +20,7 @@ from growkern.growth.space.maps import pair_step
 
 
 def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptions) -> list[int]:
-    """The source layer of every target layer of a stack.
-
-    Args:
-        key: the size that counts its layers.
-
-    Returns:
-        Numbers of layers; all 0 if the source has none.
-    """
+    """The source layer of every target layer of the stack that `key` counts; 0 if it has none."""
     old, new = small.size(key), large.size(key)
     if not old:
         if new and options.depth != "random":
@@ -88,11 +81,7 @@ def _period_of_kinds(small: ModelSpec) -> int:
 def check_kinds(
     small: ModelSpec, stack: str, layers: Sequence[int], options: GrowthOptions
 ) -> None:
-    """Refuse a depth at which a layer would copy one of another kind, such as a dense one.
-
-    Args:
-        layers: of `layers_of`.
-    """
+    """Refuse a depth at which a layer copies one of another kind, by the layers of `layers_of`."""
     found = _first_other(small, layers)
     if found is None:
         return

@@ -2,7 +2,7 @@
 
 A family's table names the spaces (`growkern.families.spec.SpaceSpec`). This file decides how each
 of them is embedded for the given source, target and options. The kinds of embeddings themselves
-are in `growkern.growth.space.spaces`. A new kind needs an entry in `Layout._build`.
+are in `growkern.growth.space.spaces`. A new kind needs a method of its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,10 @@ class Layout:
         """The space of this name in a source layer."""
         key = self.key(name, layer)
         if key not in self._spaces:
-            self._spaces[key] = self._build(self.family.spaces[name], key[1])
+            spec = self.family.spaces[name]
+            # the methods below are named after the kinds
+            build: Callable[[SpaceSpec, Layer], Space] = getattr(self, f"_{spec.kind}")
+            self._spaces[key] = build(spec, key[1])
         return self._spaces[key]
 
     def key(self, name: str, layer: Layer) -> tuple[str, Layer]:
@@ -76,10 +80,7 @@ class Layout:
 
     @property
     def turning(self) -> tuple[int, int]:
-        """R, the number of entries per head that rotary positions rotate, of source and target.
-
-        See `growkern.families.spec.Attention`.
-        """
+        """R of `growkern.families.spec.Attention`, of source and target."""
         return self.small.turning, self.large.turning
 
     # ---- what kind of stream
@@ -120,7 +121,7 @@ class Layout:
     @property
     def is_carried(self) -> bool:
         """True if extra coordinates carry the mean through norms that output the stream."""
-        return self.is_extended and self.family.carries and not self.no_carry_reason
+        return self.uses_carry and not self.no_carry_reason
 
     @property
     def has_carry_units(self) -> bool:
@@ -143,35 +144,20 @@ class Layout:
             return None
         activation = getattr(self.small.text, str(self.family.activation), None)
         old, new = self.sizes("ffn")
-        spare = new - old
-        if spare < CARRY_UNITS:
+        if new - old < CARRY_UNITS:
             field = self.family.config_field("ffn")
-            return f"{field} must grow by at least {CARRY_UNITS} (it grows by {spare})"
+            return f"{field} must grow by at least {CARRY_UNITS} (it grows by {new - old})"
         if activation not in LINEAR_PAIR_ACTIVATIONS:
             return f"two units with the activation {activation!r} cannot pass a number through"
         return None
 
     # ---- building
 
-    def _build(self, spec: SpaceSpec, layer: Layer) -> Space:
-        build = {
-            "stream": self._stream,
-            "normed": self._normed,
-            "tied_output": self._tied_output,
-            "heads": self._heads,
-            "head": self._head,
-            "units": self._units,
-            "experts": self._experts,
-            "fixed": self._fixed,
-        }[spec.kind]
-        return build(spec, layer)
-
     def _index(self, spec: SpaceSpec, layer: Layer, source: int, target: int) -> Tensor:
         """The index map that the options ask for, (target,) int64."""
         if self.options.scheme == "paper":
-            rng = maps.generator(
-                self.options.seed, "map", spec.kind, spec.heads or spec.size, layer
-            )
+            key = ("map", spec.kind, spec.heads or spec.size, layer)
+            rng = maps.generator(self.options.seed, *key)
             return maps.uniform(source, target, rng)
         if self.options.maps == "balanced" and spec.kind != "heads":
             # the spaces before and after an inner norm have one map
@@ -231,11 +217,7 @@ class Layout:
         return 1 / ratio if inverse else ratio
 
     def head_map(self, heads: str, layer: Layer) -> Tensor:
-        """Source head of every target head, (target heads,) int64.
-
-        Args:
-            heads: "q_heads", "kv_heads" or another size of the family's table that counts heads.
-        """
+        """Source head of every target head, (target heads,) int64, by the size that counts them."""
         if heads in ("q_heads", "kv_heads") and "kv_heads" in self.family.config:
             q_sizes, kv_sizes = self.sizes("q_heads"), self.sizes("kv_heads")
             if kv_sizes != q_sizes:
@@ -278,12 +260,8 @@ class Layout:
         gain = math.sqrt(after / before) if divided else 1.0
         # where the table cuts heads into sizes of their own, those that turn never grow
         rotary = (0, 0) if attention.divisor else self.turning
-        return direct_sum(
-            [
-                within_head(old, new, part, rotary=rotary, pairs=attention.pairs, gain=gain)
-                for part in spec.parts
-            ]
-        )
+        how: Any = {"rotary": rotary, "pairs": attention.pairs, "gain": gain}
+        return direct_sum([within_head(old, new, part, **how) for part in spec.parts])
 
     def _fixed(self, spec: SpaceSpec, _layer: Layer) -> Space:
         size = self.small.space_size(spec.name)

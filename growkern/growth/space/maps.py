@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from growkern.errors import UnfitError
-from growkern.growth.space import maps
 
 
 def generator(seed: int, *key: object) -> torch.Generator:
@@ -67,14 +66,11 @@ def uniform(source: int, target: int, rng: torch.Generator) -> Tensor:
 def grouped_heads(
     q_source: int, kv_source: int, q_target: int, kv_target: int
 ) -> tuple[Tensor, Tensor]:
-    """Head maps for grouped-query attention: every query head stays with its key head.
+    """Maps of query heads and of key-value heads, int64, for grouped-query attention.
 
     Query head h reads key head h // group, so the maps must agree:
     q_map[h] // group_source == kv_map[h // group_target]. Key heads repeat cyclically. The query
     heads of a target group cycle through the source group of its key head.
-
-    Returns:
-        The maps of query heads (q_target,) and of key-value heads (kv_target,), int64.
     """
     group_source, group_target = q_source // kv_source, q_target // kv_target
     kv_map = cyclic(kv_source, kv_target)
@@ -100,14 +96,7 @@ def counts(index: Tensor, source: int) -> Tensor:
 
 
 def rank_in_group(index: Tensor) -> Tensor:
-    """Per target unit, 0 if it is the first copy of its source unit, 1 if the second, and so on.
-
-    Args:
-        index: (target,) int64.
-
-    Returns:
-        (target,) int64.
-    """
+    """Per target unit, 0 if it is the first copy of its source unit, 1 if the second, and so on."""
     order = torch.argsort(index, stable=True)
     grouped = index[order]
     starts = torch.cat([torch.ones(1, dtype=torch.bool), grouped[1:] != grouped[:-1]])
@@ -138,12 +127,8 @@ def rotary_entries(turning: int) -> int:
 def pair_step(source: int, target: int) -> int | None:
     """The step with which pair step * i of the target rotates as fast as pair i of the source.
 
-    Args:
-        source, target: R of source and target, the number of rotated entries.
-
-    Returns:
-        The step, or None if there is none. Pair i then stays pair i, and `growth.plan.target`
-        changes rope_theta instead.
+    `source` and `target` are R of both. None: there is no step. Pair i then stays pair i, and
+    `growth.plan.target` changes rope_theta instead.
     """
     # a single pair rotates by theta ** 0 in any head, so any step will do
     return None if source > 2 and target % source else target // max(source, 1)
@@ -154,16 +139,13 @@ NUMBERS_AT_ONCE = 1 << 18
 
 
 def partial_sums(index: Tensor, share: Tensor, is_copy: Tensor) -> tuple[Tensor, Tensor]:
-    """A_k and A_(k-1) of (1) for every target unit.
+    """A_k and A_(k-1) of (1) for every target unit, (target,) float64 each.
 
     Args:
         index: source unit of each target unit, (target,) int64.
         share: share of each target unit, (target,) float64.
         is_copy: which target units are copies, (target,) bool. The others keep their share: their
             A_k is the share and their A_(k-1) is 0.
-
-    Returns:
-        Two vectors, (target,) float64 each.
     """
     upto, before = share.clone(), torch.zeros_like(share)
     order = torch.argsort(share, descending=True, stable=True)
@@ -171,7 +153,7 @@ def partial_sums(index: Tensor, share: Tensor, is_copy: Tensor) -> tuple[Tensor,
     group = index[order]
     if not len(group):
         return upto, before
-    rank = maps.rank_in_group(group)
+    rank = rank_in_group(group)
     table = torch.zeros(int(group.max()) + 1, int(rank.max()) + 1, dtype=torch.float64)
     table[group, rank] = share[order]
     sums = table.cumsum(1)

@@ -106,10 +106,8 @@ class Space:
     def copies(self) -> Tensor:
         """Per read coordinate its number among the copies of its entry, and how many there are.
 
-        Extra coordinates, and coordinates that nothing reads, count as only copies: (0, 1).
-
-        Returns:
-            (target, 2) int64, as `growkern.expand` takes it for routing.
+        Extra coordinates, and those that nothing reads, count as only copies: (0, 1). The result is
+        (target, 2) int64, as `growkern.expand` takes it for routing.
         """
         is_copy = (self.read_index < self.source) & ~self.is_extra & (self.read != 0)
         result = torch.tensor([0, 1]).repeat(self.target, 1)
@@ -125,11 +123,8 @@ class Space:
         are distinct and come in pairs n, -n, so sum_r (1/C) (1 + n_r s) = 1. The copies add up bit
         for bit if the target's dtype can represent 2/C times the weight.
 
-        Args:
-            amount: largest size.
-
         Returns:
-            (target,) float64, or None if every size is 0.
+            (target,) float64, of the size `amount` at most; None if every size is 0.
         """
         copy = self.read_index < self.source
         copy &= ~self.is_extra
@@ -180,8 +175,7 @@ def carry_signs(extra: int) -> list[float]:
 def extended(source: int, target: int, count: int, *, keeps_mean: bool) -> Space:
     """Whole copies, then extra coordinates, scaled to keep the mean square or the variance.
 
-    Args:
-        keeps_mean: the extra coordinates carry the mean of the others; else they are 0.
+    With `keeps_mean`, the extra coordinates carry the mean of the others; else they are 0.
     """
     extra = target - count * source
     scale = math.sqrt(target / (count * source))
@@ -201,8 +195,7 @@ def extended(source: int, target: int, count: int, *, keeps_mean: bool) -> Space
 def normed(stream: Space, split: Tensor | None = None) -> Space:
     """The output of a pre-norm: copies with coefficient 1, and 0 at extra coordinates.
 
-    Args:
-        split: as in `copies`, over all of the stream's coordinates, (target,) float64.
+    `split` is as in `copies`, over all of the stream's coordinates, (target,) float64.
     """
     copy = ~stream.is_extra
     plain = copies(stream.read_index[copy], stream.source, None if split is None else split[copy])
@@ -214,13 +207,9 @@ def normed(stream: Space, split: Tensor | None = None) -> Space:
 
 
 def tied_output(stream: Space, scale: float = 1.0) -> Space:
-    """The space k P^T, for the input of a head that is tied to the embedding.
+    """The space k P^T, k = `scale`, for the input of a head that is tied to the embedding.
 
     The tied head computes logits = W E^T h / k, so the norm below it must output k P^T h.
-
-    Args:
-        stream: the space that the embedding writes, with E and P.
-        scale: k.
     """
     return replace(
         stream,
@@ -231,12 +220,7 @@ def tied_output(stream: Space, scale: float = 1.0) -> Space:
 
 
 def outer_product(heads: Space, entries: Space) -> Space:
-    """All entries of all heads.
-
-    Args:
-        heads: which source head every target head copies.
-        entries: how the entries of one head lie in a larger head.
-    """
+    """All entries of all heads: which head every head copies, and how its entries lie in it."""
     width = entries.source
 
     def joined(a: Tensor, b: Tensor) -> Tensor:
@@ -307,21 +291,13 @@ def within_head(
 def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) -> Space:
     """FFN units: copies, then four units in two +- pairs that pass two numbers through the FFN.
 
-    Args:
-        index: source unit of every target unit, (target,) int64; the last four are ignored.
-        split: as in `copies`, over the units before the last four.
+    `index` is as in `copies`; its last four are ignored. `split` is over the units before them.
     """
-    index = index[:-CARRY_UNITS]
-    body = copies(index, source, split)
-    carry = torch.tensor([source, source, source + 1, source + 1])
+    place = torch.tensor([0, 0, 1, 1])
     coefficient = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    return Space(
-        source=source,
-        write_index=torch.cat([index, carry]),
-        write=torch.cat([body.write, coefficient]),
-        read_index=torch.cat([index, carry]),
-        read=torch.cat([body.read, coefficient]),
-    )
+    # past the source's units
+    carry = Space(0, place, coefficient, place, coefficient)
+    return direct_sum([copies(index[:-CARRY_UNITS], source, split), carry])
 
 
 def signed_split(index: Tensor, rng: torch.Generator, where: Tensor | None = None) -> Tensor:
@@ -334,9 +310,6 @@ def signed_split(index: Tensor, rng: torch.Generator, where: Tensor | None = Non
     Args:
         index: source entry of every target entry, (target,) int64.
         where: which coordinates are copies, (target,) bool; the others get 0. None: all.
-
-    Returns:
-        (target,) float64.
     """
     if where is not None:
         result = torch.zeros(len(index), dtype=torch.float64)

@@ -54,10 +54,6 @@ def mixture_config(
         dims: the target's sizes, by the mixture's own names. The lists and numbers that decide
             which layers are sparse are taken out of it.
         target: a whole target config instead of `dims`.
-
-    Raises:
-        GrowthError: there is no such mixture; no layer would be one; or the FFN does not split
-            into experts of the size that is asked for.
     """
     kind = options.to
     family = _sibling(small, options)
@@ -147,14 +143,18 @@ def _why_together(together: int, options: GrowthOptions) -> str:
 
 
 def upcycled(source: Source, config: Any, options: GrowthOptions) -> Source:
-    """A dense source as the mixture of `mixture_config`.
-
-    Raises:
-        GrowthError: the dense model has something that such a mixture lacks.
-    """
-    family = with_start(_sibling(source.spec, options), options)
-    view = shown_as(source.spec, config, family)
+    """A dense source as the mixture of `mixture_config`, if that has all that the source has."""
+    small = source.spec
+    family = with_start(_sibling(small, options), options)
+    name = _class_like(family, small)
+    if name is None:
+        raise GrowthError(f"{small.class_name}: a {family.model_type} has no class with its head")
+    view = replace(ModelSpec.of(config, name, family), dense=small, untied=small.untied)
     parts = parts_of(view)
+    used = {name for part in parts.values() for name in part.names} | view.shapes.keys()
+    for tensor in (t for t in small.own_tensors if t.name not in used):
+        when = f"config.{tensor.row.when}: " if tensor.row.when else ""
+        raise GrowthError(f"{when}a {view.class_name} has no place for {tensor.name}")
     dtypes = {
         t.name: source.dtypes[parts[t.name].names[0] if t.name in parts else t.name]
         for t in view.own_tensors
@@ -168,29 +168,20 @@ def as_source_of(small: ModelSpec, opened: Source, options: GrowthOptions) -> So
     return opened if small.dense is None else upcycled(opened, small.config, options)
 
 
-def shown_as(small: ModelSpec, config: Any, family: Family) -> ModelSpec:
-    """A dense model as a mixture; errors as in `upcycled`."""
-    own = small.family.classes[small.class_name]
-    same = [n for n, c in family.classes.items() if (c.heads, c.prefix) == (own.heads, own.prefix)]
-    if not same:
-        raise GrowthError(f"{small.class_name}: a {family.model_type} has no class with its head")
-    sparse = ModelSpec.of(config, same[0], family)
-    view = replace(sparse, dense=small, untied=small.untied)
-    used = {name for part in parts_of(view).values() for name in part.names} | view.shapes.keys()
-    for tensor in (t for t in small.own_tensors if t.name not in used):
-        when = f"config.{tensor.row.when}: " if tensor.row.when else ""
-        raise GrowthError(f"{when}a {view.class_name} has no place for {tensor.name}")
-    return view
-
-
 def dense_model(config: Any, view: ModelSpec) -> ModelSpec:
     """The dense model of this config that becomes a mixture."""
-    family, own = load_family(config.model_type), view.family.classes[view.class_name]
-    classes = family.classes.items()
-    same = [n for n, c in classes if (c.heads, c.prefix) == (own.heads, own.prefix)]
-    if not same or family.model_type not in dense_families(view.family.model_type):
+    family = load_family(config.model_type)
+    name = _class_like(family, view)
+    if name is None or family.model_type not in dense_families(view.family.model_type):
         raise GrowthError(f"no {family.model_type} becomes a {view.class_name}")
-    return ModelSpec.of(config, same[0], family)
+    return ModelSpec.of(config, name, family)
+
+
+def _class_like(family: Family, model: ModelSpec) -> str | None:
+    """The class of a family with the same heads and prefix as a model's, if it has one."""
+    own, classes = model.family.classes[model.class_name], family.classes.items()
+    same = (n for n, c in classes if (c.heads, c.prefix) == (own.heads, own.prefix))
+    return next(same, None)
 
 
 def _sibling(small: ModelSpec, options: GrowthOptions) -> Family:

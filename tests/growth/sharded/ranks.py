@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 import growkern
 from growkern.growth import sharded
 from growkern.growth.models import persistent_buffers
-from growkern.growth.plan.tensors import baselines
+from growkern.growth.plan.tensors import untrained
 from growkern.growth.source.distributed import DistributedTensor
 from tests.growth.models import BERT, GPT2, LLAMA, eager, random_model
 from tests.growth.optimizer import ranks
@@ -269,7 +269,7 @@ def run_optimizers(name, found, directory, moments="grow"):
 
 def main(directory):
     # as small beside tiny tensors as it is beside large ones
-    baselines.TILE = (3, 8)
+    untrained.TILE = (3, 8)
     with Watch() as watch:
         dist.all_reduce(torch.ones(1))
     results = {"canary": watch.collectives}

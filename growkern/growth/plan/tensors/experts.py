@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from growkern.growth.models import Initial
-from growkern.growth.plan.axes import AxisMap, asleep, axis_map
-from growkern.growth.plan.blueprint import Blueprint, Task
+from growkern.growth.plan.axes import asleep, axis_maps
+from growkern.growth.plan.blueprint import Blueprint, Part, Task
 from growkern.growth.plan.tensors.untrained import TILE, fill_random, philox_key
 from growkern.growth.source.stored import Read
 from growkern.growth.space.experts import depth_of_sleep, is_output
@@ -50,20 +50,13 @@ def _is_of_copies(plan: Blueprint, task: Task) -> bool:
 
 
 def drop_units(
-    plan: Blueprint,
-    task: Task,
-    part: Sequence[slice],
-    out: Tensor,
-    build: Callable[[int], Tensor],
+    plan: Blueprint, task: Task, part: Part, out: Tensor, build: Callable[[int], Tensor]
 ) -> None:
-    """Draw units again in a part of a tensor of experts.
+    """Draw units again in a part of a tensor of experts, which holds copies of the source.
 
-    Args:
-        part: one slice per axis of the target tensor.
-        out: that part, as copies of the source.
-        build: makes the whole matrix of an expert, as a copy. It is called if the part cuts it.
+    `build` makes the whole matrix of an expert, as a copy. It is called if the part cuts it.
     """
-    ranges = [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
+    ranges = task.ranges(part)
     is_whole = [len(r) for r in ranges[1:]] == list(task.shape[1:])
     for number, matrix in zip(ranges[0], out, strict=True):
         if is_whole:
@@ -89,14 +82,11 @@ def _statistics(task: Task, matrix: Tensor) -> list[tuple[float, float]]:
     count, _ = _matrices(task)
     result = []
     for one in matrix.chunk(count):
-        blocks = [(x.mean(1), x.square().mean(1)) for x in map(_wide, one.split(BLOCK))]
+        wide = (rows.cpu().double() for rows in one.split(BLOCK))
+        blocks = [(x.mean(1), x.square().mean(1)) for x in wide]
         mean, square = (torch.cat(means).mean().item() for means in zip(*blocks, strict=True))
         result.append((mean, math.sqrt(max(square - mean**2, 0.0))))
     return result
-
-
-def _wide(rows: Tensor) -> Tensor:
-    return rows.cpu().double()
 
 
 def _draw(
@@ -115,7 +105,7 @@ def _draw(
     rng = _generator(plan, "units", *layer, number)
     gone = np.sort(rng.permutation(units)[: round(plan.options.drop * units)])
     rng = _generator(plan, task.name, number)
-    of_units, others = (ranges[axis - 1], ranges[2 - axis])
+    of_units, others = ranges[axis - 1], ranges[2 - axis]
     view = out if axis == 1 else out.T
     for place, (mean, deviation) in enumerate(statistics):
         for block in np.split(gone + place * units, range(BLOCK, len(gone), BLOCK)):
@@ -132,9 +122,9 @@ def is_noisy(plan: Blueprint, task: Task) -> bool:
     return is_noise and _is_of_copies(plan, task) and is_output(task.tensor.row)
 
 
-def add_noise(plan: Blueprint, task: Task, part: Sequence[slice], out: Tensor) -> None:
+def add_noise(plan: Blueprint, task: Task, part: Part, out: Tensor) -> None:
     """Add noise to a part of a tensor of experts; arguments as in `drop_units`."""
-    numbers = range(*part[0].indices(task.shape[0]))
+    numbers = task.ranges(part)[0]
     together = taken_together(plan.small, plan.options)
     for number, matrix in zip(numbers, out, strict=True):
         pair, place = divmod(number, together)
@@ -154,56 +144,29 @@ def _generator(plan: Blueprint, *which: object) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=philox_key(plan, "drop", *which)))
 
 
-def put_to_sleep(
-    plan: Blueprint, task: Task, read: Read, part: Sequence[slice], out: Tensor
-) -> None:
-    """Change a part of a router's bias or matrix where experts sleep.
-
-    Args:
-        read: returns a source tensor by name.
-        out: the part, filled with copies.
-    """
+def put_to_sleep(plan: Blueprint, task: Task, read: Read, part: Part, out: Tensor) -> None:
+    """Change a part of a router's bias or matrix, `out`, where experts sleep."""
     sleeps = asleep(plan, task)
     assert sleeps is not None
-    where = [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
+    where, source = task.ranges(part), read(task.source)
     numbers = [number for number in where[0] if sleeps[number]]
-    rows, *cols = (
-        axis_map(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)
-    )
-    if not cols:
-        bias = read(task.source).cpu().double()
+    rows, *others = axis_maps(plan, task)
+    if not others:
+        bias = source.cpu().double()
         # a model that is loaded in float64 has it in float32 too
         lowered = (bias - depth_of_sleep(bias)).float().to(out)
         for number in numbers:
             out[number - where[0].start] = lowered[rows.index[number]]
         return
+    (cols,) = others
     # a tile of random numbers has rows of many experts
-    for _, some in groupby(numbers, lambda number: number // TILE[0]):
-        _add_noise(plan, task, read, (rows, cols[0]), [*some], where, out)
-
-
-def _add_noise(
-    plan: Blueprint,
-    task: Task,
-    read: Read,
-    axes: tuple[AxisMap, AxisMap],
-    numbers: Sequence[int],
-    where: Sequence[range],
-    out: Tensor,
-) -> None:
-    """Add noise to some rows of a router.
-
-    Args:
-        numbers: the rows, in the whole tensor.
-        where: the part that `out` holds.
-    """
-    rows, cols = axes
-    first = numbers[0]
-    noise = torch.empty(numbers[-1] + 1 - first, len(where[1]))
-    drawn = [range(first, numbers[-1] + 1), where[1]]
-    fill_random(plan, task, "asleep", Initial(0.0, deviation=1.0), drawn, noise)
-    source = read(task.source)
-    for number in numbers:
-        row = source[rows.index[number]].cpu().double()[cols.index % cols.source] * cols.scale
-        size = row.norm() / len(row) ** 0.5
-        out[number - where[0].start] += (noise[number - first].double() * size).to(out)
+    for _, group in groupby(numbers, lambda number: number // TILE[0]):
+        some = [*group]
+        drawn = range(some[0], some[-1] + 1)
+        noise = torch.empty(len(drawn), len(where[1]))
+        initial = Initial(0.0, deviation=1.0)
+        fill_random(plan, task, "asleep", initial, [drawn, where[1]], noise)
+        for number in some:
+            row = source[rows.index[number]].cpu().double()[cols.index % cols.source] * cols.scale
+            size = row.norm() / len(row) ** 0.5
+            out[number - where[0].start] += (noise[number - drawn.start].double() * size).to(out)

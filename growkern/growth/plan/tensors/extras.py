@@ -49,23 +49,22 @@ def gathered_rows(
 ) -> Tensor:
     """The tensor that a block of the target is gathered from.
 
-    This is the source tensor `name` itself, or the rows computed for extra coordinates and for
-    new tokens.
+    This is the source tensor `name` itself, an identity matrix if the source has no such tensor, or
+    the rows computed for extra coordinates and for new tokens.
 
     Args:
         extra: per axis, True if the block's target entries are extra ones or new tokens.
         rows: source entries of the first axis that the block gathers, int64. Other rows of the
             result may be undefined.
     """
-    weight = _read_or_identity(plan, task, name, read)
+    if name == "identity":
+        sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
+        weight = torch.eye(*sizes, dtype=plan.source.dtype)
+    else:
+        weight = read(name)
     if not any(extra):
         return weight
-    dtype = sum_dtype(plan, weight)
-    kinds = []
-    for axis in task.tensor.axes:
-        role, _, space = axis.partition(":")
-        kinds.append((role, "" if "|" in space or not space else space))
-    layout, size = plan.layout, plan.layout.stream_sizes[0]
+    dtype, layout, size = sum_dtype(plan, weight), plan.layout, plan.layout.stream_sizes[0]
     signs = torch.tensor(layout.space("stream").signs, dtype=torch.float64)
     delta, mean = plan.options.carry, torch.full((size,), 1 / size, dtype=torch.float64)
 
@@ -74,10 +73,12 @@ def gathered_rows(
         return sums if task.factor is None else sums * read(task.factor).double()
 
     result = weight
-    for dim, (role, space) in enumerate(kinds):
+    for dim, axis in enumerate(task.tensor.axes):
+        role, _, space = axis.partition(":")
         if not extra[dim]:
             continue
-        if not space:
+            continue
+        if "|" in space or not space:
             result = _new_token(plan, task, name, weight, dim)
             continue
         if role == "read":
@@ -102,21 +103,8 @@ def gathered_rows(
 
 
 def sum_dtype(plan: Blueprint, source: Tensor) -> torch.dtype:
-    """The dtype of sums over a source tensor: no narrower than the target's.
-
-    Sums rounded to the source's dtype would be no sums any more in a wider target.
-    """
+    """The dtype of sums: no narrower than the target's, where they would be no sums any more."""
     return torch.promote_types(source.dtype, plan.dtype)
-
-
-def _read_or_identity(
-    plan: Blueprint, task: Task, name: str, read: Callable[[str], Tensor]
-) -> Tensor:
-    """A source tensor, or an identity matrix if the source has no such tensor."""
-    if name != "identity":
-        return read(name)
-    sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
-    return torch.eye(*sizes, dtype=plan.source.dtype)
 
 
 def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int) -> Tensor:
@@ -124,13 +112,13 @@ def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int)
     if dim:
         return weight.double().mean(dim, keepdim=True).to(sum_dtype(plan, weight))
     mean = torch.full((1, len(weight)), 1 / len(weight), dtype=torch.float64)
-    blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
-    rows_of = _rows_of(plan, name, weight)
-    result = plan.cache.get(
-        ("mean", task.name, name),
-        lambda: _sum_rows(mean, rows_of, blocks, weight).to(sum_dtype(plan, weight)),
-    )
+    key = ("mean", task.name, name)
+    result = plan.cache.get(key, lambda: _sum_rows(plan, name, weight, mean))
     return result - NEW_TOKEN_MARGIN if weight.ndim == 1 else result
+
+
+def _blocks(weight: Tensor) -> Sequence[tuple[int, int]]:
+    return row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
 
 
 def _rows_of(plan: Blueprint, name: str, weight: Tensor) -> RowsOf:
@@ -150,34 +138,30 @@ def _weighted_sums(
     functionals: Callable[[], Tensor],
     wanted: Tensor,
 ) -> Tensor:
-    """(2): weighted sums over axis `dim` of a tensor, in the dtype of `sum_dtype`.
+    """(2): weighted sums over axis `dim` of a tensor, by functionals of (signs, n) float64.
 
-    Every row of the tensor is read only once, even if the target tensor is built in many pieces.
-
-    Args:
-        functionals: returns the weights of the sums, (signs, n) float64.
-        wanted: rows that are needed if `dim` is 1. Other rows of the result are undefined.
+    Every row of the tensor is read only once, even if the target tensor is built in many pieces. If
+    `dim` is 1, only the wanted rows of the result are defined.
     """
-    rows_of = _rows_of(plan, name, weight)
-    blocks = row_blocks(tuple(weight.shape), weight.itemsize, SUMMED_BYTES)
-    key, dtype = ("sums", task.name, name), sum_dtype(plan, weight)
+    key = ("sums", task.name, name)
     if dim == 0:
-        return plan.cache.get(
-            key, lambda: _sum_rows(functionals(), rows_of, blocks, weight).to(dtype)
-        )
-    sums = plan.cache.get(key, lambda: _ColumnSums(functionals(), len(weight), dtype))
-    sums.add(rows_of, [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()])
+        return plan.cache.get(key, lambda: _sum_rows(plan, name, weight, functionals()))
+    sums = plan.cache.get(
+        key, lambda: _ColumnSums(functionals(), len(weight), sum_dtype(plan, weight))
+    )
+    blocks = _blocks(weight)
+    some = [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()]
+    sums.add(_rows_of(plan, name, weight), some)
     return sums.result
 
 
-def _sum_rows(
-    functionals: Tensor, rows_of: RowsOf, blocks: Sequence[tuple[int, int]], like: Tensor
-) -> Tensor:
-    """Weighted sums over the rows of a tensor of the shape of `like`, float64."""
-    total = torch.zeros(len(functionals), *like.shape[1:], dtype=torch.float64)
-    for first, stop in blocks:
+def _sum_rows(plan: Blueprint, name: str, weight: Tensor, functionals: Tensor) -> Tensor:
+    """Weighted sums over the rows of a tensor, in the dtype of `sum_dtype`."""
+    total = torch.zeros(len(functionals), *weight.shape[1:], dtype=torch.float64)
+    rows_of = _rows_of(plan, name, weight)
+    for first, stop in _blocks(weight):
         total += torch.tensordot(functionals[:, first:stop], _wide(rows_of(first, stop)), dims=1)
-    return total
+    return total.to(sum_dtype(plan, weight))
 
 
 class _ColumnSums:
@@ -191,9 +175,8 @@ class _ColumnSums:
         for block in blocks:
             # no lock: two threads that sum the same block write the same values
             if block not in self._done:
-                self.result[slice(*block)] = (_wide(rows_of(*block)) @ self._columns).to(
-                    self.result.dtype
-                )
+                sums = _wide(rows_of(*block)) @ self._columns
+                self.result[slice(*block)] = sums.to(self.result.dtype)
                 self._done.add(block)
 
 
@@ -203,10 +186,7 @@ def _wide(rows: Tensor) -> Tensor:
 
 
 def _carried_weight(plan: Blueprint, task: Task, read: Callable[[str], Tensor]) -> Tensor:
-    """w of (2) for the norm that this tensor's output enters, (n,) float64.
-
-    It is 0 if no norm carries the mean.
-    """
+    """w of (2) for the norm that this output enters, (n,) float64; 0 if none carries the mean."""
     size = plan.layout.stream_sizes[0]
     if task.into is None or not plan.layout.is_carried:
         return torch.zeros(size, dtype=torch.float64)

@@ -22,14 +22,9 @@ from growkern.ops.expand.op import expand
 def build_norm(
     plan: Blueprint, task: Task, read: Callable[[str], Tensor], backend: str | None
 ) -> Tensor:
-    """Weight or bias of one norm of the target.
-
-    Args:
-        read: returns a source tensor by name, on the CPU.
-
-    Returns:
-        (n,) in the plan's dtype, n the target's size.
-    """
+    """Weight or bias of one norm of the target, (target's size,) in the plan's dtype."""
+    assert task.tensor.norm is not None
+    entering, leaving = task.tensor.norm
     offset = plan.layout.family.norm.offset(task.tensor.is_bias)
     if task.identity == "zero":
         return torch.full(task.shape, -offset, dtype=plan.dtype)
@@ -40,11 +35,17 @@ def build_norm(
     # some models multiply by 1 + weight: scale the sum in float64, as rounding it loses digits
     value = value.to(sum_dtype(plan, value)) if offset == 0 else value.double() + offset
     gain = affine_gain(plan, task)
-    index, scale, value = _gather(plan, task, value, read)
+    index, scale, value = _gather(plan, task, value)
     exact = offset != 0 or gain != 1
     dtype = torch.float64 if exact else plan.dtype
-    upper, index = _upper(plan, task, value, read, index)
-    sums = None if exact else _sums(plan, task, index, scale)
+    from_next, upper = from_next_layer(plan, task), None
+    if task.upper is not None and bool(from_next.any()):
+        # AKI takes whole heads from the next layer's norm
+        upper, index = read(task.upper).to(value.dtype) + offset, index + len(value) * from_next
+    sums = None
+    if not exact and plan.options.shares_add_up and plan.layout.is_dual(leaving):
+        # the output enters a tied head
+        sums = partial_sums(index, scale, ~plan.layout.space(entering).is_extra)
     built = expand(
         value,
         rows=index,
@@ -58,20 +59,7 @@ def build_norm(
     return (built * gain - offset).to(plan.dtype) if exact else built
 
 
-def _sums(
-    plan: Blueprint, task: Task, index: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """The two vectors of `take_shares` if the norm's output enters a tied head, else None."""
-    assert task.tensor.norm is not None
-    entering, leaving = task.tensor.norm
-    if not plan.options.shares_add_up or not plan.layout.is_dual(leaving):
-        return None
-    return partial_sums(index, scale, ~plan.layout.space(entering).is_extra)
-
-
-def _gather(
-    plan: Blueprint, task: Task, value: Tensor, read: Callable[[str], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gather(plan: Blueprint, task: Task, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Index and scale over the target, (n,) each, and the vector that they gather from."""
     layout = plan.layout
     assert task.tensor.norm is not None
@@ -121,18 +109,6 @@ def _extra(
         scale[extra] = entering.kappa / (plan.options.carry * centred)
         is_appended[extra] = True
     return appended, scale, is_appended
-
-
-def _upper(
-    plan: Blueprint, task: Task, value: Tensor, read: Callable[[str], Tensor], index: Tensor
-) -> tuple[Tensor | None, Tensor]:
-    """The next layer's norm, if AKI takes whole heads from it, and the index for both norms."""
-    from_next = from_next_layer(plan, task)
-    if task.upper is None or not bool(from_next.any()):
-        return None, index
-    offset = plan.layout.family.norm.offset(task.tensor.is_bias)
-    upper = read(task.upper).to(value.dtype) + offset
-    return upper, index + len(value) * from_next
 
 
 def from_next_layer(plan: Blueprint, task: Task) -> Tensor:

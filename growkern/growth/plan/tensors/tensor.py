@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.growth.plan.axes import AxisMap, asleep, axis_map, matrix_of, noise_seed
-from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
+from growkern.growth.plan.axes import AxisMap, asleep, axis_maps, matrix_of, noise_seed
+from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
 from growkern.growth.plan.tensors.experts import (
     add_noise,
     drop_units,
@@ -39,8 +39,6 @@ from growkern.growth.source.stored import Read
 from growkern.growth.space.maps import take_shares
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.work import OneByOne, Work
-
-Part = Sequence[slice]
 
 
 def build_tensor(
@@ -70,7 +68,7 @@ def build_tensor(
     read = read or plan.source.read
     part = tuple(part or (slice(None),) * len(task.shape))
     if out is None:
-        shape = [len(range(*s.indices(n))) for s, n in zip(part, task.shape, strict=True)]
+        shape = [len(where) for where in task.ranges(part)]
         out = torch.empty(shape, dtype=plan.dtype_of(task))
     is_norm = task.tensor.norm is not None
     if task.source == "zero" or (task.identity == "zero" and not is_norm):
@@ -131,14 +129,7 @@ def _on_cpu(read: Read) -> Read:
 
 
 def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None:
-    """The entries of `task.source` and `task.upper` that a part needs.
-
-    Args:
-        part: one slice per axis of the target tensor.
-
-    Returns:
-        Per axis, indices into the source's axis, int64. None if the part may need all entries.
-    """
+    """Per axis, the source's entries that a part needs, int64. None: it may need all of them."""
     if task.tensor.norm or task.identity == "zero" or task.is_made or task.matrix is not task:
         return None
     if len(part) < 3 and asleep(plan, task) is not None:
@@ -148,8 +139,7 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     if plan.options.is_baseline:
         return old_entries_within(plan, task, part)
     needed = []
-    for axis, size, where in zip(task.tensor.axes, task.shape, part, strict=True):
-        found = axis_map(plan, task, axis, size)
+    for axis, found, where in zip(task.tensor.axes, axis_maps(plan, task), part, strict=True):
         blocks = list(found.blocks(where))
         if any(is_extra for _, is_extra in blocks) and not _is_nothing(plan, axis):
             needed.append(torch.arange(found.source))
@@ -167,12 +157,7 @@ def part_reader(
     read: Read,
     check: Callable[[str], None] = lambda name: None,
 ) -> Read:
-    """A function that reads only the entries that a part needs, where reading copies them.
-
-    Args:
-        read: reads all other tensors.
-        check: called with the name before entries of a tensor are read.
-    """
+    """A reader of only the entries that a part needs, where reading copies them, behind a check."""
     headers = plan.source.headers
     # of experts, each is read by itself
     is_small = task.source not in headers or headers[task.source].is_mapped or len(part) > 2
@@ -197,10 +182,7 @@ def _build_weight(
     out: Tensor,
     work: Work,
 ) -> Tensor:
-    axes = [
-        axis_map(plan, task, axis, size)
-        for axis, size in zip(task.tensor.axes, task.shape, strict=True)
-    ]
+    axes = axis_maps(plan, task)
     if is_noisy(plan, task):
         # noise on copies of a unit would differ between the experts whose noise cancels
         axes = [replace(one, noise=torch.zeros_like(one.noise)) for one in axes]
@@ -209,9 +191,19 @@ def _build_weight(
         if asleep(plan, task) is not None:
             work.then(partial(put_to_sleep, plan, task, read, part, out))
         return out
-    numbers = range(*part[0].indices(task.shape[0]))
+    numbers = task.ranges(part)[0]
     if out.is_contiguous() and _may_join(plan, task, axes, part):
-        _build_experts(plan, task, axes, numbers, read, part, out, work)
+        # as one matrix, which has the bits of each expert built by itself
+        at = slice(numbers.start, numbers.stop)
+        entries, index = axes[0].index[at].unique(return_inverse=True)
+        # every block of columns asks for it
+        of_experts = cache(partial(_matrices_of, read, entries=entries.tolist()))
+        maps = [axes[1].within(index, axes[0].scale[at], len(entries)), axes[2]]
+        one = matrix_of(task, numbers.start, len(numbers))
+        where, whole = (slice(0, one.shape[0]), part[2]), (task, numbers.start)
+        _build_matrix(plan, one, maps, of_experts, where, out.flatten(0, 1), work, whole)
+        if extra := axes[1].extra:
+            work.then(out[:, -extra:].zero_)
         return out
     for place, number in enumerate(numbers):
         of_expert = cache(partial(_matrices_of, read, entries=[int(axes[0].index[number])]))
@@ -231,29 +223,6 @@ def _may_join(plan: Blueprint, task: Task, axes: Sequence[AxisMap], part: Part) 
     return is_whole and is_written and not any(m.extra and not _is_nothing(plan, a) for m, a in own)
 
 
-def _build_experts(
-    plan: Blueprint,
-    task: Task,
-    axes: Sequence[AxisMap],
-    numbers: range,
-    read: Read,
-    part: Part,
-    out: Tensor,
-    work: Work,
-) -> None:
-    """The experts `numbers` as one matrix. It has the bits of each of them built by itself."""
-    at = slice(numbers.start, numbers.stop)
-    entries, index = axes[0].index[at].unique(return_inverse=True)
-    # every block of columns asks for it
-    of_experts = cache(partial(_matrices_of, read, entries=entries.tolist()))
-    rows = axes[1].within(index, axes[0].scale[at], len(entries))
-    one = matrix_of(task, numbers.start, len(numbers))
-    where, whole = (slice(0, one.shape[0]), part[2]), (task, numbers.start)
-    _build_matrix(plan, one, [rows, axes[2]], of_experts, where, out.flatten(0, 1), work, whole)
-    if extra := axes[1].extra:
-        work.then(out[:, -extra:].zero_)
-
-
 def _matrices_of(read: Read, name: str, entries: Sequence[int]) -> Tensor:
     """The source's matrices of some experts, one below the other."""
     return read(name, entries).flatten(0, 1)
@@ -271,8 +240,7 @@ def _build_matrix(
 ) -> Tensor:
     """A weight of one or two axes, with their maps.
 
-    Args:
-        whole: the tensor that it is a matrix of, and its number there.
+    `whole`: the tensor that it is a matrix of, and its number there.
     """
     first, seeded = 0, task
     if whole is not None:
@@ -280,18 +248,16 @@ def _build_matrix(
         # read rows
         seeded = task if task.tensor.axes[0].startswith("read:") else whole[0]
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
-        extra = tuple(is_extra for _, is_extra in block)
+        wheres, extra = zip(*block, strict=True)
+        cells = [*zip(axes, wheres, strict=True)]
         place = out[_within(part, block)]
         if any(e and _is_nothing(plan, a) for e, a in zip(extra, task.tensor.axes, strict=True)):
             place.zero_()
             continue
-        maps_of_block = [m.block(where) for m, (where, _) in zip(axes, block, strict=True)]
-        rows, cols = (*maps_of_block, {})[:2]
-        group = max(m.group(where) for m, (where, _) in zip(axes, block, strict=True))
+        rows, cols = (*(m.block(where) for m, where in cells), {})[:2]
         # noise and routing depend on the place in the whole tensor: parts have the same bits
-        offsets = [where.start for where, _ in block] + [0]
-        offsets[0] += first
-        gathered = axes[0].index[block[0][0].start : block[0][0].stop] % axes[0].source
+        row, col = (*(where.start for where in wheres), 0)[:2]
+        gathered = axes[0].index[wheres[0].start : wheres[0].stop] % axes[0].source
         # extra rows are float64 sums; they are computed on the CPU
         readers = _on_cpu(read) if any(extra) else read
         upper = None
@@ -307,23 +273,20 @@ def _build_matrix(
             col_noise=cols.get("noise"),
             routing=_routing(plan, rows, cols),
             upper=upper,
-            seed=noise_seed(plan, seeded, group),
-            offsets=(offsets[0], offsets[1]),
+            seed=noise_seed(plan, seeded, max(m.group(where) for m, where in cells)),
+            offsets=(first + row, col),
             out=place,
         )
-        for dim, (m, (where, _)) in enumerate(zip(axes, block, strict=True)):
-            sums = m.sums_of(where)
-            if sums is not None:
+        for dim, (m, where) in enumerate(cells):
+            if (sums := m.sums_of(where)) is not None:
                 work.then(partial(take_shares, place, dim, *sums))
     return out
 
 
 def _is_nothing(plan: Blueprint, axis: str) -> bool:
     """True if the extra entries of an axis are 0: a stream whose norms take no mean away."""
-    family, name = plan.layout.family, axis.partition(":")[2]
-    return (
-        name in family.spaces and family.spaces[name].kind == "stream" and not family.norm.centres
-    )
+    space = plan.small.family.spaces.get(axis.partition(":")[2])
+    return space is not None and space.kind == "stream" and not plan.small.family.norm.centres
 
 
 def _routing(plan: Blueprint, *axes: dict[str, Any]) -> Routing | None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -29,7 +30,7 @@ from growkern.errors import GrowthError
 from growkern.files import regular_size
 from growkern.growth.models import Initial
 from growkern.growth.options import ROUTERS, GrowthOptions
-from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task
+from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
 from growkern.growth.space.upcycling import taken_together
 from growkern.publish.manifest import checksum
 
@@ -39,22 +40,10 @@ TILE = (64, 512)
 
 
 def build_baseline(
-    plan: Blueprint,
-    task: Task,
-    read: Callable[[str], Tensor],
-    part: Sequence[slice],
-    out: Tensor,
+    plan: Blueprint, task: Task, read: Callable[[str], Tensor], part: Part, out: Tensor
 ) -> Tensor:
-    """Build a part of a target tensor: random as its class initialises it, or DirectCopy.
-
-    Args:
-        read: returns a source tensor by name, on the CPU.
-        part: one slice per axis of the target tensor.
-
-    Returns:
-        `out`.
-    """
-    ranges = _ranges(task, part)
+    """Build a part of a target tensor, `out`: random as its class initialises it, or DirectCopy."""
+    ranges = task.ranges(part)
     initial = plan.initial_tensors[task.name]
     if initial.deviation:
         fill_random(plan, task, "init", initial, ranges, out)
@@ -64,7 +53,10 @@ def build_baseline(
         if row in ranges[0]:
             out[row - ranges[0].start] = 0.0
     if plan.options.method == "direct_copy" and not task.is_made:
-        _copy_old(plan, task, read(task.source), ranges, out)
+        old = read(task.source)
+        for block in product(*_old_runs(plan, task, part)):
+            entries, places = zip(*block, strict=True)
+            out[places] = old[entries].to(out.dtype)
     return out
 
 
@@ -79,20 +71,36 @@ def fill_random(
     """Fill a part of a target tensor with random numbers, which depend on their places in it."""
     key = philox_key(plan, purpose, task.name)
     for tile in product(*map(_tiles, ranges, task.shape, (1, *TILE)[-len(ranges) :])):
-        _fill_from_tile(initial, key, ranges, tile, out)
+        drawn = _drawn(key, tile, initial.cutoff)
+        inside, wanted = [], []
+        for where, (_, covered) in zip(ranges, tile, strict=True):
+            start, stop = max(where.start, covered.start), min(where.stop, covered.stop)
+            inside.append(slice(start - covered.start, stop - covered.start))
+            wanted.append(slice(start - where.start, stop - where.start))
+        numbers = torch.from_numpy(drawn)[tuple(inside)]
+        out[tuple(wanted)] = numbers * initial.deviation + initial.value
+
+
+def _drawn(key: int, tile: Sequence[tuple[int, range]], cutoff: float) -> Any:
+    """The normal numbers of a tile of `_tiles`, float32 of NumPy."""
+    place = [number for number, _ in tile]
+    # the lowest of the counter's four words counts up inside the tile, so it starts at 0
+    counter = [0, *place, *[0] * (3 - len(place))]
+    rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
+    drawn = rng.standard_normal([len(covered) for _, covered in tile], dtype=np.float32)
+    while (beyond := np.abs(drawn) > cutoff).any():
+        drawn[beyond] = rng.standard_normal(int(beyond.sum()), dtype=np.float32)
+    return drawn
 
 
 def build_random(
     plan: Blueprint,
     task: Task,
-    part: Sequence[slice],
+    part: Part,
     out: Tensor,
-    build: Callable[[Sequence[slice], Tensor], Tensor],
+    build: Callable[[Part, Tensor], Tensor],
 ) -> Tensor:
-    """Build a part of a random tensor; arguments and result as in `build_baseline`.
-
-    Args:
-        build: fills a part of the tensor in which each row is there once.
+    """Build a part of a random tensor by `build`, which fills parts with each row there once.
 
     A new router has equal rows for the experts that it takes together.
     """
@@ -119,69 +127,32 @@ def philox_key(plan: Blueprint, *which: object) -> int:
     return int.from_bytes(digest[:16], "little")
 
 
-def _ranges(task: Task, part: Sequence[slice]) -> list[range]:
-    return [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
-
-
 def _tiles(where: range, size: int, length: int) -> list[tuple[int, range]]:
     """The tiles of one axis that a range touches: number of the tile, and the range it covers."""
     numbers = range(where.start // length, -(-where.stop // length)) if where else range(0)
     return [(n, range(n * length, min((n + 1) * length, size))) for n in numbers]
 
 
-def _fill_from_tile(
-    initial: Initial,
-    key: int,
-    ranges: Sequence[range],
-    tile: Sequence[tuple[int, range]],
-    out: Tensor,
-) -> None:
-    place = [number for number, _ in tile]
-    # the lowest of the counter's four words counts up inside the tile, so it starts at 0
-    counter = [0, *place, *[0] * (3 - len(place))]
-    rng = np.random.Generator(np.random.Philox(key=key, counter=counter))
-    drawn = rng.standard_normal([len(covered) for _, covered in tile], dtype=np.float32)
-    while (beyond := np.abs(drawn) > initial.cutoff).any():
-        drawn[beyond] = rng.standard_normal(int(beyond.sum()), dtype=np.float32)
-    inside, wanted = [], []
-    for where, (_, covered) in zip(ranges, tile, strict=True):
-        start, stop = max(where.start, covered.start), min(where.stop, covered.stop)
-        inside.append(slice(start - covered.start, stop - covered.start))
-        wanted.append(slice(start - where.start, stop - where.start))
-    numbers = torch.from_numpy(drawn)[tuple(inside)]
-    out[tuple(wanted)] = numbers * initial.deviation + initial.value
-
-
-def old_entries_within(plan: Blueprint, task: Task, part: Sequence[slice]) -> list[Tensor]:
+def old_entries_within(plan: Blueprint, task: Task, part: Part) -> list[Tensor]:
     """Per axis, the source entries that DirectCopy puts into a part of the target, int64."""
-    ranges = _ranges(task, part)
-    runs = [_old_runs(plan, *axis) for axis in zip(task.tensor.axes, ranges, strict=True)]
+    runs = _old_runs(plan, task, part)
     return [torch.cat([torch.arange(a.start, a.stop) for a, _ in axis]) for axis in runs]
 
 
-def _copy_old(
-    plan: Blueprint, task: Task, old: Tensor, ranges: Sequence[range], out: Tensor
-) -> None:
-    runs = [_old_runs(plan, *axis) for axis in zip(task.tensor.axes, ranges, strict=True)]
-    for block in product(*runs):
-        entries, places = zip(*block, strict=True)
-        out[places] = old[entries].to(out.dtype)
+def _old_runs(plan: Blueprint, task: Task, part: Part) -> list[list[tuple[slice, slice]]]:
+    """Per axis, `_runs_of` the part."""
+    axes = zip(task.tensor.axes, task.ranges(part), strict=True)
+    return [_runs_of(plan, axis, where) for axis, where in axes]
 
 
-def _old_runs(plan: Blueprint, axis: str, where: range) -> list[tuple[slice, slice]]:
-    """The source entries that lie in a range of the target's axis, as runs.
+def _runs_of(plan: Blueprint, axis: str, where: range) -> list[tuple[slice, slice]]:
+    """The source entries that lie in a range of the target's axis, one run for each of its spaces.
 
-    An axis of several spaces has one leading block per space, hence several runs.
-
-    Returns:
-        Per run, a slice of the source's axis and the slice of `where` that it fills.
+    A run is a slice of the source's axis and the slice of `where` that it fills.
     """
-    _, _, names = axis.partition(":")
-    models = (plan.small, plan.large)
-    if names:
-        sizes = [[model.space_size(n) for n in names.split("|")] for model in models]
-    else:
-        sizes = [[model.axis_size(axis)] for model in models]
+    role, colon, names = axis.partition(":")
+    blocks = [f"{role}:{name}" for name in names.split("|")] if colon else [axis]
+    sizes = [[model.axis_size(block) for block in blocks] for model in (plan.small, plan.large)]
     runs, old, new = [], 0, 0
     for kept, grown in zip(*sizes, strict=True):
         start = min(max(where.start - new, 0), kept)
