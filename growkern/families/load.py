@@ -198,8 +198,7 @@ def _rows(table: Mapping[str, Any], placement: str) -> Iterator[Row]:
     extra = "free" if placement == "pre" else "zero"
     for name, entry in table.items():
         for values in entry if isinstance(entry, list) else [entry]:
-            given = _checked(values)
-            yield Row(name=name, **{"extra": extra, **given})
+            yield Row(name=name, **{"extra": extra, **_checked(values)})
 
 
 def parse_family(where: str, table: Mapping[str, Any]) -> Family:

@@ -146,7 +146,10 @@ def grow(
 
 
 def _warn_of_changes(grown: GrowthPlan, calls: int = 2) -> None:
-    """Name the parts of the function that are lost; `calls`: between this one and the user's."""
+    """Say in one line which parts of the source's function are lost, and why.
+
+    `calls`: how many lie between this one and the user's.
+    """
     changes = [f"{f.what} ({f.why})" for f in grown.findings if f.level == "changed"]
     if changes:
         warnings.warn(

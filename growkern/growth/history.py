@@ -123,7 +123,7 @@ def family_in(directory: Path) -> Family | None:
 
 
 def family_from(file: Path, lineage: Any) -> Family | None:
-    """The table of one's own in the content of a lineage file, if it has one; checked."""
+    """The unchanged table of one's own in the content of a lineage file, if it has one."""
     table = lineage.get(TABLE_KEY) if isinstance(lineage, dict) else None
     if table is None:
         return None

@@ -119,9 +119,6 @@ def check_table(path: str | Path | Family, directory: Path) -> TableReport:
     return TableReport((), tuple(_growths(_tiny(ModelSpec.of(config, name, family)), family)))
 
 
-# ------------------------------------------------- names, shapes and ties
-
-
 def _class_faults(spec: ModelSpec) -> Iterator[str]:
     """Tensors of a class that have no row, rows without a tensor, other shapes and other ties."""
     if not hasattr(transformers, spec.class_name):
@@ -156,9 +153,6 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
         owner = ties.get(name)
         fix = f'add tied = "{owner}"' if owner else "remove `tied` from its row"
         yield f"{spec.class_name}: {name} is {'' if owner else 'not '}tied: {fix}"
-
-
-# -------------------------------------------------------- a tiny model, grown
 
 
 def _tiny(spec: ModelSpec) -> Any:

@@ -262,7 +262,10 @@ def unrounded_cost(plan: Blueprint) -> float:
 
 
 def guessing_loss(plan: Blueprint) -> float:
-    """The loss of guessing one of the old tokens, nats: more above the source's on no text."""
+    """The loss of a model that knows nothing and guesses one of the old tokens, nats.
+
+    Its loss is above the source's by no more than that, on any text.
+    """
     return math.log(plan.small.size("vocab"))
 
 

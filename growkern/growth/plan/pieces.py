@@ -60,9 +60,6 @@ def pieces_of(plan: Blueprint) -> list[Piece]:
     ]
 
 
-# ------------------------------------------------------------------- memory
-
-
 def workers_within(plan: Blueprint, memory_limit: int) -> int:
     """How many workers fit into a memory limit."""
     each = _most_in_work(plan)
@@ -141,9 +138,6 @@ def _summed_bytes(plan: Blueprint) -> int:
     old, new = plan.layout.sizes("vocab")
     sums_stream = plan.layout.is_extended and plan.layout.family.norm.centres
     return 5 * SUMMED_BYTES if sums_stream or new > old else 0
-
-
-# --------------------------------------------------------------------- cost
 
 
 def estimate(

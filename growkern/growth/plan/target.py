@@ -120,7 +120,10 @@ def follow_heads(
 
 
 def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
-    """Refuse a user's config that contradicts the finished target's and is not the source's."""
+    """Refuse a config from the user that contradicts the finished target's.
+
+    Fields that follow from the sizes may have the source's values; those are updated silently.
+    """
     for name in followed_fields(small.family):
         models = (small.with_config(given), large, small)
         found, needed, old = (getattr(model.text, name, None) for model in models)

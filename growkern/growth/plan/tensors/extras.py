@@ -35,6 +35,7 @@ from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.bounds import NEW_TOKEN_MARGIN
 from growkern.growth.plan.pieces import SUMMED_BYTES
 from growkern.growth.source.files import row_blocks
+from growkern.growth.source.stored import Read
 
 RowsOf = Callable[[int, int], Tensor]
 
@@ -43,7 +44,7 @@ def gathered_rows(
     plan: Blueprint,
     task: Task,
     name: str,
-    read: Callable[[str], Tensor],
+    read: Read,
     extra: Sequence[bool],
     rows: Tensor,
 ) -> Tensor:
@@ -185,7 +186,7 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.to(torch.float64, copy=True)
 
 
-def _carried_weight(plan: Blueprint, task: Task, read: Callable[[str], Tensor]) -> Tensor:
+def _carried_weight(plan: Blueprint, task: Task, read: Read) -> Tensor:
     """w of (2) for the norm that this output enters, (n,) float64; 0 if none carries the mean."""
     size = plan.layout.stream_sizes[0]
     if task.into is None or not plan.layout.is_carried:

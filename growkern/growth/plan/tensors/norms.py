@@ -7,21 +7,18 @@ undoes all of these and `growth.optimizer.moments` mirrors them; keep the three 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain, unit_gain
 from growkern.growth.plan.tensors.extras import sum_dtype
+from growkern.growth.source.stored import Read
 from growkern.growth.space.maps import partial_sums, take_shares
 from growkern.growth.space.spaces import Space
 from growkern.ops.expand.op import expand
 
 
-def build_norm(
-    plan: Blueprint, task: Task, read: Callable[[str], Tensor], backend: str | None
-) -> Tensor:
+def build_norm(plan: Blueprint, task: Task, read: Read, backend: str | None) -> Tensor:
     """Weight or bias of one norm of the target, (target's size,) in the plan's dtype."""
     assert task.tensor.norm is not None
     entering, leaving = task.tensor.norm

@@ -129,7 +129,10 @@ def _on_cpu(read: Read) -> Read:
 
 
 def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None:
-    """Per axis, the source's entries that a part needs, int64. None: it may need all of them."""
+    """Per axis, the entries of `task.source` and `task.upper` that a part needs, int64.
+
+    None: the part may need all entries.
+    """
     if task.tensor.norm or task.identity == "zero" or task.is_made or task.matrix is not task:
         return None
     if len(part) < 3 and asleep(plan, task) is not None:
@@ -157,7 +160,10 @@ def part_reader(
     read: Read,
     check: Callable[[str], None] = lambda name: None,
 ) -> Read:
-    """A reader of only the entries that a part needs, where reading copies them, behind a check."""
+    """A function that reads only the entries that a part needs, where reading copies them.
+
+    `check` is called with the name of a tensor before entries of it are read.
+    """
     headers = plan.source.headers
     # of experts, each is read by itself
     is_small = task.source not in headers or headers[task.source].is_mapped or len(part) > 2

@@ -31,6 +31,7 @@ from growkern.files import regular_size
 from growkern.growth.models import Initial
 from growkern.growth.options import ROUTERS, GrowthOptions
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
+from growkern.growth.source.stored import Read
 from growkern.growth.space.upcycling import taken_together
 from growkern.publish.manifest import checksum
 
@@ -39,9 +40,7 @@ from growkern.publish.manifest import checksum
 TILE = (64, 512)
 
 
-def build_baseline(
-    plan: Blueprint, task: Task, read: Callable[[str], Tensor], part: Part, out: Tensor
-) -> Tensor:
+def build_baseline(plan: Blueprint, task: Task, read: Read, part: Part, out: Tensor) -> Tensor:
     """Build a part of a target tensor, `out`: random as its class initialises it, or DirectCopy."""
     ranges = task.ranges(part)
     initial = plan.initial_tensors[task.name]
