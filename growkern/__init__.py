@@ -36,16 +36,15 @@ if TYPE_CHECKING:
     from growkern.ops.expand.op import expand as expand
     from growkern.train.dataset.load import load_data as load_data
     from growkern.train.dataset.options import DataSection as DataSection
-    from growkern.train.distributed.options import DistributedOptions as DistributedOptions
+    from growkern.train.distributed.shard import DistributedOptions as DistributedOptions
     from growkern.train.distributed.shard import shard as shard
     from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport
     from growkern.train.evaluation.evaluate import evaluate as evaluate
     from growkern.train.evaluation.finetune import FinetuneReport as FinetuneReport
     from growkern.train.evaluation.finetune import finetune as finetune
-    from growkern.train.growth.step import GrowthStep as GrowthStep
-    from growkern.train.loop.balancing import ExpertBalancing as ExpertBalancing
+    from growkern.train.growth import GrowthStep as GrowthStep
+    from growkern.train.loop.callbacks import ExpertBalancing as ExpertBalancing
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
-    from growkern.train.loop.two_stage import TwoStageConfig as TwoStageConfig
     from growkern.train.loss.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.losses import LossOptions as LossOptions
@@ -54,8 +53,9 @@ if TYPE_CHECKING:
     from growkern.train.loss.losses import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.train.loss.losses import topk_kl_mlm_loss as topk_kl_mlm_loss
     from growkern.train.model.centroids import centroids as centroids
+    from growkern.train.model.sub_model import TwoStageConfig as TwoStageConfig
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
-    from growkern.train.optimizer.options import OptimizerOptions as OptimizerOptions
+    from growkern.train.optimizer import OptimizerOptions as OptimizerOptions
     from growkern.train.run.start import run as run
     from growkern.train.topk_teacher.distillkit import DistillKitTeacher as DistillKitTeacher
     from growkern.train.topk_teacher.served import ServedTeacher as ServedTeacher
@@ -100,10 +100,10 @@ _MODULE_OF = {
     "TeacherCache": "growkern.train.topk_teacher.store",
     "cache_teacher": "growkern.train.topk_teacher.write",
     "centroids": "growkern.train.model.centroids",
-    "TwoStageConfig": "growkern.train.loop.two_stage",
+    "TwoStageConfig": "growkern.train.model.sub_model",
     "DataSection": "growkern.train.dataset.options",
     "load_data": "growkern.train.dataset.load",
-    "DistributedOptions": "growkern.train.distributed.options",
+    "DistributedOptions": "growkern.train.distributed.shard",
     "shard": "growkern.train.distributed.shard",
     "decay_groups": "growkern.growth.optimizer.adamw",
     "EvaluationReport": "growkern.train.evaluation.evaluate",
@@ -111,13 +111,13 @@ _MODULE_OF = {
     "FinetuneReport": "growkern.train.evaluation.finetune",
     "finetune": "growkern.train.evaluation.finetune",
     "InheritanceSchedule": "growkern.train.loss.inheritance",
-    "GrowthStep": "growkern.train.growth.step",
+    "GrowthStep": "growkern.train.growth",
     "LossOptions": "growkern.train.loss.losses",
     "count_labels": "growkern.train.loss.inherited",
     "inherited_loss": "growkern.train.loss.losses",
     "ReplacedTokenDetection": "growkern.train.objectives.electra",
-    "OptimizerOptions": "growkern.train.optimizer.options",
-    "ExpertBalancing": "growkern.train.loop.balancing",
+    "OptimizerOptions": "growkern.train.optimizer",
+    "ExpertBalancing": "growkern.train.loop.callbacks",
     "TwoStageTrainer": "growkern.train.loop.trainer",
     "run": "growkern.train.run.start",
 }

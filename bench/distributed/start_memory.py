@@ -27,10 +27,9 @@ from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.sharded import local_tensor
 from growkern.ops.backend import native
-from growkern.train.distributed.optimizer_state import create_optimizer_state
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.growth.models import grown_model
-from growkern.train.growth.step import GrowthStep
+from growkern.train.distributed.checkpoint import create_optimizer_state
+from growkern.train.distributed.shard import DistributedOptions
+from growkern.train.growth import GrowthStep, grown_model
 from growkern.train.loop.trainer import TwoStageTrainer
 
 SOURCE = {

@@ -10,7 +10,7 @@ from bench.paper.jobs import RATE_SEED
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed
 from bench.paper.systems import SYSTEMS
 from growkern.plot.curve import first_crossing
-from growkern.train.evaluation.interval import ratio_interval
+from growkern.train.evaluation.evaluate import ratio_interval
 
 Row = dict[str, Any]
 # seed -> runs of a line and of its baseline

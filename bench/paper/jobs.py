@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from bench.paper.settings import Setting
 from growkern import GrowthStep, InheritanceSchedule, TwoStageConfig
-from growkern.train.optimizer.options import OptimizerOptions
+from growkern.train.optimizer import OptimizerOptions
 from growkern.train.run.file import ModelSection, TeacherSection, TrainingSection
 
 SOURCE = "source"

@@ -13,9 +13,8 @@ from transformers import BertConfig, EncoderDecoderModel, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 import growkern
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.growth.models import Size, grown_model, unfilled_model
-from growkern.train.growth.step import GrowthStep
+from growkern.train.distributed.shard import DistributedOptions
+from growkern.train.growth import GrowthStep, Size, grown_model, unfilled_model
 from growkern.train.model.load import load_language_model
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 

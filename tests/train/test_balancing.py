@@ -9,7 +9,7 @@ import torch
 import growkern
 from growkern import ExpertBalancing, GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
-from growkern.train.safety.precision import set_precision
+from growkern.train.loop.setup import set_precision
 from tests.train.loss.test_inherited import padded
 from tests.train.run.test_run import save_tokenizer
 from tests.train.test_trainer import arguments

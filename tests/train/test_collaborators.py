@@ -11,21 +11,19 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from growkern import GrowthError, LossOptions
 from growkern.errors import GrowthWarning
 from growkern.train.distributed.shards import Shards
-from growkern.train.growth.step import GrowthStep
+from growkern.train.growth import GrowthStep
 from growkern.train.loop.callbacks import WorkCallback
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import WHOLE, Objective
-from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import Batches, LabelledSteps
 from growkern.train.loss.inheritance import Teachers
 from growkern.train.loss.side import EvaluationSums
-from growkern.train.optimizer.choose import OptimizerMaker
-from growkern.train.optimizer.options import OptimizerOptions
+from growkern.train.model.sub_model import TwoStageConfig
+from growkern.train.optimizer import OptimizerMaker, OptimizerOptions
 from growkern.train.safety.checkpoints import damage
-from growkern.train.safety.saving import Saver
+from growkern.train.safety.saving import EvaluationStopped, Saver, Stops
 from growkern.train.safety.steps import StepOptions, StepWatch
-from growkern.train.safety.stops import EvaluationStopped, Stops
 from tests.train.safety.runs import small_trainer
 from tests.train.tiny import batch, build
 

@@ -13,7 +13,7 @@ from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageT
 from growkern.train.dataset.text import TokenBlocks
 from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
-from growkern.train.optimizer.options import OptimizerOptions
+from growkern.train.optimizer import OptimizerOptions
 from tests.train import loop
 from tests.train.tiny import FAMILIES, VOCAB, TinyTokenizer, batch, build, is_causal, stack_of
 

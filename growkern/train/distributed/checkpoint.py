@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.adamw import GrowthAdamW
+from growkern.growth.optimizer.checks import COUNTS
 from growkern.growth.sharded import named_tensors
 from growkern.growth.source.distributed import SafeReader
 from growkern.growth.source.files import METADATA_FILE
-from growkern.train.distributed.optimizer_state import create_optimizer_state
 
 WEIGHTS, OPTIMIZER, GROUPS = "weights", "optimizer", "optimizer_groups.pt"
 # folder in the checkpoint -> its tensors by their names
@@ -219,3 +220,50 @@ def _first_cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@torch.no_grad()
+def create_optimizer_state(optimizer: Optimizer) -> None:
+    """Give each parameter that has no optimizer state the state of zero steps, and missing counts.
+
+    Without this, a checkpoint of stage 1 lacks the parameters that no sub-model has reached yet,
+    and a sharded load fills the gap with step = 1. The parameters do not change.
+
+    Args:
+        optimizer: Adam, AdamW or GrowthAdamW. Others, also classes derived from these, are left
+            alone: for them a state of zeros is not always the state before the first step.
+    """
+    if type(optimizer) not in (Adam, AdamW, GrowthAdamW):
+        return
+    counts = COUNTS if isinstance(optimizer, GrowthAdamW) else COUNTS[:1]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            if not optimizer.state.get(p):
+                optimizer.state[p] = _zero_state(group, p, counts)
+            # a state that was grown has no count of steps since the growth
+            for key in counts:
+                optimizer.state[p].setdefault(key, torch.tensor(0.0))
+
+
+def _zero_state(
+    group: dict[str, Any], p: torch.Tensor, counts: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The state that the optimizer makes for a parameter in its first step, before it counts.
+
+    A step of length 0 would make it too. Its temporary tensors then leave gaps in the memory of a
+    process that are as large as the parameters.
+    """
+    on_device = group["capturable"] or group["fused"]
+    is_wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+    count = torch.zeros(
+        (),
+        dtype=torch.float64 if is_wide else torch.float32,
+        device=p.device if on_device else "cpu",
+    )
+    moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
+    return {
+        **{key: count.clone() for key in counts},
+        **{key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in moments},
+    }

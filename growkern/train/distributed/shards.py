@@ -7,14 +7,18 @@ handled here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.trainer import SCHEDULER_NAME
 
-from growkern.growth.sharded import free_gathered
+from growkern.growth.sharded import free_gathered, local_tensor
 from growkern.train.distributed.checkpoint import (
     Parts,
     copy_to_host,
@@ -25,8 +29,7 @@ from growkern.train.distributed.checkpoint import (
     weight_parts,
     write_parts,
 )
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.distributed.shard import is_sharded, prime
+from growkern.train.distributed.shard import DistributedOptions, is_sharded, prime
 
 
 class Shards:
@@ -148,3 +151,52 @@ def without_shared(result: Any, model: Any) -> Any:
     loaded = {id(value) for name, value in state.items() if name not in missing}
     absent = [name for name in result.missing_keys if id(state.get(name)) not in loaded]
     return SimpleNamespace(missing_keys=absent, unexpected_keys=result.unexpected_keys)
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether no parameter holds NaN or infinity, the same answer on all processes."""
+    finite = all(bool(local_tensor(p).isfinite().all()) for p in model.parameters())
+    return _over_ranks(model, float(finite), dist.ReduceOp.MIN) == 1
+
+
+def largest_entry(model: nn.Module) -> float:
+    """The largest absolute value of all parameters, the same on all processes."""
+    parts = (local_tensor(p) for p in model.parameters())
+    largest = max((float(part.abs().max()) for part in parts if part.numel()), default=0.0)
+    return _over_ranks(model, largest, dist.ReduceOp.MAX)
+
+
+def _over_ranks(model: nn.Module, value: float, operation: Any) -> float:
+    """Combine a number over the processes; a model that is not sharded is the same on all."""
+    first = next(model.parameters(), None)
+    if not isinstance(first, DTensor) or dist.get_world_size() == 1:
+        return value
+    # float32: some accelerators have no float64
+    number = torch.tensor(value, dtype=torch.float32, device=first.device_mesh.device_type)
+    dist.all_reduce(number, operation)
+    return float(number)
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state dict of a sharded model with whole tensors on the CPU; tied tensors stay tied.
+
+    All processes must call this. One tensor is gathered at a time.
+
+    Args:
+        model: sharded by FSDP2.
+        keep: whether this process needs the result; the others get an empty one.
+    """
+    free_gathered(model)
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    names = model.state_dict().keys()
+    state: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, tensor in tensors:
+        if name not in names:
+            continue
+        if id(tensor) not in seen:
+            gathered = tensor.detach()
+            gathered = gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+            seen[id(tensor)] = gathered.cpu() if keep else gathered.new_empty(0)
+        state[name] = seen[id(tensor)]
+    return state if keep else {}

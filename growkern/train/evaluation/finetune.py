@@ -27,8 +27,7 @@ from growkern.errors import GrowthError
 from growkern.growth.source.hub import located
 from growkern.train.dataset.load import pack_text
 from growkern.train.dataset.text import matching_files
-from growkern.train.evaluation.evaluate import tokenizer_of
-from growkern.train.evaluation.interval import check_confidence, ratio_interval
+from growkern.train.evaluation.evaluate import check_confidence, ratio_interval, tokenizer_of
 from growkern.train.model.load import check_fits, load_language_model
 
 # share of the passages of each source that is kept for the test, from the end of the source

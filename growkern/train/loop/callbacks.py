@@ -1,22 +1,36 @@
-"""The callbacks of `TwoStageTrainer`: they follow the training loop."""
+"""The callbacks of a trainer: they follow the training loop, balance experts, and show progress."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers import TrainerCallback
+from torch import Tensor, nn
+from transformers import ProgressCallback, TrainerCallback
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
-from growkern.train.distributed.optimizer_state import create_optimizer_state
+from growkern.errors import GrowthError, GrowthWarning
+from growkern.train.distributed.checkpoint import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loss.batches import Batches
 from growkern.train.loss.inheritance import InheritanceSchedule
+from growkern.train.loss.models import unwrapped
+from growkern.train.model.flops import is_experts
 from growkern.train.objectives.language_modeling import EpochCollator
 from growkern.train.safety.saving import Saver
 from growkern.train.safety.steps import StepWatch
 from growkern.train.topk_teacher.teacher import TopKCollator
+
+LABEL_LOSS, OBJECTIVE, VALIDATION_LOSS = "label loss", "objective", "validation loss"
 
 
 class LoopCallback(TrainerCallback):
@@ -109,3 +123,213 @@ def keep_states(state: Any, callbacks: Sequence[Any]) -> None:
                 kept[name].append(mine)
             else:
                 kept[name] = mine
+
+
+class ExpertBalancing(TrainerCallback):
+    """Moves the biases with which routers such as DeepSeek-V3's choose their experts.
+
+    After every optimizer step, the bias of an expert that got fewer tokens than the mean rises by a
+    fixed amount, and that of the others falls. The bias chooses experts, but does not weigh them.
+
+    Give it to a trainer: `TwoStageTrainer(..., callbacks=[ExpertBalancing()])`. In a loop of your
+    own, call `watch` once, and `update` after each step of the optimizer. All processes must call
+    it. Tokens count once, over all micro-batches and processes, without padding. The biases are
+    buffers in float32 that are saved with the model, so a resumed run needs nothing else.
+
+    Args:
+        speed: how far a bias moves in a step.
+
+    Raises:
+        GrowthError: `speed` is not positive.
+
+    Source: Wang et al. 2024, arXiv 2408.15664, with the sign of the error.
+    """
+
+    def __init__(self, speed: float = 1e-3) -> None:
+        if not speed > 0:
+            raise GrowthError(f"speed is {speed}: it must be positive")
+        self.speed = speed
+        # of each router: the owner of its bias, the bias's name, and the tokens of each expert
+        self._routers: list[tuple[nn.Module, str, Tensor]] = []
+        self._hooks: list[Any] = []
+        self._real_N: Tensor | None = None
+
+    def watch(self, model: Any) -> None:
+        """Count the tokens of a model's experts from now on, and no longer those of another model.
+
+        Args:
+            model: whose routers have a bias that only chooses.
+
+        Raises:
+            GrowthError: it has no such router.
+        """
+        self.stop()
+        model = unwrapped(model)
+        for block in model.modules():
+            for experts in filter(is_experts, block.children()):
+                self._add_router(block, experts)
+        if not self._routers:
+            raise GrowthError(
+                f"{type(model).__name__} has no router with a bias that only chooses experts: "
+                "set config.output_router_logits=True, which balances by a loss"
+            )
+        self._hooks.append(model.register_forward_pre_hook(self._take_mask, with_kwargs=True))
+
+    def _add_router(self, block: nn.Module, experts: nn.Module) -> None:
+        number = next(p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3)
+        for owner in block.modules():
+            for name, bias in [*owner.named_buffers(recurse=False)]:
+                if bias.shape == (number,) and bias.is_floating_point():
+                    # in bfloat16 the steps would be lost
+                    wide = torch.promote_types(bias.dtype, torch.float32)
+                    setattr(owner, name, bias.to(wide))
+                    counts_E = torch.zeros(number, device=bias.device)
+                    self._routers.append((owner, name, counts_E))
+                    count = partial(self._count, counts_E)
+                    self._hooks.append(experts.register_forward_pre_hook(count))
+
+    def _take_mask(self, _model: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        mask_BS = inputs.get("attention_mask")
+        self._real_N = None if mask_BS is None or mask_BS.ndim != 2 else mask_BS.reshape(-1)
+
+    def _count(self, counts_E: Tensor, experts: nn.Module, args: Any) -> None:
+        # within a backward pass, activations are computed again
+        if not experts.training or torch._C._current_graph_task_id() != -1:
+            return
+        chosen_NK = args[1]
+        ones_NK = torch.ones_like(chosen_NK, dtype=counts_E.dtype)
+        if self._real_N is not None:
+            ones_NK = ones_NK * self._real_N.to(ones_NK)[:, None]
+        counts_E.scatter_add_(0, chosen_NK.reshape(-1), ones_NK.reshape(-1))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the biases by what was counted since the last call, over all processes."""
+        for owner, name, counts_E in self._routers:
+            if dist.is_initialized():
+                dist.all_reduce(counts_E)
+            getattr(owner, name).add_(torch.sign(counts_E.mean() - counts_E), alpha=self.speed)
+            counts_E.zero_()
+
+    def stop(self) -> None:
+        """Count no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._routers.clear()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch the model in training."""
+        self.watch(kwargs["model"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Update the biases, unless the step was not taken because it was not finite."""
+        if any(p.grad is not None for p in kwargs["model"].parameters()):
+            self.update()
+            return
+        for _, _, counts_E in self._routers:
+            counts_E.zero_()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch the model no longer."""
+        self.stop()
+
+
+def shown(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a log line for people: the label loss first, under a name of its own.
+
+    The loss that is trained on mixes the label loss and the KL divergence with shares that change.
+    So it may rise while the model improves. Here it is the "objective".
+
+    Args:
+        logs: of `Trainer.log`; "mlm" is the loss of the labels alone.
+    """
+    if "mlm" not in logs:
+        return dict(logs)
+    rest = {name: value for name, value in logs.items() if name not in ("mlm", "loss")}
+    return {LABEL_LOSS: logs["mlm"], OBJECTIVE: logs["loss"], **rest}
+
+
+def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
+    """The last label loss of a run, and the last loss on the validation data if it has any.
+
+    Args:
+        history: the log lines of the run.
+        step: the last one. A loss of another step is printed with its step.
+    """
+    found = []
+    for name, text in {"mlm": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}.items():
+        lines = [line for line in history if name in line]
+        if lines:
+            place = "" if lines[-1]["step"] == step else f" at step {lines[-1]['step']}"
+            found.append(f"{text} {lines[-1][name]:.4f}{place}")
+    return ", ".join(found)
+
+
+class NamedProgress(ProgressCallback):
+    """The bar of transformers, with log lines that name the label loss."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Show a log line above the bar."""
+        super().on_log(args, state, control, logs=shown(logs or {}), **kwargs)
+
+
+class SafeTensorBoard(TensorBoardCallback):
+    """transformers' callback. When a log cannot be written it warns once and writes no more."""
+
+    def __init__(self, tb_writer: Any = None) -> None:
+        super().__init__(tb_writer)
+        self._failed = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the log."""
+        _expect_failing_writers()
+        self._try(super().on_train_begin, args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Write a line."""
+        self._try(super().on_log, args, state, control, logs=logs, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the log."""
+        self._try(super().on_train_end, args, state, control, **kwargs)
+
+    def _try(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if self._failed:
+            return
+        try:
+            work(*args, **kwargs)
+        except OSError as error:
+            self._failed, self.tb_writer = True, None
+            warnings.warn(
+                f"no more TensorBoard logs are written ({error}); training continues",
+                GrowthWarning,
+                stacklevel=2,
+            )
+
+
+def _expect_failing_writers() -> None:
+    """Print no traceback when the thread that writes the log fails: the next call raises that."""
+    before = threading.excepthook
+    if getattr(before, "expects_failing_writers", False):
+        return
+
+    def hook(failure: Any) -> None:
+        is_writer = type(failure.thread).__name__ == "_AsyncWriterThread"
+        if not (is_writer and issubclass(failure.exc_type, OSError)):
+            before(failure)
+
+    hook.expects_failing_writers = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
+
+
+def use_own_displays(trainer: Any) -> None:
+    """Replace the progress bar and the TensorBoard callback of a trainer, if it has them."""
+    board = trainer.pop_callback(TensorBoardCallback)
+    if board is not None:
+        trainer.add_callback(SafeTensorBoard(board.tb_writer))
+    # a notebook has another bar, and the user's may be a subclass
+    for one in list(trainer.callback_handler.callbacks):
+        if type(one) is ProgressCallback:
+            trainer.remove_callback(one)
+            trainer.add_callback(NamedProgress())

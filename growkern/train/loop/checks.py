@@ -20,13 +20,13 @@ from growkern.train.distributed.shard import (
     check_sharding,
     refuse_replicas,
 )
-from growkern.train.growth.step import GrowthStep
-from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.growth import GrowthStep
 from growkern.train.loss.domains import TeachersOfSources
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import is_two_stacks
-from growkern.train.optimizer.options import OptimizerOptions
+from growkern.train.model.sub_model import TwoStageConfig
+from growkern.train.optimizer import OptimizerOptions
 from growkern.train.rules import check
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.teacher import TopKTeacher

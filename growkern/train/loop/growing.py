@@ -28,21 +28,22 @@ from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import misfit
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.checkpoint import sources_of
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.distributed.shard import is_sharded
-from growkern.train.growth.models import (
+from growkern.train.distributed.shard import DistributedOptions, is_sharded
+from growkern.train.growth import (
+    GrowthStep,
     Size,
+    check_order,
     grown_model,
     layers_of,
     new_part,
     plan_before,
+    rewarmed,
     sizes_of_run,
     unfilled_model,
 )
-from growkern.train.growth.step import GrowthStep, check_order, rewarmed
 from growkern.train.model.sub_model import Part
 from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
-from growkern.train.optimizer.choose import ADAMW
+from growkern.train.optimizer import ADAMW
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.saving import Saver
 

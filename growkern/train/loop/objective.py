@@ -17,7 +17,6 @@ from growkern.train.loop.checks import check_objectives
 from growkern.train.loop.flops import FlopCounter
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
-from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, unwrapped
@@ -44,6 +43,7 @@ from growkern.train.model.head import (
 from growkern.train.model.load import is_causal
 from growkern.train.model.sub_model import (
     Part,
+    TwoStageConfig,
     find_stacks,
     layer_stacks,
     model_depth,

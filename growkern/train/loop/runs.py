@@ -18,11 +18,10 @@ from growkern.train.distributed.shard import prime
 from growkern.train.loop.callbacks import keep_states
 from growkern.train.loop.growing import Former
 from growkern.train.loop.setup import take_model
-from growkern.train.optimizer.choose import bare
+from growkern.train.optimizer import bare
 from growkern.train.safety.checkpoints import step_of
-from growkern.train.safety.saving import best_checkpoint, set_dtype
+from growkern.train.safety.saving import best_checkpoint, misses_evaluation, set_dtype
 from growkern.train.safety.signals import SignalWatch
-from growkern.train.safety.stops import misses_evaluation
 
 
 def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any], Any]) -> Any:

@@ -21,25 +21,28 @@ from transformers import Trainer, TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
-from growkern.train.distributed.shard import whole_state
-from growkern.train.distributed.shards import without_shared
-from growkern.train.growth.step import GrowthStep
+from growkern.train.distributed.shards import whole_state, without_shared
+from growkern.train.growth import GrowthStep
 from growkern.train.loop import runs
 from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import Settings, complete, prepare
-from growkern.train.loop.two_stage import TwoStageConfig
 from growkern.train.loss.batches import unchanged_random_state
 from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import EvaluationSums, side_loss_of
 from growkern.train.loss.streams import stream_loader
+from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
-from growkern.train.optimizer.choose import bare, plan_of_steps
-from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
-from growkern.train.safety.saving import RESUME_HINT, keeping_all, plain_hub_errors
+from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
+from growkern.train.safety.saving import (
+    RESUME_HINT,
+    EvaluationStopped,
+    keeping_all,
+    misses_evaluation,
+    plain_hub_errors,
+)
 from growkern.train.safety.signals import guard_workers
 from growkern.train.safety.steps import StepOptions, own_random_numbers
-from growkern.train.safety.stops import EvaluationStopped, misses_evaluation
 
 
 class TwoStageTrainer(Trainer):

@@ -1,1 +1,1 @@
-"""The training loop around a step: its optimizer, its callback and its numbers."""
+"""Language models: loading, output projections, sub-models, and FLOPs."""

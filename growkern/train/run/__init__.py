@@ -1,1 +1,1 @@
-"""The training loop around a step: its optimizer, its callback and its numbers."""
+"""Runs: their files, what these resolve to, and their directories."""

@@ -8,8 +8,9 @@ import json
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, Union
 
 import torch
@@ -23,7 +24,6 @@ from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.ops.loss.rows.options import LABEL_OPTIONS
 from growkern.train.run.file import OutputSection, Run, has_tensorboard
-from growkern.train.run.resolved import ResolvedRun
 
 # keys of [trainer] that are keys of growkern
 OWNED = {
@@ -75,23 +75,25 @@ PACKAGES = {
 }
 
 
-def training_arguments(run: ResolvedRun, *, progress: bool) -> TrainingArguments:
+def training_arguments(
+    run: Run, output: Path, reports: Sequence[str], *, progress: bool
+) -> TrainingArguments:
     """The arguments of the trainer.
 
     Args:
-        run: whose settings were checked.
-        progress: whether to show progress bars.
+        output: directory of the run.
+        reports: from `reports_of`.
 
     Raises:
         GrowthError: [trainer] or the batch size cannot be used.
     """
-    settings, training = run.settings, run.settings.training
+    training = run.training
     evaluate = bool(run.data.validation or run.data.validation_split)
     known: dict[str, Any] = {
-        "output_dir": str(run.output),
+        "output_dir": str(output),
         "max_steps": training.steps,
-        "per_device_train_batch_size": batch_of_a_process(settings),
-        "per_device_eval_batch_size": batch_of_a_process(settings),
+        "per_device_train_batch_size": batch_of_a_process(run),
+        "per_device_eval_batch_size": batch_of_a_process(run),
         "gradient_accumulation_steps": training.accumulation,
         "learning_rate": training.learning_rate,
         "warmup_steps": training.warmup_steps,
@@ -110,12 +112,12 @@ def training_arguments(run: ResolvedRun, *, progress: bool) -> TrainingArguments
         "save_steps": training.save_every or training.steps,
         "save_total_limit": training.keep_checkpoints,
         "dataloader_num_workers": training.data_workers,
-        "report_to": list(run.reports) or "none",
+        "report_to": list(reports) or "none",
         "disable_tqdm": not progress,
         # pinning memory gives a warning in every epoch without an accelerator
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    passed = checked_arguments(settings.trainer or {})
+    passed = checked_arguments(run.trainer or {})
     try:
         args = TrainingArguments(**(known | passed))
     except (ValueError, ImportError, TypeError) as error:

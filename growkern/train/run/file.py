@@ -38,13 +38,13 @@ from growkern.arguments import (
 )
 from growkern.errors import GrowthError
 from growkern.train.dataset.options import MOST, DataSection
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.growth.step import GrowthStep, check_order, from_table
-from growkern.train.loop.two_stage import TwoStageConfig
+from growkern.train.distributed.shard import DistributedOptions
+from growkern.train.growth import GrowthStep, check_order, from_table
 from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.losses import LossOptions
 from growkern.train.model.load import ModelSection
-from growkern.train.optimizer.options import OptimizerChoice, OptimizerOptions
+from growkern.train.model.sub_model import TwoStageConfig
+from growkern.train.optimizer import OptimizerChoice, OptimizerOptions
 from growkern.train.rules import check
 from growkern.train.toml import read_toml, to_dataclass
 from growkern.train.topk_teacher.teacher import TeacherSection

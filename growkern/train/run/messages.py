@@ -17,12 +17,12 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.printing import human
 from growkern.train.dataset.load import describe_data
 from growkern.train.dataset.options import DataSection
-from growkern.train.growth.step import GrowthStep
-from growkern.train.loop.progress import last_losses
+from growkern.train.growth import GrowthStep
+from growkern.train.loop.callbacks import last_losses
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.names import span_counts
 from growkern.train.run.arguments import describe_arguments
-from growkern.train.run.resolved import ResolvedRun
+from growkern.train.run.resolve import ResolvedRun
 
 PRECISIONS = {
     "fp32": "float32",

@@ -21,20 +21,18 @@ from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.source.loading import load_model
 from growkern.publish.lock import locked
 from growkern.train.dataset.load import load_data
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.distributed.shard import join_processes, shard
-from growkern.train.growth.models import Size, grown_model, unfilled_model
-from growkern.train.loop.balancing import ExpertBalancing
+from growkern.train.distributed.shard import DistributedOptions, join_processes, shard
+from growkern.train.growth import Size, grown_model, unfilled_model
+from growkern.train.loop.callbacks import ExpertBalancing
 from growkern.train.loop.checks import check_arguments, check_switches
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.electra import ReplacedTokenDetection
-from growkern.train.optimizer.choose import check_optimizer
+from growkern.train.optimizer import check_optimizer
 from growkern.train.run.arguments import check_best_metric, training_arguments
 from growkern.train.run.directory import begin, has_steps_left, identity_of, is_finished, is_ours
 from growkern.train.run.file import load_runs
 from growkern.train.run.messages import end, header, print_lines, resume_command
-from growkern.train.run.resolve import resolve
-from growkern.train.run.resolved import Checkpoint, ResolvedRun
+from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.topk_teacher.facts import TopKRows
@@ -169,7 +167,7 @@ def build_trainer(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _join_others()
     # before any work: arguments that cannot be used are noticed at once
-    args = training_arguments(run, progress=progress)
+    args = training_arguments(settings, run.output, run.reports, progress=progress)
     check_arguments(args, {})
     check_optimizer(args, sharded=run.settings.is_sharded)
     # a dead server is noticed before the data is read, and unusable data before the model

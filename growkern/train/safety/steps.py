@@ -15,8 +15,7 @@ from transformers import TrainingArguments
 
 from growkern.arguments import MOST_SEED, seed_of_process
 from growkern.errors import GrowthError, nearest
-from growkern.train.safety.saving import Saver
-from growkern.train.safety.stops import Stops
+from growkern.train.safety.saving import Saver, Stops
 
 ON_NONFINITE = ("stop", "skip")
 # with broken weights every step would be skipped, without end

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.growth.optimizer.state import known_names
-from growkern.train.growth.models import sizes_of_run
-from growkern.train.growth.step import GrowthStep
+from growkern.train.growth import GrowthStep, sizes_of_run
 from tests.growth.models import random_model
 
 SIZES = {

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.distributed.shard import make_mesh, shard
+from growkern.train.distributed.shard import DistributedOptions, make_mesh, shard
 from growkern.train.model.sub_model import layer_stacks
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build

@@ -14,9 +14,8 @@ from torch.utils.data import IterableDataset, SubsetRandomSampler
 from transformers import Trainer
 
 from growkern import TwoStageTrainer
-from growkern.train.distributed.options import DistributedOptions
-from growkern.train.distributed.shard import make_mesh, shard
-from growkern.train.growth.step import GrowthStep
+from growkern.train.distributed.shard import DistributedOptions, make_mesh, shard
+from growkern.train.growth import GrowthStep
 from growkern.train.run import start as module
 from tests.train.test_trainer import Batches, arguments
 from tests.train.tiny import build

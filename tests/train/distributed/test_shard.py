@@ -23,14 +23,13 @@ from growkern import (
 from growkern.growth.sharded import local_tensor
 from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import (
-    all_finite,
     check_replicas,
     join_processes,
-    largest_entry,
     leave_processes,
     make_mesh,
 )
-from growkern.train.optimizer.choose import ON_SHARDS
+from growkern.train.distributed.shards import all_finite, largest_entry
+from growkern.train.optimizer import ON_SHARDS
 from tests.shared import walks
 from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
 from tests.train.test_trainer import Batches, arguments

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from growkern import GrowthError
-from growkern.train.evaluation.interval import check_confidence, ratio_interval, t_quantile
+from growkern.train.evaluation.evaluate import check_confidence, ratio_interval, t_quantile
 
 TABLE = [
     (0.95, 1, 12.7062047),

@@ -9,7 +9,7 @@ from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback, 
 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
-from growkern.train.growth.models import new_part, sizes_of_run
+from growkern.train.growth import new_part, sizes_of_run
 from growkern.train.model.sub_model import Part, layer_stacks
 from tests.shared import walks
 from tests.train.safety.runs import assert_same, weights_of

@@ -1,1 +1,0 @@
-"""The optimizer of a run and its options."""
