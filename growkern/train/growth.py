@@ -107,16 +107,7 @@ class GrowthStep(GrowthOptions):
 
 
 def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
-    """Check the growths of a run against each other.
-
-    Args:
-        growth: in the order in which they are given.
-        steps: optimizer steps of the run.
-
-    Raises:
-        GrowthError: they are not in the order of their steps, one comes after the run, or what
-            follows one does not end before the run or the next growth.
-    """
+    """Check the growths of a run against each other."""
     places = [one.at_step for one in growth]
     for before, after in pairwise(places):
         if after <= before:
@@ -136,20 +127,6 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         check_steps(end - one.at_step, alone, "steps to the next growth or the end of the run")
 
 
-def check_new_layers(growth: Sequence[GrowthStep], stage1_steps: int) -> None:
-    """Check that not both stage 1 and a growth say which layers train.
-
-    Args:
-        growth: inside the run.
-        stage1_steps: of the first stage; 0 if there is none.
-
-    Raises:
-        GrowthError: they do at some step.
-    """
-    for one in growth:
-        check("growth in stage 1", growth=one, stage1_steps=stage1_steps)
-
-
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
     """The learning rate at an optimizer step, which rises again after each growth.
 
@@ -159,7 +136,6 @@ def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthSte
     Args:
         step: counted from 0.
         rate: of the schedule, as a factor of the peak rate.
-        growth: inside the run.
     """
     factor = rate(step)
     for one in growth:
@@ -194,11 +170,7 @@ class Size:
 
 
 def new_part(step: int, growth: GrowthStep, size: Size) -> Part | None:
-    """The part that trains after a growth while its `new_layers_steps` last; None later.
-
-    Args:
-        size: to which the model grew.
-    """
+    """The part that trains after a growth while its `new_layers_steps` last; None later."""
     if step >= growth.at_step + growth.new_layers_steps:
         return None
     layers = layers_of(size)
@@ -219,13 +191,8 @@ def sizes_of_run(
     """The sizes of a model during a run, from its config alone.
 
     Args:
-        model: that the run begins with.
-        growth: inside the run, in order.
         check: gets a model on the meta device after each growth, and raises a GrowthError if the
             run cannot train such a model.
-
-    Raises:
-        GrowthError: a growth does not fit the model that the run has until then.
     """
     config, dtype = copy.deepcopy(model.config), next(model.parameters()).dtype
     small = ModelSpec.of(config, type(model).__name__.removeprefix("FSDP"))
@@ -254,13 +221,7 @@ def later_sizes(
     """The sizes after each growth inside a run, each planned against the one before.
 
     Args:
-        small: the model that the run begins with.
-        history: the growths that made it.
-        dtype: of the weights in training.
         growth, check: as in `sizes_of_run`.
-
-    Raises:
-        GrowthError: as in `sizes_of_run`, with the number of the growth.
     """
     sizes = []
     for number, one in enumerate(growth, start=1):
@@ -275,11 +236,7 @@ def later_sizes(
 
 
 def _refuse_own_head(model: Any, spec: ModelSpec) -> None:
-    """Refuse a head of its own whose config calls it tied: a config alone makes one that is tied.
-
-    Raises:
-        GrowthError: the model has one.
-    """
+    """Refuse a head of its own whose config calls it tied: of a config alone it would be tied."""
     found = named_tensors(model)
     for head, owner in spec.ties.items():
         if found[head] is not found[owner]:
@@ -328,10 +285,6 @@ def grown_model(
     """A grown model, sharded if the options say so. All processes call this.
 
     Args:
-        source: a checkpoint directory.
-        growth: the options of the growth.
-        options: of the distribution.
-        mesh: as in `shard`.
         plan: of a growth inside a run, made before the run.
         planned: the growth of this source, if it was planned already.
     """
@@ -365,8 +318,6 @@ def unfilled_model(
 
     Args:
         class_name: of the model that the run begins with. A dense one may become a mixture.
-        options: of the distribution.
-        mesh: as in `shard`.
     """
     name = class_name if size.plan is None else size.plan.large.class_name
     model = shard(_on_meta(name, size.config, dtype), options, mesh)

@@ -75,27 +75,12 @@ class OptimizerOptions:
         check_fields(self, "optimizer")
 
     def check_fits(self, choice: str) -> None:
-        """Refuse options of another optimizer than the chosen one.
-
-        Args:
-            choice: an `OptimizerChoice`.
-
-        Raises:
-            GrowthError: there is such an option, or one that has no effect.
-        """
+        """Refuse options of another optimizer than the chosen one."""
         check("optimizer", own=self, choice=choice)
 
 
 def check_optimizer(args: TrainingArguments, *, sharded: bool) -> None:
-    """Check that the chosen optimizer can be made, and can train the model.
-
-    Args:
-        args: of the trainer.
-        sharded: whether every process holds a part of each parameter.
-
-    Raises:
-        GrowthError: its package is missing, its settings are wrong, or it needs whole parameters.
-    """
+    """Check that the chosen optimizer can be made, and can train the model."""
     name = OptimizerNames(args.optim).value
     if sharded and args.optim not in ON_SHARDS:
         raise GrowthError(
@@ -132,10 +117,6 @@ class OptimizerMaker:
     Args:
         choice: "auto" takes `GrowthAdamW` for a model that was grown, unless `args.optim` or
             `options` ask for another optimizer than AdamW.
-        own: the options of the optimizer.
-        args: of the trainer.
-        options: the other keyword arguments of the trainer.
-        grows: whether the model grows in the run.
 
     Attributes:
         plan: the growth whose factors the optimizer uses; None trains without factors.
@@ -156,13 +137,7 @@ class OptimizerMaker:
         self._given, self._grows = _given(options), grows
 
     def take_model(self, model: Any) -> None:
-        """Choose the optimizer of a model.
-
-        Raises:
-            GrowthError: an unknown choice, or "growth-adamw" for a model that was not grown, or not
-                to its present shapes, or a choice beside another optimizer; or see
-                `check_optimizer`.
-        """
+        """Choose the optimizer of a model."""
         choice, own, args, given = self._choice, self.own, self._args, self._given
         allowed = get_args(OptimizerChoice)
         if choice not in allowed:

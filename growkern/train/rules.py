@@ -47,6 +47,13 @@ def check(of: str, record: Any = None, **facts: Any) -> None:
             raise GrowthError(f"{rule.why}: {rule.fix}".format(x=x, name=name))
 
 
+def refuse_first(refusals: dict[str, Any]) -> None:
+    """Raise a GrowthError with the first message whose value is true."""
+    for message, applies in refusals.items():
+        if applies:
+            raise GrowthError(message)
+
+
 def table() -> str:
     """The rules as a table of Markdown."""
     rows = (f"| {x.setting} | {x.other} | {x.fix} |" for x in RULES)

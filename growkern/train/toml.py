@@ -41,11 +41,7 @@ SPACES = str.maketrans("", "", " \t\r")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        GrowthError: the file cannot be read, is not TOML, or exceeds a limit of this module.
-    """
+    """Parse a TOML file."""
     if path.is_dir():
         raise GrowthError(f"{path} is a directory: give a file of settings (TOML)")
     try:
@@ -79,12 +75,6 @@ def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") 
         table: the parsed table.
         file: name of the file, for error messages.
         key: dotted key of the table in the file, for error messages.
-
-    Returns:
-        An instance of `cls`.
-
-    Raises:
-        GrowthError: unknown or missing keys, wrong types, or values that the class refuses.
     """
     place = f"{file}: [{key}]" if key else file
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

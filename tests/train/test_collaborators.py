@@ -12,7 +12,7 @@ from growkern import GrowthError, LossOptions
 from growkern.errors import GrowthWarning
 from growkern.train.distributed.shards import Shards
 from growkern.train.growth import GrowthStep
-from growkern.train.loop.callbacks import WorkCallback
+from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import WHOLE, Objective
@@ -131,7 +131,7 @@ def test_a_bad_step_is_not_taken_and_a_signal_saves(accelerator, args):
         GrowthInRun((), torch.nn.Linear(1, 1), args, {}),
         Saver(args, accelerator, stops),
     )
-    callback = WorkCallback(Batches(accelerator, **KIND), growths, steps, saver)
+    callback = LoopCallback(Batches(accelerator, **KIND), Meter(), growths, steps, saver)
     callback.on_step_end(args, state_at(3), control)
     assert control.should_save and control.should_log and not control.should_evaluate
     assert stops.number == 15

@@ -54,21 +54,12 @@ def weight_parts(model: nn.Module) -> Parts:
 
 
 def optimizer_parts(model: nn.Module, optimizer: Optimizer) -> Parts:
-    """This process's parts of an optimizer's state, for `write_parts`.
-
-    Args:
-        model: its parameters give the names.
-        optimizer: with a state for every parameter.
-    """
+    """This process's parts of an optimizer's state, for `write_parts`."""
     return {OPTIMIZER: _state(model, optimizer)}
 
 
 def save_groups(optimizer: Optimizer, directory: Path) -> None:
-    """Write the settings of the optimizer's parameter groups. One process does this.
-
-    Raises:
-        OSError: the disk takes no more.
-    """
+    """Write the settings of the optimizer's parameter groups. One process does this."""
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -86,8 +77,6 @@ def write_parts(parts: Parts, directory: Path, group: dist.ProcessGroup | None =
     """Write this process's parts and return when they are on disk. All processes must call this.
 
     Args:
-        parts: from `weight_parts`, `optimizer_parts` or `copy_to_host`.
-        directory: of the checkpoint.
         group: for the messages of the processes; None takes the default one.
 
     Raises:
@@ -101,11 +90,7 @@ def write_parts(parts: Parts, directory: Path, group: dist.ProcessGroup | None =
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
-    """Read this process's parts of a model in place. All processes must call this.
-
-    Raises:
-        GrowthError: the checkpoint holds another model, or cannot be read.
-    """
+    """Read this process's parts of a model in place. All processes must call this."""
     if not has_weights(directory):
         raise GrowthError(
             f"{directory} is not the checkpoint of a sharded model: it has no "
@@ -115,11 +100,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
-    """Read this process's parts of an optimizer's state. All processes must call this.
-
-    Raises:
-        GrowthError: the checkpoint holds another optimizer, or cannot be read.
-    """
+    """Read this process's parts of an optimizer's state. All processes must call this."""
     create_optimizer_state(optimizer)
     groups = torch.load(directory / GROUPS, weights_only=True)
     if len(groups) != len(optimizer.param_groups):

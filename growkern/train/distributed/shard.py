@@ -116,9 +116,6 @@ def join_processes(device: str) -> None:
     """Start communication with the other processes, unless it was started already.
 
     CPU tensors are exchanged too: checkpoints and offloaded parameters need that.
-
-    Args:
-        device: type of the device that trains, "cpu" or "cuda".
     """
     if dist.is_initialized():
         return
@@ -149,11 +146,7 @@ def leave_processes() -> None:
 
 
 def check_replicas(replicas: int, processes: int) -> None:
-    """Check that copies of a model can share out the processes.
-
-    Raises:
-        GrowthError: the number of processes is not a multiple of the replicas.
-    """
+    """Check that copies of a model can share out the processes."""
     if processes % replicas:
         fitting = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
         raise GrowthError(
@@ -163,11 +156,7 @@ def check_replicas(replicas: int, processes: int) -> None:
 
 
 def make_mesh(device: str, replicas: int = 1) -> DeviceMesh:
-    """The mesh of all processes: (shard,), or (replicate, shard) with several replicas.
-
-    Raises:
-        GrowthError: the number of processes is not a multiple of `replicas`.
-    """
+    """The mesh of all processes: (shard,), or (replicate, shard) with several replicas."""
     processes = dist.get_world_size()
     check_replicas(replicas, processes)
     if replicas == 1:
@@ -260,13 +249,7 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
     """Check that a model was sharded in a way that trains right; a whole model always is.
 
     Args:
-        model: any module.
-        role: of the model, for the error message.
         tensor_parallel: whether a model that is tensor-parallel alone is taken.
-
-    Raises:
-        GrowthError: tensor parallelism; parameters that FSDP2 does not manage or only replicates;
-            tied weights in several groups; a mesh that leaves out processes.
     """
     distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not is_sharded(model):
@@ -301,15 +284,7 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
 
 
 def refuse_replicas(model: nn.Module, role: str) -> None:
-    """Refuse a model that PyTorch's `replicate` has wrapped in DistributedDataParallel in place.
-
-    Args:
-        model: of the trainer.
-        role: of the model, for the error message.
-
-    Raises:
-        GrowthError: the model or a part of it was wrapped.
-    """
+    """Refuse a model that PyTorch's `replicate` has wrapped in DistributedDataParallel in place."""
     for module in model.modules():
         # an import of the private module may fail in a later PyTorch
         for one in type(module).__mro__:
@@ -318,14 +293,7 @@ def refuse_replicas(model: nn.Module, role: str) -> None:
 
 
 def check_gradient_division(model: Any) -> None:
-    """Check that FSDP2 averages the gradients of a sharded model over the processes.
-
-    Args:
-        model: in training, sharded or whole.
-
-    Raises:
-        GrowthError: a module divides its gradients by another number than that of the processes.
-    """
+    """Check that FSDP2 averages the gradients of a sharded model over the processes."""
     for name, group in _groups(model):
         factor = getattr(group, "gradient_divide_factor", None)
         if factor not in (None, dist.get_world_size()):
@@ -337,11 +305,7 @@ def check_gradient_division(model: Any) -> None:
 
 
 def _check_ties(model: Any, role: str) -> None:
-    """Check that `fully_shard` has not torn tied weights apart, as PyTorch does in the first pass.
-
-    Raises:
-        GrowthError: a weight is in two groups.
-    """
+    """Check that `fully_shard` has not torn tied weights apart, as PyTorch's first pass does."""
     seen: dict[int, str] = {}
     for name, group in _groups(model):
         for p in group.fsdp_params:

@@ -40,10 +40,8 @@ class Shards:
             pass.
 
     Attributes:
-        sharded: whether the model is sharded.
         async_checkpoints: whether a checkpoint of a sharded model is copied, and written while
             training continues. As in the options of `growkern.shard`; by default it is.
-        in_checkpoint: whether the weights are saved for a checkpoint.
         copied: the parts of the last checkpoint that are to be written in the background.
     """
 
@@ -94,7 +92,6 @@ class Shards:
         """Write this process's part of the weights for a checkpoint, or copy it.
 
         Args:
-            tokenizer: None without one.
             is_first: whether this process writes the files that make a model directory.
 
         Returns:
@@ -142,11 +139,7 @@ class Shards:
 
 
 def without_shared(result: Any, model: Any) -> Any:
-    """What a load has missed, without the weights that share the memory of one that was loaded.
-
-    Args:
-        result: of `load_state_dict`.
-    """
+    """What a load has missed, without the weights that share the memory of one that was loaded."""
     missing, state = set(result.missing_keys), model.state_dict(keep_vars=True)
     loaded = {id(value) for name, value in state.items() if name not in missing}
     absent = [name for name in result.missing_keys if id(state.get(name)) not in loaded]
@@ -183,7 +176,6 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     All processes must call this. One tensor is gathered at a time.
 
     Args:
-        model: sharded by FSDP2.
         keep: whether this process needs the result; the others get an empty one.
     """
     free_gathered(model)

@@ -183,11 +183,7 @@ def _section(text: Sequence[str | Path], data: dict[str, Any]) -> DataSection:
 
 
 def tokenizer_of(tokenizer: Any | None, directory: Path | None) -> Any:
-    """A tokenizer of transformers: given, or of a directory, or of the model's directory.
-
-    Raises:
-        GrowthError: there is none.
-    """
+    """A tokenizer of transformers: given, or of a directory, or of the model's directory."""
     if tokenizer is None and directory is None:
         raise GrowthError("a model without a directory needs its tokenizer: give tokenizer")
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
@@ -226,7 +222,6 @@ def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Te
     """The sum of the losses and the number of labels of every row of a batch.
 
     Args:
-        model: in evaluation mode.
         batch: labels (B, S) and the inputs of the model.
         causal: whether a position predicts the label of the next one.
 
@@ -255,11 +250,7 @@ class Interval(NamedTuple):
 
 
 def check_confidence(confidence: float) -> None:
-    """Refuse a confidence that is none.
-
-    Raises:
-        GrowthError: it is not in (0, 1).
-    """
+    """Refuse a confidence that is none."""
     if not 0 < confidence < 1:
         raise GrowthError(f"confidence is {confidence}: it must be between 0 and 1, such as 0.95")
 
@@ -275,10 +266,6 @@ def ratio_interval(
     Args:
         sums: per group the sum over its items.
         counts: per group the number of items.
-        confidence: chance of the interval to contain the truth, in (0, 1).
-
-    Returns:
-        The mean and its interval.
 
     Source: W. G. Cochran, Sampling Techniques, 3rd edition, section 6.3.
     """
@@ -294,12 +281,7 @@ def ratio_interval(
 
 @functools.cache
 def t_quantile(confidence: float, freedom: int) -> float:
-    """The t for which Student's distribution has the probability `confidence` in [-t, t].
-
-    Args:
-        confidence: in (0, 1).
-        freedom: degrees of freedom, 1 or more.
-    """
+    """The t for which Student's distribution has the probability `confidence` in [-t, t]."""
     # with x = sqrt(freedom) tan(angle) the density is a power of a cosine, without tails
     gamma = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
     scale = 2 * math.exp(gamma) / math.sqrt(math.pi)

@@ -293,16 +293,7 @@ def _accuracy(
 
 
 def classifier_of(model: Any, sources: int) -> Any:
-    """A model for sequence classification with the weights of a language model below its head.
-
-    Args:
-        model: the language model; its weights are copied to float32.
-        sources: number of classes.
-
-    Raises:
-        GrowthError: the model has an encoder and a decoder, transformers has no such classifier, or
-            it needs other weights.
-    """
+    """A model for sequence classification with the weights of a language model below its head."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise GrowthError(f"{name} has an encoder and a decoder: give a model with one of them")

@@ -70,15 +70,8 @@ SECTIONS: dict[str, type[Any]] = {
 def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
     """The arguments of an evaluation, from a file.
 
-    Args:
-        path: a TOML file.
-        name: of the function and of its table: "evaluate" or "finetune".
-
     Returns:
         The keyword arguments that the file gives, with paths that do not depend on its folder.
-
-    Raises:
-        GrowthError: the file cannot be read, has no such table, or a key or a value is wrong.
     """
     path = Path(path)
     tables = read_toml(path)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
@@ -26,6 +25,7 @@ from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.models import unwrapped
 from growkern.train.model.flops import is_experts
 from growkern.train.objectives.language_modeling import EpochCollator
+from growkern.train.optimizer import bare
 from growkern.train.safety.saving import Saver
 from growkern.train.safety.steps import StepWatch
 from growkern.train.topk_teacher.teacher import TopKCollator
@@ -34,29 +34,24 @@ LABEL_LOSS, OBJECTIVE, VALIDATION_LOSS = "label loss", "objective", "validation 
 
 
 class LoopCallback(TrainerCallback):
-    """Forwards the events of the training loop to the collator, the batches and the meter.
-
-    Args:
-        schedule: of the teacher; None without one.
-    """
+    """Tells the collaborators of events of the loop, and chooses what Trainer does after a step."""
 
     def __init__(
         self,
         batches: Batches,
         meter: Meter,
         growths: GrowthInRun,
+        steps: StepWatch,
+        saver: Saver,
         schedule: InheritanceSchedule | None = None,
     ) -> None:
         self.batches, self.meter, self.growths = batches, meter, growths
-        self.schedule = schedule
+        self.steps, self.saver, self.schedule = steps, saver, schedule
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give every parameter its optimizer state, and the schedule its growths."""
         self.growths.rewarm(kwargs["lr_scheduler"], args.lr_scheduler_type)
-        optimizer = kwargs["optimizer"]
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        create_optimizer_state(optimizer)
+        create_optimizer_state(bare(kwargs["optimizer"]))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell the collator which epoch begins."""
@@ -69,6 +64,7 @@ class LoopCallback(TrainerCallback):
         if state.global_step < state.max_steps and not control.should_training_stop:
             state.epoch = float(math.ceil(state.epoch or 0))
             self.batches.done = 0
+        self._count_passes(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; stop reading the cached teacher once its rate is 0."""
@@ -78,38 +74,18 @@ class LoopCallback(TrainerCallback):
             collator.leave_out(self.schedule.rate_at(state.global_step) == 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock."""
+        """Stop the clock. Save before a stop and before a growth, and when the clock says so."""
         self.meter.end_step()
-
-
-class WorkCallback(TrainerCallback):
-    """Chooses what Trainer does after a step: log, save, stop.
-
-    Args:
-        steps: knows what all processes have reported.
-    """
-
-    def __init__(
-        self, batches: Batches, growths: GrowthInRun, steps: StepWatch, saver: Saver
-    ) -> None:
-        self.batches, self.growths, self.steps, self.saver = batches, growths, steps, saver
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save before a stop and before a growth, and when the clock says so."""
         if self.steps.take_report():
             # all processes report an error at the same step, and none waits for another
             self.saver.wait(state.global_step)
         self.growths.end_part(control, state.global_step)
         self.steps.choose_work(control, state, args)
-        self._set_epoch(state)
+        self._count_passes(state)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def _count_passes(self, state: Any) -> None:
         """Count the passes through a stream by its steps."""
-        self._set_epoch(state)
-
-    def _set_epoch(self, state: Any) -> None:
         if self.batches.stream is not None:
-            # the share of the steps that were made
             state.epoch = state.global_step / state.max_steps
 
 
@@ -254,7 +230,6 @@ def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
     """The last label loss of a run, and the last loss on the validation data if it has any.
 
     Args:
-        history: the log lines of the run.
         step: the last one. A loss of another step is printed with its step.
     """
     found = []

@@ -27,7 +27,7 @@ from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import is_two_stacks
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerOptions
-from growkern.train.rules import check
+from growkern.train.rules import check, refuse_first
 from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
@@ -46,13 +46,7 @@ REENTRANT = (
 
 
 def check_trained_model(model: Any) -> None:
-    """Refuse models that a trainer cannot train right.
-
-    Raises:
-        GrowthError: the model is replicated already, uses PEFT, does not average its gradients, or
-            has gradient checkpointing that loses gradients. It does where the input needs none, as
-            that of the lowest layer that trains in stage 1.
-    """
+    """Refuse models that a trainer cannot train right."""
     if isinstance(model, DistributedDataParallel):
         raise GrowthError(
             "the model is wrapped in DistributedDataParallel: pass model.module. The trainer wraps "
@@ -69,16 +63,7 @@ def check_trained_model(model: Any) -> None:
 
 
 def check_kinds(model: Any, growth: Any, **given: Any) -> None:
-    """Refuse arguments of `TwoStageTrainer` of another kind.
-
-    Args:
-        model: in training.
-        growth: the growths inside the run.
-        given: the other arguments, by their names; None is left out.
-
-    Raises:
-        GrowthError: there is one.
-    """
+    """Refuse arguments of `TwoStageTrainer` of another kind."""
     check_kind("model", model, nn.Module, "a model of transformers, as from_pretrained loads it")
     for name, kind in OPTIONS.items():
         if given[name] is not None:
@@ -88,15 +73,7 @@ def check_kinds(model: Any, growth: Any, **given: Any) -> None:
 
 
 def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
-    """Check that a block of stage 1 is not larger than the model.
-
-    Args:
-        two_stage: None when there is no stage 1.
-        layers: number of layers of the model.
-
-    Raises:
-        GrowthError: the block is larger.
-    """
+    """Check that a block of stage 1 is not larger than the model."""
     if two_stage is not None and two_stage.layers_per_block > layers:
         raise GrowthError(
             f"layers_per_block is {two_stage.layers_per_block}, but the model has {layers} "
@@ -105,15 +82,7 @@ def check_block_size(two_stage: TwoStageConfig | None, layers: int) -> None:
 
 
 def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoStageConfig | None:
-    """The two stages with the length of stage 1 in optimizer steps.
-
-    Args:
-        two_stage: None when there is no stage 1.
-        trainer: with the training data.
-
-    Raises:
-        GrowthError: the length is given in epochs, and the data has none, or the run is shorter.
-    """
+    """The two stages with the length of stage 1 in optimizer steps."""
     if two_stage is None or two_stage.stage1_epochs is None:
         return two_stage
     check("stages", two_stage=two_stage, has_length=has_length(trainer.train_dataset))
@@ -142,17 +111,7 @@ def check_step_numbers(
     inheritance: InheritanceSchedule | None,
     rewarm_steps: int,
 ) -> None:
-    """Refuse step numbers that the run does not reach.
-
-    Args:
-        trainer: its run may have no end that is known.
-        two_stage: with stage 1 in steps.
-        inheritance: of the teacher.
-        rewarm_steps: of `OptimizerOptions`.
-
-    Raises:
-        GrowthError: there is one.
-    """
+    """Refuse step numbers that the run does not reach."""
     args, steps = trainer.args, trainer.args.max_steps
     if steps <= 0:
         if trainer.train_dataset is None or not has_length(trainer.train_dataset):
@@ -174,15 +133,11 @@ def choose_teachers(
     """Make the teachers of a trainer from its arguments.
 
     Args:
-        inheritance: None trains without a teacher.
         teacher: None, a model, several models, a dict of models by the names of their sources, or
             a teacher known by its k likeliest tokens.
 
     Returns:
         Teachers that run, possibly none, or one whose rows are read.
-
-    Raises:
-        GrowthError: only one of the two is given, or they do not fit together.
     """
     if (inheritance is None) != (teacher is None):
         given, missing = (
@@ -217,16 +172,7 @@ def choose_teachers(
 
 
 def check_objectives(teachers: Teachers | TopKTeacher, model: Any, causal: bool) -> None:
-    """Check that the teachers predict the same tokens as the model in training.
-
-    Args:
-        teachers: from `choose_teachers`.
-        model: in training.
-        causal: whether it predicts the next token.
-
-    Raises:
-        GrowthError: a teacher has another objective, or begins a decoder's text with another token.
-    """
+    """Check that the teachers predict the same tokens as the model in training."""
     decoder = is_two_stacks(model)
     check("training", side=None, two_stacks=decoder, cached=isinstance(teachers, TopKTeacher))
     for one in teachers.models:
@@ -267,9 +213,6 @@ def check_switches() -> None:
     """Refuse environment variables that tell accelerate to shard the model.
 
     `TrainingArguments` follow them too, so call this before those are made.
-
-    Raises:
-        GrowthError: a variable is set.
     """
     for name in _SWITCHES:
         value = os.environ.get(name) or "false"
@@ -288,75 +231,58 @@ def check_switches() -> None:
 
 
 def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
-    """Refuse arguments under which training would hang, crash or compute a wrong loss.
-
-    Args:
-        args: of the trainer.
-        options: the other keyword arguments of `transformers.Trainer`.
-
-    Raises:
-        GrowthError: for the first argument that cannot be used, with a way out.
-    """
+    """Refuse arguments under which training would hang, crash or compute a wrong loss."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     check_switches()
-    refusals = {
-        "torch_compile=True is not supported: it compiles one graph per depth and fails on the "
-        "fused loss. Compile the blocks instead: `for block in stack: block.compile()` for each "
-        "stack of growkern.train.model.sub_model.layer_stacks(model)": (args.torch_compile),
-        "one process can use one device only: start one process per device with "
-        "torchrun --nproc_per_node=N": (args.n_gpu > 1),
-        f"leave fsdp and deepspeed unset: {_SHARDED}": bool(args.fsdp or args.deepspeed),
-        f"{started} processes were started, but each would train alone: on machines without an "
-        "accelerator set use_cpu=True": started > args.world_size,
-        "average_tokens_across_devices=False gives the labels of small batches more weight: set "
-        "it to True": args.world_size > 1 and not args.average_tokens_across_devices,
-        "ddp_find_unused_parameters=False would wait for ever for layers that do not run in stage "
-        "1: leave it unset": args.world_size > 1 and args.ddp_find_unused_parameters is False,
-        REENTRANT: (
-            args.gradient_checkpointing
-            and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-        ),
-    }
-    refusals[
-        "bf16_full_eval and fp16_full_eval round the weights in training to half precision: unset "
-        "them, and set precision='bf16' for a faster evaluation"
-    ] = bool(args.bf16_full_eval or args.fp16_full_eval)
-    refusals[
-        "model_init cannot be used, because the teacher and the FLOPs belong to one model: "
-        "pass model=model_init() instead"
-    ] = bool(options.get("model_init"))
-    refusals[
-        "accelerator_config even_batches=False gives some processes a batch more, for which the "
-        "others would wait for ever: leave it True. Rows that fill up the last batch do not count"
-    ] = args.world_size > 1 and not args.accelerator_config.even_batches
-    refusals[
-        f"train_sampling_strategy={args.train_sampling_strategy!r} draws another order in each "
-        'process and after a restart, so rows would be repeated and left out: use "random" or '
-        '"sequential"'
-    ] = args.train_sampling_strategy not in ("random", "sequential")
-    refusals[
-        "accelerator_config use_seedable_sampler=False draws another order after a restart, so "
-        "rows would be repeated and left out: leave it True"
-    ] = not args.accelerator_config.use_seedable_sampler
-    refusals["use_liger_kernel needs the package Liger: pip install liger-kernel"] = (
-        args.use_liger_kernel and not is_liger_kernel_available()
-    )
-    for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
-        refusals[
+    several, checkpointing = args.world_size > 1, args.gradient_checkpointing_kwargs or {}
+    logits = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+    refuse_first(
+        {
+            "torch_compile=True is not supported: it compiles one graph per depth and fails on the "
+            "fused loss. Compile the blocks instead: `for block in stack: block.compile()` for "
+            "each stack of growkern.train.model.sub_model.layer_stacks(model)": args.torch_compile,
+            "one process can use one device only: start one process per device with "
+            "torchrun --nproc_per_node=N": args.n_gpu > 1,
+            f"leave fsdp and deepspeed unset: {_SHARDED}": args.fsdp or args.deepspeed,
+            f"{started} processes were started, but each would train alone: on machines without an "
+            "accelerator set use_cpu=True": started > args.world_size,
+            "average_tokens_across_devices=False gives the labels of small batches more weight: "
+            "set it to True": several and not args.average_tokens_across_devices,
+            "ddp_find_unused_parameters=False would wait for ever for layers that do not run in "
+            "stage 1: leave it unset": several and args.ddp_find_unused_parameters is False,
+            REENTRANT: args.gradient_checkpointing and checkpointing.get("use_reentrant"),
+            "bf16_full_eval and fp16_full_eval round the weights in training to half precision: "
+            "unset them, and set precision='bf16' for a faster evaluation": (
+                args.bf16_full_eval or args.fp16_full_eval
+            ),
+            "model_init cannot be used, because the teacher and the FLOPs belong to one model: "
+            "pass model=model_init() instead": options.get("model_init"),
+            "accelerator_config even_batches=False gives some processes a batch more, for which "
+            "the others would wait for ever: leave it True. Rows that fill up the last batch do "
+            "not count": several and not args.accelerator_config.even_batches,
+            f"train_sampling_strategy={args.train_sampling_strategy!r} draws another order in each "
+            'process and after a restart, so rows would be repeated and left out: use "random" or '
+            '"sequential"': args.train_sampling_strategy not in ("random", "sequential"),
+            "accelerator_config use_seedable_sampler=False draws another order after a restart, so "
+            "rows would be repeated and left out: leave it True": (
+                not args.accelerator_config.use_seedable_sampler
+            ),
+            "use_liger_kernel needs the package Liger: pip install liger-kernel": (
+                args.use_liger_kernel and not is_liger_kernel_available()
+            ),
+        }
+        | {
             f"{name} cannot be used: the loss is fused with the output projection, so there are no "
-            "logits. Give it to a plain transformers.Trainer, with the trained model"
-        ] = options.get(name) is not None
-    for message, refused in refusals.items():
-        if refused:
-            raise GrowthError(message)
+            "logits. Give it to a plain transformers.Trainer, with the trained model": (
+                options.get(name) is not None
+            )
+            for name in logits
+        }
+    )
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse what accelerate was told by other ways than the arguments of the trainer.
-
-    Raises:
-        GrowthError: it would shard or compile the model, or train in float8.
-    """
+    """Refuse what accelerate was told by other ways than the arguments of the trainer."""
     if accelerator.distributed_type in (
         DistributedType.FSDP,
         DistributedType.DEEPSPEED,

@@ -44,6 +44,7 @@ from growkern.train.growth import (
 from growkern.train.model.sub_model import Part
 from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
 from growkern.train.optimizer import ADAMW
+from growkern.train.rules import refuse_first
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.saving import Saver
 
@@ -74,19 +75,10 @@ class Former(NamedTuple):
 class GrowthInRun:
     """The growths of a run, and how far the model in memory has grown.
 
-    Args:
-        steps: the growths, in their order.
-        model: that the run begins with.
-        options: the other keyword arguments of the trainer.
-
     Attributes:
-        steps: the growths.
         grown: how many of them the model in memory has behind it.
         source: the checkpoint of the smaller model from which the model in memory was just grown.
         ends_here: whether this part of the run ends because the model will grow.
-
-    Raises:
-        GrowthError: an argument cannot be used together with growth.
     """
 
     def __init__(
@@ -108,11 +100,7 @@ class GrowthInRun:
         """Plan every growth against the model that the run has until then.
 
         Args:
-            model: in training, with the dtype of its weights in training.
             check: as in `sizes_of_run`.
-
-        Raises:
-            GrowthError: one of them cannot be done.
         """
         if not self.steps:
             return
@@ -147,7 +135,7 @@ class GrowthInRun:
         size = self._sizes[grown]
         model = unfilled_model(self._class_name, size, old.distribution, old.dtype, old.mesh)
         self.grown = grown
-        return _like(old, model)
+        return model
 
     def grow(self, checkpoint: Path, old: Former) -> Any:
         """The next larger model, grown from a checkpoint of the smaller one."""
@@ -155,14 +143,10 @@ class GrowthInRun:
         planned = self._sizes[self.grown + 1].plan
         model = grown_model(source, step, old.distribution, old.dtype, old.mesh, planned)
         self.grown, self.source = self.grown + 1, checkpoint
-        return _like(old, model)
+        return model
 
     def checkpoint(self, run: Path, step: int, saver: Saver) -> Path:
-        """The checkpoint of the smaller model that the last part of the run has saved.
-
-        Raises:
-            GrowthError: it could not be saved.
-        """
+        """The checkpoint of the smaller model that the last part of the run has saved."""
         checkpoint = run / f"checkpoint-{step}"
         if not (checkpoint / MANIFEST).is_file():
             raise GrowthError(
@@ -190,15 +174,7 @@ class GrowthInRun:
         return new_part(step, self.steps[self.grown - 1], self._sizes[self.grown])
 
     def rewarm(self, scheduler: Any, name: Any) -> None:
-        """Let the learning rate rise again after each growth that asks for it.
-
-        Args:
-            scheduler: new, from `Trainer.create_scheduler`.
-            name: of the schedule.
-
-        Raises:
-            GrowthError: the schedule does not depend on the step alone.
-        """
+        """Let the learning rate rise again after each growth that asks for it."""
         if not any(one.rewarm_steps for one in self.steps):
             return
         if not isinstance(scheduler, LambdaLR):
@@ -215,9 +191,6 @@ def complete_directory(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write what belongs beside the weights of a model, beyond what transformers writes.
 
     That is a complete config, the record of growths, and for a generator a tokenizer of its own.
-
-    Args:
-        tokenizer: None without one.
     """
     known = getattr(model, "growth_plan", None)
     complete_config(directory, known and known.source, getattr(model, "config", None))
@@ -228,20 +201,10 @@ def complete_directory(model: Any, tokenizer: Any, directory: Path) -> None:
         keep_lineage(history_of(model), directory)
 
 
-def _like(old: Former, model: Any) -> Any:
-    if old.generation is not None:
-        model.generation_config = old.generation
-    return model
-
-
 def _check(
     growth: Sequence[GrowthStep], model: Any, args: TrainingArguments, options: dict[str, Any]
 ) -> None:
-    """Refuse growths, and arguments under which the model cannot be replaced.
-
-    Raises:
-        GrowthError: for the first one that cannot be used, with a way out.
-    """
+    """Refuse growths, and arguments under which the model cannot be replaced."""
     steps = args.max_steps
     if steps <= 0:
         raise GrowthError("growth inside a run needs the number of steps: give max_steps")
@@ -251,31 +214,29 @@ def _check(
             "a growth at step 0 is not one inside a run: grow the model with growkern.grow first, "
             "or use a run file"
         )
-    optimizers = options.get("optimizers")
     frozen = next((name for name, p in model.named_parameters() if not p.requires_grad), None)
-    refusals = {
-        f"{frozen} is frozen, and all parameters of the larger model train: leave it trainable, or "
-        "grow the model between two trainings": frozen is not None,
-        "model_init makes models of one size: pass the model": options.get("model_init"),
-        "the optimizer that was passed holds the small model's parameters: set args.optim": (
-            optimizers is not None and any(one is not None for one in optimizers)
-        ),
-        "load_best_model_at_end may find a checkpoint of another size: leave it out": (
-            args.load_best_model_at_end
-        ),
-        'growth continues from a checkpoint: set save_strategy to "steps"': (
-            args.save_strategy == "no"
-        ),
-        "growth continues from the optimizer's state: leave out save_only_model": (
-            args.save_only_model
-        ),
-        "the model was sharded by fully_shard, and the larger model must be sharded alike: use "
-        "growkern.shard": is_sharded(model) and not hasattr(model, "distributed_options"),
-        f"the state of {OptimizerNames(args.optim).value} cannot be grown: set moments to "
-        '"reset" in all growths': (
-            args.optim not in ADAMW and any(one.grows_moments for one in growth)
-        ),
-    }
-    for refusal, applies in refusals.items():
-        if applies:
-            raise GrowthError(refusal)
+    refuse_first(
+        {
+            f"{frozen} is frozen, and all parameters of the larger model train: leave it "
+            "trainable, or grow the model between two trainings": frozen,
+            "model_init makes models of one size: pass the model": options.get("model_init"),
+            "the optimizer that was passed holds the small model's parameters: set args.optim": (
+                any(one is not None for one in options.get("optimizers") or ())
+            ),
+            "load_best_model_at_end may find a checkpoint of another size: leave it out": (
+                args.load_best_model_at_end
+            ),
+            'growth continues from a checkpoint: set save_strategy to "steps"': (
+                args.save_strategy == "no"
+            ),
+            "growth continues from the optimizer's state: leave out save_only_model": (
+                args.save_only_model
+            ),
+            "the model was sharded by fully_shard, and the larger model must be sharded alike: use "
+            "growkern.shard": is_sharded(model) and not hasattr(model, "distributed_options"),
+            f"the state of {OptimizerNames(args.optim).value} cannot be grown: set moments to "
+            '"reset" in all growths': (
+                args.optim not in ADAMW and any(one.grows_moments for one in growth)
+            ),
+        }
+    )

@@ -12,11 +12,7 @@ from growkern.ops.loss.rows.inputs import LossParts
 
 
 class Meter:
-    """Adds up values on the device and reads them back once per log line.
-
-    Args:
-        add_up: sums a tensor over all processes.
-    """
+    """Adds up values on the device and reads them back once per log line."""
 
     def __init__(self, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         self._add_up = add_up
@@ -31,7 +27,6 @@ class Meter:
         """Add a value to a mean.
 
         Args:
-            name: of the mean in the log line.
             value: itself a mean.
             weight: the number of rows or steps that `value` is the mean of.
         """
@@ -39,13 +34,7 @@ class Meter:
         self._weights[name] += weight
 
     def add_parts(self, parts: LossParts, labelled_rows: Tensor, kl_rows: Tensor) -> None:
-        """Add the parts of the loss of one batch.
-
-        Args:
-            parts: from the loss.
-            labelled_rows: number of rows with a label.
-            kl_rows: number of rows with a KL term.
-        """
+        """Add the parts of the loss of one batch."""
         self.add("mlm", parts.mlm, labelled_rows)
         if parts.kl is not None and parts.top1_agreement is not None:
             self.add("kl", parts.kl, kl_rows)

@@ -116,11 +116,7 @@ class Objective:
         self.flops = FlopCounter(None, costs, model.main_input_name, decoder=self.decoder)
 
     def take_model(self, model: Any) -> None:
-        """Look at the model that will be trained from now on.
-
-        Raises:
-            GrowthError: it cannot be trained this way.
-        """
+        """Look at the model that will be trained from now on."""
         check_model(model, self.causal)
         check_head(model)
         self._softcap = softcap_of(model)
@@ -139,11 +135,7 @@ class Objective:
     # ------------------------------------------------------------------- loss
 
     def plan(self, step: int, two_stage: TwoStageConfig | None, growths: GrowthInRun) -> Plan:
-        """The part that trains, and the KL share, in a step.
-
-        Args:
-            two_stage: None when there is no stage 1.
-        """
+        """The part that trains, and the KL share, in a step."""
         part = two_stage.part(step, self.layers) if two_stage else None
         alpha = self.inheritance.rate_at(step) if self.inheritance else 0.0
         return Plan(part or growths.part(step), alpha)

@@ -28,7 +28,6 @@ def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any],
     """Train through all growths to the end of the run.
 
     Args:
-        checkpoint: to begin with; None is the start.
         train: trains from a checkpoint until the model grows or the run ends.
     """
     trainer.saver.hint = trainer.resume_hint
@@ -88,7 +87,10 @@ def replace_model(trainer: Any, make: Callable[[Former], Any]) -> None:
     Args:
         make: makes the model, when the one before is gone from memory.
     """
-    model = make(forget_model(trainer))
+    old = forget_model(trainer)
+    model = make(old)
+    if old.generation is not None:
+        model.generation_config = old.generation
     model.config.use_cache = trainer.args.use_cache
     if trainer.shards.sharded:
         prime(model)
@@ -120,12 +122,6 @@ def collating(trainer: Any, collator: Any, dataset: Any) -> Iterator[None]:
         trainer.data_collator = own
 
 
-def evaluation_data(trainer: Any, dataset: Any) -> Any:
-    """A data set that Trainer evaluates: the one that is given, the trainer's, or a named one."""
-    dataset = trainer.eval_dataset if dataset is None else dataset
-    return trainer.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-
-
 def write_checkpoint(trainer: Any, directory: Path) -> None:
     """Write everything but the state of the trainer, which is completed here."""
     shards, name, is_first = trainer.shards, str(directory), trainer.args.should_save
@@ -155,11 +151,7 @@ def store_flops(trainer: Any) -> None:
 
 
 def complete_line(trainer: Any, logs: dict[str, float]) -> None:
-    """Put the FLOPs so far and the numbers of the collaborators into a log line.
-
-    Args:
-        logs: the line, changed in place.
-    """
+    """Put the FLOPs so far and the numbers of the collaborators into a log line."""
     store_flops(trainer)
     logs["flops"] = trainer.state.total_flos
     if "loss" in logs:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -20,8 +20,8 @@ from transformers import TrainingArguments
 from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.distributed.shards import Shards
-from growkern.train.growth import GrowthStep, check_new_layers
-from growkern.train.loop.callbacks import LoopCallback, WorkCallback, use_own_displays
+from growkern.train.growth import GrowthStep
+from growkern.train.loop.callbacks import LoopCallback, use_own_displays
 from growkern.train.loop.checks import (
     check_accelerator,
     check_arguments,
@@ -45,6 +45,7 @@ from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerMaker, OptimizerOptions
+from growkern.train.rules import check
 from growkern.train.safety.checkpoints import behind_link
 from growkern.train.safety.saving import Saver, Stops
 from growkern.train.safety.steps import StepOptions, StepWatch
@@ -72,39 +73,14 @@ class Settings:
     steps: StepOptions
 
 
-class Early(NamedTuple):
-    """The collaborators that are made before Trainer is."""
-
-    objective: Objective
-    optimizers: OptimizerMaker
-    growths: GrowthInRun
-    shards: Shards
-    precision: str
-
-
-class Late(NamedTuple):
-    """The collaborators that need the accelerator of Trainer."""
-
-    batches: Batches
-    labelled: LabelledSteps
-    meter: Meter
-    stops: Stops
-    saver: Saver
-    steps: StepWatch
-
-
 def prepare(
     settings: Settings, model: Any, args: TrainingArguments, options: dict[str, Any]
-) -> Early:
-    """Check everything that can be checked before Trainer is made.
+) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards, str]:
+    """Check everything that can be checked before Trainer is made, and make what it needs.
 
     Args:
         model: in training. Its weights may get another dtype.
         args: of the trainer; changed where a run needs it.
-        options: the other keyword arguments of `transformers.Trainer`.
-
-    Raises:
-        GrowthError: models, teachers or arguments that cannot be trained this way.
     """
     check_kinds(model, **vars(settings))
     check_arguments(args, options)
@@ -133,7 +109,7 @@ def prepare(
     teachers.freeze(model, args.device)
     growths = GrowthInRun(growth, model, args, options)
     precision = set_precision(model, args, settings.precision)
-    return Early(objective, optimizers, growths, Shards(model, teachers.models), precision)
+    return objective, optimizers, growths, Shards(model, teachers.models), precision
 
 
 def take_model(
@@ -142,49 +118,36 @@ def take_model(
     two_stage: TwoStageConfig | None,
     model: Any,
 ) -> None:
-    """Look at the model that will be trained from now on.
-
-    Args:
-        model: of another size than before, if there was one.
-
-    Raises:
-        GrowthError: it cannot be trained this way.
-    """
+    """Look at the model that will be trained from now on."""
     objective.take_model(model)
     check_block_size(two_stage, objective.layers)
     optimizers.take_model(model)
 
 
-def complete(trainer: Any, settings: Settings, early: Early) -> Late:
+def complete(
+    trainer: Any, settings: Settings
+) -> tuple[LabelledSteps, Meter, Stops, Saver, StepWatch]:
     """Make the other collaborators, and check what Trainer knows by now.
 
     Args:
-        trainer: with its accelerator, its data and its arguments. Its two stages are counted in
-            steps from now on, and it gets its callbacks.
-
-    Raises:
-        GrowthError: the data or the length of the run does not fit the settings.
+        trainer: with its accelerator and its data. Its two stages are counted in steps from now
+            on, and it gets its batches and its callbacks.
     """
-    accelerator, args, objective = trainer.accelerator, trainer.args, early.objective
+    accelerator, args, objective = trainer.accelerator, trainer.args, trainer.objective
     check_accelerator(accelerator)
-    early.growths.plan(trainer.model, objective.check_size)
+    trainer.growths.plan(trainer.model, objective.check_size)
     kind = {"causal": objective.causal, "decoder": objective.decoder}
     stops = Stops(accelerator)
     saver = Saver(args, accelerator, stops)
-    late = Late(
-        batches=Batches(accelerator, objective.loss.row_weights, **kind),
-        labelled=LabelledSteps(),
-        meter=Meter(partial(add_up, accelerator)),
-        stops=stops,
-        saver=saver,
-        steps=StepWatch(settings.steps, accelerator, stops, saver),
-    )
+    steps = StepWatch(settings.steps, accelerator, stops, saver)
+    meter = Meter(partial(add_up, accelerator))
     # the data loader of the run counts its rows
-    trainer.batches = late.batches
+    trainer.batches = Batches(accelerator, objective.loss.row_weights, **kind)
     trainer.two_stage = stages = stages_in_steps(settings.two_stage, trainer)
-    check_step_numbers(trainer, stages, settings.inheritance, early.optimizers.own.rewarm_steps)
-    check_new_layers(settings.growth, (stages and stages.stage1_steps) or 0)
-    own, check = trainer.data_collator, late.batches.check_labels
+    check_step_numbers(trainer, stages, settings.inheritance, trainer.optimizers.own.rewarm_steps)
+    for one in settings.growth:
+        check("growth in stage 1", growth=one, stage1_steps=(stages and stages.stage1_steps) or 0)
+    own, check_labels = trainer.data_collator, trainer.batches.check_labels
     if isinstance(objective.teachers, TeachersOfSources):
         if are_sent(trainer.train_dataset, accelerator):
             raise GrowthError(
@@ -193,25 +156,24 @@ def complete(trainer: Any, settings: Settings, early: Early) -> Late:
             )
         own = SourceCollator(own, objective.teachers.names)
     without = trainer._get_collator_with_removed_columns
-    check(trainer.train_dataset, without(own), trainer._train_batch_size, "training")
+    check_labels(trainer.train_dataset, without(own), trainer._train_batch_size, "training")
     data = trainer.eval_dataset
     for one in data.values() if isinstance(data, dict) else [data]:
         collator = without(evaluation_collator(own, one))
-        check(one, collator, args.eval_batch_size, "evaluation")
+        check_labels(one, collator, args.eval_batch_size, "evaluation")
     trainer.data_collator = objective.teachers.collator(own, trainer.train_dataset)
+    schedule = objective.inheritance
     trainer.add_callback(
-        LoopCallback(late.batches, late.meter, early.growths, objective.inheritance)
+        LoopCallback(trainer.batches, meter, trainer.growths, steps, saver, schedule)
     )
-    trainer.add_callback(WorkCallback(late.batches, early.growths, late.steps, saver))
     use_own_displays(trainer)
-    return late
+    return LabelledSteps(), meter, stops, saver, steps
 
 
 def set_arguments(args: TrainingArguments, *, in_parts: bool) -> None:
     """Set the arguments that a run needs, whatever they were.
 
     Args:
-        args: of the trainer; changed.
         in_parts: whether there are steps in which a part of the model trains.
     """
     if in_parts:
@@ -235,7 +197,6 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
     weights of norms are about 1 and would never change.
 
     Args:
-        model: the model in training.
         args: of the trainer; changed if `precision` asks for autocast.
         precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16", where
             weights and optimizer state are bfloat16 too; None follows `args.bf16` and
@@ -243,9 +204,6 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
 
     Returns:
         The precision that was chosen: one of the above, or "fp16".
-
-    Raises:
-        GrowthError: `precision` is unknown or contradicts the arguments.
     """
     of_args = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     where = f"the training arguments set {of_args}=True: give one of the two"

@@ -26,7 +26,7 @@ from growkern.train.growth import GrowthStep
 from growkern.train.loop import runs
 from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import Settings, complete, prepare
-from growkern.train.loss.batches import unchanged_random_state
+from growkern.train.loss.batches import Batches, unchanged_random_state
 from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import EvaluationSums, side_loss_of
@@ -92,6 +92,7 @@ class TwoStageTrainer(Trainer):
     label_names: list[str]
     optimizer: Any
     control: Any
+    batches: Batches
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
     resume_hint = RESUME_HINT
@@ -126,8 +127,9 @@ class TwoStageTrainer(Trainer):
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss),
             *(optimizer, optimizer_options, growth, precision, steps),
         )
-        early = prepare(settings, model, args, options)
-        self.objective, self.optimizers, self.growths, self.shards, self.precision = early
+        self.objective, self.optimizers, self.growths, self.shards, self.precision = prepare(
+            settings, model, args, options
+        )
         self.two_stage, self.inheritance = two_stage, inheritance
         self.loss, self.side = self.objective.loss, side_loss_of(model)
         super().__init__(model=model, args=args, **options)
@@ -138,8 +140,8 @@ class TwoStageTrainer(Trainer):
         columns = (self.loss.row_weights, SOURCE if isinstance(teacher, dict) else None)
         # so that they are not removed from the data
         self.label_names = [*self.label_names, *filter(None, columns)]
-        late = complete(self, settings, early)
-        self.batches, self.labelled, self.meter, self.stops, self.saver, self.steps = late
+        late = complete(self, settings)
+        self.labelled, self.meter, self.stops, self.saver, self.steps = late
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""
@@ -150,7 +152,8 @@ class TwoStageTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Trainer's, but a collator that draws masks draws the same at every evaluation."""
-        dataset = runs.evaluation_data(self, eval_dataset)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         with runs.collating(self, evaluation_collator(self.data_collator, dataset), dataset):
             return guard_workers(super().get_eval_dataloader(eval_dataset))
 

@@ -47,7 +47,6 @@ class ModelCost:
     many times, unused maps never.
 
     Args:
-        model: of transformers, with `dummy_inputs`.
         stacks: its stacks of layers, from `growkern.train.model.sub_model.find_stacks`.
         attention: implementation, as transformers calls it; None takes the one of the model.
     """
@@ -102,8 +101,6 @@ class ModelCost:
         """FLOPs of one forward pass of all layers without the output projection. (1)
 
         Args:
-            batch: rows.
-            length: tokens per row.
             pairs: pairs of tokens of the same sequence, if several are packed into a row; else
                 None.
             decoder_length: tokens per row of a decoder beside an encoder; None takes `length`.
@@ -129,8 +126,6 @@ class ModelCost:
         """FLOPs of one forward and backward pass without the output projection. (1), (2)
 
         Args:
-            batch: rows.
-            length: tokens per row.
             part: layers that run; the lower ones of these run forward only. None trains all.
             pairs, decoder_length: as in `forward`.
         """
@@ -365,12 +360,7 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
 
 
 def cost_of(model: Any, stacks: Sequence[nn.ModuleList]) -> ModelCost | PairCost:
-    """The FLOPs of a model in training, which may consist of a generator and a discriminator.
-
-    Args:
-        model: of transformers, with `dummy_inputs`.
-        stacks: as in `ModelCost`.
-    """
+    """The FLOPs of a model in training, which may consist of a generator and a discriminator."""
     if not (hasattr(model, "generator") and hasattr(model, "discriminator")):
         return ModelCost(model, stacks)
     costs = []

@@ -54,11 +54,7 @@ def _changes(model: Any) -> Changes:
 
 
 def common_softcap(softcaps: Iterable[float | None]) -> float | None:
-    """The softcap of several teachers, None without one.
-
-    Raises:
-        GrowthError: the teachers have different softcaps.
-    """
+    """The softcap of several teachers, None without one."""
     different = set(softcaps) or {None}
     if len(different) > 1:
         raise GrowthError(f"the teachers have different softcaps: {different}. They must be equal")
@@ -66,11 +62,7 @@ def common_softcap(softcaps: Iterable[float | None]) -> float | None:
 
 
 def softcap_of(model: Any) -> float | None:
-    """The c of the model's c * tanh(logits / c), for the loss's `softcap`.
-
-    Returns:
-        The softcap, or None if the model has none.
-    """
+    """The c of the model's c * tanh(logits / c), for the loss's `softcap`."""
     values = {name: value for _, name, value in _changes(model)}
     return values.get("final_logit_softcapping")
 
@@ -143,12 +135,7 @@ def take_logits(outputs: Any) -> Tensor:
 
 
 def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
-    """Run a model up to its output projection, without making logits.
-
-    Args:
-        model: a model that passed `check_head`.
-        inputs: keyword arguments of the model, without labels.
-    """
+    """Run a model up to its output projection, without making logits."""
     check_row_length("teacher", model, inputs)
     seen: list[HeadInputs] = []
 
@@ -165,12 +152,7 @@ def check_row_length(role: str, model: Any, inputs: dict[str, Any]) -> None:
     """Refuse rows that are longer than a model has positions for.
 
     Args:
-        role: of the model, for the message.
-        model: of transformers.
         inputs: of the model. Rows with positions of their own are left to the model.
-
-    Raises:
-        GrowthError: the rows are longer.
     """
     most = None if "position_ids" in inputs else positions_of(model.config)
     for name in ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds"):
@@ -184,11 +166,7 @@ def check_row_length(role: str, model: Any, inputs: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def teacher_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
-    """Like `head_inputs`, of a frozen model.
-
-    Raises:
-        GrowthError: the model was sharded so that its output projection is freed after the run.
-    """
+    """Like `head_inputs`, of a frozen model."""
     hidden, weight, bias = head_inputs(model, inputs)
     if weight.untyped_storage().size() == 0:
         raise GrowthError(
@@ -253,10 +231,6 @@ def check_head(model: Any) -> None:
     added. To test this, the head is replaced by one that returns a ramp of large numbers. With the
     small logits of a new model, other changes would not be visible. The model runs on its own tiny
     dummy inputs, without dropout and without gradients.
-
-    Raises:
-        GrowthError: the model has no linear output projection, or changes its logits in another
-            way.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -296,9 +270,6 @@ def check_causal(model: Any) -> None:
 
     An encoder that was loaded in its ...LMHeadModel class with is_decoder=False sees them. It would
     learn to copy the labels.
-
-    Raises:
-        GrowthError: the first token sees later ones.
     """
     inputs = {name: x.to(model.device) for name, x in _tokens_to_try(model).items()}
     try:
@@ -367,7 +338,6 @@ def align_labels(x_BS: Tensor, *, causal: bool, filler: float = IGNORE_INDEX) ->
 
     Args:
         x_BS: (B, S), labels or their weights.
-        causal: whether the model predicts the next token.
         filler: of the last position of a causal model.
     """
     return _shift(x_BS, filler) if causal else x_BS
@@ -378,7 +348,6 @@ def align_rows(mask_BS: Tensor, *, causal: bool) -> Tensor:
 
     Args:
         mask_BS: (B, S), nonzero where a token is real.
-        causal: whether the model predicts the next token.
 
     Returns:
         (B, S) bool; False at the last position of a causal model.

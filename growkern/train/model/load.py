@@ -65,10 +65,6 @@ class ModelSection:
 def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:
     """Load the model of a checkpoint directory in the class that its config names.
 
-    Args:
-        directory: of the checkpoint.
-        dtype: of the weights; None takes the one of the checkpoint.
-
     Raises:
         GrowthError: there is no checkpoint, its class is unknown to transformers, or its weights
             are damaged or not complete.
@@ -78,23 +74,14 @@ def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> An
 
 
 def load_tokenizer(directory: Path, config: Any = None) -> Any:
-    """Load the tokenizer of a directory. Code beside it is never run.
-
-    Args:
-        directory: that holds its files.
-        config: of the model beside it, if it was read already.
-
-    Raises:
-        GrowthError: a file is too large, no regular file, a link to somewhere else, or damaged. Or
-            there is no such directory, or it has no tokenizer files. transformers would make an
-            empty tokenizer, to which every word is unknown.
-    """
+    """Load the tokenizer of a directory. Code beside it is never run."""
     directory = Path(directory)
     if not directory.is_dir():
         raise GrowthError(
             f"{directory} is not a directory: give one that exists, or download a model from the "
             "Hub first: hf download ORGANISATION/NAME --local-dir DIRECTORY"
         )
+    # transformers would make an empty tokenizer, to which every word is unknown
     lacks = GrowthError(
         f"{directory} has no tokenizer files: copy those of the model's tokenizer into it, or name "
         "another directory of a tokenizer"
@@ -129,11 +116,7 @@ def _check_tokenizer_files(directory: Path) -> None:
 
 
 def _read_tokenizer(directory: Path, **how: Any) -> Any:
-    """The tokenizer of transformers.
-
-    Raises:
-        GrowthError: transformers cannot read it.
-    """
+    """The tokenizer of transformers."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, **how
@@ -162,12 +145,7 @@ TOKENIZER_FILES = (
 
 
 def check_directory(directory: Path) -> None:
-    """Check that a directory holds a checkpoint.
-
-    Raises:
-        GrowthError: it is no directory or has no config.json, or it has adapters, which would be
-            left out.
-    """
+    """Check that a directory holds a checkpoint."""
     refuse_adapter_directory(directory)
     if not directory.is_dir():
         raise GrowthError(
@@ -179,17 +157,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_fits(directory: Path, tokenizer: Any, length: int, config: Any = None) -> None:
-    """Check that a model has embeddings for all positions of a block and all tokens.
-
-    Args:
-        directory: checkpoint of the model.
-        tokenizer: makes the ids that the model will read.
-        length: tokens per block.
-        config: of the model, if it was read already.
-
-    Raises:
-        GrowthError: the blocks are too long or the tokenizer is too large.
-    """
+    """Check that a model has embeddings for all positions of a block and all tokens."""
     config = config or read_config(directory, any_family=True)
     positions, config = positions_of(config), config.get_text_config()
     sizes = {"ids": len(tokenizer), "vocabulary": config.vocab_size}
@@ -207,11 +175,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a model predicts the next token (True) or masked tokens (False).
-
-    Raises:
-        GrowthError: the model is neither a causal nor a masked language model.
-    """
+    """Whether a model predicts the next token (True) or masked tokens (False)."""
     names = {cls.__name__ for cls in type(model).__mro__}
     causal = bool(names & CAUSAL)
     masked = bool(names & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(), *PRETRAINING})

@@ -41,11 +41,7 @@ def is_linear(head: Any) -> bool:
 
 
 def why_not_linear(head: Any) -> str:
-    """What keeps a head from being one matrix, and what to use, as the end of a message.
-
-    Args:
-        head: the output projection of a model, or None, that did not pass `is_linear`.
-    """
+    """What keeps a head from being one matrix, and what to use, as the end of a message."""
     kind, weight = "none" if head is None else type(head).__name__, getattr(head, "weight", None)
     # the quantised layers of PyTorch have a method of this name, others packed integers
     is_packed = isinstance(weight, Tensor) and not weight.is_floating_point()
@@ -65,13 +61,6 @@ def projected(head: Any, hidden: Tensor) -> HeadInputs:
 
     An adapter adds s B A h. That is a second product: its hidden states s A h and its weight B join
     h and W, side by side.
-
-    Args:
-        head: a linear module, perhaps with LoRA adapters, that passed `is_linear`.
-        hidden: (..., H).
-
-    Raises:
-        GrowthError: an adapter of another kind than LoRA, such as DoRA.
     """
     head = _in_use(head)
     linear = getattr(head, "base_layer", head)

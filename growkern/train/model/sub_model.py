@@ -125,11 +125,7 @@ def text_model(model: Any) -> Any:
 
 
 def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
-    """The stacks of transformer blocks of a model's text, in the order of its modules.
-
-    Raises:
-        GrowthError: there is none, because layers share weights or are not in a list.
-    """
+    """The stacks of transformer blocks of a model's text, in the order of its modules."""
     stacks = find_stacks(text_model(model))
     if not stacks:
         raise GrowthError(
@@ -161,13 +157,6 @@ def sub_model(stacks: Sequence[nn.ModuleList], part: Part) -> Iterator[None]:
     """While active, only the bottom layers of a model run, and only the top ones of these train.
 
     Afterwards the model is as it was before, also after an exception.
-
-    Args:
-        stacks: from `layer_stacks`.
-        part: that runs and trains.
-
-    Raises:
-        GrowthError: no layer runs, or none trains.
     """
     layers = [list(stack._modules.values()) for stack in stacks]
     of_stacks = part.of(layers)

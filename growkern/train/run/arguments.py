@@ -78,15 +78,7 @@ PACKAGES = {
 def training_arguments(
     run: Run, output: Path, reports: Sequence[str], *, progress: bool
 ) -> TrainingArguments:
-    """The arguments of the trainer.
-
-    Args:
-        output: directory of the run.
-        reports: from `reports_of`.
-
-    Raises:
-        GrowthError: [trainer] or the batch size cannot be used.
-    """
+    """The arguments of the trainer."""
     training = run.training
     evaluate = bool(run.data.validation or run.data.validation_split)
     known: dict[str, Any] = {
@@ -160,15 +152,7 @@ def _check_steps(args: TrainingArguments) -> None:
 
 
 def check_best_metric(trainer: Trainer, side: str | None) -> None:
-    """Check that evaluations give the number by which a trainer chooses its best model.
-
-    Args:
-        trainer: with its evaluation data.
-        side: name of the second loss of an evaluation; None: there is none.
-
-    Raises:
-        GrowthError: they do not.
-    """
+    """Check that evaluations give the number by which a trainer chooses its best model."""
     chosen, sets = trainer.args.metric_for_best_model, trainer.eval_dataset
     if chosen is None or sets is None:
         return
@@ -183,11 +167,7 @@ def check_best_metric(trainer: Trainer, side: str | None) -> None:
 
 
 def batch_of_a_process(run: Run) -> int:
-    """The rows of a micro-batch that each process of torchrun gets.
-
-    Raises:
-        GrowthError: the batch cannot be divided among the processes.
-    """
+    """The rows of a micro-batch that each process of torchrun gets."""
     batch, processes = run.training.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
     if batch % processes:
         raise GrowthError(
@@ -200,14 +180,7 @@ def batch_of_a_process(run: Run) -> int:
 
 
 def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the keys and values of [trainer].
-
-    Args:
-        table: arguments of `TrainingArguments` by their names.
-
-    Raises:
-        GrowthError: a key is unknown or belongs to growkern, or a value has a wrong type.
-    """
+    """Check the keys and values of [trainer]."""
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     kinds = typing.get_type_hints(TrainingArguments)
     for name, value in table.items():
@@ -287,11 +260,7 @@ def _described(kind: Any) -> str:
 
 
 def reports_of(output: OutputSection) -> tuple[str, ...]:
-    """The integrations that a run reports to.
-
-    Raises:
-        GrowthError: one is unknown or not installed.
-    """
+    """The integrations that a run reports to."""
     names = output.reports
     if names == ("none",):
         return ()

@@ -62,11 +62,7 @@ MOST_CHANGES, MOST_CHARACTERS = 6, 60
 
 
 def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]]) -> None:
-    """Check that the output can be a directory and holds no input, which overwriting would delete.
-
-    Raises:
-        GrowthError: it is a file, or an input lies in it.
-    """
+    """Check that the output can be a directory and holds no input: overwriting would delete it."""
     if output.exists() and not output.is_dir():
         raise GrowthError(f"output.directory {output} is a file: choose another name")
     inputs = [*models, *(file for files in texts.values() for file in files)]
@@ -79,11 +75,7 @@ def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]])
 
 
 def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the output directory holds this run (True) or may be made new (False).
-
-    Raises:
-        GrowthError: it holds something else.
-    """
+    """Whether the output directory holds this run (True) or may be made new (False)."""
     # a process that was killed at its start leaves no more than these
     begun = (LOCK_FILE, PARTIAL.format(name=MARKER))
     names = [path.name for path in output.iterdir()] if output.is_dir() else []
@@ -117,11 +109,7 @@ def _how_to_train_longer(before: dict[str, Any], run: dict[str, Any]) -> str:
 
 
 def begin(output: Path, identity: dict[str, Any]) -> None:
-    """Empty the output directory and mark it as that of this run.
-
-    Raises:
-        GrowthError: it holds something else by now.
-    """
+    """Empty the output directory and mark it as that of this run."""
     is_ours(output, identity, overwrite=True)
     output.mkdir(parents=True, exist_ok=True)
     for path in output.glob(PARTIAL.format(name=MARKER)):
@@ -166,11 +154,7 @@ def _why_kept(output: Path) -> str | None:
 
 
 def is_finished(output: Path) -> bool:
-    """Whether the output directory holds the trained model, with every file as it was written.
-
-    Raises:
-        GrowthError: the model is damaged, and no checkpoint is left to make it from.
-    """
+    """Whether the output directory holds the trained model, with every file as it was written."""
     wrong = damage(output)
     if wrong is None:
         return True
@@ -190,11 +174,7 @@ def is_finished(output: Path) -> bool:
 
 
 def has_steps_left(output: Path, training: TrainingSection) -> bool:
-    """Whether the file of a run asks for more steps than its directory has.
-
-    Raises:
-        GrowthError: it asks for fewer.
-    """
+    """Whether the file of a run asks for more steps than its directory has."""
     newest = last_checkpoint(output)
     if newest is None or not may_grow_longer(training):
         return False
@@ -208,11 +188,7 @@ def has_steps_left(output: Path, training: TrainingSection) -> bool:
 
 
 def _marked(output: Path) -> dict[str, Any]:
-    """The identity in the marker of a run.
-
-    Raises:
-        GrowthError: there is none, or it is damaged or another program's.
-    """
+    """The identity in the marker of a run."""
     marker = output / MARKER
     if not marker.is_file():
         raise GrowthError(
@@ -233,13 +209,9 @@ def identity_of(
     """The identity of a run; two runs are the same if these are equal.
 
     Args:
-        run: the settings.
         texts: the local files of the data, by its use ("train", "validation").
         paths: what else the run reads, such as checkpoints, a tokenizer or a teacher cache, by
             the names in the run file.
-
-    Returns:
-        Values for JSON: the settings, and a fingerprint of each input by its name.
     """
     values = dataclasses.asdict(run)
     del values["output"]
@@ -277,12 +249,7 @@ def _of_path(path: Path) -> str:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """How an identity differs from an earlier one, as a phrase.
-
-    Args:
-        old: as read from a file: two tables of anything.
-        new: of the run that is about to start.
-    """
+    """How an identity differs from an earlier one, as a phrase."""
     found = []
     for section, after in new["run"].items():
         before = old["run"].get(section)

@@ -170,11 +170,7 @@ class OutputSection:
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a training run, one field per section of the file.
-
-    Raises:
-        GrowthError: the sections contradict each other.
-    """
+    """The settings of a training run, one field per section of the file."""
 
     model: ModelSection
     data: DataSection

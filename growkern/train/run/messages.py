@@ -33,11 +33,7 @@ PRECISIONS = {
 
 
 def resume_command(file: Path) -> str:
-    """The command that starts a run again.
-
-    Args:
-        file: the run file.
-    """
+    """The command that starts a run again."""
     command = f"growkern train {shlex.quote(str(file))}"
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes == 1:
@@ -122,14 +118,7 @@ def _labelled_share(data: DataSection) -> tuple[float, int | None]:
 def header(
     run: ResolvedRun, trainer: TwoStageTrainer, checkpoint: Path | None, command: str
 ) -> dict[str, str]:
-    """The lines that describe a run before its first step.
-
-    Args:
-        run: whose settings were checked.
-        trainer: of the run.
-        checkpoint: from which it resumes, if there is one.
-        command: that resumes it.
-    """
+    """The lines that describe a run before its first step."""
     settings, training, data = run.settings, run.settings.training, run.data
     sequences = training.batch_size * training.accumulation
     objective: str = data.objective
@@ -162,12 +151,7 @@ def header(
 
 
 def end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
-    """Where the model is, and what to do next.
-
-    Args:
-        output: directory of the run.
-        trainer: of the run.
-    """
+    """Where the model is, and what to do next."""
     step = trainer.state.global_step
     lines = {
         "finished": f"{step} steps, {last_losses(trainer.state.log_history, step)}",

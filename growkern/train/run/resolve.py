@@ -46,11 +46,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, directory: Path) -> Checkpoint:
-        """Open a directory.
-
-        Raises:
-            GrowthError: it holds no checkpoint, or a damaged one.
-        """
+        """Open a directory."""
         check_directory(directory)
         config = read_config(directory, any_family=True)
         scale_block(config, str(directory), dequantize=True)
@@ -104,11 +100,7 @@ class ResolvedRun:
 
 
 def locate(base: Path, name: str, revision: str | None = None) -> Path:
-    """The directory of a model: in the folder of the run file, or else downloaded from the Hub.
-
-    Raises:
-        GrowthError: the Hub cannot be reached, or a path has a revision.
-    """
+    """The directory of a model: in the folder of the run file, or else downloaded from the Hub."""
     place = base / name
     if place.exists():
         # refuses a revision
@@ -123,9 +115,6 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     Args:
         run: the settings.
         base: folder that the paths in `run` are relative to.
-
-    Raises:
-        GrowthError: something is missing or damaged, or settings do not go together.
     """
     batch_of_a_process(run)
     if run.distributed is not None:
@@ -176,11 +165,7 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
 
 
 def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Objective:
-    """The objective of a run.
-
-    Raises:
-        GrowthError: the model cannot be trained with it, or other settings do not fit it.
-    """
+    """The objective of a run."""
     objective = choose(
         run.data.objective,
         class_of(model.directory, model.config),
@@ -209,11 +194,7 @@ def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Obj
 
 
 def _words_of(teacher: Checkpoint) -> Any:
-    """The tokenizer of a teacher.
-
-    Raises:
-        GrowthError: it has none.
-    """
+    """The tokenizer of a teacher."""
     if not has_tokenizer(teacher.directory):
         raise GrowthError(
             f"the teacher {teacher.directory} has no tokenizer files, so its tokens cannot be "
@@ -223,11 +204,7 @@ def _words_of(teacher: Checkpoint) -> Any:
 
 
 def _check_words(generator: Checkpoint, tokenizer: Any) -> None:
-    """Check that a generator reads the tokens of the run.
-
-    Raises:
-        GrowthError: it has another tokenizer.
-    """
+    """Check that a generator reads the tokens of the run."""
     if not has_tokenizer(generator.directory):
         return
     own = load_tokenizer(generator.directory, generator.config)
@@ -239,14 +216,7 @@ def _check_words(generator: Checkpoint, tokenizer: Any) -> None:
 
 
 def _plan(run: Run, model: Checkpoint, base: Path) -> GrowthPlan | None:
-    """The growth at the start; all growths are planned against each other.
-
-    Args:
-        base: as in `resolve`.
-
-    Raises:
-        GrowthError: one of them cannot be done.
-    """
+    """The growth at the start; all growths are planned against each other."""
     if not run.growths or run.model.generator is not None:
         return None
     first = run.first_growth

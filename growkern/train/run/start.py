@@ -132,9 +132,6 @@ def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:
     Returns:
         The output of `transformers.Trainer`, or None when that checkpoint is the end of the run.
         The trainer then holds the weights and the log history that the run ended with.
-
-    Raises:
-        GrowthError: there are checkpoints, but all of them are damaged.
     """
     return _train_from(trainer, trainer.newest_whole_checkpoint())
 
@@ -156,12 +153,7 @@ def build_trainer(
     """Load the models and the data of a run and make its trainer.
 
     Args:
-        run: whose settings were checked.
-        progress: whether to show progress bars.
         first_start: False if a checkpoint will be loaded, so that nothing need be grown.
-
-    Raises:
-        GrowthError: the models, the data and the arguments do not fit together.
     """
     settings, training, tokenizer = run.settings, run.settings.training, run.tokenizer
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -220,11 +212,7 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     memory for its parts and loads them from its checkpoint.
 
     Args:
-        run: whose settings were checked.
         first_start: False if a checkpoint will be loaded, so that nothing need be grown.
-
-    Raises:
-        GrowthError: the model cannot be loaded, grown or sharded.
     """
     options = run.settings.distributed or DistributedOptions()
     if run.settings.is_sharded:

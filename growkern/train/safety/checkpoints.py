@@ -90,12 +90,6 @@ def newest_whole(directory: Path) -> Path | None:
     """The latest checkpoint whose files are all as they were written.
 
     Later ones that are damaged are renamed to `damaged-checkpoint-<step>`, with a warning.
-
-    Returns:
-        The checkpoint, or None if the directory has no checkpoints.
-
-    Raises:
-        GrowthError: there are checkpoints, but all of them are damaged.
     """
     wrong: dict[Path, str] = {}
     for checkpoint in checkpoints_in(directory):
@@ -157,7 +151,6 @@ def publish(staged: Path, target: Path) -> None:
     """Write the manifest of a staged checkpoint, sync it, and rename it to its place.
 
     Args:
-        staged: folder inside the staging folder, complete but for the manifest.
         target: a checkpoint that is there already is replaced.
 
     Raises:
@@ -173,9 +166,6 @@ def publish_into(staged: Path, directory: Path) -> None:
     """Write the manifest of a staged model, sync it, and move its files into a directory.
 
     The manifest moves last. Until then `damage(directory)` reports the directory as not whole.
-
-    Raises:
-        OSError: the disk is full or failed.
     """
     marker = directory / MARKER
     finish(staged, [marker] if marker.is_file() else [])
@@ -193,9 +183,6 @@ def finish(staged: Path, beside: Iterable[Path] = ()) -> None:
 
     Args:
         beside: files that the manifest covers too. They will lie beside those of the folder.
-
-    Raises:
-        OSError: the disk is full or failed.
     """
     write_manifest(staged, beside=beside)
     sync_tree(staged)
@@ -232,7 +219,6 @@ class Processes:
     """The processes that write together.
 
     Attributes:
-        first: whether this is the first of them.
         gather: takes an object of each process, and returns all of them on every process.
     """
 
@@ -262,11 +248,6 @@ def begin_together(
 ) -> tuple[Path, str | None]:
     """Open a staging folder and write to it. All processes take part.
 
-    Args:
-        processes: that write.
-        run: directory of the run.
-        write: writes to the staging folder; called by all processes.
-
     Returns:
         The staging folder; and None, or why a process could not write, the same for all. Nothing is
         left then.
@@ -283,12 +264,6 @@ def begin_together(
 
 def finish_together(processes: Processes, run: Path, write: Step, appear: Step) -> str | None:
     """Write the rest to the staging folder, then let its contents appear. All processes take part.
-
-    Args:
-        processes: that write.
-        run: directory of the run.
-        write: writes to the staging folder; called by all processes.
-        appear: moves the contents to their place; called by the first process.
 
     Returns:
         None, or why a process could not write, the same for all. Nothing is left then.
@@ -352,7 +327,6 @@ class BackgroundSave:
     A process that outlived a killed run would write into the next one's staging folder.
 
     Args:
-        target: the checkpoint.
         write: writes it; returns why the disk took no more, or None.
     """
 
@@ -382,14 +356,7 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def wait(self) -> str | None:
-        """Wait for the end of the write.
-
-        Returns:
-            None, or why the disk took no more.
-
-        Raises:
-            GrowthError: the write failed in another way.
-        """
+        """Wait for the end of the write."""
         self._thread.join()
         if self._error is not None:
             raise GrowthError(f"{self.target} was not saved: {self._error}") from self._error

@@ -40,16 +40,11 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
 
     Args:
         run: the output directory of a run, or one of its checkpoints.
-        target: the directory to be made.
         dtype: of the weights in the file, such as "bfloat16"; None keeps that of
             the checkpoint.
-        overwrite: replace a model directory at `target`.
 
     Returns:
         The checkpoint that was exported.
-
-    Raises:
-        GrowthError: no checkpoint is whole, the target exists, or the disk takes no more.
     """
     checkpoint = _newest(run)
     if dtype is not None and dtype not in DTYPES:

@@ -86,14 +86,7 @@ class Saver:
 
         Args:
             state: of the trainer; it is written too.
-            write: writes all else into a folder.
             shards: have parts that may be written in the background.
-
-        Returns:
-            The checkpoint, if it is there now.
-
-        Raises:
-            GrowthError: the weights are not finite, or the checkpoint of a signal was not saved.
         """
         step = state.global_step
         self.wait(step)
@@ -140,17 +133,7 @@ class Saver:
         )
 
     def wait(self, step: int) -> Path | None:
-        """Wait for the checkpoint that is written in the background, if there is one.
-
-        Args:
-            step: that was made last.
-
-        Returns:
-            The checkpoint, if it was saved.
-
-        Raises:
-            GrowthError: it could not be written, and not because the disk is full.
-        """
+        """Wait for the checkpoint that is written in the background, if there is one."""
         pending, self._pending = self._pending, None
         return None if pending is None else self._checked(pending.target, pending.wait(), step)
 
@@ -176,11 +159,7 @@ class Saver:
     def save_final(self, state: Any, write: Write) -> None:
         """Save the model of a run, and the state of the trainer beside it.
 
-        Args:
-            write: writes the model into a folder.
-
-        Raises:
-            GrowthError: the disk takes no more. The checkpoints are as they were.
+        If the disk takes no more, this raises, and the checkpoints are as they were.
         """
         run = Path(self._args.output_dir)
 
@@ -203,11 +182,7 @@ class Saver:
     # ------------------------------------------------------------------ reading
 
     def newest_whole(self) -> Path | None:
-        """The latest whole checkpoint of the run, the same for all processes.
-
-        Raises:
-            GrowthError: there are checkpoints, but all of them are damaged.
-        """
+        """The latest whole checkpoint of the run, the same for all processes."""
         answer: list[Any] = [None, None]
         if self._processes.first:
             directory = Path(self._args.output_dir)
@@ -223,14 +198,7 @@ class Saver:
         return answer[0]
 
     def chosen(self, checkpoint: str | Path | bool | None) -> Path | None:
-        """The checkpoint to resume from; None begins a run.
-
-        Args:
-            checkpoint: a directory, or True for the latest whole one of the run.
-
-        Raises:
-            GrowthError: it is damaged, or there is none.
-        """
+        """The checkpoint to resume from; None begins a run."""
         if checkpoint is True:
             newest = self.newest_whole()
             if newest is None:
@@ -339,14 +307,7 @@ class Stops:
             raise EvaluationStopped(pending)
 
     def end_run(self, step: int, run: Path, hint: str) -> NoReturn:
-        """End the run. All processes do, and one says so.
-
-        Args:
-            hint: how to resume.
-
-        Raises:
-            KeyboardInterrupt, Terminated: always.
-        """
+        """End the run. All processes do, and one says so."""
         if self._accelerator.is_main_process:
             name, saved = Signals(self.number).name, last_checkpoint(run)
             say(f"{name} after step {step}: saved in {saved}; to resume: {hint}", sys.stderr)
@@ -357,7 +318,6 @@ def misses_evaluation(args: Any, state: Any, sets: Any) -> bool:
     """Whether a signal has ended or prevented the evaluation of the current step.
 
     Args:
-        args: of the trainer.
         state: with the log history of the checkpoint that was loaded.
         sets: the data for evaluation, maybe several sets by their names.
     """

@@ -180,9 +180,6 @@ def guard_workers(loader: Any) -> Any:
 
     Args:
         loader: of PyTorch or of accelerate; changed in place. Its `worker_init_fn` runs as before.
-
-    Returns:
-        The loader.
     """
     # accelerate iterates over a loader inside its own
     inner = getattr(loader, "base_dataloader", loader)

@@ -50,9 +50,6 @@ class StepOptions:
             "skip" leaves out the optimizer step and counts it as `skipped_steps` in the log.
         save_minutes: a checkpoint is also saved when this time has passed since the last; 0 saves
             by the arguments alone.
-
-    Raises:
-        GrowthError: a value is not one of those above.
     """
 
     on_nonfinite: str = "stop"
@@ -68,10 +65,6 @@ class StepOptions:
 
 class StepWatch:
     """Looks at the steps of a run.
-
-    Args:
-        stops: knows of signals.
-        saver: knows of checkpoints.
 
     Attributes:
         report: of the last step, until it was acted on.
@@ -95,14 +88,7 @@ class StepWatch:
         self._loss = self._loss + loss
 
     def is_taken(self, norm: Any, step: int) -> bool:
-        """Whether the optimizer takes a step; all processes must ask, once per step.
-
-        Args:
-            norm: of the gradients.
-
-        Raises:
-            GrowthError: the step is not finite, and no such steps are skipped.
-        """
+        """Whether the optimizer takes a step; all processes must ask, once per step."""
         self.report = report = self._agree(norm)
         self._loss = 0.0
         if report.norm and not report.ranks:
