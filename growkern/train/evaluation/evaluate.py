@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -64,8 +64,7 @@ class EvaluationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; NaN becomes None."""
-        found = {**vars(self), "perplexity": self.perplexity}
-        return {k: None if isinstance(x, float) and math.isnan(x) else x for k, x in found.items()}
+        return without_nan({**vars(self), "perplexity": self.perplexity})
 
     def table(self) -> Any:
         """The report as a rich table."""
@@ -84,6 +83,11 @@ class EvaluationReport:
             add("perplexity", self.perplexity, [math.exp(min(x, 700.0)) for x in ends])
         table.add_row("labels", str(self.labels), "")
         return table
+
+
+def without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with None in place of NaN."""
+    return {k: None if isinstance(x, float) and math.isnan(x) else x for k, x in values.items()}
 
 
 class TextKeywords(TypedDict, total=False):
@@ -158,9 +162,7 @@ def evaluate(
     causal = is_causal(model)
     loaded = load_data(section, reader, progress=progress, name="text")
     collator = evaluation_collator(loaded.collator(reader, causal=causal, seed=seed))
-    rows: Any = loaded.train
-    batches = _batches(rows, collator, batch_size, progress)
-    sums, counts = _sums(model, batches, causal)
+    sums, counts = _sums(model, loaded.train, collator, causal, batch_size, progress)
     if not sum(counts):
         raise GrowthError("no token has a label: give more text, or a larger masking_probability")
     if not math.isfinite(math.fsum(sums)):
@@ -191,30 +193,21 @@ def tokenizer_of(tokenizer: Any | None, directory: Path | None) -> Any:
     return tokenizer
 
 
-def _batches(
-    rows: Any, collator: Collator, batch_size: int, progress: bool
-) -> Iterator[dict[str, Any]]:
-    """All rows in their order."""
-    bar = tqdm(total=len(rows), desc="evaluating", unit=" blocks", disable=not progress)
-    with bar:
-        for start in range(0, len(rows), batch_size):
-            chosen = range(start, min(start + batch_size, len(rows)))
-            yield collator([rows[i] for i in chosen])
-            bar.update(len(chosen))
-
-
 def _sums(
-    model: Any, batches: Iterator[dict[str, Any]], causal: bool
+    model: Any, rows: Any, collator: Collator, causal: bool, batch_size: int, progress: bool
 ) -> tuple[list[float], list[int]]:
-    """Per block: the sum of the losses of its labels, and their number."""
+    """Per block, in their order: the sum of the losses of its labels, and their number."""
     sums: list[float] = []
     counts: list[int] = []
-    with reading(model), torch.no_grad():
-        for batch in batches:
-            here = {key: x.to(model.device) for key, x in batch.items()}
-            losses_B, counts_B = block_losses(model, here, causal)
+    bar = tqdm(total=len(rows), desc="evaluating", unit=" blocks", disable=not progress)
+    with reading(model), torch.no_grad(), bar:
+        for start in range(0, len(rows), batch_size):
+            chosen = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
+            batch = {key: x.to(model.device) for key, x in collator(chosen).items()}
+            losses_B, counts_B = block_losses(model, batch, causal)
             sums += losses_B.tolist()
             counts += counts_B.tolist()
+            bar.update(len(chosen))
     return sums, counts
 
 
@@ -242,13 +235,6 @@ def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Te
     return sums_B, labelled_BS.sum(1)
 
 
-class Interval(NamedTuple):
-    """A confidence interval; both ends are NaN if there is a single value."""
-
-    low: float
-    high: float
-
-
 def check_confidence(confidence: float) -> None:
     """Refuse a confidence that is none."""
     if not 0 < confidence < 1:
@@ -257,8 +243,10 @@ def check_confidence(confidence: float) -> None:
 
 def ratio_interval(
     sums: Sequence[float], counts: Sequence[float], confidence: float
-) -> tuple[float, Interval]:
-    """The mean over all items of several groups, and its interval over the groups.
+) -> tuple[float, tuple[float, float]]:
+    """The mean over all items of several groups, and the ends of its interval over the groups.
+
+    Both ends are NaN if there is a single group.
 
     Items of a group may depend on each other, groups may not. The error of the ratio of both totals
     is linearised (delta method). With counts of 1 this is the usual interval of a mean.
@@ -272,11 +260,11 @@ def ratio_interval(
     groups, total = len(sums), math.fsum(counts)
     mean = math.fsum(sums) / total
     if groups < 2:
-        return mean, Interval(math.nan, math.nan)
+        return mean, (math.nan, math.nan)
     squares = math.fsum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))
     error = math.sqrt(squares * groups / (groups - 1)) / total
     width = t_quantile(confidence, groups - 1) * error
-    return mean, Interval(mean - width, mean + width)
+    return mean, (mean - width, mean + width)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,17 +22,22 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
+from growkern.arguments import MOST_NUMPY_SEED
 from growkern.errors import GrowthError
 from growkern.growth.source.hub import located
 from growkern.train.dataset.load import pack_text
 from growkern.train.dataset.text import matching_files
-from growkern.train.evaluation.evaluate import check_confidence, ratio_interval, tokenizer_of
+from growkern.train.evaluation.evaluate import (
+    check_confidence,
+    ratio_interval,
+    tokenizer_of,
+    without_nan,
+)
+from growkern.train.loss.batches import unchanged_random_state
 from growkern.train.model.load import check_fits, load_language_model
 
 # share of the passages of each source that is kept for the test, from the end of the source
 TEST_SHARE = 0.2
-# NumPy takes a seed of 32 bits
-LARGEST_SEED = (1 << 32) - 1
 # parameters that a language model may lack: the classifier starts with random ones
 NEW = "pooler."
 
@@ -67,8 +71,7 @@ class FinetuneReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; NaN becomes None."""
-        found = vars(self)
-        return {k: None if isinstance(x, float) and math.isnan(x) else x for k, x in found.items()}
+        return without_nan(vars(self))
 
     def table(self) -> Any:
         """The report as a rich table."""
@@ -138,7 +141,7 @@ def finetune(
         model = load_language_model(directory, torch.float32)
         check_fits(directory, reader, sequence_length)
     train, test = _task(sources, reader, sequence_length, passages)
-    with tempfile.TemporaryDirectory() as scratch, _global_state():
+    with tempfile.TemporaryDirectory() as scratch, _deterministic():
         arguments = {
             "output_dir": scratch,
             "num_train_epochs": epochs,
@@ -170,9 +173,9 @@ def _check_numbers(options: dict[str, Any], *names: str) -> None:
         if not 0 < options[name] < math.inf:
             raise GrowthError(f"{name} is {options[name]}: it must be positive")
     last = options["seed"] + options["seeds"] - 1
-    if options["seed"] < 0 or last > LARGEST_SEED:
+    if options["seed"] < 0 or last > MOST_NUMPY_SEED:
         raise GrowthError(
-            f"the seeds are {options['seed']} to {last}: they must be in 0 .. {LARGEST_SEED}"
+            f"the seeds are {options['seed']} to {last}: they must be in 0 .. {MOST_NUMPY_SEED}"
         )
     if options["passages"] < 2:
         raise GrowthError(
@@ -320,16 +323,14 @@ def _body(model: Any) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _global_state() -> Iterator[None]:
+def _deterministic() -> Iterator[None]:
     """Deterministic algorithms of PyTorch. Afterwards all generators are as they were."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with torch.random.fork_rng():
+        # those of GPUs too, unlike in `unchanged_random_state`
+        with unchanged_random_state(), torch.random.fork_rng():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
         torch.use_deterministic_algorithms(before, warn_only=warns)

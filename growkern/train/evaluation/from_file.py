@@ -11,11 +11,13 @@ Paths are relative to the folder of the file.
 from __future__ import annotations
 
 import glob
+import inspect
 import typing
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
+import growkern
 from growkern.errors import GrowthError, nearest
 from growkern.growth.source.hub import ID
 from growkern.train.dataset.options import DataSection
@@ -25,46 +27,31 @@ from growkern.train.toml import read_toml, to_dataclass
 PATHS = ("tokenizer", "cache")
 
 
-@dataclass(frozen=True)
-class _Evaluate:
-    """The arguments of `growkern.evaluate` that are not options of the data."""
-
-    model: str
-    text: str | tuple[str, ...] = ()
-    tokenizer: str | None = None
-    seed: int = 0
-    batch_size: int = 16
-    confidence: float = 0.95
-
-
-@dataclass(frozen=True)
-class _Finetune:
-    """The arguments of `growkern.finetune`."""
-
-    model: str
-    text: tuple[str, ...]
-    tokenizer: str | None = None
-    seeds: int = 3
-    seed: int = 0
-    epochs: float = 3.0
-    batch_size: int = 16
-    learning_rate: float = 5e-5
-    sequence_length: int = 128
-    passages: int = 500
-    confidence: float = 0.95
-
-
-def _of_data() -> list[tuple[str, Any, Any]]:
-    """The options of the data of an evaluation: name, type and default."""
-    kinds = typing.get_type_hints(DataSection)
-    found = [field for field in fields(DataSection) if field.name not in FOR_TRAINING]
-    return [(field.name, kinds[field.name], field.default) for field in found]
-
-
-SECTIONS: dict[str, type[Any]] = {
-    "evaluate": make_dataclass("Evaluate", _of_data(), bases=(_Evaluate,), frozen=True),
-    "finetune": _Finetune,
+# what a file may give for arguments whose default does not tell their type
+KINDS: dict[str, dict[str, Any]] = {
+    "evaluate": {"model": str, "text": str | tuple[str, ...], "tokenizer": str | None},
+    "finetune": {"model": str, "text": tuple[str, ...], "tokenizer": str | None},
 }
+# arguments that are not keys; `data` stands for the options of the data
+NOT_KEYS = ("progress", "data")
+
+
+def section_of(name: str) -> type[Any]:
+    """A dataclass of the arguments of an evaluation that a file may give."""
+    given = inspect.signature(getattr(growkern, name)).parameters.items()
+    found = [
+        (key, KINDS[name].get(key, type(one.default)), one.default)
+        for key, one in given
+        if key not in NOT_KEYS
+    ]
+    if name == "evaluate":
+        kinds, options = typing.get_type_hints(DataSection), fields(DataSection)
+        found += [(x.name, kinds[x.name], x.default) for x in options if x.name not in FOR_TRAINING]
+    keys = [
+        (key, kind) if default is inspect.Parameter.empty else (key, kind, field(default=default))
+        for key, kind, default in found
+    ]
+    return make_dataclass(name, keys, frozen=True)
 
 
 def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
@@ -76,11 +63,11 @@ def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
     path = Path(path)
     tables = read_toml(path)
     for key, table in tables.items():
-        if key not in SECTIONS or not isinstance(table, dict):
-            raise GrowthError(f"{path} has no table {key!r}{nearest(key, SECTIONS)}")
+        if key not in KINDS or not isinstance(table, dict):
+            raise GrowthError(f"{path} has no table {key!r}{nearest(key, KINDS)}")
     if name not in tables:
         raise GrowthError(f"{path} has no table [{name}]: add it, with the key model")
-    section = to_dataclass(SECTIONS[name], tables[name], str(path), name)
+    section = to_dataclass(section_of(name), tables[name], str(path), name)
     found = {key: getattr(section, key) for key in tables[name]}
     base = path.parent
     for key in PATHS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from growkern.train.distributed.shard import prime
 from growkern.train.loop.callbacks import keep_states
 from growkern.train.loop.growing import Former
 from growkern.train.loop.setup import take_model
+from growkern.train.model.head import setting
 from growkern.train.optimizer import bare
 from growkern.train.safety.checkpoints import step_of
 from growkern.train.safety.saving import best_checkpoint, misses_evaluation, set_dtype
@@ -111,26 +112,12 @@ def forget_model(trainer: Any) -> Former:
     return Former.of(model)
 
 
-@contextlib.contextmanager
-def collating(trainer: Any, collator: Any, dataset: Any) -> Iterator[None]:
-    """While active, data loaders of a trainer count the rows of the batches of a collator."""
-    own = trainer.data_collator
-    trainer.data_collator = trainer.batches.collator(collator, dataset)
-    try:
-        yield
-    finally:
-        trainer.data_collator = own
-
-
 def write_checkpoint(trainer: Any, directory: Path) -> None:
     """Write everything but the state of the trainer, which is completed here."""
     shards, name, is_first = trainer.shards, str(directory), trainer.args.should_save
     store_flops(trainer)
-    shards.in_checkpoint = True
-    try:
+    with setting(shards, "in_checkpoint", True):
         trainer.save_model(name, _internal_call=True)
-    finally:
-        shards.in_checkpoint = False
     if not trainer.args.save_only_model:
         if shards.sharded:
             parts = bare(trainer.optimizer), trainer.lr_scheduler

@@ -31,13 +31,13 @@ from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.side import EvaluationSums, side_loss_of
 from growkern.train.loss.streams import stream_loader
+from growkern.train.model.head import setting
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
 from growkern.train.safety.saving import (
     RESUME_HINT,
     EvaluationStopped,
-    keeping_all,
     misses_evaluation,
     plain_hub_errors,
 )
@@ -145,16 +145,18 @@ class TwoStageTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""
-        with runs.collating(self, self.data_collator, self.train_dataset):
-            data, size = self.train_dataset, self._train_batch_size
-            loader = stream_loader(data, self.data_collator, size, self.args)
+        data, size = self.train_dataset, self._train_batch_size
+        collator = self.batches.collator(self.data_collator, data)
+        with setting(self, "data_collator", collator):
+            loader = stream_loader(data, collator, size, self.args)
             return guard_workers(super().get_train_dataloader() if loader is None else loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Trainer's, but a collator that draws masks draws the same at every evaluation."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        with runs.collating(self, evaluation_collator(self.data_collator, dataset), dataset):
+        collator = evaluation_collator(self.data_collator, dataset)
+        with setting(self, "data_collator", self.batches.collator(collator, dataset)):
             return guard_workers(super().get_eval_dataloader(eval_dataset))
 
     def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
@@ -207,7 +209,7 @@ class TwoStageTrainer(Trainer):
         """
         runs.make_up_evaluation(self)
         runs.store_flops(self)
-        with keeping_all(self.args):
+        with setting(self.args, "save_total_limit", None):
             return super()._finalize_training(*args, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

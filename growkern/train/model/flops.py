@@ -181,7 +181,7 @@ class ModelCost:
         return total
 
 
-class PairCost:
+class PairCost(ModelCost):
     """The FLOPs of two models that train in one step, such as ELECTRA's.
 
     Args:
@@ -193,12 +193,8 @@ class PairCost:
         self.generator = generator
         self._both = (generator, discriminator)
 
-    def train(self, batch: int, length: int, part: Part | None = None, **options: Any) -> float:
-        """As in `ModelCost`, of both."""
-        return sum(one.train(batch, length, part, **options) for one in self._both)
-
     def train_of(self, sizes: "Sizes", part: Part | None = None) -> float:
-        """As in `ModelCost`, of both."""
+        """Of both."""
         return sum(one.train_of(sizes, part) for one in self._both)
 
     def head_row(self, *, train: bool) -> float:

@@ -73,20 +73,26 @@ def _scale_of(changes: Changes) -> float:
 
 
 @contextlib.contextmanager
-def _neutral(model: Any, changes: Changes) -> Iterator[None]:
-    """While active, the model does not change its logits after the output projection."""
-    added = _added_bias(model)
-    for owner, name, _ in changes:
-        setattr(owner, name, NEUTRAL[name])
-    if added is not None:
-        setattr(model, ADDED_BIAS, added.new_zeros(()))
+def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While active, an attribute has this value."""
+    had, before = hasattr(owner, name), getattr(owner, name, None)
+    setattr(owner, name, value)
     try:
         yield
     finally:
+        setattr(owner, name, before) if had else delattr(owner, name)
+
+
+@contextlib.contextmanager
+def _neutral(model: Any, changes: Changes) -> Iterator[None]:
+    """While active, the model does not change its logits after the output projection."""
+    added = _added_bias(model)
+    with contextlib.ExitStack() as stack:
+        for owner, name, _ in changes:
+            stack.enter_context(setting(owner, name, NEUTRAL[name]))
         if added is not None:
-            setattr(model, ADDED_BIAS, added)
-        for owner, name, value in changes:
-            setattr(owner, name, value)
+            stack.enter_context(setting(model, ADDED_BIAS, added.new_zeros(())))
+        yield
 
 
 @contextlib.contextmanager
@@ -193,7 +199,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def reading(model: Any) -> Iterator[None]:
     """While active, a model is in evaluation mode and keeps no cache of keys and values."""
-    with _setting(model.config, "use_cache", False), evaluating(model):
+    with setting(model.config, "use_cache", False), evaluating(model):
         yield
 
 
@@ -205,23 +211,12 @@ def probing(model: Any) -> Iterator[None]:
     routers fails where no layer that runs has one. The parameters of a sharded model are shards
     again afterwards.
     """
-    no_loss = _setting(model.config.get_text_config(), "output_router_logits", False)
+    no_loss = setting(model.config.get_text_config(), "output_router_logits", False)
     try:
         with evaluating(model), no_loss, torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         free_gathered(model)
-
-
-@contextlib.contextmanager
-def _setting(config: Any, name: str, value: bool) -> Iterator[None]:
-    """While active, a field of a config has this value."""
-    had, before = hasattr(config, name), getattr(config, name, None)
-    setattr(config, name, value)
-    try:
-        yield
-    finally:
-        setattr(config, name, before) if had else delattr(config, name)
 
 
 def check_head(model: Any) -> None:

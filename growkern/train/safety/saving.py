@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -67,7 +66,7 @@ class Saver:
     """
 
     def __init__(self, args: TrainingArguments, accelerator: Any, stops: Stops) -> None:
-        self._args, self._accelerator, self._stops = args, accelerator, stops
+        self._args, self._stops = args, stops
         self._processes = Processes.of_accelerator(accelerator)
         self.hint = RESUME_HINT
         self.saved_at = time.monotonic()
@@ -183,7 +182,7 @@ class Saver:
 
     def newest_whole(self) -> Path | None:
         """The latest whole checkpoint of the run, the same for all processes."""
-        answer: list[Any] = [None, None]
+        answer: list[Any] = [None, None]  # the checkpoint, or what is wrong
         if self._processes.first:
             directory = Path(self._args.output_dir)
             close_staging(directory)
@@ -191,11 +190,10 @@ class Saver:
                 answer[0] = newest_whole(directory)
             except GrowthError as error:
                 answer[1] = str(error)
-        if self._accelerator.num_processes > 1:
-            broadcast_object_list(answer)
-        if answer[1] is not None:
-            raise GrowthError(answer[1])
-        return answer[0]
+        newest, wrong = self._processes.gather(answer)[0]
+        if wrong is not None:
+            raise GrowthError(wrong)
+        return newest
 
     def chosen(self, checkpoint: str | Path | bool | None) -> Path | None:
         """The checkpoint to resume from; None begins a run."""
@@ -232,16 +230,6 @@ def set_dtype(model: Any, dtype: torch.dtype) -> None:
             GrowthWarning,
             stacklevel=3,
         )
-
-
-@contextlib.contextmanager
-def keeping_all(args: TrainingArguments) -> Iterator[None]:
-    """While active, Trainer deletes no checkpoints."""
-    limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit
 
 
 @contextlib.contextmanager

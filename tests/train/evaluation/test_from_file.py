@@ -9,7 +9,7 @@ import pytest
 import growkern
 from growkern import DataSection, GrowthError
 from growkern.train.evaluation.finetune import _sources
-from growkern.train.evaluation.from_file import SECTIONS, read_arguments
+from growkern.train.evaluation.from_file import KINDS, read_arguments, section_of
 
 FILE = """
 [evaluate]
@@ -34,7 +34,7 @@ def read(tmp_path):
     return from_text
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", KINDS)
 def test_names_and_defaults_are_those_of_the_function(name):
     parameters = inspect.signature(getattr(growkern, name)).parameters
     known = {
@@ -42,7 +42,7 @@ def test_names_and_defaults_are_those_of_the_function(name):
         if x.kind is not x.VAR_KEYWORD and key != "progress"
     }  # fmt: skip
     of_data = {field.name: field.default for field in fields(DataSection)}
-    for field in fields(SECTIONS[name]):
+    for field in fields(section_of(name)):
         default = known.pop(field.name) if field.name in known else of_data[field.name]
         missing = default is inspect.Parameter.empty
         assert (MISSING if missing else default) == field.default, field.name
