@@ -130,12 +130,8 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
     """The learning rate at an optimizer step, which rises again after each growth.
 
-    After a growth at step g with R `rewarm_steps`, the rate of the schedule is multiplied by
-    (t - g + 1) / (R + 1) at the steps t = g ... g + R - 1.
-
-    Args:
-        step: counted from 0.
-        rate: of the schedule, as a factor of the peak rate.
+    After a growth at step g with R `rewarm_steps`, the rate of the schedule, a factor of the peak
+    rate, is multiplied by (t - g + 1) / (R + 1) at the steps t = g ... g + R - 1.
     """
     factor = rate(step)
     for one in growth:
@@ -159,11 +155,7 @@ def from_table(table: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Size:
-    """A size that a model has during a run.
-
-    Attributes:
-        plan: of the growth to this size; None for the model that the run begins with.
-    """
+    """A size that a model has during a run. The model that the run begins with has no plan."""
 
     config: PreTrainedConfig
     plan: GrowthPlan | None
@@ -218,11 +210,7 @@ def later_sizes(
     growth: Sequence[GrowthStep],
     check: Callable[[Any], None] = lambda model: None,
 ) -> list[Size]:
-    """The sizes after each growth inside a run, each planned against the one before.
-
-    Args:
-        growth, check: as in `sizes_of_run`.
-    """
+    """The sizes after each growth inside a run, each planned against the one before."""
     sizes = []
     for number, one in enumerate(growth, start=1):
         try:
@@ -316,8 +304,7 @@ def unfilled_model(
 ) -> Any:
     """A model whose weights are 0, to be loaded from a checkpoint. All processes call this.
 
-    Args:
-        class_name: of the model that the run begins with. A dense one may become a mixture.
+    It has the class of the model that the run began with, unless that became a mixture.
     """
     name = class_name if size.plan is None else size.plan.large.class_name
     model = shard(_on_meta(name, size.config, dtype), options, mesh)

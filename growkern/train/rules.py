@@ -34,13 +34,7 @@ class Rule(NamedTuple):
 
 
 def check(of: str, record: Any = None, **facts: Any) -> None:
-    """Raise a GrowthError for the first rule that a record breaks.
-
-    Args:
-        of: the kind of record.
-        record: has the fields that the rules read; None takes `facts`.
-        facts: the fields.
-    """
+    """Raise a GrowthError for the first rule that a record breaks; `facts` replace a record."""
     x = SimpleNamespace(**facts) if record is None else record
     for rule in RULES:
         if rule.of == of and (name := rule.broken(x)):

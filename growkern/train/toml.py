@@ -70,11 +70,7 @@ def _look_through(text: str) -> None:
 def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") -> T:
     """Make a dataclass from a table. Fields that are dataclasses are made from the inner tables.
 
-    Args:
-        cls: the dataclass.
-        table: the parsed table.
-        file: name of the file, for error messages.
-        key: dotted key of the table in the file, for error messages.
+    Error messages name the file and the dotted key of the table in it.
     """
     place = f"{file}: [{key}]" if key else file
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

@@ -49,13 +49,23 @@ def sources_of(checkpoint: Path) -> tuple[Path, Path]:
 
 
 def weight_parts(model: nn.Module) -> Parts:
-    """This process's parts of a model, for `write_parts`."""
-    return {WEIGHTS: _weights(model)}
+    """This process's parts of a model, with buffers; a tied tensor has the first of its names."""
+    names: dict[int, str] = {}
+    tensors = named_tensors(model)
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    return {WEIGHTS: {name: tensors[name].detach() for name in names.values()}}
 
 
 def optimizer_parts(model: nn.Module, optimizer: Optimizer) -> Parts:
-    """This process's parts of an optimizer's state, for `write_parts`."""
-    return {OPTIMIZER: _state(model, optimizer)}
+    """This process's parts of an optimizer's state, by the names of their parameters."""
+    named_tensors(model)  # the shards again, which are the optimizer's parameters
+    state = {}
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                state[f"state.{name}.{key}"] = value
+    return {OPTIMIZER: state}
 
 
 def save_groups(optimizer: Optimizer, directory: Path) -> None:
@@ -96,7 +106,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
             f"{directory} is not the checkpoint of a sharded model: it has no "
             f"{WEIGHTS}/{METADATA_FILE}"
         )
-    _load(_weights(model), directory / WEIGHTS)
+    _load(weight_parts(model), directory)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
@@ -109,32 +119,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path) -> N
             f"{len(optimizer.param_groups)}"
         )
     _make_room(model, optimizer, directory / OPTIMIZER)
-    _load(_state(model, optimizer), directory / OPTIMIZER)
+    _load(optimizer_parts(model, optimizer), directory)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update(values)
-
-
-# ----------------------------------------------------------------------- names
-
-
-def _weights(model: nn.Module) -> dict[str, Any]:
-    """Parameters and persistent buffers; a tied tensor has the first of its names."""
-    names: dict[int, str] = {}
-    tensors = named_tensors(model)
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
-    return {name: tensors[name].detach() for name in names.values()}
-
-
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The tensors of the optimizer's state, by the names of their parameters."""
-    named_tensors(model)  # the shards again, which are the optimizer's parameters
-    state = {}
-    for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            if isinstance(value, Tensor):
-                state[f"state.{name}.{key}"] = value
-    return state
 
 
 def _make_room(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
@@ -160,17 +147,16 @@ def _make_room(model: nn.Module, optimizer: Optimizer, directory: Path) -> None:
                 )
 
 
-# ----------------------------------------------------------------------- files
-
-
-def _load(state: dict[str, Any], directory: Path) -> None:
-    with _plain_loading(directory), warnings.catch_warnings():
-        # torch warns of it; an export runs in one process without a group
-        warnings.filterwarnings("ignore", "torch.distributed is .*single process")
-        reader = SafeReader(directory)
-        for name in state.keys() & reader.metadata.state_dict_metadata.keys():
-            reader.check_filled(name)
-        dcp.load(state, storage_reader=reader)
+def _load(parts: Parts, directory: Path) -> None:
+    """Fill parts with what the folders of a checkpoint hold."""
+    for folder, state in parts.items():
+        with _plain_loading(directory / folder), warnings.catch_warnings():
+            # torch warns of it; an export runs in one process without a group
+            warnings.filterwarnings("ignore", "torch.distributed is .*single process")
+            reader = SafeReader(directory / folder)
+            for name in state.keys() & reader.metadata.state_dict_metadata.keys():
+                reader.check_filled(name)
+            dcp.load(state, storage_reader=reader)
 
 
 @contextlib.contextmanager
@@ -208,11 +194,8 @@ def create_optimizer_state(optimizer: Optimizer) -> None:
     """Give each parameter that has no optimizer state the state of zero steps, and missing counts.
 
     Without this, a checkpoint of stage 1 lacks the parameters that no sub-model has reached yet,
-    and a sharded load fills the gap with step = 1. The parameters do not change.
-
-    Args:
-        optimizer: Adam, AdamW or GrowthAdamW. Others, also classes derived from these, are left
-            alone: for them a state of zeros is not always the state before the first step.
+    and a sharded load fills the gap with step = 1. Other optimizers than Adam, AdamW and
+    GrowthAdamW are left alone: a state of zeros is not always theirs before the first step.
     """
     if type(optimizer) not in (Adam, AdamW, GrowthAdamW):
         return

@@ -107,18 +107,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def is_root(model: nn.Module) -> bool:
-    """Whether `fully_shard` was called on the model itself."""
-    return isinstance(model, FSDPModule)
-
-
-def join_processes(device: str) -> None:
+def join_processes(device: str | None = None) -> str:
     """Start communication with the other processes, unless it was started already.
 
     CPU tensors are exchanged too: checkpoints and offloaded parameters need that.
     """
+    accelerator = torch.accelerator.current_accelerator()
+    device = device or ("cpu" if accelerator is None else accelerator.type)
     if dist.is_initialized():
-        return
+        return device
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl"
     store: dist.Store
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -131,6 +128,7 @@ def join_processes(device: str) -> None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
+    return device
 
 
 def leave_processes() -> None:
@@ -194,7 +192,9 @@ def shard(
         raise GrowthError(f"the {type(model).__name__} is sharded already")
     blocks = [block for stack in find_stacks(model) for block in stack]
     if options.activation_checkpointing:
-        _checkpoint_activations(model)
+        # transformers has renamed the method, and warns of the old name
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if options.compile_blocks:
         # the whole model would be compiled again for each depth, and fail on the fused loss
         model.config.use_cache = False
@@ -203,10 +203,7 @@ def shard(
     if options.sharding == "ddp":
         return model
     if mesh is None:
-        device = torch.accelerator.current_accelerator()
-        kind = "cpu" if device is None else device.type
-        join_processes(kind)
-        mesh = make_mesh(kind, options.replicas)
+        mesh = make_mesh(join_processes(), options.replicas)
     how: dict[str, Any] = {"mesh": mesh}
     if "bf16" in (options.param_dtype, options.reduce_dtype):
         how["mp_policy"] = MixedPrecisionPolicy(
@@ -222,12 +219,6 @@ def shard(
     # the trainer asks how to write checkpoints
     model.distributed_options = options
     return model
-
-
-def _checkpoint_activations(model: Any) -> None:
-    # transformers has renamed the method, and warns of the old name
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def prime(model: nn.Module) -> None:
@@ -248,15 +239,15 @@ def prime(model: nn.Module) -> None:
 def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> None:
     """Check that a model was sharded in a way that trains right; a whole model always is.
 
-    Args:
-        tensor_parallel: whether a model that is tensor-parallel alone is taken.
+    With `tensor_parallel` a model that is tensor-parallel alone is taken too.
     """
     distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not is_sharded(model):
         if distributed and not tensor_parallel:
             raise GrowthError(f"the {role} is tensor-parallel: {NO_TENSOR_PARALLELISM}")
         return
-    if not is_root(model):
+    is_root = isinstance(model, FSDPModule)
+    if not is_root:
         raise GrowthError(
             f"fully_shard was called on parts of the {role} only: call fully_shard({role}) after "
             "them, so that the other parameters are sharded too"

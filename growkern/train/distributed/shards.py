@@ -89,13 +89,9 @@ class Shards:
         return self.sharded
 
     def save_part(self, model: Any, tokenizer: Any, directory: Path, *, is_first: bool) -> bool:
-        """Write this process's part of the weights for a checkpoint, or copy it.
+        """Write this process's part of the weights, or copy it; False if this is no checkpoint.
 
-        Args:
-            is_first: whether this process writes the files that make a model directory.
-
-        Returns:
-            False if nothing was written, because this is no checkpoint.
+        The first process also writes the files that make a model directory.
         """
         if not self.in_checkpoint:
             return False
@@ -114,11 +110,7 @@ class Shards:
     def save_optimizer(
         self, model: Any, optimizer: Any, scheduler: Any, directory: Path, *, is_first: bool
     ) -> None:
-        """Write this process's part of the optimizer's state, or copy it.
-
-        Args:
-            is_first: whether this process writes what all have.
-        """
+        """Write this process's part of the optimizer's state, or copy it; `is_first` what all have."""
         self._write(optimizer_parts(model, optimizer), directory)
         if is_first:
             save_groups(optimizer, directory)
@@ -173,10 +165,7 @@ def _over_ranks(model: nn.Module, value: float, operation: Any) -> float:
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The state dict of a sharded model with whole tensors on the CPU; tied tensors stay tied.
 
-    All processes must call this. One tensor is gathered at a time.
-
-    Args:
-        keep: whether this process needs the result; the others get an empty one.
+    All processes must call this. One tensor is gathered at a time. Without `keep` it is empty.
     """
     free_gathered(model)
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())

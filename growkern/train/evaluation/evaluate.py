@@ -212,14 +212,11 @@ def _sums(
 
 
 def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Tensor, Tensor]:
-    """The sum of the losses and the number of labels of every row of a batch.
+    """The sum of the losses (B,) float64 and the number of labels (B,) int64 of a batch's rows.
 
     Args:
         batch: labels (B, S) and the inputs of the model.
         causal: whether a position predicts the label of the next one.
-
-    Returns:
-        Sums (B,) float64 and counts (B,) int64. Logits below float32 are widened first.
     """
     labels_BS = batch["labels"]
     logits_BSV = take_logits(model(**{key: x for key, x in batch.items() if key != "labels"}))
@@ -246,10 +243,9 @@ def ratio_interval(
 ) -> tuple[float, tuple[float, float]]:
     """The mean over all items of several groups, and the ends of its interval over the groups.
 
-    Both ends are NaN if there is a single group.
-
     Items of a group may depend on each other, groups may not. The error of the ratio of both totals
-    is linearised (delta method). With counts of 1 this is the usual interval of a mean.
+    is linearised (delta method). With counts of 1 this is the usual interval of a mean. Both ends
+    are NaN if there is a single group.
 
     Args:
         sums: per group the sum over its items.

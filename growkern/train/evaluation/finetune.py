@@ -196,27 +196,13 @@ def _sources(text: Sequence[str | Path]) -> dict[str, list[Path]]:
     return sources
 
 
-class Passages(torch.utils.data.Dataset[dict[str, Any]]):
-    """Passages with the number of their source.
-
-    Args:
-        tokens_NS: (N, S) int32, one passage per row.
-        labels_N: (N,) int64, the source of each.
-    """
-
-    def __init__(self, tokens_NS: np.ndarray, labels_N: np.ndarray) -> None:
-        self.tokens_NS, self.labels_N = tokens_NS.astype(np.int64), labels_N
-
-    def __len__(self) -> int:
-        return len(self.labels_N)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.tokens_NS[index], "labels": self.labels_N[index]}
+# a passage and the number of its source
+Passage = dict[str, Any]
 
 
 def _task(
     sources: dict[str, list[Path]], tokenizer: Any, length: int, most: int
-) -> tuple[Passages, Passages]:
+) -> tuple[list[Passage], list[Passage]]:
     """The passages for training and for the test."""
     found = {name: pack_text(files, tokenizer, length).tokens_NS for name, files in sources.items()}
     short = min(found, key=lambda name: len(found[name]))
@@ -227,16 +213,15 @@ def _task(
             f"{short} has {len(found[short])} passages of {length} tokens: "
             "at least 2 are needed: give more text or a smaller sequence_length"
         )
-    parts: list[list[np.ndarray]] = [[], []]
-    for tokens_NS in found.values():
-        tokens_NS = tokens_NS[np.linspace(0, len(tokens_NS) - 1, count).round().astype(int)]
-        parts[0].append(tokens_NS[: count - tests])
-        parts[1].append(tokens_NS[count - tests :])
-    made = []
-    for part in parts:
-        labels_N = np.repeat(np.arange(len(part)), len(part[0]))
-        made.append(Passages(np.concatenate(part), labels_N))
-    return made[0], made[1]
+    train: list[Passage] = []
+    test: list[Passage] = []
+    for number, tokens_NS in enumerate(found.values()):
+        chosen_N = np.linspace(0, len(tokens_NS) - 1, count).round().astype(int)
+        rows = tokens_NS[chosen_N].astype(np.int64)
+        passages = [{"input_ids": tokens_S, "labels": number} for tokens_S in rows]
+        train += passages[: count - tests]
+        test += passages[count - tests :]
+    return train, test
 
 
 # ---------------------------------------------------------------- training
@@ -255,8 +240,8 @@ class _Bar(transformers.TrainerCallback):
 def _accuracy(
     model: Any,
     sources: int,
-    train: Passages,
-    test: Passages,
+    train: list[Passage],
+    test: list[Passage],
     arguments: dict[str, Any],
     seed: int,
     bar: Any,
@@ -285,14 +270,15 @@ def _accuracy(
     # it prints every result
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    logits_NC = trainer.predict(test).predictions
+    predicted = trainer.predict(test)
+    logits_NC = predicted.predictions
     logits_NC = logits_NC[0] if isinstance(logits_NC, tuple) else logits_NC
     if not np.isfinite(logits_NC).all():
         raise GrowthError(
             "the logits are not finite: the weights hold NaN or infinity, or learning_rate "
             f"{args.learning_rate:g} is too high"
         )
-    return float((logits_NC.argmax(-1) == test.labels_N).mean())
+    return float((logits_NC.argmax(-1) == predicted.label_ids).mean())
 
 
 def classifier_of(model: Any, sources: int) -> Any:

@@ -55,11 +55,7 @@ def section_of(name: str) -> type[Any]:
 
 
 def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
-    """The arguments of an evaluation, from a file.
-
-    Returns:
-        The keyword arguments that the file gives, with paths that do not depend on its folder.
-    """
+    """The arguments of an evaluation from a file; its paths then do not depend on their folder."""
     path = Path(path)
     tables = read_toml(path)
     for key, table in tables.items():

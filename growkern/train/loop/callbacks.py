@@ -216,9 +216,6 @@ def shown(logs: Mapping[str, Any]) -> dict[str, Any]:
 
     The loss that is trained on mixes the label loss and the KL divergence with shares that change.
     So it may rise while the model improves. Here it is the "objective".
-
-    Args:
-        logs: of `Trainer.log`; "mlm" is the loss of the labels alone.
     """
     if "mlm" not in logs:
         return dict(logs)
@@ -229,8 +226,7 @@ def shown(logs: Mapping[str, Any]) -> dict[str, Any]:
 def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
     """The last label loss of a run, and the last loss on the validation data if it has any.
 
-    Args:
-        step: the last one. A loss of another step is printed with its step.
+    A loss of another step than the last one is printed with its step.
     """
     found = []
     for name, text in {"mlm": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}.items():

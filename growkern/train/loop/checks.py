@@ -130,14 +130,11 @@ def check_step_numbers(
 def choose_teachers(
     inheritance: InheritanceSchedule | None, teacher: Any
 ) -> Teachers | TopKTeacher:
-    """Make the teachers of a trainer from its arguments.
+    """Make the teachers of a trainer: those that run, possibly none, or one whose rows are read.
 
     Args:
         teacher: None, a model, several models, a dict of models by the names of their sources, or
             a teacher known by its k likeliest tokens.
-
-    Returns:
-        Teachers that run, possibly none, or one whose rows are read.
     """
     if (inheritance is None) != (teacher is None):
         given, missing = (

@@ -97,11 +97,7 @@ class GrowthInRun:
             _check(self.steps, model, args, options)
 
     def plan(self, model: Any, check: Callable[[Any], Any]) -> None:
-        """Plan every growth against the model that the run has until then.
-
-        Args:
-            check: as in `sizes_of_run`.
-        """
+        """Plan every growth against the model that the run has until then; see `sizes_of_run`."""
         if not self.steps:
             return
         self._sizes = sizes_of_run(model, self.steps, check)

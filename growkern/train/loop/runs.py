@@ -26,11 +26,7 @@ from growkern.train.safety.signals import SignalWatch
 
 
 def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any], Any]) -> Any:
-    """Train through all growths to the end of the run.
-
-    Args:
-        train: trains from a checkpoint until the model grows or the run ends.
-    """
+    """Train through all growths: `train` trains until the model grows or the run ends."""
     trainer.saver.hint = trainer.resume_hint
     trainer.fit_to(checkpoint)
     message, growths = f"stopped; to resume: {trainer.resume_hint}", trainer.growths
@@ -83,11 +79,7 @@ def fit_to(self: Any, checkpoint: Path | None) -> None:
 
 
 def replace_model(trainer: Any, make: Callable[[Former], Any]) -> None:
-    """Train a model of another size from now on.
-
-    Args:
-        make: makes the model, when the one before is gone from memory.
-    """
+    """Train a model of another size, which is made when the one before is gone from memory."""
     old = forget_model(trainer)
     model = make(old)
     if old.generation is not None:

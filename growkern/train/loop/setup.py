@@ -171,11 +171,7 @@ def complete(
 
 
 def set_arguments(args: TrainingArguments, *, in_parts: bool) -> None:
-    """Set the arguments that a run needs, whatever they were.
-
-    Args:
-        in_parts: whether there are steps in which a part of the model trains.
-    """
+    """Set the arguments that a run needs; in parts: in some steps a part of the model trains."""
     if in_parts:
         # layers outside the sub-model get no gradient; accelerate may wrap one process too
         args.ddp_find_unused_parameters = True

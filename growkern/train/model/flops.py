@@ -184,9 +184,8 @@ class ModelCost:
 class PairCost(ModelCost):
     """The FLOPs of two models that train in one step, such as ELECTRA's.
 
-    Args:
-        generator: its output projection runs once more, without gradients, to draw tokens.
-        discriminator: without a projection onto the vocabulary.
+    The output projection of the generator runs once more, without gradients, to draw tokens. The
+    discriminator has no projection onto the vocabulary.
     """
 
     def __init__(self, generator: ModelCost, discriminator: ModelCost) -> None:

@@ -155,11 +155,7 @@ def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
 
 
 def check_row_length(role: str, model: Any, inputs: dict[str, Any]) -> None:
-    """Refuse rows that are longer than a model has positions for.
-
-    Args:
-        inputs: of the model. Rows with positions of their own are left to the model.
-    """
+    """Refuse rows longer than a model has positions for, unless they bring their own positions."""
     most = None if "position_ids" in inputs else positions_of(model.config)
     for name in ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds"):
         length = 0 if inputs.get(name) is None else inputs[name].shape[1]
@@ -329,23 +325,17 @@ def _tokens_to_try(model: Any) -> dict[str, Tensor]:
 
 
 def align_labels(x_BS: Tensor, *, causal: bool, filler: float = IGNORE_INDEX) -> Tensor:
-    """Move labels to the positions that predict them: one to the left for causal models.
+    """Move labels or their weights (B, S) to the positions that predict them.
 
-    Args:
-        x_BS: (B, S), labels or their weights.
-        filler: of the last position of a causal model.
+    That is one to the left for causal models, whose last position gets the filler.
     """
     return _shift(x_BS, filler) if causal else x_BS
 
 
 def align_rows(mask_BS: Tensor, *, causal: bool) -> Tensor:
-    """Move a mask of real tokens to the positions that predict these tokens.
+    """Move a mask of real tokens (B, S) to the positions that predict these tokens.
 
-    Args:
-        mask_BS: (B, S), nonzero where a token is real.
-
-    Returns:
-        (B, S) bool; False at the last position of a causal model.
+    The last position of a causal model is False.
     """
     return _shift(mask_BS.bool(), False) if causal else mask_BS.bool()
 

@@ -63,12 +63,7 @@ class ModelSection:
 
 
 def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:
-    """Load the model of a checkpoint directory in the class that its config names.
-
-    Raises:
-        GrowthError: there is no checkpoint, its class is unknown to transformers, or its weights
-            are damaged or not complete.
-    """
+    """Load the model of a checkpoint directory in the class that its config names."""
     check_directory(directory)
     return load_model(directory, dtype)
 

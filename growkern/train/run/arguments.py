@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import os
 import types
 import typing
@@ -201,11 +200,6 @@ def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
                 f"{_described(kinds[name])}"
             )
     return dict(table)
-
-
-def describe_arguments(table: Mapping[str, Any]) -> str:
-    """The keys and values of [trainer] in one line."""
-    return ", ".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
 
 
 def _near(name: str, known: set[str]) -> str:

@@ -118,16 +118,15 @@ def begin(output: Path, identity: dict[str, Any]) -> None:
     if (output / MARKER).is_file():
         # first renamed, and records last: a kill leaves nothing that no record lists
         trash = open_staging(output)
-        for path in sorted(output.iterdir(), key=_is_record):
+        is_checkpoint = re.compile(CHECKPOINTS).fullmatch
+        for path in sorted(
+            output.iterdir(), key=lambda x: (bool(is_checkpoint(x.name)), x.name == MANIFEST)
+        ):
             if path.name not in (MARKER, LOCK_FILE, STAGING):
                 move(path, trash / path.name)
         close_staging(output)
     text = json.dumps(identity, indent=1)
     write_whole(output / MARKER, lambda partial: partial.write_text(text, encoding="utf-8"))
-
-
-def _is_record(path: Path) -> tuple[bool, bool]:
-    return re.fullmatch(CHECKPOINTS, path.name) is not None, path.name == MANIFEST
 
 
 def _why_kept(output: Path) -> str | None:
@@ -223,8 +222,9 @@ def identity_of(
                 del values[section][name]
     if may_grow_longer(run.training):
         del values["training"]["steps"]
-    inputs = {f"data.{name}": _of_texts(files) for name, files in texts.items()}
-    inputs |= {name: _of_path(path) for name, path in paths.items()}
+    inputs = {f"data.{name}": _digest(files) for name, files in texts.items()}
+    for name, path in paths.items():
+        inputs[name] = _digest([path] if path.is_file() else sorted(path.glob("*.*")))
     return {"run": json.loads(json.dumps(values)), "inputs": inputs}
 
 
@@ -233,16 +233,10 @@ def may_grow_longer(training: TrainingSection) -> bool:
     return training.schedule == "constant_with_warmup"
 
 
-def _of_texts(files: Iterable[Path]) -> str:
+def _digest(files: Iterable[Path]) -> str:
+    """One fingerprint of several files; folders among them are left out."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(fingerprint(file).encode())
-    return digest.hexdigest()
-
-
-def _of_path(path: Path) -> str:
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(path.glob("*.*")):
         if file.is_file():
             digest.update(fingerprint(file).encode())
     return digest.hexdigest()
@@ -254,7 +248,11 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     for section, after in new["run"].items():
         before = old["run"].get(section)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += _changed_values(section, before, after)
+            found += [
+                f"{section}.{name} {_short(before.get(name))} -> {_short(after.get(name))}"
+                for name in {**before, **after}
+                if before.get(name) != after.get(name)
+            ]
         elif before != after:
             found.append(f"[{section}] is {'left out' if after is None else 'new'}")
     found += [
@@ -265,14 +263,6 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     found = found or ["its run.json is of another version of growkern"]
     more = len(found) - MOST_CHANGES
     return "; ".join(found[:MOST_CHANGES] + ([f"and {more} more"] if more > 0 else []))
-
-
-def _changed_values(section: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [
-        f"{section}.{name} {_short(before.get(name))} -> {_short(after.get(name))}"
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
-    ]
 
 
 def _short(value: Any) -> str:

@@ -238,12 +238,7 @@ class Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read and check a run file of one run.
-
-    Raises:
-        GrowthError: the file cannot be read, or a key or value is wrong. The message names the
-            file, the key and the allowed values. Or it has generations, see `load_runs`.
-    """
+    """Read and check a run file of one run. Errors name the file, the key and allowed values."""
     runs = load_runs(path)
     if len(runs) > 1:
         raise GrowthError(f"{path} has {len(runs)} generations: give a file of a single run")
@@ -251,18 +246,12 @@ def load_run(path: str | Path) -> Run:
 
 
 def load_runs(path: str | Path) -> list[Run]:
-    """Read and check a run file, with one run for each table `[[generation]]` in it.
+    """Read and check a run file: a single run, or one for each table `[[generation]]` in it.
 
     A generation has sections of its own, such as [generation.model]. Their keys are added to those
     of the file and replace them. Its output is in the folder generation-<number> of the file's
     output directory. A generation with [inheritance] and without a teacher learns from the one
     before it (Knowledge Inheritance, Qin et al. 2022, "over generations").
-
-    Returns:
-        The runs in their order; a single one for a file without generations.
-
-    Raises:
-        GrowthError: as `load_run`.
     """
     path = Path(path)
     tables = read_toml(path)

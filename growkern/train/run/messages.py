@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.printing import human
 from growkern.train.dataset.load import describe_data
 from growkern.train.dataset.options import DataSection
-from growkern.train.growth import GrowthStep
 from growkern.train.loop.callbacks import last_losses
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.names import span_counts
-from growkern.train.run.arguments import describe_arguments
+from growkern.train.run.file import TrainingSection
 from growkern.train.run.resolve import ResolvedRun
 
 PRECISIONS = {
@@ -76,20 +76,12 @@ def _describe_optimizer(choice: str, plan: GrowthPlan | None) -> str:
     return f"{name}, because the model was grown ({sizes})"
 
 
-def _describe_growth(growth: Sequence[GrowthStep]) -> str:
-    """When a model grows inside a run, and to which sizes."""
-    return "; ".join(
-        f"at step {one.at_step} to " + ", ".join(f"{name} {x}" for name, x in one.sizes.items())
-        for one in growth
-    )
-
-
-def _describe_saving(directory: Path, save_every: int, save_minutes: float, keep: int) -> str:
+def _describe_saving(directory: Path, training: TrainingSection) -> str:
     """Where checkpoints go, how often, and how many are kept."""
-    when = [f"every {save_every} steps"] if save_every else []
-    when += [f"every {save_minutes:g} minutes"] if save_minutes else []
-    often = " and ".join((*when, "at the end"))
-    return f"{directory}, {often}; the last {keep} checkpoints are kept"
+    when = [f"every {training.save_every} steps"] if training.save_every else []
+    when += [f"every {training.save_minutes:g} minutes"] if training.save_minutes else []
+    often, kept = " and ".join((*when, "at the end")), training.keep_checkpoints
+    return f"{directory}, {often}; the last {kept} checkpoints are kept"
 
 
 def _describe_model(model: Any, path: Path) -> str:
@@ -102,11 +94,7 @@ def _describe_model(model: Any, path: Path) -> str:
 def _labelled_share(data: DataSection) -> tuple[float, int | None]:
     """The share of tokens with a label, and the tokens per row of a decoder beside an encoder.
 
-    Args:
-        data: with an objective other than "auto".
-
-    Returns:
-        The arguments of `TwoStageTrainer.flops_per_step`. Labels of a decoder are its tokens.
+    Labels of a decoder are its tokens.
     """
     if data.objective == "span_corruption":
         return 1.0, span_counts(data.row_length, data.share, data.mean_span_length).target
@@ -133,18 +121,17 @@ def header(
         "device": _describe_device(trainer.args.device, trainer.args.world_size),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
-        "saves": _describe_saving(
-            run.output,
-            training.save_every,
-            training.save_minutes,
-            training.keep_checkpoints,
-        ),
+        "saves": _describe_saving(run.output, training),
         "to resume": command,
     }
     if settings.later_growths:
-        lines["growth"] = _describe_growth(settings.later_growths)
+        lines["growth"] = "; ".join(
+            f"at step {one.at_step} to " + ", ".join(f"{name} {x}" for name, x in one.sizes.items())
+            for one in settings.later_growths
+        )
     if settings.trainer:
-        lines["trainer"] = describe_arguments(settings.trainer)
+        given = (f"{name} = {json.dumps(value)}" for name, value in settings.trainer.items())
+        lines["trainer"] = ", ".join(given)
     if checkpoint is not None:
         lines["resumes"] = f"from {checkpoint}"
     return lines

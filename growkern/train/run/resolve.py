@@ -112,9 +112,7 @@ def locate(base: Path, name: str, revision: str | None = None) -> Path:
 def resolve(run: Run, base: Path) -> ResolvedRun:
     """Look up and open what a run names, and check all of it. Nothing is written.
 
-    Args:
-        run: the settings.
-        base: folder that the paths in `run` are relative to.
+    Paths in the settings are relative to `base`.
     """
     batch_of_a_process(run)
     if run.distributed is not None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import TrainOutput
 
 from growkern.arguments import path_of
@@ -126,17 +125,11 @@ def _grow_optimizer(run: ResolvedRun, trainer: TwoStageTrainer) -> None:
         raise GrowthError(f"growth.optimizer cannot be used: {error}") from error
 
 
-def train_or_resume(trainer: TwoStageTrainer) -> TrainOutput | None:
-    """Train from the start, or from the last whole checkpoint in the output directory.
-
-    Returns:
-        The output of `transformers.Trainer`, or None when that checkpoint is the end of the run.
-        The trainer then holds the weights and the log history that the run ended with.
-    """
-    return _train_from(trainer, trainer.newest_whole_checkpoint())
-
-
 def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutput | None:
+    """Train from a checkpoint, or from the start. None if the checkpoint is the end of the run.
+
+    The trainer then holds the weights and the log history that the run ended with.
+    """
     if checkpoint is None:
         return trainer.train()
     # at the end of the run Trainer itself would train one step too many
@@ -150,14 +143,10 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
 def build_trainer(
     run: ResolvedRun, *, progress: bool = True, first_start: bool = True
 ) -> TwoStageTrainer:
-    """Load the models and the data of a run and make its trainer.
-
-    Args:
-        first_start: False if a checkpoint will be loaded, so that nothing need be grown.
-    """
+    """Load the models and the data of a run and make its trainer; see `build_model`."""
     settings, training, tokenizer = run.settings, run.settings.training, run.tokenizer
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _join_others()
+        join_processes()
     # before any work: arguments that cannot be used are noticed at once
     args = training_arguments(settings, run.output, run.reports, progress=progress)
     check_arguments(args, {})
@@ -210,13 +199,10 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     A grown model never exists whole and never on disk. It is built without memory, sharded, and
     each process computes the parts that it holds. Only the first start grows: a resumed run gets
     memory for its parts and loads them from its checkpoint.
-
-    Args:
-        first_start: False if a checkpoint will be loaded, so that nothing need be grown.
     """
     options = run.settings.distributed or DistributedOptions()
     if run.settings.is_sharded:
-        _join_others()
+        join_processes()
     start, growth = run.model, run.settings.first_growth
     dtype = start.training_dtype
     # None: the weights are not rounded, whatever their config says
@@ -259,9 +245,3 @@ def _rows_of_teacher(run: ResolvedRun) -> TopKRows | None:
             tokenizer=run.tokenizer if size else None,
         )  # fmt: skip
     return None
-
-
-def _join_others() -> None:
-    """Start communication with the other processes of torchrun."""
-    accelerator = torch.accelerator.current_accelerator()
-    join_processes("cpu" if accelerator is None else accelerator.type)

@@ -66,11 +66,7 @@ def behind_link(output: Path) -> Path:
 
 
 def damage(directory: Path) -> str | None:
-    """Compare a checkpoint, or the directory of a run, with its manifest.
-
-    Returns:
-        The first difference as a phrase, or None if every file is as it was written.
-    """
+    """The first difference of a checkpoint, or of a run's directory, from its manifest, or None."""
     if not (directory / MANIFEST).exists():
         return f"{MANIFEST} is missing"
     try:
@@ -86,40 +82,41 @@ def damage(directory: Path) -> str | None:
 # -------------------------------------------------------------------- reading
 
 
+def first_whole(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """The first checkpoint whose files are all as they were written, and what the others lack."""
+    wrong: dict[Path, str] = {}
+    for checkpoint in checkpoints:
+        reason = damage(checkpoint)
+        if reason is None:
+            return checkpoint, wrong
+        wrong[checkpoint] = reason
+    return None, wrong
+
+
 def newest_whole(directory: Path) -> Path | None:
-    """The latest checkpoint whose files are all as they were written.
+    """The latest whole checkpoint of a run, or None if there are no checkpoints.
 
     Later ones that are damaged are renamed to `damaged-checkpoint-<step>`, with a warning.
     """
-    wrong: dict[Path, str] = {}
-    for checkpoint in checkpoints_in(directory):
-        found = damage(checkpoint)
-        if found is None:
-            for path, reason in wrong.items():
-                aside = _set_aside(path)
-                warnings.warn(
-                    f"{path} is damaged ({reason}): it is now called {aside.name}, and the run "
-                    f"resumes from {checkpoint.name}",
-                    GrowthWarning,
-                    stacklevel=2,
-                )
-            return checkpoint
-        wrong[checkpoint] = found
-    if wrong:
+    found, wrong = first_whole(checkpoints_in(directory))
+    if found is None and wrong:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in wrong.items())
         raise GrowthError(
             f"no checkpoint in {directory} is whole ({reasons}): restore one, or delete the "
             "directory to start from the beginning"
         )
-    return None
-
-
-def _set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is neither resumed from nor counted."""
-    aside = checkpoint.with_name(DAMAGED.format(checkpoint.name))
-    delete(aside)
-    move(checkpoint, aside)
-    return aside
+    for path, reason in wrong.items():
+        # it is neither resumed from nor counted
+        aside = path.with_name(DAMAGED.format(path.name))
+        delete(aside)
+        move(path, aside)
+        warnings.warn(
+            f"{path} is damaged ({reason}): it is now called {aside.name}, and the run resumes "
+            f"from {found and found.name}",
+            GrowthWarning,
+            stacklevel=2,
+        )
+    return found
 
 
 # -------------------------------------------------------------------- writing
@@ -129,9 +126,6 @@ def open_staging(directory: Path) -> Path:
     """An empty staging folder in the directory of a run, for this user alone.
 
     Remains of a killed save are deleted.
-
-    Raises:
-        GrowthError, OSError: something else lies in its place and cannot be deleted.
     """
     directory.mkdir(parents=True, exist_ok=True)
     staging = directory / STAGING
@@ -150,11 +144,7 @@ def close_staging(directory: Path) -> None:
 def publish(staged: Path, target: Path) -> None:
     """Write the manifest of a staged checkpoint, sync it, and rename it to its place.
 
-    Args:
-        target: a checkpoint that is there already is replaced.
-
-    Raises:
-        OSError: the disk is full or failed. `target` is as it was.
+    A checkpoint that is there already is replaced. If the disk fails, it is as it was.
     """
     finish(staged)
     # an old checkpoint is deleted with the staging folder
@@ -179,11 +169,7 @@ def publish_into(staged: Path, directory: Path) -> None:
 
 
 def finish(staged: Path, beside: Iterable[Path] = ()) -> None:
-    """Write the manifest of a staged folder and return when all of it is on disk.
-
-    Args:
-        beside: files that the manifest covers too. They will lie beside those of the folder.
-    """
+    """Write the manifest of a staged folder and of files beside its future place; sync it all."""
     write_manifest(staged, beside=beside)
     sync_tree(staged)
 
@@ -216,11 +202,7 @@ def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that write together.
-
-    Attributes:
-        gather: takes an object of each process, and returns all of them on every process.
-    """
+    """The processes that write together; `gather` gives each the objects of all of them."""
 
     first: bool
     gather: Callable[[Any], list[Any]]
@@ -248,9 +230,8 @@ def begin_together(
 ) -> tuple[Path, str | None]:
     """Open a staging folder and write to it. All processes take part.
 
-    Returns:
-        The staging folder; and None, or why a process could not write, the same for all. Nothing is
-        left then.
+    Returns the folder; and None, or why a process could not write, the same for all. Nothing is
+    left then.
     """
     staging = run / STAGING
     failure = _take_together(
@@ -263,10 +244,9 @@ def begin_together(
 
 
 def finish_together(processes: Processes, run: Path, write: Step, appear: Step) -> str | None:
-    """Write the rest to the staging folder, then let its contents appear. All processes take part.
+    """Write the rest to the staging folder; the first process lets its contents appear.
 
-    Returns:
-        None, or why a process could not write, the same for all. Nothing is left then.
+    Returns None, or why a process could not write, the same for all. Nothing is left then.
     """
     failure = _take_together(processes, run, write, lambda: appear() if processes.first else None)
     if processes.first:

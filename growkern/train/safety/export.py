@@ -26,7 +26,7 @@ from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
 from growkern.train.model.load import load_language_model
 from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
-from growkern.train.safety.checkpoints import checkpoints_in, damage
+from growkern.train.safety.checkpoints import checkpoints_in, first_whole
 
 KIND = "exporting"
 
@@ -46,7 +46,13 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     Returns:
         The checkpoint that was exported.
     """
-    checkpoint = _newest(run)
+    found = [run] if run.name.startswith("checkpoint-") else checkpoints_in(run)
+    checkpoint, wrong = first_whole(found)
+    if checkpoint is None:
+        reasons = "".join(f"; {path.name}: {reason}" for path, reason in wrong.items())
+        raise GrowthError(
+            f"{run} has no whole checkpoint to export{reasons}: give the output directory of a run"
+        )
     if dtype is not None and dtype not in DTYPES:
         raise GrowthError(f"dtype is {dtype!r}{nearest(dtype, DTYPES)}")
     wanted = None if dtype is None else DTYPES[dtype]
@@ -64,7 +70,9 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
             raise GrowthError(f"{checkpoint / changed[0]} was changed: export again")
         if isinstance(model, ReplacedTokenDetection):
             # the manifest of the checkpoint covers its folder
-            copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=_names(checkpoint))
+            start = f"{GENERATOR}/"
+            names = [name.removeprefix(start) for name in manifest if name.startswith(start)]
+            copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=names)
         try:
             model.to(wanted or model.dtype).save_pretrained(new)
         except SafetensorError as error:
@@ -75,27 +83,6 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         write_manifest(new)
         place.publish(overwrite=overwrite)
     return checkpoint
-
-
-def _newest(run: Path) -> Path:
-    """The latest checkpoint of a run that is whole."""
-    found = [run] if run.name.startswith("checkpoint-") else checkpoints_in(run)
-    wrong = {}
-    for checkpoint in found:
-        reason = damage(checkpoint)
-        if reason is None:
-            return checkpoint
-        wrong[checkpoint.name] = reason
-    reasons = "".join(f"; {name}: {reason}" for name, reason in wrong.items())
-    raise GrowthError(
-        f"{run} has no whole checkpoint to export{reasons}: give the output directory of a run"
-    )
-
-
-def _names(checkpoint: Path) -> list[str]:
-    """The recorded files of a generator, relative to its folder."""
-    start = f"{GENERATOR}/"
-    return [x.removeprefix(start) for x in read_manifest(checkpoint) if x.startswith(start)]
 
 
 def _load(checkpoint: Path) -> Any:

@@ -303,12 +303,7 @@ class Stops:
 
 
 def misses_evaluation(args: Any, state: Any, sets: Any) -> bool:
-    """Whether a signal has ended or prevented the evaluation of the current step.
-
-    Args:
-        state: with the log history of the checkpoint that was loaded.
-        sets: the data for evaluation, maybe several sets by their names.
-    """
+    """Whether a signal has ended or prevented the evaluation of the current step."""
     step = state.global_step
     if args.eval_strategy != "steps" or step < max(1, args.eval_delay):
         return False

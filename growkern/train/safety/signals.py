@@ -39,12 +39,7 @@ INTERRUPTIONS = (KeyboardInterrupt, Terminated)
 
 
 def interruption(number: int, message: str = "") -> BaseException:
-    """The exception that ends a run after a signal.
-
-    Args:
-        number: of the signal.
-        message: one line for the user; empty if it is already printed.
-    """
+    """The exception that ends a run after a signal. An empty message: it is already printed."""
     return Terminated(message) if number == signal.SIGTERM else KeyboardInterrupt(message)
 
 
@@ -176,10 +171,7 @@ def guard_workers(loader: Any) -> Any:
     """Let the workers of a data loader ignore SIGINT and SIGTERM, unless the loader sends them.
 
     A worker still ends when the loader shuts it down, and when the main process dies: it looks for
-    both while it waits for work.
-
-    Args:
-        loader: of PyTorch or of accelerate; changed in place. Its `worker_init_fn` runs as before.
+    both while it waits for work. The loader is changed in place.
     """
     # accelerate iterates over a loader inside its own
     inner = getattr(loader, "base_dataloader", loader)

@@ -24,15 +24,7 @@ MOST_SKIPPED_IN_A_ROW = 100
 
 @dataclass(frozen=True)
 class StepReport:
-    """The facts about a step that all processes share before the optimizer takes it.
-
-    Attributes:
-        ranks: the processes whose loss is not finite.
-        norm: whether the gradient norm is finite.
-        stop: number of the signal that some process received, or 0.
-        save: whether a checkpoint is due by the clock.
-        written: whether all processes have written the checkpoint in the background.
-    """
+    """The facts about a step that all processes share before the optimizer takes it."""
 
     ranks: tuple[int, ...]
     norm: bool
@@ -64,12 +56,7 @@ class StepOptions:
 
 
 class StepWatch:
-    """Looks at the steps of a run.
-
-    Attributes:
-        report: of the last step, until it was acted on.
-        skipped: steps that were left out.
-    """
+    """Looks at the steps of a run. `report` is that of the last step, until it was acted on."""
 
     def __init__(self, options: StepOptions, accelerator: Any, stops: Stops, saver: Saver) -> None:
         self._options, self._accelerator = options, accelerator

@@ -11,7 +11,7 @@ import torch
 from growkern import GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.publish.manifest import MANIFEST
-from growkern.train.run.start import train_or_resume
+from growkern.train.run.start import _train_from
 from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
 from tests.train.tiny import TinyTokenizer
@@ -179,7 +179,7 @@ def test_the_best_model_is_loaded_after_a_kill_at_the_end_too(tmp_path, best):
     # a folder may move
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     again = trainer_in(moved)
-    assert train_or_resume(again) is None
+    assert _train_from(again, again.newest_whole_checkpoint()) is None
     assert again.state.best_model_checkpoint == str(moved / f"checkpoint-{best}")
     assert_same(weights_of(again), weights_of(whole))
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 from growkern import GrowthError
 from growkern import run as train
 from growkern.train.loop import growing
-from growkern.train.run.start import train_or_resume
+from growkern.train.run.start import _train_from
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.train.safety.saving import RESUME_HINT
 from growkern.train.safety.signals import SignalWatch, Terminated, settle
@@ -96,7 +96,7 @@ def test_a_signal_in_the_last_step_ends_a_whole_run(tmp_path, straight, event, c
     assert "SIGTERM after step 8: saved in" in capsys.readouterr().err
     assert_same(weights_of(trainer), straight)
     again = small_trainer(tmp_path)
-    assert train_or_resume(again) is None
+    assert _train_from(again, again.newest_whole_checkpoint()) is None
     assert_same(weights_of(again), straight)
 
 
@@ -138,7 +138,7 @@ def test_a_long_evaluation_ends_early(tmp_path, straight, step, capsys):
     assert f"SIGTERM after step {step}: saved in" in capsys.readouterr().err
     assert checkpoints_in(tmp_path / "stopped")[0].name == f"checkpoint-{step}"
     again = small_trainer(tmp_path / "stopped", args=args)
-    train_or_resume(again)
+    _train_from(again, again.newest_whole_checkpoint())
     assert_same(weights_of(again), straight)
     seen, expected = (
         {line["step"]: line["eval_loss"] for line in t.state.log_history if "eval_loss" in line}
