@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -99,16 +99,11 @@ def check_optimizer(args: TrainingArguments, *, sharded: bool) -> None:
         kind([nn.Parameter(torch.zeros(1, device=args.device))], **settings)
     except (ValueError, TypeError) as error:
         why = " ".join(str(error).split())
-        given = _changed(args, ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"))
+        defaults = {field.name: field.default for field in dataclasses.fields(args)}
+        named = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
+        changed = [f"{x} = {v!r}" for x in named if (v := getattr(args, x)) != defaults[x]]
+        given = f" with {', '.join(changed)}" if changed else ""
         raise GrowthError(f"optim is {name!r}, which cannot be used{given}: {why}") from error
-
-
-def _changed(args: TrainingArguments, names: Sequence[str]) -> str:
-    """Those of the named arguments that are not the defaults, to be put into a message."""
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    changed = {name: getattr(args, name) for name in names}
-    given = [f"{name} = {v!r}" for name, v in changed.items() if v != defaults[name]]
-    return f" with {', '.join(given)}" if given else ""
 
 
 class OptimizerMaker:
@@ -224,9 +219,6 @@ def _given(options: Mapping[str, Any]) -> str:
         if given is not None and given[0] is not None:
             return name
     return ""
-
-
-# ------------------------------------------------------------------------ made
 
 
 def _adamw(

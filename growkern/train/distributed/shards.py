@@ -110,7 +110,7 @@ class Shards:
     def save_optimizer(
         self, model: Any, optimizer: Any, scheduler: Any, directory: Path, *, is_first: bool
     ) -> None:
-        """Write this process's part of the optimizer's state, or copy it; `is_first` what all have."""
+        """Write this process's part of the optimizer's state, or copy it; the first all else."""
         self._write(optimizer_parts(model, optimizer), directory)
         if is_first:
             save_groups(optimizer, directory)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
-from transformers.trainer_callback import ExportableState
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.train.distributed.checkpoint import create_optimizer_state
@@ -87,18 +86,6 @@ class LoopCallback(TrainerCallback):
         """Count the passes through a stream by its steps."""
         if self.batches.stream is not None:
             state.epoch = state.global_step / state.max_steps
-
-
-def keep_states(state: Any, callbacks: Sequence[Any]) -> None:
-    """Put the state of callbacks that have one into that of the trainer, as Trainer does."""
-    kept = state.stateful_callbacks
-    for callback in callbacks:
-        if isinstance(callback, ExportableState):
-            name, mine = type(callback).__name__, callback.state()
-            if isinstance(kept[name], list):
-                kept[name].append(mine)
-            else:
-                kept[name] = mine
 
 
 class ExpertBalancing(TrainerCallback):

@@ -280,16 +280,16 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
 
 def check_accelerator(accelerator: Accelerator) -> None:
     """Refuse what accelerate was told by other ways than the arguments of the trainer."""
-    if accelerator.distributed_type in (
-        DistributedType.FSDP,
-        DistributedType.DEEPSPEED,
-        DistributedType.MEGATRON_LM,
-    ):
-        raise GrowthError(f"accelerate was set to {accelerator.distributed_type.value}: {_SHARDED}")
-    if accelerator.mixed_precision == "fp8":
-        raise GrowthError("accelerate was set to fp8, which the fused loss does not use: use bf16")
-    if accelerator.state.dynamo_plugin.backend.value not in (None, "NO", "no"):
-        raise GrowthError(
+    kind = accelerator.distributed_type
+    sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    compiler = accelerator.state.dynamo_plugin.backend.value
+    refuse_first(
+        {
+            f"accelerate was set to {kind.value}: {_SHARDED}": kind in sharded,
+            "accelerate was set to fp8, which the fused loss does not use: use bf16": (
+                accelerator.mixed_precision == "fp8"
+            ),
             "accelerate was set to compile the whole model, which fails on the fused loss: set "
-            "dynamo_backend to 'no'"
-        )
+            "dynamo_backend to 'no'": compiler not in (None, "NO", "no"),
+        }
+    )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from growkern.errors import GrowthError
 from growkern.train.distributed.shard import prime
-from growkern.train.loop.callbacks import keep_states
 from growkern.train.loop.growing import Former
 from growkern.train.loop.setup import take_model
 from growkern.train.model.head import setting
@@ -120,7 +120,15 @@ def write_checkpoint(trainer: Any, directory: Path) -> None:
         trainer._save_rng_state(name)
         if trainer.batches.stream is not None:
             trainer.batches.stream.save(directory)
-    keep_states(trainer.state, [*trainer.callback_handler.callbacks, trainer.control])
+    # the state of callbacks that have one, as Trainer does
+    kept = trainer.state.stateful_callbacks
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            kind, own = type(callback).__name__, callback.state()
+            if isinstance(kept[kind], list):
+                kept[kind].append(own)
+            else:
+                kept[kind] = own
 
 
 def store_flops(trainer: Any) -> None:

@@ -12,7 +12,7 @@ for is in `runs.py`.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class TwoStageTrainer(Trainer):
         optimizer_options: OptimizerOptions | None = None,
         growth: Sequence[GrowthStep] = (),
         precision: str | None = None,
-        on_nonfinite: str = "stop",
+        on_nonfinite: Literal["stop", "skip"] = "stop",
         save_minutes: float = 0.0,
         **options: Any,
     ) -> None:
@@ -127,9 +127,8 @@ class TwoStageTrainer(Trainer):
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss),
             *(optimizer, optimizer_options, growth, precision, steps),
         )
-        self.objective, self.optimizers, self.growths, self.shards, self.precision = prepare(
-            settings, model, args, options
-        )
+        early = prepare(settings, model, args, options)
+        self.objective, self.optimizers, self.growths, self.shards, self.precision = early
         self.two_stage, self.inheritance = two_stage, inheritance
         self.loss, self.side = self.objective.loss, side_loss_of(model)
         super().__init__(model=model, args=args, **options)

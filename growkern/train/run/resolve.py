@@ -68,20 +68,14 @@ class ResolvedRun:
     """A run whose settings were checked against each other and against its models.
 
     Attributes:
-        settings: of the file.
         base: folder that the paths in `settings` are relative to.
-        output: directory of the run.
         model: to be trained, or to be grown at the start.
         generator: ELECTRA's, beside a discriminator.
         teachers: those that run in this process.
-        tokenizer: of transformers.
-        teacher_tokenizers: one per teacher that runs.
         data: with the objective of the model in place of "auto".
         texts: the local files of the data, by its use.
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
-        reports: integrations of transformers that get the logs.
-        plan: of the growth at the start.
     """
 
     settings: Run

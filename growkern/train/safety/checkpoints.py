@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,8 @@ def publish(staged: Path, target: Path) -> None:
 
     A checkpoint that is there already is replaced. If the disk fails, it is as it was.
     """
-    finish(staged)
+    write_manifest(staged)
+    sync_tree(staged)
     # an old checkpoint is deleted with the staging folder
     move(staged, target)
     sync(target.parent)
@@ -158,7 +160,8 @@ def publish_into(staged: Path, directory: Path) -> None:
     The manifest moves last. Until then `damage(directory)` reports the directory as not whole.
     """
     marker = directory / MARKER
-    finish(staged, [marker] if marker.is_file() else [])
+    write_manifest(staged, beside=[marker] if marker.is_file() else [])
+    sync_tree(staged)
     (directory / MANIFEST).unlink(missing_ok=True)
     sync(directory)
     for path in sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST):
@@ -166,12 +169,6 @@ def publish_into(staged: Path, directory: Path) -> None:
             sync(directory)
         move(path, directory / path.name)
     sync(directory)
-
-
-def finish(staged: Path, beside: Iterable[Path] = ()) -> None:
-    """Write the manifest of a staged folder and of files beside its future place; sync it all."""
-    write_manifest(staged, beside=beside)
-    sync_tree(staged)
 
 
 def rotate(newest: Path, limit: int | None, keep: Path | None) -> None:
@@ -234,12 +231,10 @@ def begin_together(
     left then.
     """
     staging = run / STAGING
-    failure = _take_together(
-        processes,
-        run,
-        lambda: open_staging(run) if processes.first else None,
-        lambda: write(staging),
-    )
+    open_first = partial(open_staging, run) if processes.first else lambda: None
+    failure = _take_together(processes, open_first, partial(write, staging))
+    if failure is not None and processes.first:
+        close_staging(run)
     return staging, failure
 
 
@@ -248,21 +243,16 @@ def finish_together(processes: Processes, run: Path, write: Step, appear: Step) 
 
     Returns None, or why a process could not write, the same for all. Nothing is left then.
     """
-    failure = _take_together(processes, run, write, lambda: appear() if processes.first else None)
+    failure = _take_together(processes, write, appear if processes.first else lambda: None)
     if processes.first:
         close_staging(run)
     return failure
 
 
-def _take_together(processes: Processes, run: Path, *steps: Step) -> str | None:
+def _take_together(processes: Processes, *steps: Step) -> str | None:
     """Take steps on every process, until one fails on any; why, or None."""
-    for step in steps:
-        failure = _try_together(processes, step)
-        if failure is not None:
-            if processes.first:
-                close_staging(run)
-            return failure
-    return None
+    failures = (_try_together(processes, step) for step in steps)
+    return next((failure for failure in failures if failure is not None), None)
 
 
 def _try_together(processes: Processes, step: Step) -> str | None:

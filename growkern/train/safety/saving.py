@@ -178,8 +178,6 @@ class Saver:
                 f"{self.hint}"
             )
 
-    # ------------------------------------------------------------------ reading
-
     def newest_whole(self) -> Path | None:
         """The latest whole checkpoint of the run, the same for all processes."""
         answer: list[Any] = [None, None]  # the checkpoint, or what is wrong

@@ -7,17 +7,16 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from growkern.arguments import MOST_SEED, seed_of_process
-from growkern.errors import GrowthError, nearest
+from growkern.arguments import MOST_SEED, NOT_NEGATIVE, Limit, check_fields, seed_of_process
+from growkern.errors import GrowthError
 from growkern.train.safety.saving import Saver, Stops
 
-ON_NONFINITE = ("stop", "skip")
 # with broken weights every step would be skipped, without end
 MOST_SKIPPED_IN_A_ROW = 100
 
@@ -44,15 +43,13 @@ class StepOptions:
             by the arguments alone.
     """
 
-    on_nonfinite: str = "stop"
+    LIMITS: ClassVar[dict[str, Limit]] = {"save_minutes": NOT_NEGATIVE}
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     save_minutes: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.on_nonfinite not in ON_NONFINITE:
-            known = nearest(self.on_nonfinite, ON_NONFINITE)
-            raise GrowthError(f"on_nonfinite is {self.on_nonfinite!r}{known}")
-        if not self.save_minutes >= 0:
-            raise GrowthError(f"save_minutes is {self.save_minutes}: it must be 0 or more")
+        check_fields(self)
 
 
 class StepWatch:

@@ -217,8 +217,9 @@ def test_the_staging_folder_is_private(tmp_path):
     staged.mkdir()
     (staged / "usual").touch()
     (staged / "weights").touch(mode=0o600)
-    checkpoints.finish(staged)
-    assert (staged / "weights").stat().st_mode == (staged / "usual").stat().st_mode
+    published = tmp_path / "run" / "checkpoint-4"
+    checkpoints.publish(staged, published)
+    assert (published / "weights").stat().st_mode == (published / "usual").stat().st_mode
 
 
 def test_the_manifest_of_a_finished_run_covers_its_marker(tmp_path):
