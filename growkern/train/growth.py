@@ -189,7 +189,14 @@ def sizes_of_run(
     config, dtype = copy.deepcopy(model.config), next(model.parameters()).dtype
     small = ModelSpec.of(config, type(model).__name__.removeprefix("FSDP"))
     if growth:
-        _refuse_own_head(model, small)
+        found = named_tensors(model)
+        for head, owner in small.ties.items():
+            # of a config alone the head would be tied
+            if found[head] is not found[owner]:
+                raise GrowthError(
+                    f"{head} and {owner} are two tensors, which growth inside a run would tie: "
+                    "grow the model before the run, with growkern grow"
+                )
     start = Size(config, plan_before(model))
     return [start, *later_sizes(small, history_of(model), dtype, growth, check)]
 
@@ -221,17 +228,6 @@ def later_sizes(
         sizes.append(Size(planned.target_config, planned))
         small, history = planned.large, History(planned)
     return sizes
-
-
-def _refuse_own_head(model: Any, spec: ModelSpec) -> None:
-    """Refuse a head of its own whose config calls it tied: of a config alone it would be tied."""
-    found = named_tensors(model)
-    for head, owner in spec.ties.items():
-        if found[head] is not found[owner]:
-            raise GrowthError(
-                f"{head} and {owner} are two tensors, which growth inside a run would tie: grow "
-                "the model before the run, with growkern grow"
-            )
 
 
 def _plan_of_config(

@@ -139,8 +139,7 @@ class TwoStageTrainer(Trainer):
         columns = (self.loss.row_weights, SOURCE if isinstance(teacher, dict) else None)
         # so that they are not removed from the data
         self.label_names = [*self.label_names, *filter(None, columns)]
-        late = complete(self, settings)
-        self.labelled, self.meter, self.stops, self.saver, self.steps = late
+        self.labelled, self.meter, self.stops, self.saver, self.steps = complete(self, settings)
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""

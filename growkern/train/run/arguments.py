@@ -108,7 +108,7 @@ def training_arguments(
         # pinning memory gives a warning in every epoch without an accelerator
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    passed = checked_arguments(run.trainer or {})
+    passed = run.trainer or {}
     try:
         args = TrainingArguments(**(known | passed))
     except (ValueError, ImportError, TypeError) as error:
@@ -188,9 +188,11 @@ def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
         if name in REFUSED:
             raise GrowthError(f"trainer.{name} cannot be given: {REFUSED[name]}")
         if name not in known:
-            raise GrowthError(
-                f"[trainer] has no key {name!r}{_near(name, known - OWNED.keys() - REFUSED.keys())}"
-            )
+            near = nearest(name, known - OWNED.keys() - REFUSED.keys())
+            if "did you mean" not in near:
+                # there are too many to list all of them
+                near = "; see transformers.TrainingArguments"
+            raise GrowthError(f"[trainer] has no key {name!r}{near}")
         if not _fits(value, kinds[name]):
             members = _members(kinds[name])
             if members and isinstance(value, str):
@@ -200,12 +202,6 @@ def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
                 f"{_described(kinds[name])}"
             )
     return dict(table)
-
-
-def _near(name: str, known: set[str]) -> str:
-    """The nearest key; there are too many to list all of them."""
-    found = nearest(name, known)
-    return found if "did you mean" in found else "; see transformers.TrainingArguments"
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -258,7 +254,10 @@ def reports_of(output: OutputSection) -> tuple[str, ...]:
     names = output.reports
     if names == ("none",):
         return ()
-    available = {*get_available_reporting_integrations(), *_unlisted()}
+    # transformers does not list these two
+    packages = {"flyte": "flytekit", "azure_ml": "azureml"}
+    unlisted = (name for name, package in packages.items() if find_spec(package))
+    available = {*get_available_reporting_integrations(), *unlisted}
     if names == ("all",):
         return tuple(sorted(available))
     for name in names:
@@ -277,9 +276,3 @@ def reports_of(output: OutputSection) -> tuple[str, ...]:
                 f"pip install {PACKAGES.get(name, name)}"
             )
     return names
-
-
-def _unlisted() -> set[str]:
-    """Installed integrations that transformers does not list."""
-    packages = {"flyte": "flytekit", "azure_ml": "azureml"}
-    return {name for name, package in packages.items() if find_spec(package) is not None}
