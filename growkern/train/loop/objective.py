@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from growkern.train.loop.checks import check_objectives
-from growkern.train.loop.flops import FlopCounter
 from growkern.train.loop.growing import GrowthInRun
-from growkern.train.loop.meter import Meter
+from growkern.train.loop.meter import FlopCounter, Meter
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.losses import LossOptions
 from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, unwrapped
