@@ -167,11 +167,11 @@ class OptimizerMaker:
         for group in groups:
             group["params"] = [x for x in group["params"] if x[0] not in matrices]
         adamw = _adamw([group for group in groups if group["params"]], plan, own, args)
+        names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         settings: dict[str, Any] = {
             "lr": args.learning_rate if own.muon_lr is None else own.muon_lr,
             "weight_decay": args.weight_decay,
-            **{name: getattr(own, name) for name in ("momentum", "nesterov", "ns_steps")},
-            "adjust_lr_fn": own.adjust_lr_fn,
+            **{name: getattr(own, name) for name in names},
         }
         muon = Muon(held, **settings) if plan is None else GrowthMuon(held, plan, **settings)
         # the first group's rate is the one in the log

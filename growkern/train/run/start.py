@@ -201,8 +201,6 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     memory for its parts and loads them from its checkpoint.
     """
     options = run.settings.distributed or DistributedOptions()
-    if run.settings.is_sharded:
-        join_processes()
     start, growth = run.model, run.settings.first_growth
     dtype = start.training_dtype
     # None: the weights are not rounded, whatever their config says
