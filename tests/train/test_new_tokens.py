@@ -18,7 +18,7 @@ from growkern import InheritanceSchedule, ServedTeacher, TeacherCache, TwoStageT
 from growkern import run as train
 from growkern.errors import GrowthError
 from growkern.train.dataset.text import TokenBlocks
-from growkern.train.loss.context import taught_rows
+from growkern.train.loss.rows import taught_rows
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.write import cache_teacher
 from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, relative_error

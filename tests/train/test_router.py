@@ -15,7 +15,7 @@ from growkern import (
     count_labels,
     inherited_loss,
 )
-from growkern.train.loss.models import check_models
+from growkern.train.loss.inherited import check_models
 from tests.growth.models import Float64Everywhere, random_model
 from tests.growth.relatives import RELATIVES
 from tests.train.loss.plain import plain_loss

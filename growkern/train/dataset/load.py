@@ -33,9 +33,8 @@ from growkern.train.model.load import head_of
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     Collator,
-    EpochCollator,
     MaskedLMCollator,
-    evaluation_collator,
+    OuterCollator,
 )
 from growkern.train.rules import check
 
@@ -101,43 +100,33 @@ class TrainingData:
 
             return SentencePairCollator(tokenizer, self.train, share, seed)
         if objective == "span_corruption":
-            from growkern.train.objectives.span_corruption import SpanCorruptionCollator
+            from growkern.train.objectives.spans import SpanCorruptionCollator
 
             corrupting = SpanCorruptionCollator(tokenizer, share, mean_span, seed)
             corrupting.check_rows(options.row_length)
             return corrupting
         if objective == "denoising":
-            from growkern.train.objectives.denoising import DenoisingCollator
+            from growkern.train.objectives.spans import DenoisingCollator
 
             return DenoisingCollator(tokenizer, share, mean_span, seed)
-        from growkern.train.objectives.replaced_tokens import ReplacedTokenCollator
+        from growkern.train.objectives.electra import ReplacedTokenCollator
 
         return ReplacedTokenCollator(tokenizer, share, seed)
 
 
-class ColumnCollator:
-    """Adds labels and weights that the rows bring to the batches of another collator.
+class ColumnCollator(OuterCollator):
+    """Adds labels to the batches of another collator, and weights under a key, if rows bring them.
 
     An evaluation weighs all labels alike.
-
-    Args:
-        collator: makes the batches.
-        labels: whether the rows bring labels.
-        weights: key of the weights; None: the rows bring none.
     """
 
-    def __init__(self, collator: Any, *, labels: bool, weights: str | None) -> None:
-        self.inner, self.labels, self.weights = collator, labels, weights
-
-    def set_epoch(self, epoch: int) -> None:
-        """Switch to an epoch, counted from 0."""
-        if isinstance(self.inner, EpochCollator):
-            self.inner.set_epoch(epoch)
+    def __init__(self, collator: Collator, *, labels: bool, weights: str | None) -> None:
+        super().__init__(collator)
+        self.labels, self.weights = labels, weights
 
     def frozen(self) -> ColumnCollator:
         """The variant for evaluation."""
-        inner = evaluation_collator(self.inner)
-        return ColumnCollator(inner, labels=self.labels, weights=None)
+        return ColumnCollator(super().frozen(), labels=self.labels, weights=None)
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         batch = self.inner(features)

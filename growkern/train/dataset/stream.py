@@ -8,16 +8,20 @@ one begins, so a run can be resumed behind any batch.
 from __future__ import annotations
 
 import copy
+import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import read_json
 from growkern.train.dataset.records import Reader, Settings, Tokens, chunks, features_of
 from growkern.train.dataset.rows import cut_rows
 from growkern.train.dataset.source import need_datasets, plain_errors
@@ -25,6 +29,8 @@ from growkern.train.objectives.language_modeling import PASS, Collator
 
 # keys of a row and of a batch
 PLACE, PLACES = "place", "stream_places"
+# beside a checkpoint, with two places of some kilobytes for each data worker
+FILE, MOST_BYTES = "stream_{}.json", 64_000_000
 
 
 @dataclass(frozen=True)
@@ -66,10 +72,8 @@ class TokenStream(IterableDataset[dict[str, Any]]):
 
     Args:
         records: a `datasets.IterableDataset`.
-        reader: makes tokens of its records.
         rank, processes: this process, and the number of processes that share the records.
         window: rows that are shuffled together; below 2 the order of the data is kept.
-        seed: of the shuffling.
         weights: the key that weights of tokens get.
     """
 
@@ -175,10 +179,8 @@ class TokenStream(IterableDataset[dict[str, Any]]):
 
 
 class PlacingCollator:
-    """Adds the places of each batch to the batches of another collator.
-
-    Args:
-        collator: makes the batches of the rows of a `TokenStream`.
+    """Adds the places of each batch to the batches of another collator, for rows of a
+    `TokenStream`.
     """
 
     def __init__(self, collator: Collator) -> None:
@@ -191,53 +193,75 @@ class PlacingCollator:
         return {**self.inner(rows), PLACES: places}
 
 
-# -------------------------------------------------------------------- progress
+class StreamReader:
+    """Reads this process's own part of a stream, without an end.
 
-
-class Progress:
-    """How far each lane of a stream was trained on.
-
-    Args:
-        processes: that share the stream.
-        lanes: of this process.
+    Resumed on as many processes with as many data workers it reads the batches that an
+    uninterrupted run would read. On others it begins a new pass through the data, with a warning.
     """
 
-    def __init__(self, processes: int, lanes: int) -> None:
-        self.processes, self.lanes, self.batches = processes, lanes, 0
-        self.last: dict[int, BatchPlaces] = {}
+    def __init__(self, stream: TokenStream, workers: int) -> None:
+        self._stream, self._lanes = stream, stream.lanes(workers)
+        # the batches that were trained on, and the places of the last one of each lane
+        self._batches = 0
+        self._last: dict[int, BatchPlaces] = {}
+        # batches to drop when a resumed run begins
+        self._to_drop = 0
 
-    def add(self, places: BatchPlaces) -> None:
-        """Note a batch that was trained on."""
-        self.last[places.lane] = places
-        self.batches += 1
+    def skip(self, batches: Iterator[Any]) -> None:
+        """Drop the batches that were trained on before the run was resumed."""
+        while self._to_drop:
+            next(batches)
+            self._to_drop -= 1
 
-    def state(self) -> dict[str, Any]:
-        """All of it, as values for JSON."""
-        return {
-            "processes": self.processes,
-            "lanes": self.lanes,
-            "batches": self.batches,
-            "last": {str(lane): asdict(places) for lane, places in self.last.items()},
+    def note(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Note how far the stream was read for these batches."""
+        for batch in batches:
+            if PLACES in batch:
+                places = batch.pop(PLACES)
+                self._last[places.lane] = places
+                self._batches += 1
+
+    def save(self, directory: Path) -> None:
+        """Write how far this process has read the stream."""
+        state = {
+            "processes": self._stream.processes,
+            "lanes": self._lanes,
+            "batches": self._batches,
+            "last": {lane: asdict(places) for lane, places in self._last.items()},
         }
+        file = directory / FILE.format(self._stream.rank)
+        file.write_text(json.dumps(state), encoding="utf-8")
 
-    def load(self, state: Mapping[str, Any]) -> bool:
-        """Take over a state; False, with nothing changed, if it is of other processes or lanes."""
-        if (state["processes"], state["lanes"]) != (self.processes, self.lanes):
-            return False
-        self.batches = state["batches"]
-        for lane, value in state["last"].items():
-            before, after = Place(**value["before"]), Place(**value["after"])
-            self.last[int(lane)] = BatchPlaces(int(lane), before, after)
-        return True
-
-    def starts(self) -> tuple[dict[int, Place], int]:
-        """Where each lane begins again, and how many batches to drop after that.
-
-        A data loader always begins with the first lane. Lanes whose turn is over repeat their last
-        batch, and these batches are dropped.
-        """
-        drop = self.batches % self.lanes
-        return {
-            lane: places.before if lane < drop else places.after
-            for lane, places in self.last.items()
-        }, drop
+    def start(self, checkpoint: str | Path | None, *, warns: bool = True) -> None:
+        """Move the stream to the place of a checkpoint, or to its start."""
+        stream = self._stream
+        stream.places = {}
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / FILE.format(stream.rank)
+        file = file if file.is_file() else file.with_name(FILE.format(0))
+        state = read_json(file, MOST_BYTES, "place in a stream")
+        last = {
+            int(lane): BatchPlaces(int(lane), Place(**one["before"]), Place(**one["after"]))
+            for lane, one in state["last"].items()
+        }
+        if (state["processes"], state["lanes"]) == (stream.processes, self._lanes):
+            self._batches, self._last = state["batches"], last
+            # a data loader always begins with the first lane. Lanes whose turn is over repeat their
+            # last batch, and these batches are dropped
+            self._to_drop = self._batches % self._lanes
+            for lane, places in last.items():
+                stream.places[lane] = places.before if lane < self._to_drop else places.after
+            return
+        if warns:
+            warnings.warn(
+                f"{checkpoint} was saved by {state['processes']} processes with "
+                f"{state['lanes']} data workers each: with {stream.processes} and {self._lanes} "
+                "the stream cannot be continued where it was, so a new pass begins",
+                GrowthWarning,
+                stacklevel=2,
+            )
+        number = 1 + max((places.after.number for places in last.values()), default=-1)
+        start = Place(number=number, window=state["batches"])
+        stream.places = dict.fromkeys(range(self._lanes), start)

@@ -21,7 +21,7 @@ from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loss.batches import Batches
 from growkern.train.loss.inheritance import InheritanceSchedule
-from growkern.train.loss.models import unwrapped
+from growkern.train.loss.inherited import unwrapped
 from growkern.train.model.flops import is_experts
 from growkern.train.objectives.language_modeling import EpochCollator
 from growkern.train.optimizer import bare

@@ -21,10 +21,9 @@ from growkern.train.distributed.shard import (
     refuse_replicas,
 )
 from growkern.train.growth import GrowthStep
-from growkern.train.loss.domains import TeachersOfSources
-from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.inheritance import InheritanceSchedule, Teachers, TeachersOfSources
+from growkern.train.loss.inherited import is_two_stacks
 from growkern.train.loss.losses import LossOptions
-from growkern.train.loss.models import is_two_stacks
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerOptions
 from growkern.train.rules import check, refuse_first

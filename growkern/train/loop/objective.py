@@ -17,8 +17,8 @@ from growkern.train.loop.checks import check_objectives
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import FlopCounter, Meter
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.inherited import check_model, inputs_of, is_two_stacks, unwrapped
 from growkern.train.loss.losses import LossOptions
-from growkern.train.loss.models import check_model, inputs_of, is_two_stacks, unwrapped
 from growkern.train.loss.router import count_tokens, router_inputs, router_term, router_weight
 from growkern.train.loss.rows import (
     ROW_COUNTS,
@@ -29,7 +29,7 @@ from growkern.train.loss.rows import (
     real_rows,
     take_rows,
 )
-from growkern.train.loss.side import SideTerm, side_loss_of
+from growkern.train.loss.side import SideParts, SideTerm, side_loss_of
 from growkern.train.model.flops import ModelCost, cost_of
 from growkern.train.model.head import (
     IGNORE_INDEX,
@@ -49,7 +49,6 @@ from growkern.train.model.sub_model import (
     only,
     text_model,
 )
-from growkern.train.objectives.side_loss import SideParts
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
 

@@ -36,11 +36,15 @@ from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import Objective, add_up
 from growkern.train.loss.batches import Batches, LabelledSteps
-from growkern.train.loss.domains import SourceCollator, TeachersOfSources
-from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.inheritance import (
+    InheritanceSchedule,
+    SourceCollator,
+    Teachers,
+    TeachersOfSources,
+)
 from growkern.train.loss.losses import LossOptions
+from growkern.train.loss.passes import are_sent
 from growkern.train.loss.side import check_side, side_loss_of
-from growkern.train.loss.streams import are_sent
 from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator

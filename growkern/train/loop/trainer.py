@@ -29,8 +29,8 @@ from growkern.train.loop.setup import Settings, complete, prepare
 from growkern.train.loss.batches import Batches, unchanged_random_state
 from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.losses import LossOptions
+from growkern.train.loss.passes import stream_loader
 from growkern.train.loss.side import EvaluationSums, side_loss_of
-from growkern.train.loss.streams import stream_loader
 from growkern.train.model.head import setting
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator

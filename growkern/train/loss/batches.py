@@ -4,7 +4,7 @@ import contextlib
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -15,27 +15,21 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.train.dataset.stream import TokenStream
-from growkern.train.loss.rows import (
-    EXAMPLES_TO_SEARCH,
-    ROW_COUNTS,
-    CountingCollator,
-    check_keys,
-    check_some_label,
-    count_rows,
-    examples_in_last_batch,
-    first_examples,
-)
-from growkern.train.loss.streams import (
-    StreamReader,
+from growkern.train.dataset.stream import StreamReader, TokenStream
+from growkern.train.loss.passes import (
     are_sent,
     check_stream,
+    examples_in_last_batch,
     examples_in_last_sent,
+    first_examples,
     is_without_length,
     place_in_stream,
 )
+from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, check_keys, count_rows
+from growkern.train.model.head import IGNORE_INDEX, align_labels
 from growkern.train.objectives.language_modeling import IndexedDataset
 
+EXAMPLES_TO_SEARCH = 1000
 NO_DATA = "Batch does not contain any data"
 
 
@@ -68,8 +62,7 @@ class Batches:
     def collator(self, collator: Any, dataset: Any) -> Any:
         """A collator that counts the rows too, if they are not counted when they arrive.
 
-        Raises:
-            GrowthError: examples of this data set would count more than once.
+        Data is refused whose examples would count more than once.
         """
         check_stream(dataset, self._accelerator)
         # accelerate can send tensors alone
@@ -77,21 +70,34 @@ class Batches:
         return collator if sent else CountingCollator(collator, **self._kind)
 
     def check_labels(self, dataset: Any, collator: Any, size: int, name: str) -> None:
-        """Check that a data set has labels, if it can be read by index.
+        """Check that the batches of a data set have labels, if it can be read by index.
 
-        Args:
-            name: "training" or "evaluation".
-
-        Raises:
-            GrowthError: it has none.
+        It stops at the first label, and looks at up to 1000 examples, evenly spread over the data
+        set. A causal model does not predict the first token of a row, so a label there does not
+        count.
         """
         if not isinstance(dataset, IndexedDataset) or isinstance(dataset, IterableDataset):
             return
-        weights, causal = self._row_weights, self._kind["causal"]
-        training = name == "training"
+        causal, training = self._kind["causal"], name == "training"
+        indices = range(0, len(dataset), max(1, len(dataset) // EXAMPLES_TO_SEARCH))
+        has_label = not indices
         with unchanged_random_state():
-            weights = weights if training else None
-            check_some_label(dataset, collator, size, weights, causal=causal, name=name)
+            for start in range(0, len(indices), size):
+                batch = collator([dataset[i] for i in indices[start : start + size]])
+                if not isinstance(batch, Mapping):
+                    kind = type(batch).__name__
+                    raise GrowthError(f"the data collator makes a {kind}, not a dict")
+                check_keys(batch, "labels", self._row_weights if training else None)
+                labels_BS = align_labels(torch.as_tensor(batch["labels"]), causal=causal)
+                has_label = bool((labels_BS != IGNORE_INDEX).any())
+                if has_label:
+                    break
+        if not has_label:
+            first = ", or belong to a first token, which is not predicted" if causal else ""
+            raise GrowthError(
+                f"the {name} data has not a single label: all labels of {len(indices)} examples, "
+                f"evenly spread over the data set, are -100{first}. Check the data collator"
+            )
         if training:
             self.unlabelled = None
 
@@ -107,7 +113,6 @@ class Batches:
         """Begin a run.
 
         Args:
-            dataset: that it trains on.
             source: the collator.
             checkpoint: that it resumes from, or None.
             place: where Trainer would resume.
@@ -120,8 +125,8 @@ class Batches:
         self.stream = None
         if isinstance(dataset, TokenStream):
             # it is moved to its place, and nothing is skipped
-            self.stream, place = StreamReader(dataset, args), (0, 0)
-            self.stream.start(checkpoint)
+            self.stream, place = StreamReader(dataset, args.dataloader_num_workers), (0, 0)
+            self.stream.start(checkpoint, warns=args.process_index == 0)
         elif checkpoint is not None and is_without_length(epochs):
             place = place_in_stream(checkpoint, args)
         self.done, self.source = place[1], source
@@ -130,14 +135,8 @@ class Batches:
     def read(self, batches: Iterator[Any], number: int, state: Any) -> list[Any]:
         """The next accumulated batch; empty if the data cannot fill it.
 
-        Trainer would add the gradients of its batches to those of the next step.
-
-        Args:
-            batches: of this pass through the data.
-            number: of batches that are wanted.
-
-        Raises:
-            GrowthError: there is not a single accumulated batch.
+        Trainer would add the gradients of its batches to those of the next step. A run without a
+        single step is refused.
         """
         if self.stream is not None:
             self.stream.skip(batches)
@@ -176,13 +175,7 @@ class Batches:
     def prepare(self, batches: list[Any], dataset: Any, size: int) -> None:
         """Check batches, drop repeated examples, and count the rows that were not counted.
 
-        Args:
-            batches: changed in place.
-            dataset: that they are from.
-            size: examples per batch of a process.
-
-        Raises:
-            GrowthError: a batch has no labels or no row weights.
+        The list is changed in place. A process has `size` examples per batch.
         """
         for batch in batches:
             check_keys(batch, "labels", self._row_weights)
@@ -212,13 +205,7 @@ class Batches:
     def look_for_labels(self, batches: list[Any], items: Any, state: Any) -> None:
         """Refuse data whose first examples have no label, unless labels were seen.
 
-        All processes know the labels of the step, so all of them refuse.
-
-        Args:
-            items: its labels in all processes.
-
-        Raises:
-            GrowthError: there is no label.
+        All processes know the labels of the step in all of them, `items`, so all of them refuse.
         """
         if self.unlabelled is None or items is None:
             return
@@ -258,9 +245,8 @@ class LabelledSteps:
     def corrected(self, loss: float, accelerator: Any) -> float:
         """The mean over the steps with a label since the last call; NaN if there is none.
 
-        Args:
-            loss: the mean over all steps. Steps without a label have a loss of 0, or that of the
-                teacher alone.
+        The given loss is the mean over all steps. Steps without a label have a loss of 0, or that
+        of the teacher alone.
         """
         empty, steps, rest = int(self._empty), self._steps, self._loss
         self._steps, self._empty, self._loss = 0, 0, 0.0

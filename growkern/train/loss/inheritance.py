@@ -12,23 +12,30 @@ The paper's students begin at random, with r_0 = 1. A student that was grown fro
 with the teacher's predictions. At r_0 = 1 its first gradients are then nothing but rounding, which
 Adam scales up to full steps. So r_0 is 0.5 by default: the labels' gradient is a hundred times the
 rounding of bfloat16.
+
+Several teachers teach all rows together, or each the rows of a source of its own (Table 3 there). A
+row has then the KL divergence from the teacher of its source alone, and a teacher runs on its own
+examples only. All rows have the divisors that they would have with one teacher, so the losses of
+the sources add up to the loss of the batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from growkern.arguments import POSITIVE, SHARE, Limit, check_fields
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.rows.inputs import LossParts
 from growkern.ops.loss.rows.options import Divergence, KLRows, Tail
 from growkern.train.distributed.shard import is_sharded
-from growkern.train.loss.context import as_known
+from growkern.train.loss.rows import TAUGHT_BY, as_known, check_keys, examples_of
 from growkern.train.model.head import (
+    IGNORE_INDEX,
     check_causal,
     check_head,
     common_softcap,
@@ -37,9 +44,11 @@ from growkern.train.model.head import (
 )
 from growkern.train.model.load import is_causal
 from growkern.train.model.projection import HeadInputs
-from growkern.train.objectives.language_modeling import Collator
+from growkern.train.objectives.language_modeling import SOURCE, Collator, OuterCollator
 
 Decay = Literal["linear", "constant", "switch"]
+# the loss of some examples, and where they are in the batch
+Share = tuple[list[int], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -119,17 +128,10 @@ class InheritanceSchedule:
 
 
 class Teachers:
-    """Frozen models whose predictions the student learns to match.
-
-    Args:
-        models: with the same softcap; an empty list trains on the labels alone.
-        weights: one per model, with sum 1; None weighs all alike.
+    """Frozen models whose predictions the student learns to match; without any it has labels alone.
 
     Attributes:
         known: tokens that all models know, if the student has further ones; else None.
-
-    Raises:
-        GrowthError: a model cannot be a teacher, or the models do not fit together.
     """
 
     def __init__(self, models: Sequence[Any], weights: Sequence[float] | None) -> None:
@@ -148,9 +150,8 @@ class Teachers:
     def freeze(self, student: nn.Module, device: torch.device) -> None:
         """Move the teachers to a device and switch off dropout, gradients and caches.
 
-        Raises:
-            GrowthError: a teacher shares parameters with the student, or predicts tokens that it
-                sees.
+        One that shares parameters with the student, or that sees the tokens it predicts, is
+        refused.
         """
         trained = {id(parameter) for parameter in student.parameters()}
         for model in self.models:
@@ -167,31 +168,16 @@ class Teachers:
                 check_causal(model)
 
     def check_objective(self, causal: bool) -> None:
-        """Check that the teachers predict the same tokens as the student.
-
-        Args:
-            causal: whether the student predicts the next token.
-
-        Raises:
-            GrowthError: a teacher predicts masked tokens and the student the next, or vice versa.
-        """
+        """Check that the teachers predict what the student does: the next token, or masked ones."""
         for number, model in enumerate(self.models):
-            check_same_objective(f"teacher {number} ({type(model).__name__})", model, causal)
+            name = f"teacher {number} ({type(model).__name__})"
+            check_same_objective(name, is_causal(model), causal)
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
-        """The number of vocabulary columns of the student that are not padding.
+        """The vocabulary columns of the student that are not padding; None if all heads have one
+        size.
 
-        Heads that are padded to different sizes agree on the ids of the tokenizer only.
-
-        Args:
-            student: the model in training.
-            tokenizer: of the student; only needed when the heads have different sizes.
-
-        Returns:
-            The number of columns, or None when all heads have the same size.
-
-        Raises:
-            GrowthError: the vocabularies cannot be matched.
+        Heads that are padded to different sizes agree on the ids of the student's tokenizer only.
         """
         heads = [model.get_output_embeddings().weight.shape[0] for model in (student, *self.models)]
         if len(set(heads)) == 1:
@@ -214,14 +200,9 @@ class Teachers:
         return collator
 
     def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
-        """The loss for a batch, after running the teachers on it.
+        """`linear_kl_mlm_loss` for a batch, after running the teachers on its inputs.
 
-        Args:
-            inputs: of the models, without labels.
-            alpha: share of the KL term; at 0 no teacher runs.
-
-        Returns:
-            `linear_kl_mlm_loss` with the arguments of the teachers filled in.
+        At `alpha` 0, the share of the KL term, no teacher runs.
         """
         return loss_beside(self.predict(inputs) if alpha > 0 else [], self.weights, self.softcap)
 
@@ -231,18 +212,72 @@ class Teachers:
         return [teacher_inputs(model, inputs) for model in self.models]
 
 
+class TeachersOfSources(Teachers):
+    """Frozen models, one for the examples of each source, by the names of these."""
+
+    def __init__(self, models: Mapping[str, Any]) -> None:
+        super().__init__(list(models.values()), None)
+        self.names = tuple(models)
+
+    def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
+        """The loss for a batch, after running each teacher on its examples.
+
+        The numbers of the teachers are removed from the inputs. At `alpha` 0 no teacher runs.
+        """
+        if alpha > 0:
+            check_keys(inputs, TAUGHT_BY)
+        by = inputs.get(TAUGHT_BY) or ()
+        shares: list[Share] = []
+        for number, model in enumerate(self.models if alpha > 0 else ()):
+            examples = [i for i, one in enumerate(by) if one == number]
+            # all processes have to run a sharded teacher, also one without examples
+            if not examples and not is_sharded(model):
+                continue
+            own = examples_of(inputs, number) if examples else dict(inputs)
+            del own[TAUGHT_BY]
+            prediction = teacher_inputs(model, as_known(own, self.known))
+            if examples:
+                shares.append((examples, loss_beside([prediction], softcap=self.softcap)))
+        inputs.pop(TAUGHT_BY, None)
+        return partial(_sum, shares) if alpha > 0 else loss_beside([])
+
+
+def _sum(
+    shares: Sequence[Share], hidden_BSH: Tensor, weight_VH: Tensor, **options: Any
+) -> tuple[Tensor, LossParts]:
+    """The loss of a batch from those of its shares, and the means of its parts."""
+    labelled_BS = options["labels"] != IGNORE_INDEX
+    kl_rows, weights_BS = options["kl_rows"], options["row_weights"]
+    kl_BS = kl_rows if isinstance(kl_rows, Tensor) else labelled_BS
+    counts = [mask_BS.sum().clamp(min=1) for mask_BS in (labelled_BS, kl_BS)]
+    options = {"num_items": tuple(counts)} | options
+    if weights_BS is not None:
+        # the parts leave these rows out
+        labelled_BS, kl_BS = (mask & (weights_BS != 0) for mask in (labelled_BS, kl_BS))
+    of_rows = {"labels", "kl_rows", "row_weights"}
+    total: Any = 0.0
+    parts, sizes = [], []
+    for examples, loss_of in shares:
+        own = {
+            name: x[examples] if name in of_rows and isinstance(x, Tensor) else x
+            for name, x in options.items()
+        }
+        loss, part = loss_of(hidden_BSH[examples], weight_VH, **own)
+        total = total + loss
+        parts.append(torch.stack([part.mlm, part.kl, part.top1_agreement, part.entropy]))
+        mlm, kl = labelled_BS[examples], kl_BS[examples]
+        sizes.append(torch.stack([x.sum() for x in (mlm, kl, kl, mlm | kl)]))
+    sizes_P4 = torch.stack(sizes).to(parts[0].dtype)
+    means_4 = (torch.stack(parts) * sizes_P4).sum(0) / sizes_P4.sum(0).clamp(min=1)
+    return total, LossParts(*means_4.unbind())
+
+
 def loss_beside(
     predictions: Sequence[HeadInputs],
     weights: Sequence[float] | None = None,
     softcap: float | None = None,
 ) -> Callable[..., Any]:
-    """`linear_kl_mlm_loss` with the arguments of the teachers filled in.
-
-    Args:
-        predictions: one per teacher; when empty, the loss is that of the labels alone.
-        weights: one per teacher, with sum 1; None weighs all alike.
-        softcap: of the teachers' logits.
-    """
+    """`linear_kl_mlm_loss` with the arguments of the teachers filled in; it may be none."""
     if not predictions:
         return partial(linear_kl_mlm_loss, teacher_hidden=None, teacher_weight=None)
     hidden, weight, bias = (list(column) for column in zip(*predictions, strict=True))
@@ -256,24 +291,47 @@ def loss_beside(
     )
 
 
-def objective(causal: bool) -> str:
-    """The objective of a model in words."""
-    return "the next token" if causal else "masked tokens"
-
-
-def check_same_objective(name: str, teacher: Any, causal: bool) -> None:
-    """Check that a teacher has the objective of the student.
-
-    Args:
-        name: of the teacher, for the error message.
-        teacher: a ...ForMaskedLM or ...ForCausalLM model.
-        causal: whether the student predicts the next token.
-
-    Raises:
-        GrowthError: it has the other objective.
-    """
-    if is_causal(teacher) != causal:
+def check_same_objective(name: str, teacher: bool, student: bool) -> None:
+    """Check that a teacher and the student both predict the next token, or both masked tokens."""
+    if teacher != student:
+        objectives = ("masked tokens", "the next token")
         raise GrowthError(
-            f"{name} predicts {objective(not causal)}, but the student predicts "
-            f"{objective(causal)}: choose a teacher with the student's objective"
+            f"{name} predicts {objectives[teacher]}, but the student predicts "
+            f"{objectives[student]}: choose a teacher with the student's objective"
         )
+
+
+class SourceCollator(OuterCollator):
+    """Adds the number of each example's teacher to the batches of another collator.
+
+    That one makes one row per example, and does not see the sources. The names are those of the
+    sources, in the order of their teachers. An evaluation has none.
+    """
+
+    def __init__(self, collator: Collator, names: Sequence[str]) -> None:
+        super().__init__(collator)
+        self.numbers = {name: i for i, name in enumerate(names)}
+
+    def frozen(self) -> Collator:
+        """The variant for evaluation, which has no teacher."""
+        return SourceCollator(super().frozen(), ())
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.inner(
+            [{name: x for name, x in feature.items() if name != SOURCE} for feature in features]
+        )
+        if not self.numbers:
+            return batch
+        found: list[Any] = [feature.get(SOURCE) for feature in features]
+        strange = [name for name in found if name not in self.numbers]
+        if strange:
+            raise GrowthError(
+                f"an example has the {SOURCE!r} {strange[0]!r}, which no teacher has: give each "
+                f"example one of {', '.join(map(repr, self.numbers))}, the keys of teacher"
+            )
+        if len(batch["labels"]) != len(features):
+            raise GrowthError(
+                f"{len(features)} examples make a batch of {len(batch['labels'])} rows: teachers "
+                "of one source each need one row per example, so leave out packing by the collator"
+            )
+        return batch | {TAUGHT_BY: [self.numbers[name] for name in found]}

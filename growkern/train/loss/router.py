@@ -35,11 +35,7 @@ class RouterTerm(NamedTuple):
 
 
 def router_weight(model: Any) -> float:
-    """The factor of (1) in the loss of a model, 0 if its config does not ask for this loss.
-
-    Args:
-        model: that passed `check_router`.
-    """
+    """The factor of (1) in the loss of a model, 0 if its config does not ask for this loss."""
     return float(model.config.get_text_config().router_aux_loss_coef) if _asks(model) else 0.0
 
 
@@ -69,11 +65,7 @@ def router_term(
 ) -> RouterTerm | None:
     """The term of a batch, None if no layer that ran has a router.
 
-    Args:
-        model: that passed `check_router`.
-        outputs: of the model. Its own auxiliary loss is removed.
-        real_BS: the real tokens, (B, S).
-        add_up: sums a tensor over all processes.
+    The outputs lose their own auxiliary loss. `add_up` sums a tensor over all processes.
     """
     outputs.aux_loss = None
     if not outputs.router_logits:
@@ -101,11 +93,7 @@ def count_tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def check_router(model: Any) -> None:
-    """Check that (1) is the auxiliary loss of a model whose config asks for one.
-
-    Raises:
-        GrowthError: the model has none, or another one.
-    """
+    """Refuse a model whose config asks for an auxiliary loss that it lacks, or that is not (1)."""
     # of a stage 1 whose layers are all dense nothing can be told
     if not _asks(model) or router_inputs(model):
         return

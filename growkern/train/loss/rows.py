@@ -2,21 +2,22 @@
 
 A GPU must not be asked how many rows have a label, because the CPU would wait for the answer. The
 collator runs on the CPU, so the rows are counted there. The counts travel with the batch.
+
+The context of a row is its document. A student whose vocabulary grew reads tokens there that its
+teachers do not know. They are the last ids.
+
+Shape letters used in this file: B examples, S positions.
 """
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from growkern.errors import GrowthError
-from growkern.train.loss.context import document_starts, taught_rows
-from growkern.train.loss.inheritance import KLRows
+from growkern.ops.loss.rows.options import KLRows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
@@ -54,19 +55,15 @@ def take_rows(
     """Remove the labels and the row weights from a batch, and align them.
 
     A position without a row of the teacher has no KL term, nor has one whose label or context the
-    teachers lack. Its label keeps its own term.
+    teachers lack. Its label keeps its own term. What remains of the batch are the inputs of the
+    model.
 
     Args:
-        inputs: the batch; what remains of it are the inputs of the model.
-        causal: whether the model predicts the next token.
         kl_rows: rows with a KL term: "labels", or "all" for every real token.
         row_weights: key of the weights; None if there are none.
-        decoder: whether the rows belong to a decoder beside an encoder, whose tokens differ.
+        decoder: whether the rows belong to a decoder beside an encoder, whose tokens differ. For
+            "all" it needs the mask of the decoder's real tokens.
         known: tokens that the teachers know; None: all.
-
-    Raises:
-        GrowthError: the batch has no labels, no weights, or no mask of the decoder's real tokens
-            where these have a KL term.
     """
     check_keys(inputs, "labels", row_weights)
     labels_BS = align_labels(inputs.pop("labels"), causal=causal)
@@ -90,15 +87,7 @@ def take_rows(
 
 
 def check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
-    """Check that a batch has these keys.
-
-    Args:
-        batch: from a data collator.
-        names: None stands for no key.
-
-    Raises:
-        GrowthError: a key is missing.
-    """
+    """Check that a batch of a data collator has these keys; None stands for no key."""
     for name in names:
         if name is not None and name not in batch:
             raise GrowthError(
@@ -123,11 +112,7 @@ def real_rows(
 
 
 def count_kl_rows(batch: Mapping[str, Any], kl_rows: KLRows, **kind: Any) -> Tensor:
-    """The number of rows with a KL term in a batch with its labels, 0-d; nothing waits for it.
-
-    Args:
-        kind: the other arguments of `take_rows`.
-    """
+    """The number of rows with a KL term in a batch with its labels, 0-d; nothing waits for it."""
     rows = take_rows(dict(batch), kl_rows=kl_rows, **kind)
     kl_rows_BS = (
         rows.kl_rows if isinstance(rows.kl_rows, Tensor) else rows.labels_BS != IGNORE_INDEX
@@ -135,21 +120,98 @@ def count_kl_rows(batch: Mapping[str, Any], kl_rows: KLRows, **kind: Any) -> Ten
     return kl_rows_BS.sum()
 
 
-def teacher_rows(batch: Mapping[str, Any], *, causal: bool) -> Tensor:
-    """The positions at which a teacher that reads real tokens only predicts one, (B, S) bool.
+def real_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """The tokens of a batch that are no padding, (B, S) bool."""
+    ids_BS, mask_BS = batch["input_ids"], batch.get("attention_mask")
+    return torch.ones_like(ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
 
-    A causal teacher predicts the token that follows a real one. So nothing predicts the first token
-    of a document, although the position before it may have its label.
 
-    Args:
-        batch: input_ids (B, S), and maybe attention_mask or position_ids.
-        causal: whether the teacher predicts the next token.
+def teacher_rows(batch: Mapping[str, Any]) -> Tensor:
+    """The positions at which a causal teacher predicts a token that it can know, (B, S) bool.
+
+    It predicts the token that follows a real one. So nothing predicts the first token of a
+    document, although the position before it may have its label.
     """
-    mask_BS = batch.get("attention_mask")
-    real_BS = torch.ones_like(batch["input_ids"]) if mask_BS is None else mask_BS
-    real_BS, starts_BS = real_BS.bool(), document_starts(batch)
-    follows_BS = real_BS if starts_BS is None or not causal else ~starts_BS & real_BS
-    return real_BS & align_rows(follows_BS, causal=causal)
+    real_BS, starts_BS = real_tokens(batch), document_starts(batch)
+    follows_BS = real_BS if starts_BS is None else ~starts_BS & real_BS
+    return real_BS & align_rows(follows_BS, causal=True)
+
+
+def examples_of(batch: Mapping[str, Any], teacher: int) -> dict[str, Any]:
+    """The examples of a batch that a teacher teaches, by its number: all if the batch does not say.
+
+    They are those of (B, ...) tensors; other values are kept.
+    """
+    by = batch.get(TAUGHT_BY)
+    if by is None:
+        return dict(batch)
+    own = [i for i, one in enumerate(by) if one == teacher]
+    own_batch = {
+        name: x[own] if isinstance(x, Tensor) and x.ndim and len(x) == len(by) else x
+        for name, x in batch.items()
+    }
+    return own_batch | {TAUGHT_BY: [teacher] * len(own)}
+
+
+# ------------------------------------------------------------------- context
+
+
+def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
+    """Where the sequences of a packed batch start, (B, S) bool. None if it is not packed."""
+    positions_BS = batch.get("position_ids")
+    if positions_BS is None or positions_BS.ndim != 2 or batch.get("attention_mask") is not None:
+        return None
+    starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
+    return starts_BS
+
+
+def taught_rows(
+    batch: Mapping[str, Any],
+    labels_BS: Tensor,
+    known: int,
+    *,
+    causal: bool,
+    decoder: bool = False,
+) -> Tensor:
+    """The rows whose label and context are tokens that the teachers know, (B, S) bool.
+
+    The context is all of the document, and of a causal row only what it has seen. Ids from `known`
+    on are new to the teachers. The labels are aligned.
+    """
+    new_label_BS, ids_BS = labels_BS >= known, batch.get("input_ids")
+    if ids_BS is None:
+        return ~new_label_BS
+    new_BS, mask_BS = ids_BS >= known, batch.get("attention_mask")
+    if mask_BS is not None and mask_BS.shape == new_BS.shape:
+        new_BS = new_BS & mask_BS.bool()
+    if decoder:
+        # its inputs are its labels, one place later
+        own_BS = batch.get("decoder_input_ids")
+        read_BS = new_label_BS if own_BS is None else own_BS >= known
+        seen_BS = (read_BS.cumsum(1) > 0) | new_BS.any(1, keepdim=True)
+        return ~(new_label_BS | seen_BS)
+    starts_BS = document_starts(batch)
+    if starts_BS is None:
+        starts_BS = torch.zeros_like(new_BS)
+    upto_BS = new_BS.cumsum(1)
+    if causal:
+        before_BS = torch.where(starts_BS, upto_BS - new_BS.long(), 0).cummax(1).values
+        return ~(new_label_BS | (upto_BS > before_BS))
+    document_BS = starts_BS.cumsum(1)
+    counts_BS = torch.zeros(
+        len(new_BS), new_BS.shape[1] + 1, dtype=torch.long, device=new_BS.device
+    )
+    counts_BS = counts_BS.scatter_add_(1, document_BS, new_BS.long())
+    return ~(new_label_BS | (counts_BS.gather(1, document_BS) > 0))
+
+
+def as_known(inputs: dict[str, Any], known: int | None) -> dict[str, Any]:
+    """The inputs of a teacher, with token 0 for those that it lacks. Their rows are not used."""
+    if known is None:
+        return inputs
+    names = {"input_ids", "decoder_input_ids"} & inputs.keys()
+    return inputs | {name: inputs[name].masked_fill(inputs[name] >= known, 0) for name in names}
 
 
 # ------------------------------------------------------------------- counted
@@ -180,16 +242,9 @@ def count_rows(
     decoder: bool = False,
     devices: Sequence[str] = ("cpu",),
 ) -> RowCounts | None:
-    """Count the rows of a batch.
+    """Count the rows of a batch; None if it has no labels, or has them on another device.
 
-    Args:
-        batch: {labels, ...}.
-        causal: whether the model predicts the next token.
-        decoder: as in `take_rows`.
-        devices: types of devices whose answer may be waited for.
-
-    Returns:
-        The counts; None if the batch has no labels, or if they are on another device.
+    Only devices of these types are waited for.
     """
     labels_BS = batch.get("labels")
     if not isinstance(labels_BS, Tensor) or labels_BS.device.type not in devices:
@@ -209,13 +264,7 @@ def _packed_pairs(batch: Mapping[str, Any]) -> int | None:
 
 
 class CountingCollator:
-    """Adds the `RowCounts` of each batch to the batches of another collator.
-
-    Args:
-        collator: makes the batches.
-        causal: whether the model predicts the next token.
-        decoder: as in `take_rows`.
-    """
+    """Adds the `RowCounts` of each batch to the batches of another collator."""
 
     def __init__(
         self, collator: Callable[[Any], Any], *, causal: bool, decoder: bool = False
@@ -228,146 +277,3 @@ class CountingCollator:
             return batch
         counts = count_rows(batch, causal=self.causal, decoder=self.decoder)
         return batch if counts is None else {**batch, ROW_COUNTS: counts}
-
-
-EXAMPLES_TO_SEARCH = 1000
-
-
-def check_some_label(
-    dataset: Any,
-    collator: Callable[[Sequence[Any]], Any],
-    batch_size: int,
-    row_weights: str | None = None,
-    *,
-    causal: bool,
-    name: str = "training",
-) -> None:
-    """Check that the batches of a data set have labels. It stops at the first label.
-
-    A causal model does not predict the first token of a row, so a label there does not count.
-
-    Args:
-        dataset: is read by index.
-        collator: makes the batches of the training.
-        batch_size: examples per batch.
-        row_weights: key of the weights that the batches must have too.
-        causal: whether the model predicts the next token.
-        name: of the data set, for the error message.
-
-    Raises:
-        GrowthError: the batches have no labels or weights, or all labels of up to 1000 examples,
-            evenly spread over the data set, are -100.
-    """
-    indices = range(0, len(dataset), max(1, len(dataset) // EXAMPLES_TO_SEARCH))
-    for start in range(0, len(indices), batch_size):
-        examples = [dataset[i] for i in indices[start : start + batch_size]]
-        batch = collator(examples)
-        if not isinstance(batch, Mapping):
-            raise GrowthError(f"the data collator makes a {type(batch).__name__}, not a dict")
-        check_keys(batch, "labels", row_weights)
-        labels_BS = align_labels(torch.as_tensor(batch["labels"]), causal=causal)
-        if bool((labels_BS != IGNORE_INDEX).any()):
-            return
-    if len(indices):
-        first = ", or belong to a first token, which is not predicted" if causal else ""
-        raise GrowthError(
-            f"the {name} data has not a single label: all labels of {len(indices)} examples, "
-            f"evenly spread over the data set, are -100{first}. Check the data collator"
-        )
-
-
-# ---------------------------------------------------------- the end of an epoch
-
-
-def examples_in_last_batch(loader: Any, rank: int, processes: int, *, split: bool) -> int | None:
-    """How many examples of the last batch of an epoch are not repetitions.
-
-    accelerate fills up the last batches of an epoch with examples from its start, so that all
-    processes run as many steps.
-
-    Args:
-        loader: of accelerate, over a data set that is read by index.
-        rank: of this process.
-        processes: number of processes.
-        split: whether accelerate splits each batch among the processes.
-
-    Returns:
-        The number of examples in this process, 0 or more; None if there are no repetitions.
-    """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    batches: Any = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):
-        batches = batches.batch_sampler
-    if not isinstance(batches, BatchSampler) or batches.drop_last:
-        return None
-    of_a_process = batches.batch_size // processes if split else batches.batch_size
-    rest = len(batches.sampler) % (of_a_process * processes)  # type: ignore[arg-type]
-    return min(max(rest - rank * of_a_process, 0), of_a_process) if rest else None
-
-
-def examples_of(batch: Mapping[str, Any], teacher: int) -> dict[str, Any]:
-    """The examples of a batch that a teacher teaches: all of them if the batch does not say.
-
-    Args:
-        batch: (B, ...) tensors, and other values that are kept.
-        teacher: its number.
-    """
-    by = batch.get(TAUGHT_BY)
-    if by is None:
-        return dict(batch)
-    own = [i for i, one in enumerate(by) if one == teacher]
-    own_batch = {
-        name: x[own] if isinstance(x, Tensor) and x.ndim and len(x) == len(by) else x
-        for name, x in batch.items()
-    }
-    return own_batch | {TAUGHT_BY: [teacher] * len(own)}
-
-
-def first_examples(batch: dict[str, Any], kept: int, batch_size: int) -> dict[str, Any]:
-    """The batch without the repeated examples at its end.
-
-    A batch of repetitions alone keeps one example without labels, because every process has to take
-    part in the step.
-
-    Args:
-        batch: (B, S) tensors, one example per row or several packed into one row.
-        kept: examples to keep.
-        batch_size: examples in the batch.
-    """
-    filler, kept = kept == 0, max(kept, 1)
-    rows = len(batch["labels"])
-    if rows == 1 < batch_size:
-        batch = _first_sequences(batch, kept)
-    else:
-        batch = {
-            name: x[:kept]
-            if name == TAUGHT_BY or (isinstance(x, Tensor) and x.ndim and len(x) == rows)
-            else x
-            for name, x in batch.items()
-        }
-    if not filler:
-        return batch
-    batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
-    return batch | {ROW_COUNTS: RowCounts(0, 0, is_filler=True)}
-
-
-def _first_sequences(batch: dict[str, Any], kept: int) -> dict[str, Any]:
-    """The first sequences of a batch that is packed into one row."""
-    starts_BS = document_starts(batch)
-    cut = [] if starts_BS is None else starts_BS[0].nonzero().flatten().tolist()
-    if kept >= len(cut):
-        return batch
-    length, end = batch["labels"].shape[1], cut[kept]
-    batch = {
-        name: x[:, :end] if isinstance(x, Tensor) and x.shape[:2] == (1, length) else x
-        for name, x in batch.items()
-    }
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if name in batch:
-            batch[name] = batch[name][: kept + 1]
-    counts = batch.get(ROW_COUNTS)
-    if counts is not None:
-        pairs = sum((b - a) ** 2 for a, b in itertools.pairwise(cut[: kept + 1]))
-        batch[ROW_COUNTS] = dataclasses.replace(counts, pairs=pairs)
-    return batch

@@ -1,20 +1,109 @@
-"""The loss beside that of the labels, which some models have."""
+"""The loss beside that of the labels, which some models have: BERT's and ELECTRA's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from growkern.train.loss.rows import ROW_COUNTS, check_keys
-from growkern.train.objectives.electra import ReplacedTokenDetection
-from growkern.train.objectives.replaced_tokens import DetectionLoss
-from growkern.train.objectives.sentence_pairs import NextSentenceLoss
-from growkern.train.objectives.side_loss import SideLoss, SideParts
+from growkern.train.loss.rows import ROW_COUNTS, check_keys, real_tokens
+from growkern.train.objectives.electra import ORIGINAL, UNIFORMS, ReplacedTokenDetection
 from growkern.train.rules import check
+
+
+class SideParts(NamedTuple):
+    """Sums over the items of each example, such as its tokens. (B,) each."""
+
+    losses_B: Tensor  # float
+    correct_B: Tensor  # items that were predicted correctly
+    items_B: Tensor
+
+
+class SideLoss(Protocol):
+    """A loss that is added to that of the labels: weight * sum of losses / number of items.
+
+    Attributes:
+        name: in log lines.
+        weight: of the mean over all items.
+        keys: keys of the batches that it needs.
+        about: for the header of a run: how the two losses are computed.
+    """
+
+    name: str
+    weight: float
+    keys: tuple[str, ...]
+    about: str
+
+    def count(self, batch: dict[str, Any]) -> Tensor:
+        """The number of items of a batch, 0-d."""
+
+    def take(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """The targets. Keys that the model does not take are removed from the inputs."""
+
+    def losses(self, outputs: Any, targets: dict[str, Tensor]) -> SideParts:
+        """The losses of a batch, from the outputs of the model and the targets."""
+
+
+class NextSentenceLoss:
+    """The cross-entropy of next-sentence prediction, beside the loss of the masked tokens."""
+
+    name: str = "nsp"
+    weight: float = 1.0
+    keys: tuple[str, ...] = ("next_sentence_label",)
+    about: str = (
+        "masked tokens through the fused loss, and the cross-entropy of the 2 classes of "
+        "next-sentence prediction added plainly; a teacher's KL is on the masked-LM head only"
+    )
+
+    def count(self, batch: dict[str, Any]) -> Tensor:
+        """The number of pairs of a batch."""
+        labels_B: Tensor = batch["next_sentence_label"]
+        return torch.tensor(len(labels_B), device=labels_B.device)
+
+    def take(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """Remove the labels of the pairs from the inputs of the model."""
+        return {"labels_B": inputs.pop("next_sentence_label").flatten()}
+
+    def losses(self, outputs: Any, targets: dict[str, Tensor]) -> SideParts:
+        """The loss of each pair."""
+        logits_B2, labels_B = outputs.seq_relationship_logits.float(), targets["labels_B"]
+        losses_B = F.cross_entropy(logits_B2, labels_B, reduction="none")
+        return SideParts(losses_B, logits_B2.argmax(-1) == labels_B, torch.ones_like(labels_B))
+
+
+class DetectionLoss:
+    """The binary cross-entropy of the discriminator, over all real tokens."""
+
+    name: str = "rtd"
+    weight: float = 50.0
+    keys: tuple[str, ...] = (ORIGINAL, UNIFORMS)
+    about: str = (
+        "the generator's masked tokens through the fused loss, and 50 times the binary "
+        "cross-entropy of the discriminator, which the fused loss does not fit, added plainly"
+    )
+
+    def count(self, batch: dict[str, Any]) -> Tensor:
+        """The number of real tokens of a batch."""
+        return real_tokens(batch).sum()
+
+    def take(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """The original tokens and the mask of real ones. The model takes both as well."""
+        return {"original_BS": inputs[ORIGINAL], "real_BS": real_tokens(inputs)}
+
+    def losses(self, outputs: Any, targets: dict[str, Tensor]) -> SideParts:
+        """The loss of each example, summed over its tokens."""
+        logits_BS, real_BS = outputs.detection_logits.float(), targets["real_BS"]
+        replaced_BS = outputs.corrupted_ids != targets["original_BS"]
+        losses_BS = F.binary_cross_entropy_with_logits(
+            logits_BS, replaced_BS.float(), reduction="none"
+        )
+        correct_BS = ((logits_BS > 0) == replaced_BS) & real_BS
+        return SideParts((losses_BS * real_BS).sum(1), correct_BS.sum(1), real_BS.sum(1))
+
 
 SIDE_LOSSES: dict[str, SideLoss] = {"mlm+nsp": NextSentenceLoss(), "rtd": DetectionLoss()}
 
@@ -36,27 +125,13 @@ def check_side(
     grows: bool = False,
     two_stacks: bool = False,
 ) -> None:
-    """Refuse settings that a side loss does not fit.
-
-    Args:
-        two_stage: whether there is a stage 1.
-        teacher: whether there is a teacher.
-        cached: whether the teacher is read from a cache.
-        grows: whether the model grows in the run.
-        two_stacks: whether the model has an encoder and a decoder.
-
-    Raises:
-        GrowthError: there is such a setting.
-    """
+    """Refuse settings of a run that a side loss does not fit."""
     facts = {"two_stage": two_stage, "teacher": teacher, "cached": cached, "grows": grows}
     check("training", side=side and side.name, two_stacks=two_stacks, **facts)
 
 
 class SideTerm:
     """A side loss, as a term of the loss of a model.
-
-    Args:
-        loss: the loss itself.
 
     Attributes:
         items: of the side loss in the whole accumulated batch of all processes.
@@ -99,8 +174,7 @@ class SideTerm:
     def added(self, loss: Tensor, parts: SideParts, meter: Any) -> Tensor:
         """The loss of a batch and its share of the term of the whole accumulated batch.
 
-        Args:
-            meter: gets the mean, and the share of the items that were predicted correctly.
+        The meter gets the mean, and the share of the items that were predicted correctly.
         """
         items = parts.items_B.sum()
         each = items.clamp(min=1)
@@ -110,11 +184,7 @@ class SideTerm:
 
 
 class EvaluationSums:
-    """Adds up an evaluation, whose loss is a mean over labels, not batches; NaN without any.
-
-    Args:
-        side: the side loss, or None.
-    """
+    """Adds up an evaluation, whose loss is a mean over labels, not batches; NaN without any."""
 
     def __init__(self, side: SideLoss | None) -> None:
         self._side = side
@@ -124,12 +194,7 @@ class EvaluationSums:
     def add(
         self, loss_BS: Tensor, labelled_B: Tensor, side: SideParts | None, accelerator: Any
     ) -> None:
-        """Add a batch.
-
-        Args:
-            labelled_B: labels per example.
-            side: the side loss.
-        """
+        """Add a batch: its loss, the labels of each example, and the side loss if there is one."""
         columns = [loss_BS.double().sum(1), labelled_B.double()]
         columns += [x.double() for x in side or ()]
         # per example, so that the duplicates that fill up the last batch can be dropped
@@ -137,12 +202,10 @@ class EvaluationSums:
         self._sums = rows_BC.sum(0) + self._sums
 
     def write(self, metrics: dict[str, float], prefix: str, sets: Any) -> None:
-        """Write the numbers of the evaluation into the metrics of Trainer.
+        """Write the numbers of the evaluation into the metrics of Trainer, whose names get a
+        prefix.
 
-        Args:
-            metrics: changed in place.
-            prefix: of their names.
-            sets: the data for evaluation; the loss of the first of several is `eval_loss` too.
+        Of several sets of data, the loss of the first is `eval_loss` too.
         """
         sums = self._sums.tolist() if isinstance(self._sums, Tensor) else [0.0, 0.0]
         loss = sums[0] / sums[1] if sums[1] else math.nan

@@ -48,9 +48,6 @@ def check_tokenizers(student: Any, teachers: Sequence[Any]) -> int | None:
 
     Returns:
         The tokens that all teachers know, if the student has further ones; else None.
-
-    Raises:
-        GrowthError: a tokenizer differs.
     """
     if teachers and student is None:
         raise GrowthError(
@@ -67,17 +64,11 @@ def check_vocabularies(
     """Check that the teachers of a trainer have the vocabulary of the student.
 
     Args:
-        student: the model in training.
-        teachers: models.
         tokenizer: of the student; None if it was not given.
         teacher_tokenizer: one, or one for each teacher; None compares what lies beside the models.
 
     Returns:
         As `check_tokenizers`.
-
-    Raises:
-        GrowthError: a tokenizer or a vocabulary differs, or there is not one tokenizer for each
-            teacher.
     """
     if teacher_tokenizer is None:
         names = [f"teacher {i} ({type(one).__name__})" for i, one in enumerate(teachers)]
@@ -106,18 +97,11 @@ def check_vocabulary(
     """Check that a teacher has the vocabulary of the student, as far as that can be known.
 
     Args:
-        name: of the teacher, for messages.
-        student: the model in training.
-        teacher: a model.
         tokenizer: of the student; None takes the one beside its weights.
         remedy: completes "If all ids agree, ..." for messages.
 
     Returns:
         The tokens that the teacher knows, if its tokenizer is known and the student's has more.
-
-    Raises:
-        GrowthError: their tokenizers differ. Or one of them is unknown, and special ids, families
-            or sizes differ.
     """
     own, other = tokenizer or _tokenizer_of(student), _tokenizer_of(teacher)
     if hasattr(own, "get_vocab") and other is not None:
@@ -145,11 +129,7 @@ def check_vocabulary(
 
 
 def check_own_tokenizer(teacher: Any, tokenizer: Any) -> None:
-    """Check that a tokenizer gives each token the id that the one beside a teacher gives.
-
-    Raises:
-        GrowthError: they differ.
-    """
+    """Check that a tokenizer gives each token the id that the one beside a teacher gives."""
     own = _tokenizer_of(teacher)
     if own is not None:
         _check_tokens("the teacher", tokenizer, own)
@@ -159,13 +139,9 @@ def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
     """Check that a vocabulary may be that of a tokenizer, with padding, and warn if it is taken.
 
     Args:
-        name: of the teacher, for messages.
-        columns: of its head.
+        columns: of the teacher's head.
         tokens: of the student's tokenizer.
         remedy: as in `check_vocabulary`.
-
-    Raises:
-        GrowthError: there are more columns than padding explains.
     """
     sizes = {-(-tokens // multiple) * multiple for multiple in MULTIPLES}
     free = columns - tokens

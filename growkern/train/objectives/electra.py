@@ -1,12 +1,23 @@
-"""A generator and a discriminator of ELECTRA as one model, which any trainer can train."""
+"""ELECTRA's replaced-token detection (Clark et al. 2020): its two models as one, and its batches.
+
+Some tokens x_m are replaced by the mask token. The generator predicts them, and x_m is replaced by
+a token that is drawn from its prediction. The discriminator tells for each token whether it is the
+original one. A replacement that equals the original counts as original.
+
+    loss = mean over m of -log p_G(x_m)  +  50 * mean over all real tokens of BCE_D        (1)
+
+No gradient passes through the drawing.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,8 +27,14 @@ from transformers.utils import ModelOutput
 
 from growkern.errors import GrowthError
 from growkern.growth.source.loading import load_model
+from growkern.train.model.head import IGNORE_INDEX
+from growkern.train.objectives.language_modeling import MaskedLMCollator, mix
 
 GENERATOR = "generator"
+# keys of a batch
+ORIGINAL, UNIFORMS = "original_ids", "uniforms"
+# bits of a float32 below 1
+BITS = 24
 SHARED = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 # logits that are made at once while replacements are drawn
 MOST_LOGITS = 1 << 24
@@ -148,11 +165,7 @@ class ReplacedTokenDetection(ElectraPreTrainedModel):
 
 
 def check_pair(generator: Any, discriminator: Any, *, shared_embeddings: bool) -> None:
-    """Check that two models can train together.
-
-    Args:
-        generator, discriminator: the configs.
-        shared_embeddings: whether they use one table of embeddings.
+    """Check that the configs of two models can train together.
 
     Raises:
         GrowthError: they read other tokens, or embeddings of two sizes cannot be shared.
@@ -174,16 +187,12 @@ def check_pair(generator: Any, discriminator: Any, *, shared_embeddings: bool) -
 def draw(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, uniforms_N: Tensor | None
 ) -> Tensor:
-    """Draw a token from the prediction for each row. Only some logits exist at a time.
+    """Draw a token from the prediction for each row, (N,) int64. Only some logits exist at a time.
 
     Args:
         hidden_NH: inputs of the output projection.
-        weight_VH, bias_V: of the output projection.
         uniforms_N: in [0, 1): the token is the first whose cumulative probability is larger. None
             draws numbers from PyTorch's generator.
-
-    Returns:
-        (N,) int64.
     """
     if uniforms_N is None:
         uniforms_N = torch.rand(len(hidden_NH), device=hidden_NH.device)
@@ -197,3 +206,25 @@ def draw(
         # rounding may leave the last probability a little too small
         drawn.append(found_N1[:, 0].clamp(max=len(weight_VH) - 1))
     return torch.cat(drawn)
+
+
+class ReplacedTokenCollator(MaskedLMCollator):
+    """Makes {input_ids, labels, original_ids, uniforms} from blocks, for a generator.
+
+    All chosen tokens become the mask token. `uniforms` are random numbers in [0, 1), from which the
+    replacements are drawn. They depend on the seed, the epoch and the row, like the masks.
+    """
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(features)
+        masked_BS = batch["labels"] != IGNORE_INDEX
+        original_BS = torch.where(masked_BS, batch["labels"], batch["input_ids"])
+        # mixed twice: the masks come from the same bits, mixed once and not at all
+        bits_BS = mix(mix(self.bits_of(features, original_BS.shape[1])) + np.uint64(1))
+        uniforms_BS = (bits_BS >> np.uint64(64 - BITS)).astype(np.float32) / np.float32(2**BITS)
+        return {
+            **batch,
+            "input_ids": original_BS.masked_fill(masked_BS, self.mask_id),
+            ORIGINAL: original_BS,
+            UNIFORMS: torch.from_numpy(uniforms_BS),
+        }

@@ -18,11 +18,7 @@ from growkern.train.model.head import IGNORE_INDEX
 
 
 def check_probability(probability: float) -> None:
-    """Refuse a masking probability that is none.
-
-    Raises:
-        GrowthError: it is not in (0, 1].
-    """
+    """Refuse a masking probability that is not in (0, 1]."""
     if not 0 < probability <= 1:
         raise GrowthError(f"masking probability is {probability}: it must be in (0, 1]")
 
@@ -67,6 +63,22 @@ def evaluation_collator(collator: Collator, rows: Any = None) -> Collator:
     return collator
 
 
+class OuterCollator:
+    """Changes the batches of another collator, whose epochs and variant for evaluation it has."""
+
+    def __init__(self, collator: Collator) -> None:
+        self.inner = collator
+
+    def set_epoch(self, epoch: int) -> None:
+        """Switch to an epoch, counted from 0."""
+        if isinstance(self.inner, EpochCollator):
+            self.inner.set_epoch(epoch)
+
+    def frozen(self) -> Collator:
+        """The variant for evaluation."""
+        return evaluation_collator(self.inner)
+
+
 @runtime_checkable
 class IndexedDataset(Protocol):
     """A data set with a length whose examples are read by their index."""
@@ -81,9 +93,6 @@ class CausalLMCollator:
 
     Every real token is a label, at its own position: the trainer shifts labels. Rows of unequal
     length are padded on the right and get an attention_mask. Labels of the padding are -100.
-
-    Args:
-        tokenizer: gives the id to pad with.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -98,12 +107,7 @@ class CausalLMCollator:
 
 
 class DrawingCollator:
-    """A collator whose random numbers for a row depend only on the seed, the epoch and the row.
-
-    Args:
-        tokenizer: gives the id to pad with.
-        seed: of the random numbers.
-    """
+    """A collator whose random numbers for a row depend only on the seed, the epoch and the row."""
 
     def __init__(self, tokenizer: Any, seed: int = 0) -> None:
         check_seed(seed)
@@ -143,17 +147,9 @@ DrawingT = TypeVar("DrawingT", bound=DrawingCollator)
 class MaskedLMCollator(DrawingCollator):
     """Makes {input_ids, labels} from blocks with BERT's masking, drawn anew in every epoch.
 
-    Of the chosen tokens 80 % become the mask token, 10 % a random token, and 10 % stay. Special
-    tokens are never chosen. Labels are -100 where no token was chosen. The masks of a row depend
-    only on the seed, the epoch and the tokens of the row.
-
-    Args:
-        tokenizer: gives the mask token, the special tokens and the vocabulary size.
-        probability: chance of a token to be chosen, in (0, 1].
-        seed: of the masks.
-
-    Raises:
-        GrowthError: the tokenizer has no mask token, or the probability is out of range.
+    Of the tokens that are chosen, with the given probability, 80 % become the mask token, 10 % a
+    random token, and 10 % stay. Special tokens are never chosen. Labels are -100 where no token was
+    chosen.
     """
 
     def __init__(self, tokenizer: Any, probability: float = 0.15, seed: int = 0) -> None:
@@ -193,6 +189,15 @@ def mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def full_stops(tokenizer: Any) -> np.ndarray:
+    """Which tokens of a tokenizer end a sentence, (V,) bool."""
+    special = set(tokenizer.all_special_ids)
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return np.asarray(
+        [i not in special and str(name).endswith(".") for i, name in enumerate(names)]
+    )
 
 
 def pad_rows(rows: Sequence[Any], pad_id: int | None) -> dict[str, torch.Tensor]:

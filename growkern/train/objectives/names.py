@@ -32,11 +32,7 @@ def default_share(objective: Objective) -> float:
 def row_length(objective: Objective, length: int, share: float, mean_span: float) -> int:
     """The tokens of a row of text, of which the collator makes an input of `length` tokens.
 
-    Args:
-        objective: of the run.
-        length: tokens of the input of the model. One of "denoising" is shorter, its labels are not.
-        share: of the tokens that are masked.
-        mean_span: mean tokens per masked span.
+    An input of "denoising" is shorter, its labels are not.
     """
     if objective == "span_corruption":
         return raw_length(length, share, mean_span)
@@ -44,14 +40,7 @@ def row_length(objective: Objective, length: int, share: float, mean_span: float
 
 
 def objectives_of(cls: type) -> tuple[Objective, ...]:
-    """The objectives that a class of models can be trained with; the first is its default.
-
-    Args:
-        cls: of transformers.
-
-    Raises:
-        GrowthError: there is none.
-    """
+    """The objectives that a class of transformers can be trained with; the first is its default."""
     names = {one.__name__ for one in cls.__mro__}
     if "BertForPreTraining" in names:
         return ("mlm+nsp",)
@@ -75,15 +64,10 @@ def objectives_of(cls: type) -> tuple[Objective, ...]:
 
 
 def choose(wanted: Objective, cls: type, *, targets: bool = False) -> Objective:
-    """The objective of a run.
+    """The objective of a run. "auto" takes the default of the model's class.
 
     Args:
-        wanted: "auto" takes the default of the class.
-        cls: of the model.
         targets: whether the data says what a decoder beside an encoder is to write.
-
-    Raises:
-        GrowthError: the class cannot be trained with it.
     """
     known = get_args(Objective)
     if wanted not in known:
@@ -107,25 +91,19 @@ class SpanCounts(NamedTuple):
 
     @property
     def target(self) -> int:
-        """Tokens of the target: equation (2) of `span_corruption`."""
+        """Tokens of the target: equation (2) of `spans.py`."""
         return self.noise + self.spans + 2
 
 
 def span_counts(tokens: int, share: float, mean_span: float) -> SpanCounts:
-    """The numbers of tokens and spans that are taken out of a row.
-
-    Args:
-        tokens: of the row, at least 2.
-        share: of the tokens that are taken out.
-        mean_span: mean tokens per span.
-    """
+    """The numbers of tokens and spans that are taken out of a row of 2 tokens or more."""
     noise = min(max(round(tokens * share), 1), tokens - 1)
     spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
     return SpanCounts(noise, spans)
 
 
 def input_length(tokens: int, share: float, mean_span: float) -> int:
-    """The tokens of the input that a row becomes: equation (1) of `span_corruption`."""
+    """The tokens of the input that a row becomes: equation (1) of `spans.py`."""
     noise, spans = span_counts(tokens, share, mean_span)
     return tokens - noise + spans + 1
 
@@ -147,10 +125,6 @@ SPANS = Limit(lambda x: 1 <= x < math.inf, "be 1 or more")
 
 
 def check_spans(mean_span: float) -> None:
-    """Refuse a mean length of spans that is none.
-
-    Raises:
-        GrowthError: it is not a number of 1 or more.
-    """
+    """Refuse a mean length of spans that is not a number of 1 or more."""
     if not SPANS.inside(mean_span):
         raise GrowthError(f"mean_span_length is {mean_span}: it must {SPANS.must}")

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from growkern.errors import GrowthError
-from growkern.train.objectives.denoising import full_stops
-from growkern.train.objectives.language_modeling import PASS, IndexedDataset, MaskedLMCollator
-from growkern.train.objectives.side_loss import SideParts
+from growkern.train.objectives.language_modeling import (
+    PASS,
+    IndexedDataset,
+    MaskedLMCollator,
+    full_stops,
+)
 
 FOLLOWS, RANDOM = 0, 1
 # rows that are looked at for a random passage
@@ -33,16 +34,8 @@ class SentencePairCollator(MaskedLMCollator):
 
     A row is cut in two, at the end of a sentence if it has one. A passage never runs across the end
     of a text: of a row with several texts the longest is taken. The rows are plain text without
-    special tokens at their ends.
-
-    Args:
-        tokenizer: with a mask, a cls and a sep token.
-        passages: the rows, read by index; random passages come from them.
-        probability: chance of a token to be masked, in (0, 1].
-        seed: of the pairs and the masks.
-
-    Raises:
-        GrowthError: the tokenizer has no such tokens, or the rows have no index.
+    special tokens at their ends. Random passages come from `passages`, which are rows with an
+    index.
     """
 
     def __init__(
@@ -72,11 +65,7 @@ class SentencePairCollator(MaskedLMCollator):
         return {**batch, "token_type_ids": types_BS, "next_sentence_label": labels_B}
 
     def drawing_from(self, passages: Any) -> SentencePairCollator:
-        """A copy that takes random passages from other rows, such as those of an evaluation.
-
-        Raises:
-            GrowthError: the rows have no index.
-        """
+        """A copy that takes random passages from other rows, such as those of an evaluation."""
         twin = copy.copy(self)
         twin.passages = _indexed(passages)
         return twin
@@ -122,30 +111,3 @@ def _indexed(passages: Any) -> IndexedDataset:
             "data.streaming to false"
         )
     return passages
-
-
-class NextSentenceLoss:
-    """The cross-entropy of next-sentence prediction, beside the loss of the masked tokens."""
-
-    name: str = "nsp"
-    weight: float = 1.0
-    keys: tuple[str, ...] = ("next_sentence_label",)
-    about: str = (
-        "masked tokens through the fused loss, and the cross-entropy of the 2 classes of "
-        "next-sentence prediction added plainly; a teacher's KL is on the masked-LM head only"
-    )
-
-    def count(self, batch: dict[str, Any]) -> Tensor:
-        """The number of pairs of a batch."""
-        labels_B: Tensor = batch["next_sentence_label"]
-        return torch.tensor(len(labels_B), device=labels_B.device)
-
-    def take(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """Remove the labels of the pairs from the inputs of the model."""
-        return {"labels_B": inputs.pop("next_sentence_label").flatten()}
-
-    def losses(self, outputs: Any, targets: dict[str, Tensor]) -> SideParts:
-        """The loss of each pair."""
-        logits_B2, labels_B = outputs.seq_relationship_logits.float(), targets["labels_B"]
-        losses_B = F.cross_entropy(logits_B2, labels_B, reduction="none")
-        return SideParts(losses_B, logits_B2.argmax(-1) == labels_B, torch.ones_like(labels_B))

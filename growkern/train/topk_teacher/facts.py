@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from growkern.train.loss.context import document_starts
-from growkern.train.loss.rows import teacher_rows
+from growkern.train.loss.rows import document_starts, real_tokens, teacher_rows
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 
 # stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss
@@ -102,16 +101,15 @@ class CausalRows(TopKRows):
         Raises:
             GrowthError: the rows of an example cannot be had, or are no log-probs.
         """
-        ids_BS, mask_BS = batch["input_ids"].cpu(), batch.get("attention_mask")
-        mask_BS = torch.ones_like(ids_BS) if mask_BS is None else mask_BS.cpu()
-        has_row_BS, starts_BS = teacher_rows(batch, causal=True).cpu(), document_starts(batch)
+        ids_BS, real_BS = batch["input_ids"].cpu(), real_tokens(batch).cpu()
+        has_row_BS, starts_BS = teacher_rows(batch).cpu(), document_starts(batch)
         starts_BS = (
             torch.zeros_like(ids_BS) if starts_BS is None else starts_BS.cpu().expand_as(ids_BS)
         )
         places = []
-        for b, (mask_S, starts_S) in enumerate(zip(mask_BS, starts_BS, strict=True)):
+        for b, (real_S, starts_S) in enumerate(zip(real_BS, starts_BS, strict=True)):
             # a packed row has no padding, so its starts count its tokens
-            texts = mask_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
+            texts = real_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
             places += [(b, at) for at in texts if len(at) > 1]
         rows = self.of_texts([ids_BS[b, at].tolist() for b, at in places])
         k = rows[0][0].shape[-1] if rows else 1

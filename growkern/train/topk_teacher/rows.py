@@ -17,7 +17,7 @@ from tqdm import tqdm
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
-from growkern.train.loss.context import as_known
+from growkern.train.loss.rows import as_known
 from growkern.train.model.head import check_causal, check_head, head_inputs, reading, softcap_of
 from growkern.train.model.load import is_causal
 from growkern.train.objectives.language_modeling import Collator, EpochCollator

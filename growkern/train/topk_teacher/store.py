@@ -40,8 +40,7 @@ from growkern.errors import GrowthError
 from growkern.files import parse_json, write_whole
 from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import damage_of, read_manifest
-from growkern.train.loss.context import taught_rows
-from growkern.train.loss.rows import teacher_rows
+from growkern.train.loss.rows import real_tokens, taught_rows, teacher_rows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.topk_teacher.facts import RowFacts, TopKRows, fault_of, no_rows
 from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
@@ -99,14 +98,13 @@ def rows_of(batch: dict[str, Any], rows: str, causal: bool, known: int) -> Tenso
         (B, S) bool. A causal teacher has no row where it saw no token, even if a label is there. No
         teacher has one whose label or context it lacks.
     """
-    labels_BS, mask_BS = align_labels(batch["labels"], causal=causal), batch.get("attention_mask")
+    labels_BS = align_labels(batch["labels"], causal=causal)
     if rows == "labels":
         wanted_BS = labels_BS != IGNORE_INDEX
     else:
-        mask_BS = torch.ones_like(labels_BS) if mask_BS is None else mask_BS
-        wanted_BS = align_rows(mask_BS, causal=causal)
+        wanted_BS = align_rows(real_tokens(batch), causal=causal)
     wanted_BS = wanted_BS & taught_rows(batch, labels_BS, known, causal=causal)
-    return wanted_BS & teacher_rows(batch, causal=True) if causal else wanted_BS
+    return wanted_BS & teacher_rows(batch) if causal else wanted_BS
 
 
 def keys_of(batch: dict[str, Any]) -> np.ndarray:

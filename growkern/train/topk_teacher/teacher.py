@@ -16,14 +16,13 @@ from torch import nn
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
-from growkern.train.loss.inheritance import InheritanceSchedule, objective
+from growkern.train.loss.inheritance import InheritanceSchedule, check_same_objective
 from growkern.train.loss.rows import TEACHER_IDS
 from growkern.train.loss.vocabulary import check_padding, tokenizer_fingerprint
 from growkern.train.objectives.language_modeling import (
     Collator,
-    EpochCollator,
     IndexedDataset,
-    evaluation_collator,
+    OuterCollator,
 )
 from growkern.train.rules import check
 from growkern.train.topk_teacher.facts import TopKRows
@@ -114,20 +113,9 @@ class TopKTeacher:
         """Do nothing: there is no model to freeze."""
 
     def check_objective(self, causal: bool) -> None:
-        """Check that the teacher predicted the same tokens as the student.
-
-        Args:
-            causal: whether the student predicts the next token.
-
-        Raises:
-            GrowthError: it has the other objective.
-        """
-        if self.rows.facts.causal != causal:
-            raise GrowthError(
-                f"{self.rows.name} holds a teacher that predicts {objective(not causal)}, but the "
-                f"student predicts {objective(causal)}: choose a teacher with the student's "
-                "objective"
-            )
+        """Check that the teacher predicted what the student does."""
+        name = f"{self.rows.name} holds a teacher that"
+        check_same_objective(name, self.rows.facts.causal, causal)
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
         """The number of vocabulary columns of the student that are not padding.
@@ -204,29 +192,22 @@ class TopKTeacher:
         return partial(topk_kl_mlm_loss, **topk, tail=self._tail)
 
 
-class TopKCollator:
+class TopKCollator(OuterCollator):
     """Adds the rows of such a teacher to the batches of another collator.
 
-    Args:
-        collator: makes the batches.
-        rows: of every example.
-        columns: of the student's head, None if unknown. An id beyond them is refused here: a GPU
-            could only stop with an assertion.
+    An id beyond the columns of the student's head is refused here, if these are known: a GPU could
+    only stop with an assertion. An evaluation has no teacher.
     """
 
     def __init__(self, collator: Collator, rows: TopKRows, columns: int | None = None) -> None:
-        self.inner, self.rows, self.columns = collator, rows, columns
+        super().__init__(collator)
+        self.rows, self.columns = rows, columns
         # shared memory: `leave_out` reaches data workers that already run, forked or spawned
         self._gone = torch.zeros((), dtype=torch.bool).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Draw the masks of this epoch; after the teacher's last one begin again."""
-        if isinstance(self.inner, EpochCollator):
-            self.inner.set_epoch(epoch % self.rows.facts.epochs)
-
-    def frozen(self) -> Collator:
-        """The variant for evaluation, which has no teacher."""
-        return evaluation_collator(self.inner)
+        super().set_epoch(epoch % self.rows.facts.epochs)
 
     def leave_out(self, gone: bool) -> None:
         """Make batches without a teacher (True) or with one. The masks stay the same."""

@@ -1,15 +1,15 @@
 """A stream gives the tokens of a plain loop, in an order that can be continued anywhere."""
 
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
 from torch.utils.data import DataLoader
 
+from growkern.errors import GrowthWarning
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.stream import PLACE, PLACES, PlacingCollator, Progress, TokenStream
+from growkern.train.dataset.stream import PLACE, PlacingCollator, StreamReader, TokenStream
 from tests.train.dataset.data import CLS, SEP, ids_of, plain_rows, texts, tokenizer, write_jsonl
 
 LENGTH, BATCH = 8, 3
@@ -103,19 +103,22 @@ def loader_of(stream, workers):
 @pytest.mark.parametrize(
     ("workers", "processes"), [(0, 1), (2, 1), (3, 1), (2, 2)], ids=lambda n: str(n)
 )
-def test_batches_after_a_kill_are_those_without_one(make, workers, processes):
+def test_batches_after_a_kill_are_those_without_one(make, workers, processes, tmp_path):
     lanes = make(processes=processes).lanes(workers)
     assert lanes == max(1, workers)
     straight = list(itertools.islice(loader_of(make(processes=processes), workers), 25))
-    progress = Progress(processes, lanes)
+    reader = StreamReader(make(processes=processes), workers)
     for i, batch in enumerate(straight[:18]):
-        progress.add(batch[PLACES])
+        reader.note([batch])
         if i not in (0, 1, 4, 11, 17):
             continue
-        again, resumed = Progress(processes, lanes), make(processes=processes)
-        assert again.load(json.loads(json.dumps(progress.state())))
-        resumed.places, drop = again.starts()
-        found = itertools.islice(loader_of(resumed, workers), drop, drop + 5)
+        reader.save(tmp_path)
+        resumed = make(processes=processes)
+        again = StreamReader(resumed, workers)
+        again.start(tmp_path)
+        batches = iter(loader_of(resumed, workers))
+        again.skip(batches)
+        found = itertools.islice(batches, 5)
         assert [x["rows"] for x in found] == [x["rows"] for x in straight[i + 1 : i + 6]]
 
 
@@ -135,10 +138,12 @@ def test_data_workers_share_the_files(make):
     assert make().lanes(8) == 3
 
 
-def test_progress_of_other_processes_is_not_taken_over():
-    saved = Progress(2, 3).state()
-    assert not Progress(2, 2).load(saved) and not Progress(1, 3).load(saved)
-    assert Progress(2, 3).load(saved)
+def test_progress_of_other_processes_is_not_taken_over(make, tmp_path):
+    StreamReader(make(processes=2), 3).save(tmp_path)
+    StreamReader(make(processes=2), 3).start(tmp_path)
+    for processes, workers in ((2, 2), (1, 3)):
+        with pytest.warns(GrowthWarning, match="cannot be continued where it was"):
+            StreamReader(make(processes=processes), workers).start(tmp_path)
 
 
 def test_text_files_are_streamed(make, tmp_path):

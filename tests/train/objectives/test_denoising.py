@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from growkern import GrowthError
-from growkern.train.objectives.denoising import DenoisingCollator
+from growkern.train.objectives.spans import DenoisingCollator
 from tests.train.objectives.places import rows_of, tokenizer
 
 TOKENIZER = tokenizer("bart")

@@ -6,7 +6,7 @@ import torch
 
 from growkern import GrowthError
 from growkern.train.objectives.names import input_length, raw_length, span_counts
-from growkern.train.objectives.span_corruption import SpanCorruptionCollator
+from growkern.train.objectives.spans import SpanCorruptionCollator
 from tests.train.objectives.places import rows_of, tokenizer
 
 TOKENIZER = tokenizer("t5")

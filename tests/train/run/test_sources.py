@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
-from growkern.train.loss.domains import TeachersOfSources
+from growkern.train.loss.inheritance import TeachersOfSources
 from growkern.train.run.file import load_runs
 from tests.train.loss.plain import plain_loss
 from tests.train.run.test_run import RUN, train, workplace  # noqa: F401

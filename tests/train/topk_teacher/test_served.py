@@ -21,7 +21,8 @@ from growkern import (
 )
 from growkern import run as train
 from growkern.cli.commands import app
-from growkern.train.loss.rows import count_kl_rows, first_examples, take_rows
+from growkern.train.loss.passes import first_examples
+from growkern.train.loss.rows import count_kl_rows, take_rows
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from tests.train.run.test_run import workplace  # noqa: F401
