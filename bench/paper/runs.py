@@ -36,7 +36,7 @@ from growkern.cli.teacher import cache_teacher
 from growkern.errors import GrowthError
 from growkern.plot.curve import read_curve
 from growkern.train.evaluation.finetune import finetune
-from growkern.train.topk_teacher.header import read_header
+from growkern.train.topk_teacher.facts import read_header
 
 Call = Callable[[], float]
 

@@ -59,7 +59,7 @@ def plot(
     from growkern.plot.attention import plot_attention
     from growkern.plot.groups import savings_rows, savings_table
     from growkern.plot.weights import plot_weights
-    from growkern.train.dataset.text import read_text
+    from growkern.train.dataset.files import read_text
 
     is_growth = weights or attention is not None
     if weights and attention is not None:

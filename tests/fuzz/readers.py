@@ -33,9 +33,8 @@ from growkern.train.model.load import load_tokenizer
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.run.file import load_run
 from growkern.train.safety.checkpoints import damage
-from growkern.train.topk_teacher.compression import read_compression
-from growkern.train.topk_teacher.schemas import SCHEMAS
-from growkern.train.topk_teacher.served import ServedTeacher
+from growkern.train.topk_teacher.distillkit import read_compression
+from growkern.train.topk_teacher.served import SCHEMAS, ServedTeacher
 from tests.faults.work import save_source, tiny
 from tests.train.run.test_config import COMPLETE
 from tests.train.run.test_run import save_tokenizer

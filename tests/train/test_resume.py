@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from transformers import trainer as trainer_of_transformers
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.dataset.text import TokenBlocks
+from growkern.train.dataset.load import TokenBlocks
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from tests.train.safety.runs import assert_same, small_trainer, weights_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build

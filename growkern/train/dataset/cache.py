@@ -49,27 +49,24 @@ WORKING, DONE = "working", "done"
 class TokenRows(Dataset[dict[str, Any]]):
     """The rows of a cache: `rows[i]` is {"input_ids": (S,) int32, ...}. Nothing is held in memory.
 
-    The labels of a pair have a length of their own.
-
-    Args:
-        directory: of the cache.
-        weights: the key that weights of tokens get.
-        source: the name that each row holds, if there are several sources.
+    The labels of a pair have a length of their own. Weights of tokens get the key `weights`. If
+    there are several sources, each row holds the name of its own.
     """
 
     def __init__(
         self, directory: Path, weights: str | None = None, source: str | None = None
     ) -> None:
         self.directory, self.weights, self.source = directory, weights, source
-        self._open()
-
-    def _open(self) -> None:
-        self.starts = np.memmap(self.directory / STARTS, np.dtype("<i8"), mode="r")
+        self.starts = np.memmap(directory / STARTS, np.dtype("<i8"), mode="r")
         self.columns = {
             name: np.memmap(file, dtype, mode="r")
             for name, dtype in DTYPES.items()
-            if (file := _file_of(self.directory, name)).exists()
+            if (file := _file_of(directory, name)).exists()
         }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a data worker that is spawned maps the files itself
+        return TokenRows, (self.directory, self.weights, self.source)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -85,14 +82,6 @@ class TokenRows(Dataset[dict[str, Any]]):
         features = features_of(row, self.weights)
         return features if self.source is None else {**features, SOURCE: self.source}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a data worker that is spawned maps the files itself
-        return {"directory": self.directory, "weights": self.weights, "source": self.source}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
-
 
 def cached_rows(
     directory: Path,
@@ -104,17 +93,8 @@ def cached_rows(
 ) -> TokenRows:
     """The rows of a cache, which is made first if it is not there. All processes call this.
 
-    The first process makes it, and then the first of each machine that does not see it.
-
-    Args:
-        directory: of the cache.
-        rows: to be cached; only read where the cache is made.
-        name: of the data, for messages.
-        size: estimate of the bytes to be written.
-        weights, source: of `TokenRows`.
-
-    Raises:
-        GrowthError: the data cannot be read, has no row, or does not fit on the disk.
+    The first process makes it, and then the first of each machine that does not see it. The rows
+    are only read there. About `size` bytes will be written.
     """
     rank, local = (int(os.environ.get(key, "0")) for key in ("RANK", "LOCAL_RANK"))
     work = _make(directory, rows, name, size)
@@ -125,7 +105,9 @@ def cached_rows(
 
 def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iterator[None]:
     """Make a cache if it is not there, in small steps."""
-    staged, lock_file = _staged(directory), lock_file_of(directory)
+    # where it is written before it appears
+    staged = directory.with_name(f".{directory.name}.{KIND}")
+    lock_file = lock_file_of(directory)
     if _wrong_with(directory) is None and not any(map(os.path.lexists, (staged, lock_file))):
         return
     try:
@@ -143,7 +125,11 @@ def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iter
             if wrong is not None:
                 if directory.exists():
                     _refuse_foreign(directory)
-                    _warn(directory, wrong)
+                    warnings.warn(
+                        f"the tokenised data in {directory} is damaged ({wrong}): it is made again",
+                        GrowthWarning,
+                        stacklevel=1,
+                    )
                 check_space(directory, KIND, size)
                 yield from _write(directory, staged, rows, name)
         finally:
@@ -179,19 +165,6 @@ def _refuse_foreign(directory: Path) -> None:
     files = (MANIFEST, STARTS, *(_file_of(directory, column).name for column in DTYPES))
     if why := why_kept(directory, "tokenised data", lambda file: str(file) in files):
         raise GrowthError(f"{directory}: {why}, or set data.cache to another directory")
-
-
-def _warn(directory: Path, wrong: str) -> None:
-    warnings.warn(
-        f"the tokenised data in {directory} is damaged ({wrong}): it is made again",
-        GrowthWarning,
-        stacklevel=2,
-    )
-
-
-def _staged(directory: Path) -> Path:
-    """Where a cache is written before it appears."""
-    return directory.with_name(f".{directory.name}.{KIND}")
 
 
 def _write(directory: Path, staged: Path, rows: Iterable[Tokens], name: str) -> Iterator[None]:
@@ -239,18 +212,16 @@ def _file_of(directory: Path, column: str) -> Path:
 def wait_together(work: Iterator[Any] | None) -> None:
     """Do work in some processes; all return when all of it is done. All processes call this.
 
-    Args:
-        work: it is done in small steps, one per `next`; None in a process that only waits.
-
-    Raises:
-        GrowthError: it failed in a process. All processes get the message.
+    It is done in small steps, one per `next`. None waits for the others. If it fails in a process,
+    all of them raise the error.
     """
     state = DONE if work is None else WORKING
     while True:
         error: GrowthError | None = None
         if work is not None and state == WORKING:
             try:
-                state = _work(work)
+                until = time.monotonic() + SECONDS
+                state = next((WORKING for _ in work if time.monotonic() >= until), DONE)
             except GrowthError as failed:
                 error, state = failed, str(failed)
         states: list[Any] = [state]
@@ -267,11 +238,7 @@ def wait_together(work: Iterator[Any] | None) -> None:
 
 
 def from_first(function: Callable[[], Any]) -> Any:
-    """The result of a function that the first process calls. All processes call this.
-
-    Raises:
-        GrowthError: the function did. All processes get the message.
-    """
+    """What a function gives in the first process, or its error. All processes call this."""
     values: list[Any] = [None]
 
     def work() -> Iterator[None]:
@@ -283,11 +250,3 @@ def from_first(function: Callable[[], Any]) -> Any:
     if several:
         dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def _work(work: Iterator[Any]) -> str:
-    until = time.monotonic() + SECONDS
-    for _ in work:
-        if time.monotonic() >= until:
-            return WORKING
-    return DONE

@@ -13,7 +13,7 @@ import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Dataset
 from tqdm import tqdm
 
 from growkern.arguments import check_kind
@@ -21,13 +21,11 @@ from growkern.errors import GrowthError, clean
 from growkern.growth.source.formats import Stamps
 from growkern.printing import human
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, from_first
-from growkern.train.dataset.fingerprint import digest_of, user_cache
+from growkern.train.dataset.files import digest_of, user_cache
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.records import IDS, LABELS, Reader, Settings, Tokens, chunks
-from growkern.train.dataset.rows import cut_rows
+from growkern.train.dataset.records import IDS, LABELS, Reader, Settings, Tokens, chunks, cut_rows
 from growkern.train.dataset.source import TEXT, Source, find_sources, plain_errors, text_records
 from growkern.train.dataset.stream import TokenStream
-from growkern.train.dataset.text import TokenBlocks
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.load import head_of
 from growkern.train.objectives.language_modeling import (
@@ -35,6 +33,7 @@ from growkern.train.objectives.language_modeling import (
     Collator,
     MaskedLMCollator,
     OuterCollator,
+    SentencePairCollator,
 )
 from growkern.train.rules import check
 
@@ -50,8 +49,7 @@ class TrainingData:
         row_weights: key of the weights of tokens in the batches; None: there are none.
         pairs: whether the rows have two sides, for an encoder and a decoder.
         train: rows on disk, or a stream of them; those of several sources one after the other.
-        validation: rows on disk, by their names if there are several sets; None without
-            evaluation.
+        validation: rows on disk, by their names if there are several sets; None: there are none.
     """
 
     options: DataSection
@@ -64,7 +62,6 @@ class TrainingData:
         """Makes batches of the rows.
 
         Args:
-            tokenizer: of the run.
             causal: whether the model predicts the next token; else tokens are masked. Only read
                 with the objective "auto", and not for pairs.
             seed: of the masks, and of all else that is drawn.
@@ -94,24 +91,20 @@ class TrainingData:
             return CausalLMCollator(tokenizer)
         if objective == "mlm":
             return MaskedLMCollator(tokenizer, share, seed)
-        # a run needs the code of its own objective alone
         if objective == "mlm+nsp":
-            from growkern.train.objectives.sentence_pairs import SentencePairCollator
-
             return SentencePairCollator(tokenizer, self.train, share, seed)
-        if objective == "span_corruption":
-            from growkern.train.objectives.spans import SpanCorruptionCollator
+        # a run needs the code of its own objective alone
+        if objective == "rtd":
+            from growkern.train.objectives.electra import ReplacedTokenCollator
 
-            corrupting = SpanCorruptionCollator(tokenizer, share, mean_span, seed)
-            corrupting.check_rows(options.row_length)
-            return corrupting
+            return ReplacedTokenCollator(tokenizer, share, seed)
+        from growkern.train.objectives.spans import DenoisingCollator, SpanCorruptionCollator
+
         if objective == "denoising":
-            from growkern.train.objectives.spans import DenoisingCollator
-
             return DenoisingCollator(tokenizer, share, mean_span, seed)
-        from growkern.train.objectives.electra import ReplacedTokenCollator
-
-        return ReplacedTokenCollator(tokenizer, share, seed)
+        corrupting = SpanCorruptionCollator(tokenizer, share, mean_span, seed)
+        corrupting.check_rows(options.row_length)
+        return corrupting
 
 
 class ColumnCollator(OuterCollator):
@@ -146,6 +139,19 @@ def _filled(values_BS: torch.Tensor, rows: Sequence[np.ndarray]) -> torch.Tensor
     for values_S, row in zip(values_BS, rows, strict=True):
         values_S[: len(row)] = torch.from_numpy(np.asarray(row))
     return values_BS
+
+
+class TokenBlocks(Dataset[dict[str, np.ndarray]]):
+    """Token blocks of one length, (N, S) int32: `blocks[i]` is {"input_ids": (S,) int32}."""
+
+    def __init__(self, tokens_NS: np.ndarray) -> None:
+        self.tokens_NS = tokens_NS
+
+    def __len__(self) -> int:
+        return len(self.tokens_NS)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"input_ids": self.tokens_NS[index]}
 
 
 def load_data(
@@ -193,7 +199,7 @@ def load_data(
 
     def cached(source: Source, weights: str | None, part: str | None = None) -> TokenRows:
         settings = Settings.of(data, source, tokenizer, weights, pairs=encoder_decoder)
-        rows = _Rows(source, Reader(settings, tokenizer, source.name), shows)
+        rows = _rows_of(source, Reader(settings, tokenizer, source.name), shows)
         directory = location / from_first(lambda: _key(source, settings, tokenizer))
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
         files = () if source.dataset else source.files
@@ -227,11 +233,7 @@ def load_data(
 
 
 def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows] | None) -> str:
-    """The training and the validation data in one line.
-
-    Args:
-        train, validation: of `TrainingData`.
-    """
+    """The training and the validation data in one line."""
     if isinstance(train, TokenStream):
         text = f"a stream of {train.records.num_shards} parts"
     elif isinstance(train, ConcatDataset):
@@ -247,35 +249,31 @@ def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows]
     return text if validation is None else f"{text}; {len(validation)} rows for evaluation"
 
 
-class _Rows:
-    """The rows of a source, read anew by each iteration. Its files must stay as they are."""
+def _rows_of(source: Source, reader: Reader, progress: bool) -> Iterator[Tokens]:
+    """The rows of a source, whose files must stay as they are from now on."""
+    files = [Stamps.of(file) for file in source.files]
 
-    def __init__(self, source: Source, reader: Reader, progress: bool) -> None:
-        self.source, self.reader, self.progress = source, reader, progress
-        self._stamps = [Stamps.of(file) for file in source.files]
+    def records(shown: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        with plain_errors(source.name):
+            yield from shown
 
-    def __iter__(self) -> Iterator[Tokens]:
-        records: Any = self.source.records()
-        total = len(records) if hasattr(records, "__len__") else None
+    def rows() -> Iterator[Tokens]:
+        found: Any = source.records()
         # None: a stream that is no terminal shows no bar; an error clears the bar before its line
         with tqdm(
-            records,
-            clean(f"tokenising {self.source.name}"),
-            total,
+            found,
+            clean(f"tokenising {source.name}"),
+            len(found) if hasattr(found, "__len__") else None,
             unit=" records",
-            disable=None if self.progress else True,
+            disable=None if progress else True,
             leave=False,
         ) as shown:
-            for _, _, row in cut_rows(
-                _token_runs(self._each(shown), self.reader), self.reader.settings
-            ):
+            for _, _, row in cut_rows(_token_runs(records(shown), reader), reader.settings):
                 yield row
-        for stamps in self._stamps:
+        for stamps in files:
             stamps.check()
 
-    def _each(self, records: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-        with plain_errors(self.source.name):
-            yield from records
+    return rows()
 
 
 def _token_runs(
@@ -290,19 +288,9 @@ def _token_runs(
 def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int) -> TokenBlocks:
     """Tokenise texts, join them and cut them into blocks of one length, in memory.
 
-    Each text is followed by the tokenizer's separator (eos, else sep). Each block starts with the
-    cls token if the tokenizer has one. Tokens left over at the end are dropped.
-
-    Args:
-        texts: a `Path` is read as a UTF-8 file, a `str` is the text itself.
-        tokenizer: of transformers.
-        sequence_length: tokens per block, the cls token included.
-
-    Returns:
-        The blocks; `.tokens_NS` is their (N, sequence_length) int32 array.
-
-    Raises:
-        GrowthError: a file cannot be read, or the text is shorter than one block.
+    A `Path` is read as a UTF-8 file, a `str` is the text itself. Each text is followed by the
+    tokenizer's separator (eos, else sep). Each block starts with the cls token if the tokenizer has
+    one. Tokens left over at the end are dropped; a text that is shorter than one block is refused.
     """
     body = sequence_length - len(head_of(tokenizer))
     if body < 1:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from growkern.arguments import Limit, between, check_fields
 from growkern.errors import GrowthError
-from growkern.train.objectives.names import SPANS, Objective, default_share, row_length
+from growkern.train.objectives.names import DENOISING_SHARE, SHARE, SPANS, Objective, row_length
 from growkern.train.rules import OF_BARE_ROWS, check
 
 # more tokens than any row has
@@ -115,8 +115,9 @@ class DataSection:
     @property
     def share(self) -> float:
         """The share of the tokens that are masked."""
-        given = self.masking_probability
-        return default_share(self.objective) if given is None else given
+        if self.masking_probability is not None:
+            return self.masking_probability
+        return DENOISING_SHARE if self.objective == "denoising" else SHARE
 
     @property
     def row_length(self) -> int:

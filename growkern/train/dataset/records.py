@@ -1,7 +1,8 @@
-"""Turns records into tokens."""
+"""Turns records into tokens, and these into rows."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 from growkern.errors import GrowthError
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import CONTINUED, TEXT, Source
-from growkern.train.dataset.text import tokenise
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.load import head_of, separator_of
 from growkern.train.rules import check
@@ -29,6 +29,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
 RECORDS, CHARACTERS = 64, 1 << 20
 
 
+def cut(tokens: Tokens, start: int, stop: int | None = None) -> Tokens:
+    """Some of the tokens."""
+    return {name: values[start:stop] for name, values in tokens.items()}
+
+
 def join(parts: Sequence[Tokens]) -> Tokens:
     """Tokens one after the other."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -37,9 +42,7 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 def features_of(row: Tokens, weights: str | None) -> Tokens:
     """A row as collators get it. Of a pair, labels and weights are those that are written.
 
-    Args:
-        row: tokens.
-        weights: the key that weights of tokens get; None: they are left out.
+    Weights of tokens get the key `weights`; without one they are left out.
     """
     kept = {name: values for name, values in row.items() if name not in (WEIGHTS, SIDE)}
     if WEIGHTS in row and weights is not None:
@@ -91,16 +94,8 @@ class Settings:
     ) -> Settings:
         """The settings for the records of one source.
 
-        Args:
-            data: the options.
-            source: of the records.
-            tokenizer: of the run.
-            row_weights: column with weights.
-            pairs: whether the model has an encoder and a decoder.
-
-        Raises:
-            GrowthError: text files have no columns, a row has no place for a token, or the data
-                has not as many sides as the model.
+        Text files have no columns, a row must have place for a token, and the data as many sides as
+        the model: two with `pairs`.
         """
         column = data.input_ids_column or data.target_column or row_weights
         if source.is_text and column:
@@ -131,13 +126,7 @@ class Settings:
 
 
 class Reader:
-    """Makes tokens of records.
-
-    Args:
-        settings: of the tokens.
-        tokenizer: of transformers.
-        name: of the data, for messages.
-    """
+    """Makes tokens of records. The name of the data is for messages."""
 
     def __init__(self, settings: Settings, tokenizer: Any, name: str) -> None:
         self.settings, self.tokenizer, self.name = settings, tokenizer, name
@@ -145,16 +134,16 @@ class Reader:
     def read(self, records: Sequence[Mapping[str, Any]]) -> list[Tokens]:
         """The tokens of some records.
 
-        Raises:
-            GrowthError: a column is missing, has another type, or holds ids that do not exist.
+        A column that is missing, has another type, or holds ids that do not exist is refused.
         """
         if self.settings.pairs:
             return self._pairs(records)
         if self.settings.text is None:
             return [self._of_ids(record) for record in records]
         texts = [self._text(record) for record in records]
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         found = []
-        for record, ids in zip(records, tokenise(texts, self.tokenizer), strict=True):
+        for record, ids in zip(records, self.tokenizer(texts, **options)["input_ids"], strict=True):
             end = () if record.get(CONTINUED) is True else self.settings.separator
             tokens = {IDS: np.asarray([*ids, *end], DTYPES[IDS])}
             found.append(self._weighted(tokens, record))
@@ -174,7 +163,8 @@ class Reader:
         """The tokens of records with two sides."""
         settings = self.settings
         if settings.target is None:
-            sides = [(self._input_ids(one), self._labels(one)) for one in records]
+            found = [(*self._ids(one), self._labels(one)) for one in records]
+            sides = [(ids[is_real], labels) for ids, is_real, labels in found]
         else:
             names = (
                 (str(settings.text), "data.text_column"),
@@ -222,17 +212,16 @@ class Reader:
             )
         return array.astype(np.int64)
 
-    def _input_ids(self, record: Mapping[str, Any]) -> np.ndarray:
-        """The ids that a record holds, without padding."""
+    def _ids(self, record: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids that a record holds, and which of them are no padding."""
         name, mask = str(self.settings.input_ids), self.settings.attention_mask
         ids = self._integers(record, name, "data.input_ids_column")
         self._check_range(ids, name)
-        return ids if mask is None else ids[self._mask(record, mask, ids) != 0]
-
-    def _mask(self, record: Mapping[str, Any], name: str, ids: np.ndarray) -> np.ndarray:
-        mask = self._integers(record, name, "data.attention_mask_column")
-        self._check_length(mask, ids, name)
-        return mask
+        if mask is None:
+            return ids, np.ones(len(ids), bool)
+        values = self._integers(record, mask, "data.attention_mask_column")
+        self._check_length(values, ids, mask)
+        return ids, values != 0
 
     def _labels(self, record: Mapping[str, Any]) -> np.ndarray:
         name = str(self.settings.labels)
@@ -241,19 +230,13 @@ class Reader:
         return labels
 
     def _of_ids(self, record: Mapping[str, Any]) -> Tokens:
-        settings = self.settings
-        ids = self._integers(record, str(settings.input_ids), "data.input_ids_column")
-        self._check_range(ids, str(settings.input_ids))
+        ids, is_real = self._ids(record)
         tokens = {IDS: ids.astype(DTYPES[IDS])}
-        if settings.labels is not None:
+        if self.settings.labels is not None:
             labels = self._labels(record)
-            self._check_length(labels, ids, settings.labels)
+            self._check_length(labels, ids, self.settings.labels)
             tokens[LABELS] = labels.astype(DTYPES[LABELS])
-        tokens = self._weighted(tokens, record)
-        if settings.attention_mask is None:
-            return tokens
-        mask = self._mask(record, settings.attention_mask, ids)
-        return {name: values[mask != 0] for name, values in tokens.items()}
+        return {name: x[is_real] for name, x in self._weighted(tokens, record).items()}
 
     def _weighted(self, tokens: Tokens, record: Mapping[str, Any]) -> Tokens:
         """The tokens with their weights: one per token, or one for the whole record."""
@@ -316,3 +299,69 @@ def chunks(
             chunk, characters = [], 0
     if chunk:
         yield chunk
+
+
+# ------------------------------------------------------------------- rows
+
+
+def cut_rows(
+    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int = 0
+) -> Iterator[tuple[Any, int, Tokens]]:
+    """Make rows of the tokens of records.
+
+    Args:
+        runs: the tokens of each record, and its place.
+        offset: tokens of the first record that were used before.
+
+    Yields:
+        The place of the record in which a row ends, the number of its tokens that were used until
+        then, and the row. Tokens that fill no row are left at the end.
+    """
+    if settings.pack:
+        yield from _packed(runs, settings, offset)
+        return
+    room = settings.length - len(settings.head)
+    for place, tokens in runs:
+        count = len(tokens[IDS])
+        if count > room and settings.text is None and not settings.pairs:
+            raise GrowthError(
+                f"a record has {count} token ids, more than data.sequence_length "
+                f"{settings.length}: give a larger one, or data.packing = true to cut it"
+            )
+        size = max(count, 1) if settings.pairs else room
+        for start in range(offset, count, size):
+            row, used = cut(tokens, start, start + size), min(start + size, count)
+            yield place, used, join([_head(settings, tokens), row]) if settings.head else row
+        offset = 0
+
+
+def _packed(
+    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int
+) -> Iterator[tuple[Any, int, Tokens]]:
+    body = settings.length - len(settings.head)
+    # (place, tokens, tokens used) of the records that are not used up
+    waiting: deque[tuple[Any, Tokens, int]] = deque()
+    count = 0
+    for place, tokens in runs:
+        waiting.append((place, tokens, offset))
+        count += len(tokens[IDS]) - offset
+        offset = 0
+        while count >= body:
+            parts, missing = [_head(settings, tokens)], body
+            while missing:
+                at, first, used = waiting.popleft()
+                part = cut(first, used, used + missing)
+                used, missing = used + len(part[IDS]), missing - len(part[IDS])
+                parts.append(part)
+                if used < len(first[IDS]):
+                    waiting.appendleft((at, first, used))
+            count -= body
+            yield at, used, join(parts)
+
+
+def _head(settings: Settings, like: Tokens) -> Tokens:
+    head = np.asarray(settings.head, DTYPES[IDS])
+    fill = {LABELS: IGNORE_INDEX, WEIGHTS: 1}
+    return {
+        name: head if name == IDS else np.full(len(head), fill[name], DTYPES[name]) for name in like
+    }

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.train.dataset.fingerprint import fingerprint
+from growkern.train.dataset.files import fingerprint, matching_files, text_pieces
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.text import matching_files, text_pieces
 
 # suffix of a file of records -> loader of `datasets`, and its options
 LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,11 +59,7 @@ class Source:
     is_remote_stream: bool = False
 
     def records(self) -> Iterable[Mapping[str, Any]]:
-        """One pass over the records. Only a few of them are in memory at a time.
-
-        Raises:
-            GrowthError: they cannot be read.
-        """
+        """One pass over the records. Only a few of them are in memory at a time."""
         if self.is_text:
             return text_records(self.files)
         # of local files the library need not make a copy; it cannot take a slice of them without
@@ -72,11 +67,7 @@ class Source:
         return self._opened(streaming=self.is_remote_stream or is_whole)
 
     def stream(self) -> Any:
-        """The records as a `datasets.IterableDataset`.
-
-        Raises:
-            GrowthError: they cannot be read, or the `datasets` library is not installed.
-        """
+        """The records as a `datasets.IterableDataset`."""
         if self.is_text:
             datasets = need_datasets(f"streaming {self.name}")
             files = [str(file) for file in self.files]
@@ -126,8 +117,11 @@ class Source:
         else:
             has = f"it has {', '.join(found)}" if found is splits else "it was saved without any"
             raise GrowthError(f"{self.name} has no split {self.split!r}: {has}")
+        if not streaming:
+            return found
         # as many parts as its files, so that processes and data workers can share them
-        return found.to_iterable_dataset(num_shards=_parts(found)) if streaming else found
+        parts = min(len(found), max(1, len(found.cache_files))) or 1
+        return found.to_iterable_dataset(num_shards=parts)
 
     def _builder(self) -> Any:
         datasets = need_datasets(f"reading {self.name}")
@@ -148,11 +142,7 @@ def find_sources(
     """The sources of "train" and "validation"; nothing is read.
 
     Several sets are "train.<name>" or "validation.<name>" each, without a "train" or "validation".
-
-    Args:
-        data: the options.
-        base: folder that relative paths begin in.
-        name: of the training files, for messages.
+    Relative paths begin in `base`. The name is that of the training files, for messages.
 
     Raises:
         GrowthError: there is no such file or directory, or files of two kinds are mixed, or a
@@ -233,11 +223,7 @@ def _of_dataset(
 
 
 def need_datasets(work: str) -> Any:
-    """The `datasets` library.
-
-    Raises:
-        GrowthError: it is not installed; the message names the command that installs it.
-    """
+    """The `datasets` library. If it is missing, the message names the command that installs it."""
     if find_spec("datasets") is None:
         raise GrowthError(f"{work} needs the datasets library: pip install datasets")
     import datasets
@@ -270,17 +256,9 @@ def _sliced(datasets: Any, splits: Mapping[str, Any], spec: str) -> Any:
     return datasets.concatenate_datasets(parts)
 
 
-def _parts(dataset: Any) -> int:
-    return min(len(dataset), max(1, len(dataset.cache_files))) or 1
-
-
 @contextlib.contextmanager
 def plain_errors(name: str) -> Iterator[None]:
-    """While active, errors of `datasets` become one line: it raises many kinds of them.
-
-    Args:
-        name: of the data.
-    """
+    """While active, errors of `datasets` become one line: it raises many kinds of them."""
     try:
         yield
     except GrowthError:

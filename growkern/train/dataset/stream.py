@@ -22,10 +22,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import read_json
-from growkern.train.dataset.records import Reader, Settings, Tokens, chunks, features_of
-from growkern.train.dataset.rows import cut_rows
+from growkern.train.dataset.records import Reader, Tokens, chunks, cut_rows, features_of
 from growkern.train.dataset.source import need_datasets, plain_errors
-from growkern.train.objectives.language_modeling import PASS, Collator
+from growkern.train.objectives.language_modeling import PASS, OuterCollator
 
 # keys of a row and of a batch
 PLACE, PLACES = "place", "stream_places"
@@ -101,11 +100,6 @@ class TokenStream(IterableDataset[dict[str, Any]]):
         # where each lane begins
         self.places: dict[int, Place] = {}
 
-    @property
-    def settings(self) -> Settings:
-        """The settings of its rows."""
-        return self.reader.settings
-
     def lanes(self, workers: int) -> int:
         """How many data workers have something to read, at least 1."""
         return max(1, min(workers, self.records.num_shards))
@@ -147,7 +141,7 @@ class TokenStream(IterableDataset[dict[str, Any]]):
     def _rows(self, start: Place) -> Iterator[tuple[Place, Tokens]]:
         """The rows from a place on, each with the place behind it."""
         runs = self._runs(start)
-        for place, used, row in cut_rows(runs, self.settings, start.offset):
+        for place, used, row in cut_rows(runs, self.reader.settings, start.offset):
             yield replace(place, offset=used), features_of(row, self.weights)
 
     def _runs(self, start: Place) -> Iterator[tuple[Place, Tokens]]:
@@ -178,13 +172,10 @@ class TokenStream(IterableDataset[dict[str, Any]]):
                 state = records.state_dict()
 
 
-class PlacingCollator:
+class PlacingCollator(OuterCollator):
     """Adds the places of each batch to the batches of another collator, for rows of a
     `TokenStream`.
     """
-
-    def __init__(self, collator: Collator) -> None:
-        self.inner = collator
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         first, last = (features[i][PLACE] for i in (0, -1))

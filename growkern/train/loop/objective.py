@@ -19,7 +19,6 @@ from growkern.train.loop.meter import FlopCounter, Meter
 from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
 from growkern.train.loss.inherited import check_model, inputs_of, is_two_stacks, unwrapped
 from growkern.train.loss.losses import LossOptions
-from growkern.train.loss.router import count_tokens, router_inputs, router_term, router_weight
 from growkern.train.loss.rows import (
     ROW_COUNTS,
     TAUGHT_BY,
@@ -29,7 +28,15 @@ from growkern.train.loss.rows import (
     real_rows,
     take_rows,
 )
-from growkern.train.loss.side import SideParts, SideTerm, side_loss_of
+from growkern.train.loss.side import (
+    SideParts,
+    SideTerm,
+    count_tokens,
+    router_inputs,
+    router_term,
+    router_weight,
+    side_loss_of,
+)
 from growkern.train.model.flops import ModelCost, cost_of
 from growkern.train.model.head import (
     IGNORE_INDEX,

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import random
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -22,7 +23,6 @@ from growkern.train.loss.passes import (
     examples_in_last_batch,
     examples_in_last_sent,
     first_examples,
-    is_without_length,
     place_in_stream,
 )
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, check_keys, count_rows
@@ -114,20 +114,20 @@ class Batches:
 
         Args:
             source: the collator.
-            checkpoint: that it resumes from, or None.
-            place: where Trainer would resume.
+            place: where Trainer would resume: the complete passes through the data, and the batches
+                of the next one to be skipped. It resumes data without a length in the first only.
             epochs: that Trainer plans.
 
         Returns:
-            The complete passes through the data, and the batches of the next one to be skipped.
-            Trainer resumes data without a length in the first pass only.
+            The right place.
         """
         self.stream = None
         if isinstance(dataset, TokenStream):
             # it is moved to its place, and nothing is skipped
             self.stream, place = StreamReader(dataset, args.dataloader_num_workers), (0, 0)
             self.stream.start(checkpoint, warns=args.process_index == 0)
-        elif checkpoint is not None and is_without_length(epochs):
+        elif checkpoint is not None and epochs == sys.maxsize:
+            # Trainer does not know how long an epoch is
             place = place_in_stream(checkpoint, args)
         self.done, self.source = place[1], source
         return place

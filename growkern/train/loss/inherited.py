@@ -22,8 +22,8 @@ from growkern.ops.loss.rows.inputs import LossParts, check_columns
 from growkern.ops.loss.rows.options import KLRows, LossCall
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.inheritance import check_same_objective, loss_beside
-from growkern.train.loss.router import check_router, router_inputs, router_term, router_weight
 from growkern.train.loss.rows import LossRows, as_known, real_rows, take_rows
+from growkern.train.loss.side import check_router, router_inputs, router_term, router_weight
 from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, columns_of, least
 from growkern.train.model.head import (
     IGNORE_INDEX,

@@ -33,35 +33,38 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class RowKeywords(TypedDict, total=False):
+class CommonKeywords(TypedDict, total=False):
     alpha: float | Tensor
     temperature: float
     divergence: Divergence
     beta: float | None
-    ignore_index: int
-    kl_rows: KLRows | Tensor
     teacher_weights: Sequence[float] | None
     vocab_size: int | None
     teacher_vocab_size: int | None
     row_weights: Tensor | None
-    softcap: float | None
     label_smoothing: float
     z_loss: float
-    reduction: Reduction
     num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None
+
+
+class RowKeywords(CommonKeywords, total=False):
+    ignore_index: int
+    kl_rows: KLRows | Tensor
+    softcap: float | None
+    reduction: Reduction
     group: dist.ProcessGroup | None
     vocab_start: int | None
     backend: str | None
 
 
-class HeadKeywords(RowKeywords):
+class HeadKeywords(RowKeywords, total=False):
     chunk_bytes: int | None
     max_rows: int | None
     vocab_tile: int | None
     logits_dtype: torch.dtype | None
 
 
-class LogitKeywords(RowKeywords):
+class LogitKeywords(RowKeywords, total=False):
     teacher_softcap: float | None
 
 
@@ -185,7 +188,7 @@ def kl_mlm_loss(
     )  # fmt: skip
 
 
-class LinearKeywords(HeadKeywords):
+class LinearKeywords(HeadKeywords, total=False):
     student_bias: Tensor | None
     teacher_bias: Tensor | Sequence[Tensor | None] | None
     teacher_softcap: float | None
@@ -315,7 +318,7 @@ def linear_kl_mlm_loss(
     )  # fmt: skip
 
 
-class TopKKeywords(HeadKeywords):
+class TopKKeywords(HeadKeywords, total=False):
     student_bias: Tensor | None
     tail: Tail
 
@@ -424,21 +427,10 @@ def topk_kl_mlm_loss(
     )  # fmt: skip
 
 
-class InheritedKeywords(TypedDict, total=False):
-    alpha: float | Tensor
-    temperature: float
-    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None
-    divergence: Divergence
-    beta: float | None
+class InheritedKeywords(CommonKeywords, total=False):
     kl_rows: KLRows
-    teacher_weights: Sequence[float] | None
-    row_weights: Tensor | None
-    vocab_size: int | None
-    teacher_vocab_size: int | None
     max_rows: int | None
     causal: bool | None
-    label_smoothing: float
-    z_loss: float
 
 
 @overload

@@ -9,7 +9,6 @@ their own parts of it.
 import dataclasses
 import itertools
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,6 @@ def check_stream(dataset: Any, accelerator: Any) -> None:
             "dispatch_batches=False repeats examples at the end of a data set without an index: "
             "leave it unset, and pad all batches to one length"
         )
-
-
-def is_without_length(epochs: int) -> bool:
-    """Whether Trainer does not know how long an epoch is, by the epochs that it plans."""
-    return epochs == sys.maxsize
 
 
 def place_in_stream(checkpoint: str | Path, args: TrainingArguments) -> tuple[int, int]:

@@ -1,18 +1,32 @@
-"""The loss beside that of the labels, which some models have: BERT's and ELECTRA's."""
+"""Losses beside that of the labels, which some models have: BERT's, ELECTRA's and routers'.
+
+The auxiliary loss of a mixture of experts asks that all experts be used alike. Over the N real
+tokens of all layers, with f_e the share of them that chose expert e and P_e the mean probability of
+e, a mixture of E experts adds
+
+    E sum_e f_e P_e                                                                        (1)
+
+f_e has no gradient. Processes that share out a batch add up their f_e first. The sum of their terms
+is then the term of one process with all rows.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growkern.train.loss.rows import ROW_COUNTS, check_keys, real_tokens
-from growkern.train.objectives.electra import ORIGINAL, UNIFORMS, ReplacedTokenDetection
+from growkern.errors import GrowthError
+from growkern.train.loss.rows import ROW_COUNTS, check_keys, real_rows, real_tokens
+from growkern.train.model.flops import is_experts
+from growkern.train.model.head import probing
 from growkern.train.rules import check
+
+# ------------------------------------------------------------------- of a second head
 
 
 class SideParts(NamedTuple):
@@ -23,8 +37,10 @@ class SideParts(NamedTuple):
     items_B: Tensor
 
 
-class SideLoss(Protocol):
-    """A loss that is added to that of the labels: weight * sum of losses / number of items.
+class NextSentenceLoss:
+    """The cross-entropy of next-sentence prediction, beside the loss of the masked tokens.
+
+    It adds weight * sum of losses / number of items.
 
     Attributes:
         name: in log lines.
@@ -32,24 +48,6 @@ class SideLoss(Protocol):
         keys: keys of the batches that it needs.
         about: for the header of a run: how the two losses are computed.
     """
-
-    name: str
-    weight: float
-    keys: tuple[str, ...]
-    about: str
-
-    def count(self, batch: dict[str, Any]) -> Tensor:
-        """The number of items of a batch, 0-d."""
-
-    def take(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """The targets. Keys that the model does not take are removed from the inputs."""
-
-    def losses(self, outputs: Any, targets: dict[str, Tensor]) -> SideParts:
-        """The losses of a batch, from the outputs of the model and the targets."""
-
-
-class NextSentenceLoss:
-    """The cross-entropy of next-sentence prediction, beside the loss of the masked tokens."""
 
     name: str = "nsp"
     weight: float = 1.0
@@ -60,12 +58,12 @@ class NextSentenceLoss:
     )
 
     def count(self, batch: dict[str, Any]) -> Tensor:
-        """The number of pairs of a batch."""
+        """The number of items of a batch, here pairs, 0-d."""
         labels_B: Tensor = batch["next_sentence_label"]
         return torch.tensor(len(labels_B), device=labels_B.device)
 
     def take(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """Remove the labels of the pairs from the inputs of the model."""
+        """The targets. Keys that the model does not take are removed from the inputs."""
         return {"labels_B": inputs.pop("next_sentence_label").flatten()}
 
     def losses(self, outputs: Any, targets: dict[str, Tensor]) -> SideParts:
@@ -76,11 +74,11 @@ class NextSentenceLoss:
 
 
 class DetectionLoss:
-    """The binary cross-entropy of the discriminator, over all real tokens."""
+    """The binary cross-entropy of ELECTRA's discriminator, as in `NextSentenceLoss`."""
 
     name: str = "rtd"
     weight: float = 50.0
-    keys: tuple[str, ...] = (ORIGINAL, UNIFORMS)
+    keys: tuple[str, ...] = ("original_ids", "uniforms")
     about: str = (
         "the generator's masked tokens through the fused loss, and 50 times the binary "
         "cross-entropy of the discriminator, which the fused loss does not fit, added plainly"
@@ -92,7 +90,7 @@ class DetectionLoss:
 
     def take(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """The original tokens and the mask of real ones. The model takes both as well."""
-        return {"original_BS": inputs[ORIGINAL], "real_BS": real_tokens(inputs)}
+        return {"original_BS": inputs["original_ids"], "real_BS": real_tokens(inputs)}
 
     def losses(self, outputs: Any, targets: dict[str, Tensor]) -> SideParts:
         """The loss of each example, summed over its tokens."""
@@ -105,14 +103,15 @@ class DetectionLoss:
         return SideParts((losses_BS * real_BS).sum(1), correct_BS.sum(1), real_BS.sum(1))
 
 
+SideLoss: TypeAlias = NextSentenceLoss | DetectionLoss
 SIDE_LOSSES: dict[str, SideLoss] = {"mlm+nsp": NextSentenceLoss(), "rtd": DetectionLoss()}
 
 
 def side_loss_of(model: Any) -> SideLoss | None:
     """The loss that a model has beside that of its labels; None if there is none."""
-    if isinstance(model, ReplacedTokenDetection):
-        return SIDE_LOSSES["rtd"]
     names = {cls.__name__ for cls in type(model).__mro__}
+    if "ReplacedTokenDetection" in names:
+        return SIDE_LOSSES["rtd"]
     return SIDE_LOSSES["mlm+nsp"] if "BertForPreTraining" in names else None
 
 
@@ -222,3 +221,98 @@ class EvaluationSums:
 def _is_filler(batch: dict[str, Any]) -> bool:
     counts = batch.get(ROW_COUNTS)
     return counts is not None and counts.is_filler
+
+
+# ------------------------------------------------------------------- of routers
+
+
+class RouterTerm(NamedTuple):
+    """(1) times the number of real tokens, and that number; of the rows of this process."""
+
+    loss: Tensor
+    tokens: Tensor
+
+    def mean(self) -> Tensor:
+        """(1), of these rows."""
+        return self.loss / self.tokens.clamp(min=1)
+
+
+def router_weight(model: Any) -> float:
+    """The factor of (1) in the loss of a model, 0 if its config does not ask for this loss."""
+    return float(model.config.get_text_config().router_aux_loss_coef) if _asks(model) else 0.0
+
+
+def _asks(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+
+
+def router_inputs(model: Any) -> dict[str, bool]:
+    """Inputs without which a model fails whose config asks for (1), but of which no router runs.
+
+    In stage 1 the layers that run may all be dense.
+    """
+    if not _asks(model):
+        return {}
+    # a list shows the layers that run, and modules() all
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    runs = any(is_experts(m) for stack in stacks for layer in stack for m in layer.modules())
+    is_off = not runs and any(map(is_experts, model.modules()))
+    return {"output_router_logits": False} if is_off else {}
+
+
+def router_term(
+    model: Any,
+    outputs: Any,
+    real_BS: Tensor,
+    add_up: Callable[[Tensor], Tensor] = lambda x: x,
+) -> RouterTerm | None:
+    """The term of a batch, None if no layer that ran has a router.
+
+    The outputs lose their own auxiliary loss. `add_up` sums a tensor over all processes.
+    """
+    outputs.aux_loss = None
+    if not outputs.router_logits:
+        return None
+    layers, chosen = outputs.router_logits, model.config.get_text_config().num_experts_per_tok
+    real_N1 = real_BS.reshape(-1, 1).to(layers[0].device)
+    counts_E: Any = 0.0
+    sums_E: Any = 0.0
+    for logits_NE in layers:
+        wide = torch.promote_types(logits_NE.dtype, torch.float32)
+        p_NE = logits_NE.to(real_N1.device).softmax(-1, wide) * real_N1
+        used_NE = torch.zeros_like(p_NE).scatter_(1, p_NE.topk(chosen).indices, 1.0)
+        counts_E = counts_E + (used_NE * real_N1).sum(0)
+        sums_E = sums_E + p_NE.sum(0)
+    tokens = real_N1.sum()
+    everywhere = add_up(torch.cat([counts_E, tokens[None]]))
+    shares_E = everywhere[:-1] / everywhere[-1].clamp(min=1)
+    loss = len(shares_E) * (shares_E * sums_E).sum() / len(layers) ** 2
+    return RouterTerm(loss, tokens)
+
+
+def count_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """The real tokens of a batch with its labels, 0-d. A batch that only fills up has none."""
+    return real_rows(batch, batch["labels"], causal=False).sum()
+
+
+def check_router(model: Any) -> None:
+    """Refuse a model whose config asks for an auxiliary loss that it lacks, or that is not (1)."""
+    # of a stage 1 whose layers are all dense nothing can be told
+    if not _asks(model) or router_inputs(model):
+        return
+    config = model.config.get_text_config()
+    inputs = {name: x.to(model.device) for name, x in model.dummy_inputs.items()}
+    with probing(model):
+        outputs = model(**inputs, output_router_logits=True)
+    loss = getattr(outputs, "aux_loss", None)
+    has_names = hasattr(config, "router_aux_loss_coef") and hasattr(config, "num_experts_per_tok")
+    if isinstance(loss, Tensor) and has_names:
+        term = router_term(model, outputs, torch.ones_like(inputs[model.main_input_name]))
+        # transformers rounds the probabilities to the dtype of the weights
+        if term and torch.allclose(mine := term.mean(), loss.to(mine), rtol=0.02):
+            return
+    raise GrowthError(
+        f"{type(model).__name__} has config.output_router_logits=True, but its router's loss is "
+        "not the one of Mixtral and its relatives, and inherited_loss would leave it out: set "
+        "config.output_router_logits=False to train without it"
+    )

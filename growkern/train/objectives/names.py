@@ -24,11 +24,6 @@ ADDED = {"mlm+nsp": 3, "denoising": 2}
 SHARE, DENOISING_SHARE = 0.15, 0.3
 
 
-def default_share(objective: Objective) -> float:
-    """The share of the tokens that an objective masks."""
-    return DENOISING_SHARE if objective == "denoising" else SHARE
-
-
 def row_length(objective: Objective, length: int, share: float, mean_span: float) -> int:
     """The tokens of a row of text, of which the collator makes an input of `length` tokens.
 

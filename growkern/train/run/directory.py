@@ -22,7 +22,7 @@ from growkern.publish.calls import move
 from growkern.publish.lock import LOCK_FILE
 from growkern.publish.manifest import MANIFEST
 from growkern.publish.replaceable import recorded_in, why_kept
-from growkern.train.dataset.fingerprint import fingerprint
+from growkern.train.dataset.files import fingerprint
 from growkern.train.run.file import Run, TrainingSection
 from growkern.train.safety.checkpoints import (
     MARKER,

@@ -23,18 +23,32 @@ Shape letters used in this file: S tokens of a text, R rows, k tokens per row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+import reprlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.train.topk_teacher.compression import read_compression
-from growkern.train.topk_teacher.facts import CausalRows, Rows, causal_facts, fault_of
+from growkern.files import read_bounded
+from growkern.train.topk_teacher.facts import MOST_IDS, CausalRows, Rows, causal_facts, fault_of
 
 CONFIG_FILE = "compression_config.yaml"
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+SPECIAL = {"sqrt": torch.sqrt, "exp": torch.exp}
+KINDS = {"int": int, "str": str, "bool": bool}
+MOST_BITS = 63
+# errors of the YAML reader and of fields that are no config
+UNREADABLE = (AttributeError, TypeError, ValueError, LookupError, RecursionError)
+# a config has some 500 bytes
+MOST_BYTES = 10_000
+# a config has five: the stream, the document, its table, the list of bins, a bin
+MOST_LEVELS = 10
 PLAIN, PACKED = ("token_ids", "top_values"), ("bytepacked_indices", "compressed_logprobs")
 
 
@@ -153,11 +167,7 @@ def _key(tokens: np.ndarray) -> bytes:
 
 
 def _lists(table: Any, name: str) -> Sequence[np.ndarray]:
-    """The lists of integers of a column, without copying their values.
-
-    Raises:
-        ValueError: the column holds something else.
-    """
+    """The lists of integers of a column, without copying their values."""
     found = []
     for chunk in table.data.column(name).chunks:
         values = _numbers(chunk)
@@ -167,11 +177,7 @@ def _lists(table: Any, name: str) -> Sequence[np.ndarray]:
 
 
 def _flat(column: Any) -> Any:
-    """The entries of an Arrow column of lists, one list after the other.
-
-    Raises:
-        ValueError: it holds something else, or a list is missing.
-    """
+    """The entries of an Arrow column of lists, one list after the other."""
     if not hasattr(column, "value_lengths"):
         raise ValueError(f"it holds {column.type}, not lists")
     if column.null_count:
@@ -180,11 +186,7 @@ def _flat(column: Any) -> Any:
 
 
 def _numbers(column: Any) -> np.ndarray:
-    """The numbers of an Arrow column of lists, one list after the other.
-
-    Raises:
-        ValueError: as `_flat`, or a value is no number.
-    """
+    """The numbers of an Arrow column of lists, one list after the other."""
     flat = _flat(column)
     if flat.null_count:
         raise ValueError("a number is missing (null)")
@@ -200,11 +202,7 @@ def _check_integers(values: np.ndarray) -> None:
 
 
 def _bytes(values: np.ndarray) -> np.ndarray:
-    """Packed rows as uint8.
-
-    Raises:
-        ValueError: a value is no byte.
-    """
+    """Packed rows as uint8."""
     _check_integers(values)
     if values.size and not (values.min() >= 0 and values.max() <= 255):
         raise ValueError("it holds numbers that are no bytes")
@@ -212,11 +210,7 @@ def _bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _plain(ids: np.ndarray, logprobs: np.ndarray) -> Rows:
-    """Rows that are stored as they are.
-
-    Raises:
-        ValueError: they differ in size, or the ids are no integers.
-    """
+    """Rows that are stored as they are."""
     _check_integers(ids)
     if ids.shape != logprobs.shape or not ids.size:
         raise ValueError(f"its ids have the shape {ids.shape}, its log-probs {logprobs.shape}")
@@ -224,11 +218,7 @@ def _plain(ids: np.ndarray, logprobs: np.ndarray) -> Rows:
 
 
 def _matrix(column: Any, rows: int) -> np.ndarray:
-    """The one value of a column of lists of lists of numbers, (rows, any).
-
-    Raises:
-        ValueError: it is something else, has another number of rows, or rows of different lengths.
-    """
+    """The one value of a column of lists of lists of numbers, (rows, any)."""
     value = _flat(column.combine_chunks())
     if not 0 < rows <= len(value) <= rows + 1:
         raise ValueError(f"{len(value)} rows for {rows + 1} tokens")
@@ -237,3 +227,172 @@ def _matrix(column: Any, rows: int) -> np.ndarray:
         raise ValueError("its rows differ in length")
     # a writer that also stored the prediction after the last token
     return values.reshape(len(value), -1)[:rows]
+
+
+# ------------------------------------------------------------------- packed rows
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Residuals that share a scale, and the bits of each of them as an integer."""
+
+    scale_dtype: str
+    element_bits: int
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How DistillKit packed one row: the fields of its `compression_config.yaml`."""
+
+    d: int
+    k: int
+    exact_k: int
+    residual_bins: tuple[Bin, ...] = ()
+    exact_dtype: str = "float32"
+    polynomial_terms: tuple[int | str, ...] = ()
+    term_dtype: str = "float32"
+    delta_encoding: bool = True
+    error_diffusion: bool = False  # a matter of the writer alone
+    normalize_t: bool = False
+
+    @property
+    def id_bits(self) -> int:
+        """Bits of one id."""
+        return max(1, math.ceil(math.log2(self.d)))
+
+    def ids(self, packed: np.ndarray) -> Tensor:
+        """Unpack (R, bytes) uint8 into ids (R, k) int64."""
+        return _integers(packed, self.id_bits, self.k)
+
+    def logprobs(self, packed: np.ndarray) -> Tensor:
+        """Unpack (R, bytes) uint8 into log-probs (R, k) float32."""
+        reader = _Reader(packed)
+        exact = reader.floats(self.exact_k, self.exact_dtype)
+        rest = self.k - self.exact_k
+        others = torch.zeros(len(packed), rest)
+        factors = reader.floats(len(self.polynomial_terms), self.term_dtype)
+        start = 0
+        for one in self.residual_bins:
+            others[:, start : start + one.num_elements] = reader.residuals(one)
+            start += one.num_elements
+        if reader.place != packed.shape[1]:
+            raise ValueError(f"{packed.shape[1]} bytes per row, {reader.place} expected")
+        # the dtypes of each step are DistillKit's, so that the same bytes give the same values
+        others = others.to(exact.dtype)
+        if self.polynomial_terms:
+            others = (self._terms(rest, factors.dtype) * factors[:, None]).sum(-1) + others
+        values = torch.cat([exact, others], dim=-1)
+        if self.delta_encoding:
+            values = values.float().cumsum(-1).to(exact.dtype)
+        return values.float()
+
+    def _terms(self, count: int, dtype: torch.dtype) -> Tensor:
+        """The terms of the curve at each of its places, (count, terms)."""
+        t = torch.arange(count, dtype=dtype)
+        if self.normalize_t:
+            t = torch.linspace(0, 1, count, dtype=dtype)
+        columns = [SPECIAL[x](t) if isinstance(x, str) else t**x for x in self.polynomial_terms]
+        return torch.stack(columns, -1)
+
+
+class _Reader:
+    """Takes the parts of packed rows (R, bytes) one after the other."""
+
+    def __init__(self, packed: np.ndarray) -> None:
+        self.packed, self.place = packed, 0
+
+    def take(self, size: int) -> np.ndarray:
+        part = self.packed[:, self.place : self.place + size]
+        if part.shape[1] != size:
+            raise ValueError(f"{self.packed.shape[1]} bytes per row are too few")
+        self.place += size
+        return part
+
+    def floats(self, count: int, dtype: str) -> Tensor:
+        kind = DTYPES[dtype]
+        part = np.ascontiguousarray(self.take(count * kind.itemsize))
+        return torch.from_numpy(part).view(kind) if count else torch.empty(len(part), 0, dtype=kind)
+
+    def residuals(self, one: Bin) -> Tensor:
+        scale = self.floats(1, one.scale_dtype).float()
+        size = -(-one.num_elements * one.element_bits // 8)
+        whole = _integers(self.take(size), one.element_bits, one.num_elements).float()
+        # one bit is a sign; more bits count from the smallest integer
+        centred = whole * 2 - 1 if one.element_bits == 1 else whole - 2 ** (one.element_bits - 1)
+        return centred * scale
+
+
+def _integers(packed: np.ndarray, bits: int, count: int) -> Tensor:
+    """Unpack `count` unsigned integers of (R, bytes) uint8, the highest bits first: (R, count)."""
+    if packed.shape[1] * 8 < count * bits:
+        raise ValueError(f"{packed.shape[1]} bytes per row, {-(-count * bits // 8)} expected")
+    flat = np.unpackbits(packed, axis=1, count=count * bits)
+    bits_Rcb = flat.reshape(len(packed), count, bits).astype(np.int64)
+    return torch.from_numpy(bits_Rcb @ (1 << np.arange(bits - 1, -1, -1, dtype=np.int64)))
+
+
+def read_compression(file: Path) -> Compression:
+    """Read `compression_config.yaml`. A file that is none is refused."""
+    import yaml
+
+    content = read_bounded(file, MOST_BYTES, "compression config")
+    try:
+        _check_plain(yaml.parse(content, Loader=yaml.SafeLoader))
+        table = yaml.safe_load(content)
+        if not isinstance(table, dict):
+            raise ValueError(f"it holds a {type(table).__name__}, not a table of fields")
+        bins = tuple(Bin(**one) for one in table.pop("residual_bins", ()))
+        terms = tuple(table.pop("polynomial_terms", None) or ())
+        found = Compression(**table, residual_bins=bins, polynomial_terms=terms)
+        _check_kinds(found)
+        for one in bins:
+            _check_kinds(one)
+        _check_sizes(found)
+    except (yaml.YAMLError, *UNREADABLE) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise GrowthError(f"{file}: not a compression config of DistillKit: {reason}") from error
+    return found
+
+
+def _check_plain(events: Iterable[Any]) -> None:
+    """Refuse what makes a short text large or slow, or takes a value for what it is not.
+
+    The events are those of the parser, which reads no further than it is asked to.
+    """
+    level = 0
+    for event in events:
+        kind = type(event).__name__
+        if getattr(event, "tag", None):
+            raise ValueError(f"it has the tag {reprlib.repr(event.tag)}: write values without tags")
+        if getattr(event, "value", None) == "<<" or kind == "AliasEvent":
+            raise ValueError("it has an alias or a merge (<<): write each value where it stands")
+        level += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if level > MOST_LEVELS:
+            raise ValueError(f"it is nested in more than {MOST_LEVELS} levels")
+
+
+def _check_kinds(one: Compression | Bin) -> None:
+    for field in fields(one):
+        value = getattr(one, field.name)
+        # not isinstance: True is an int
+        if type(value) is not KINDS.get(str(field.type), type(value)):
+            raise ValueError(f"{field.name} is {reprlib.repr(value)}: it must be {field.type}")
+
+
+def _check_sizes(found: Compression) -> None:
+    bins, terms = found.residual_bins, found.polynomial_terms
+    dtypes = {found.exact_dtype, found.term_dtype, *(one.scale_dtype for one in bins)}
+    powers = [x for x in terms if type(x) is int]
+    sizes = [found.k, *(n for x in bins for n in (x.element_bits, x.num_elements))]
+    if not dtypes <= DTYPES.keys() or not {*terms} <= {*SPECIAL, *powers}:
+        raise ValueError("a dtype or a term is none of DistillKit's")
+    if min(sizes) < 1 or not found.k <= found.d <= MOST_IDS:
+        raise ValueError("a size is not positive, or k is not below d")
+    if any(one.element_bits > MOST_BITS for one in bins):
+        raise ValueError(f"element_bits is above {MOST_BITS}")
+    if any(not 0 <= x <= MOST_BITS for x in powers):
+        raise ValueError(f"a power in polynomial_terms is not in 0 .. {MOST_BITS}")
+    residuals = sum(one.num_elements for one in bins)
+    if not 0 <= found.exact_k <= found.k or residuals > found.k - found.exact_k:
+        raise ValueError("exact_k and the residual_bins do not fit k")

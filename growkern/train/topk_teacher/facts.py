@@ -4,14 +4,19 @@ Such a teacher is a cache on disk, a server, or a file of another library. None 
 that runs in this process.
 """
 
+import json
 import math
+import reprlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from growkern.errors import GrowthError
+from growkern.files import read_json, write_whole
 from growkern.train.loss.rows import document_starts, real_tokens, teacher_rows
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 
@@ -22,7 +27,15 @@ NO_ID, NO_LOGPROB = -1, float("nan")
 MOST_IDS = 1 << 31
 # what bfloat16 rounds away of a number, and so of each log-prob of a teacher that computes in it
 ROUNDING = 2.0**-7
-
+# of a cache
+FORMAT = 1
+HEADER_FILE = "cache.json"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+ROWS = ("labels", "all")
+# an id is read from four bytes and may start at any of the first eight bits
+MAX_ID_BITS = 25
+# a header has some 500 bytes
+MOST_BYTES = 100_000
 
 Rows: TypeAlias = tuple[Tensor, Tensor]
 
@@ -84,23 +97,11 @@ class CausalRows(TopKRows):
     def of_texts(self, texts: list[list[int]]) -> list[Rows]:
         """Ids (n - 1, k) and log-probs (n - 1, k) of each text, where n is its number of tokens.
 
-        Args:
-            texts: of two tokens or more, without padding, one for each document.
+        A text has two tokens or more, without padding. There is one for each document.
         """
 
     def batch(self, batch: dict[str, Any]) -> Rows:
-        """The rows of a collated batch.
-
-        Args:
-            batch: input_ids (B, S), and maybe attention_mask, or position_ids of packed documents.
-
-        Returns:
-            Ids (B, S, k) int32 and log-probs (B, S, k) float32. Padding and the last token of each
-            document have no row: the ids -1, and the log-probs NaN.
-
-        Raises:
-            GrowthError: the rows of an example cannot be had, or are no log-probs.
-        """
+        """The rows of a collated batch: none at padding and at the last token of each document."""
         ids_BS, real_BS = batch["input_ids"].cpu(), real_tokens(batch).cpu()
         has_row_BS, starts_BS = teacher_rows(batch).cpu(), document_starts(batch)
         starts_BS = (
@@ -129,15 +130,12 @@ def causal_facts(temperature: float, vocab_size: int | None, tokenizer: Any | No
 
 
 def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | None:
-    """What no row of a teacher holds, in words.
+    """The first fault in words: what no row of a teacher holds; or None.
 
     Args:
         ids_Rk: (R, k) integers.
         logprobs_Rk: (R, k). A token that is not the likeliest may have the probability 0.
         columns: of the teacher's softmax; None if unknown.
-
-    Returns:
-        The first fault, or None.
     """
     limit = MOST_IDS if columns is None else columns
     is_outside = (ids_Rk < 0) | (ids_Rk > limit - 1)
@@ -166,3 +164,93 @@ def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | 
 def no_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
     """Ids and log-probs of positions without a row, in the shape (B, S, k)."""
     return torch.full(shape, NO_ID, dtype=torch.int32), torch.full(shape, NO_LOGPROB, dtype=dtype)
+
+
+# ------------------------------------------------------------------- cache
+
+
+@dataclass(frozen=True)
+class CacheHeader(RowFacts):
+    """How a cache was made, `cache.json`. Two caches with equal headers hold the same rows.
+
+    Attributes:
+        format: version of the file format.
+        k: tokens per row.
+        dtype: of the log-probs, a key of DTYPES.
+        examples: number of examples, each masking counted.
+        teacher: SHA-256 of the teacher's weights.
+        data: SHA-256 of the keys of all examples.
+    """
+
+    vocab_size: int
+    format: int
+    k: int
+    dtype: str
+    examples: int
+    teacher: str
+    data: str
+
+    @property
+    def id_bits(self) -> int:
+        """Bits of one id."""
+        return max(1, (self.vocab_size - 1).bit_length())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on disk, without its share of the index."""
+        return -(-self.k * self.id_bits // 8) + self.k * DTYPES[self.dtype].itemsize
+
+
+def write_header(directory: Path, header: CacheHeader) -> None:
+    """Write the header of a cache, completely or not at all."""
+    text = json.dumps(asdict(header), indent=1) + "\n"
+    write_whole(directory / HEADER_FILE, lambda partial: partial.write_text(text))
+
+
+def read_header(directory: Path) -> CacheHeader:
+    """Read the header of a cache. Another format, or an impossible value, is refused."""
+    file = directory / HEADER_FILE
+    try:
+        table = read_json(file, MOST_BYTES, "cache header")
+    except GrowthError as error:
+        raise GrowthError(
+            f"{directory} is not a teacher cache: {error}: give the directory that growkern "
+            "cache-teacher made"
+        ) from error
+    names = [field.name for field in fields(CacheHeader)]
+    if (
+        not isinstance(table, dict)
+        or table.get("format") != FORMAT
+        or sorted(table) != sorted(names)
+    ):
+        raise GrowthError(f"{file} is not a cache header of format {FORMAT}: make the cache again")
+    header = CacheHeader(**table)
+    _check_header(file, header)
+    return header
+
+
+def _check_header(file: Path, header: CacheHeader) -> None:
+    columns = 1 << MAX_ID_BITS
+    for name, kinds, most in (
+        ("vocab_size", int, columns),
+        ("k", int, header.vocab_size),
+        ("temperature", (int, float), None),
+        ("epochs", int, None),
+        ("examples", int, None),
+    ):
+        value = getattr(header, name)
+        # True is an int; NaN lies in no interval
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf or (most is not None and value > most):
+            wanted = "must be positive" if most is None else f"must lie in 1 .. {most}"
+            raise GrowthError(f"{file}: {name} is {reprlib.repr(value)}: it {wanted}")
+    for name, allowed in (("rows", ROWS), ("dtype", tuple(DTYPES)), ("causal", (False, True))):
+        value = getattr(header, name)
+        # 0 equals False
+        if not any(value is one or (value == one and isinstance(one, str)) for one in allowed):
+            names = " or ".join(map(str, allowed))
+            raise GrowthError(f"{file}: {name} is {reprlib.repr(value)}: it must be {names}")
+    for name in ("teacher", "data", "tokenizer"):
+        value = getattr(header, name)
+        if not isinstance(value, str) and not (name == "tokenizer" and value is None):
+            raise GrowthError(f"{file}: {name} is {reprlib.repr(value)}: it must be a checksum")

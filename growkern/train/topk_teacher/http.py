@@ -1,20 +1,32 @@
-"""Exchanges JSON with a server: limits of time and size, repeated attempts, errors in one line."""
+"""Exchanges JSON with a server: limits of time and size, repeated attempts, errors in one line.
+
+Coroutines run in a thread of their own, for callers that may be interrupted at any moment. The
+caller has a thread to itself, because that of a notebook has an event loop already. Nothing waits
+for threads that are left over: they are daemons, and no executor joins them at exit.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
 import re
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from growkern.errors import GrowthError
 from growkern.files import parse_json
 
+X = TypeVar("X")
+Y = TypeVar("Y")
+# seconds between two looks for a signal, where a signal does not end the waiting itself
+LOOK = 0.1
 # the server is busy, restarts, or a proxy before it gave up waiting
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 # seconds before the second attempt; each further wait is twice as long
@@ -33,11 +45,7 @@ KEY_VARIABLE = "GROWKERN_TEACHER_API_KEY"
 
 
 def is_server(name: str) -> bool:
-    """Whether a name, which may be that of a directory, means a server.
-
-    Raises:
-        GrowthError: it is that of a server, without the scheme.
-    """
+    """Whether a name, which may be that of a directory, means a server. It needs its scheme."""
     if HOST.fullmatch(name) and not os.path.exists(name):
         check_url(name)
     return name.startswith(SCHEMES)
@@ -46,8 +54,7 @@ def is_server(name: str) -> bool:
 def check_url(url: str) -> None:
     """Refuse a URL that no attempt to connect would accept.
 
-    Raises:
-        GrowthError: it has no scheme, or white space, a password, a query or a fragment.
+    It has no scheme, or white space, a password, a query or a fragment.
     """
     # neither may be shown, because either may hold a secret
     if "@" in url:
@@ -93,32 +100,20 @@ class Connection:
     retries: int
     api_key: str | None = field(default=None, repr=False)
 
-    async def get(self, path: str) -> Any:
-        """The answer to a GET request, from JSON.
-
-        Raises:
-            GrowthError: as `post`.
-        """
-        return await self._ask(path, None, 0)
-
-    async def post(self, path: str, body: dict[str, Any], most_tokens: int = 0) -> Any:
-        """The answer to a POST request with a JSON body, from JSON.
+    async def ask(self, path: str, body: dict[str, Any] | None = None, most_tokens: int = 0) -> Any:
+        """The answer to a GET request, or to a POST request with a JSON body, from JSON.
 
         Args:
-            path: of the URL.
-            body: of the request.
             most_tokens: of all rows of the answer together.
 
         Raises:
             GrowthError: the server cannot be reached, refuses the request, redirects it, answers
                 too late, too much or without JSON, and all attempts are used up.
         """
-        return await self._ask(path, json.dumps(body).encode(), most_tokens)
-
-    async def _ask(self, path: str, body: bytes | None, most_tokens: int) -> Any:
+        content = None if body is None else json.dumps(body).encode()
         for attempt in range(self.retries + 1):
             try:
-                return await self._ask_once(path, body, most_tokens)
+                return await self._ask_once(path, content, most_tokens)
             except _PassingError as error:
                 if attempt == self.retries:
                     times = f" ({attempt + 1} attempts)" if attempt else ""
@@ -236,3 +231,73 @@ def _message_of(answer: Answer) -> str:
     except (ValueError, AttributeError):
         pass
     return " ".join(text.split())[:MOST_TEXT]
+
+
+# ------------------------------------------------------------------- threads
+
+
+def run_apart(call: Callable[[X], Awaitable[Y]], items: Sequence[X], at_once: int = 1) -> list[Y]:
+    """Call a coroutine function for each item, some at a time: the results, in their order.
+
+    An exception in this thread, as a signal handler raises, or in any of the calls cancels the
+    others. Nothing waits for their ends.
+    """
+    loop, done = asyncio.new_event_loop(), threading.Event()
+    # it looks up names
+    loop.set_default_executor(_Daemons())
+    task = loop.create_task(_gather(call, items, at_once))
+
+    def run() -> None:
+        try:
+            # the caller may have left, so the exception is taken out here too
+            with contextlib.suppress(BaseException):
+                loop.run_until_complete(task)
+        finally:
+            done.set()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        while not done.wait(LOOK):
+            pass
+    except BaseException:
+        # the loop may be closed by now
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(task.cancel)
+        raise
+    return task.result()
+
+
+async def _gather(call: Callable[[X], Awaitable[Y]], items: Sequence[X], at_once: int) -> list[Y]:
+    turns = asyncio.Semaphore(at_once)
+
+    async def one(item: X) -> Y:
+        async with turns:
+            return await call(item)
+
+    tasks = [asyncio.create_task(one(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        # they close their connections
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Daemons(ThreadPoolExecutor):
+    """Runs each call in a daemon thread. Python waits at exit for those of the base class."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args, **options))
+            except BaseException as error:
+                future.set_exception(error)
+
+        future.set_running_or_notify_cancel()
+        threading.Thread(target=run, daemon=True).start()
+        return future

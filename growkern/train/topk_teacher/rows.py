@@ -17,12 +17,11 @@ from tqdm import tqdm
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
-from growkern.train.loss.rows import as_known
+from growkern.train.loss.rows import as_known, real_tokens
 from growkern.train.model.head import check_causal, check_head, head_inputs, reading, softcap_of
 from growkern.train.model.load import is_causal
 from growkern.train.objectives.language_modeling import Collator, EpochCollator
-from growkern.train.topk_teacher.facts import TopKRows
-from growkern.train.topk_teacher.header import DTYPES, CacheHeader
+from growkern.train.topk_teacher.facts import DTYPES, CacheHeader, TopKRows
 from growkern.train.topk_teacher.store import keys_of, rows_of
 
 # float32 logits that are made at a time: 64 MiB
@@ -35,11 +34,7 @@ LOGIT_ELEMENTS = 1 << 24
 class Examples:
     """The batches of a data set, epoch after epoch, as training would collate them.
 
-    Args:
-        dataset: read by index; it has a length.
-        collator: of the training run.
-        epochs: how often the data set is read, each time with the masks of the next epoch.
-        batch_size: examples per batch.
+    The data set has a length and is read by index, each time with the masks of the next epoch.
     """
 
     def __init__(self, dataset: Any, collator: Collator, epochs: int, batch_size: int) -> None:
@@ -50,15 +45,7 @@ class Examples:
         return self.epochs * len(self.dataset)
 
     def batches(self, start: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
-        """Collate examples. All examples of a batch are of one epoch.
-
-        Args:
-            start: number of the first example, counted through all epochs.
-            end: number after the last example; None goes to the end.
-
-        Raises:
-            GrowthError: the batches of the collator lack input_ids or labels.
-        """
+        """Collate the examples from `start` to `end` of all epochs. Those of a batch are of one."""
         end = len(self) if end is None else end
         while start < end:
             epoch, first = divmod(start, len(self.dataset))
@@ -84,26 +71,14 @@ class Contents(NamedTuple):
 
 
 def survey(examples: Examples, rows: str, causal: bool, known: int, progress: bool) -> Contents:
-    """Read all examples once, without running the teacher.
-
-    Args:
-        examples: to be read.
-        rows: "labels" or "all".
-        causal: whether the teacher predicts the next token.
-        known: tokens of the teacher.
-        progress: whether to show a progress bar.
-
-    Raises:
-        GrowthError: no example has a row to store.
-    """
+    """Read all examples once, without running the teacher, which knows so many tokens."""
     keys, counts, tokens = [], [], 0
     bar = tqdm(total=len(examples), desc="reading", unit=" examples", disable=not progress)
     with bar:
         for batch in examples.batches():
             keys.append(keys_of(batch))
             counts.append(rows_of(batch, rows, causal, known).sum(1).numpy())
-            mask_BS = batch.get("attention_mask")
-            tokens += batch["input_ids"].numel() if mask_BS is None else int(mask_BS.sum())
+            tokens += int(real_tokens(batch).sum())
             bar.update(len(keys[-1]))
     if not keys or not sum(map(np.sum, counts)):
         raise GrowthError(f"none of the {len(examples)} examples has a row to store")
@@ -113,24 +88,12 @@ def survey(examples: Examples, rows: str, causal: bool, known: int, progress: bo
 # ----------------------------------------------------------------- teacher
 
 
-def weights_fingerprint(model: Any) -> str:
-    """The SHA-256 of all parameters and buffers with their names, dtypes and shapes."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 class ModelTeacher:
     """A model that runs in this process, in evaluation mode.
 
     Attributes:
         causal: whether it predicts the next token.
         columns: of its head.
-
-    Raises:
-        GrowthError: the model has no head that the loss can read, or predicts tokens that it sees.
     """
 
     def __init__(self, model: Any) -> None:
@@ -141,8 +104,12 @@ class ModelTeacher:
         self.columns: int = model.get_output_embeddings().weight.shape[0]
 
     def fingerprint(self) -> str:
-        """The SHA-256 of the weights."""
-        return weights_fingerprint(self.model)
+        """The SHA-256 of all parameters and buffers with their names, dtypes and shapes."""
+        digest = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def running(self) -> AbstractContextManager[None]:
         """Evaluation mode, without a cache of keys and values."""
@@ -165,14 +132,8 @@ class ModelTeacher:
 class ReadTeacher:
     """A teacher whose rows come from a server or from a file of another library.
 
-    It has the attributes and methods of `ModelTeacher`.
-
-    Args:
-        rows: of the teacher.
-        vocab_size: columns of its softmax; None takes those that the rows name.
-
-    Raises:
-        GrowthError: this is no teacher, or the number of columns is unknown.
+    It has the attributes and methods of `ModelTeacher`. The columns are given if the rows do not
+    name them.
     """
 
     def __init__(self, rows: TopKRows, vocab_size: int | None) -> None:
@@ -195,11 +156,7 @@ class ReadTeacher:
     def top_k(
         self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
     ) -> tuple[Tensor, Tensor]:
-        """Read the rows of a batch.
-
-        Raises:
-            GrowthError: they have another k or temperature, or a row that is wanted is missing.
-        """
+        """Read the rows of a batch; another k or temperature, or a missing row, is refused."""
         ids_BSk, logprobs_BSk = self.rows.batch(batch)
         found = {"k": ids_BSk.shape[-1], "temperature": self.rows.facts.temperature}
         wanted = {"k": header.k, "temperature": header.temperature}
@@ -223,17 +180,10 @@ def kept_rows(
 ) -> tuple[Tensor, Tensor]:
     """Ask the teacher for the k likeliest tokens of each row of a batch.
 
-    Args:
-        teacher: a model or other rows.
-        batch: collated examples.
-        header: says which rows, how many tokens, which temperature and dtype.
-        keys_B: the keys of the examples, from the first pass.
+    The keys of the examples are those of the first pass: a batch that differs from it is refused.
 
     Returns:
         Ids (R, k) int32 and log-probs (R, k) in the dtype of the cache, both on the CPU.
-
-    Raises:
-        GrowthError: the batch differs from the first pass, or the teacher gives NaN or Inf.
     """
     if not np.array_equal(keys_of(batch), keys_B):
         raise GrowthError(
@@ -257,16 +207,13 @@ def topk_of_head(
     temperature: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of an output projection.
+    """The k likeliest tokens of an output projection, at a temperature and maybe with a softcap.
 
     Args:
         hidden_RH: inputs of the projection, (R, H).
         weight_VH: its weight, (V, H).
         bias_V: its bias, (V,) or None.
         vocab: columns that the softmax runs over; later ones are padding.
-        k: tokens per row.
-        temperature: of the softmax.
-        softcap: c of c * tanh(logits / c), applied before the temperature.
 
     Returns:
         Ids (R, k) int64 and log-probs (R, k) float32, likeliest first.

@@ -26,7 +26,6 @@ import hashlib
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,15 @@ from growkern.growth.source.files import LENGTH, read_header_bytes
 from growkern.publish.manifest import damage_of, read_manifest
 from growkern.train.loss.rows import real_tokens, taught_rows, teacher_rows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
-from growkern.train.topk_teacher.facts import RowFacts, TopKRows, fault_of, no_rows
-from growkern.train.topk_teacher.header import DTYPES, HEADER_FILE, CacheHeader, read_header
+from growkern.train.topk_teacher.facts import (
+    DTYPES,
+    HEADER_FILE,
+    CacheHeader,
+    TopKRows,
+    fault_of,
+    no_rows,
+    read_header,
+)
 
 INDEX_FILE = "index.safetensors"
 # bits that are apart at a time while ids are packed. Each takes 9 bytes then: all bits of a shard
@@ -86,17 +92,10 @@ def unpack_ids(packed: np.ndarray, k: int, bits: int) -> np.ndarray:
 
 
 def rows_of(batch: dict[str, Any], rows: str, causal: bool, known: int) -> Tensor:
-    """The positions of a batch that have a row in the cache.
+    """The positions of a batch that have a row in the cache, (B, S) bool.
 
-    Args:
-        batch: input_ids, labels and maybe attention_mask or position_ids, (B, S) each.
-        rows: "labels" or "all".
-        causal: whether the model predicts the next token.
-        known: tokens of the teacher.
-
-    Returns:
-        (B, S) bool. A causal teacher has no row where it saw no token, even if a label is there. No
-        teacher has one whose label or context it lacks.
+    A causal teacher has no row where it saw no token, even if a label is there. No teacher has one
+    whose label or context it lacks: it knows `known` tokens.
     """
     labels_BS = align_labels(batch["labels"], causal=causal)
     if rows == "labels":
@@ -124,11 +123,7 @@ def keys_of(batch: dict[str, Any]) -> np.ndarray:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file, completely or not at all.
-
-    Raises:
-        OSError: the disk is full or failed.
-    """
+    """Write a safetensors file, completely or not at all. A disk that fails is an OSError."""
     whole = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     try:
         write_whole(file, lambda partial: save_file(whole, partial))
@@ -140,11 +135,7 @@ def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
 def mapped(file: Path, wanted: Mapping[str, tuple[Any, tuple[int | None, ...]]]) -> Arrays:
     """Map the arrays of a safetensors file into memory without reading them.
 
-    Args:
-        wanted: the dtype and the shape of each array; None for a size that the file decides.
-
-    Raises:
-        GrowthError: the file is missing or truncated, or holds other arrays.
+    Each has the dtype and the shape that are wanted, with None for a size that the file decides.
     """
     try:
         head = read_header_bytes(file)
@@ -244,8 +235,7 @@ class TeacherCache(TopKRows):
 
     def _open(self, directory: Path) -> None:
         self.directory, self.name = directory, str(directory)
-        header = self.header = read_header(directory)
-        self.facts = RowFacts(**{one.name: getattr(header, one.name) for one in fields(RowFacts)})
+        self.facts = self.header = read_header(directory)
         self._index = _read_index(directory / INDEX_FILE, self.header)
         sizes = np.diff(self._index["shard_row"]).tolist()
         self._shards = [
@@ -263,11 +253,6 @@ class TeacherCache(TopKRows):
         wrong = damage_of(self.directory, name, self._manifest)
         if wrong:
             raise GrowthError(f"{self.directory} is damaged: {wrong}: make the cache again")
-
-    def _check_shard(self, number: int) -> None:
-        if not self._is_checked[number]:
-            self._check_file(shard_file(self.directory, number).name)
-            self._is_checked[number] = True
 
     def __len__(self) -> int:
         """The number of examples, each masking counted."""
@@ -311,7 +296,9 @@ class TeacherCache(TopKRows):
             start, end = first_row[example], first_row[example + 1]
             # the last shard that starts at this row or before: empty shards may start there too
             number = int(np.searchsorted(shard_row[:-1], start, "right")) - 1
-            self._check_shard(number)
+            if not self._is_checked[number]:
+                self._check_file(shard_file(self.directory, number).name)
+                self._is_checked[number] = True
             here = slice(start - shard_row[number], end - shard_row[number])
             packed.append(self._shards[number]["ids"][here])
             logprobs.append(self._shards[number]["logprobs"][here])
@@ -324,18 +311,6 @@ class TeacherCache(TopKRows):
         return ids_Rk, stored
 
     def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Read the rows of a collated batch.
-
-        Args:
-            batch: input_ids and labels, (B, S) each, and maybe attention_mask or position_ids.
-
-        Returns:
-            Ids (B, S, k) int32 and log-probs (B, S, k). A position without a row has the ids -1 and
-            the log-probs NaN.
-
-        Raises:
-            GrowthError: an example is not in the cache.
-        """
         examples = self.find(keys_of(batch))
         if (examples < 0).any():
             raise GrowthError(

@@ -80,12 +80,8 @@ class TeacherSection:
 class TopKTeacher:
     """A teacher that is read from a cache, a server or a file, with the methods of `Teachers`.
 
-    Args:
-        rows: of one teacher.
-        schedule: its temperature must be the one of the rows, which must hold all that it needs.
-
-    Raises:
-        GrowthError: the rows do not fit the schedule.
+    The rows are refused if they do not fit the schedule: it needs their temperature, and no rows
+    that they lack.
     """
 
     # no model runs, so there are no FLOPs to count
@@ -118,18 +114,10 @@ class TopKTeacher:
         check_same_objective(name, self.rows.facts.causal, causal)
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
-        """The number of vocabulary columns of the student that are not padding.
+        """The vocabulary columns of the student that are not padding; `known` is set too.
 
-        Args:
-            student: the model in training.
-            tokenizer: of the student; None skips the comparison with the teacher's tokenizer.
-
-        Returns:
-            The number of columns, or None when both vocabularies have the same size, or the
-            teacher's is unknown. `known` is set too.
-
-        Raises:
-            GrowthError: the tokenizers or the vocabularies cannot be matched.
+        None when both vocabularies have the same size, or the teacher's is unknown. Without a
+        tokenizer of the student, that of the teacher is not compared.
         """
         name, facts = self.rows.name, self.rows.facts
         columns = student.get_output_embeddings().weight.shape[0]
@@ -163,13 +151,8 @@ class TopKTeacher:
     def collator(self, collator: Collator, dataset: Any) -> "TopKCollator":
         """Wrap a collator so that training batches hold the rows of the teacher.
 
-        Args:
-            collator: the one that the rows were made with.
-            dataset: the training data. If it can be indexed, the rows of its first and last example
-                are read at once.
-
-        Raises:
-            GrowthError: the rows of one of these examples cannot be had.
+        It is the one that the rows were made with. If the training data can be indexed, the rows of
+        its first and last example are read at once.
         """
         wrapped = TopKCollator(collator, self.rows, self._columns)
         if isinstance(dataset, IndexedDataset) and len(dataset):
@@ -178,15 +161,7 @@ class TopKTeacher:
         return wrapped
 
     def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
-        """The loss for a batch. The rows of the teacher are removed from `inputs`.
-
-        Args:
-            inputs: a batch without labels.
-            alpha: share of the KL term.
-
-        Returns:
-            `topk_kl_mlm_loss` with the arguments of the teacher filled in.
-        """
+        """`topk_kl_mlm_loss` for a batch without labels, whose rows of the teacher are removed."""
         topk = {name: inputs.pop(name, None) for name in (IDS, LOGPROBS)}
         topk = topk if alpha > 0 else dict.fromkeys(topk)
         return partial(topk_kl_mlm_loss, **topk, tail=self._tail)

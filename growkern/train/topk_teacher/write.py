@@ -12,9 +12,9 @@ gets its name at the end.
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from growkern.publish.replaceable import why_kept
 from growkern.train.loss.vocabulary import check_own_tokenizer, tokenizer_fingerprint
 from growkern.train.model.load import load_language_model
 from growkern.train.objectives.language_modeling import Collator
-from growkern.train.topk_teacher.header import (
+from growkern.train.topk_teacher.facts import (
     DTYPES,
     FORMAT,
     MAX_ID_BITS,
@@ -149,7 +149,8 @@ def cache_teacher(
     start_time = time.perf_counter()
     directory = Path(directory).resolve()
     check_options(k, temperature, rows, dtype, epochs, batch_size)
-    with _workplace(directory, overwrite) as place:
+    check_place(directory, overwrite)
+    with workplace.Workplace(directory, KIND, may_replace) as place:
         if isinstance(model, (str, Path)):
             model = load_language_model(Path(model))
         is_model = isinstance(model, torch.nn.Module)
@@ -187,11 +188,7 @@ def cache_teacher(
 def check_options(
     k: int, temperature: float, rows: str, dtype: str, epochs: int, batch_size: int
 ) -> None:
-    """Refuse options of `cache_teacher` that fit no teacher and no data.
-
-    Raises:
-        GrowthError: one of them is out of range.
-    """
+    """Refuse options of `cache_teacher` that fit no teacher and no data."""
     for name, number in (("k", k), ("epochs", epochs), ("batch_size", batch_size)):
         if number < 1:
             raise GrowthError(f"{name} is {number}: it must be positive")
@@ -202,21 +199,10 @@ def check_options(
             raise GrowthError(f"{name} is {value!r}{nearest(str(value), allowed)}")
 
 
-def _workplace(directory: Path, overwrite: bool) -> workplace.Workplace:
-    """The lock on a cache's directory, and the place where it is made."""
-    check_place(directory, overwrite)
-    return workplace.Workplace(directory, KIND, may_replace)
-
-
 def check_place(directory: Path, overwrite: bool) -> None:
-    """Refuse a directory that no cache may be written to.
+    """Refuse a directory, given as an absolute path, that no cache may be written to.
 
-    Args:
-        directory: of the new cache, an absolute path.
-        overwrite: of `cache_teacher`.
-
-    Raises:
-        GrowthError: something is there that must not be replaced, or another process works there.
+    Something is there that must not be replaced, or another process works there.
     """
     try:
         workplace.sweep(directory, KIND, may_replace)
@@ -236,7 +222,7 @@ def may_replace(directory: Path) -> bool:
 
 
 def _why_kept(directory: Path) -> str | None:
-    why = why_kept(directory, "a teacher cache", _is_of_cache)
+    why = why_kept(directory, "a teacher cache", lambda file: CACHE_FILES.fullmatch(str(file)))
     if why is not None or not any(directory.iterdir()):
         return why
     try:
@@ -244,10 +230,6 @@ def _why_kept(directory: Path) -> str | None:
     except GrowthError as error:
         return str(error)
     return None
-
-
-def _is_of_cache(file: PurePosixPath) -> bool:
-    return CACHE_FILES.fullmatch(file.as_posix()) is not None
 
 
 def _vocabulary(columns: int, vocab_size: int | None, k: int) -> int:
@@ -326,11 +308,6 @@ def _write_index(
     write_tensors(staging / INDEX_FILE, index)
 
 
-def _checksum(file: Path) -> str | None:
-    """The checksum of a whole file, or None if it is missing."""
-    return checksum(file) if file.is_file() else None
-
-
 def _write_shards(
     teacher: RowTeacher,
     examples: Examples,
@@ -341,13 +318,11 @@ def _write_shards(
     journal: Journal,
     progress: bool,
 ) -> dict[str, str]:
-    """Run the teacher for every shard that the journal does not vouch for.
+    """Run the teacher for every shard that the journal does not vouch for; the checksums of all
+    files.
 
-    Args:
-        shards: (file, first example, past the last one) -> rows.
-
-    Returns:
-        The checksum of each file.
+    The rows of a shard are known by its mark: its file, its first example, and the one past its
+    last.
     """
     checksums: dict[str, str] = {}
     bar = tqdm(total=sum(shards.values()), desc="teacher", unit=" rows", disable=not progress)
@@ -355,13 +330,14 @@ def _write_shards(
         for mark, rows in shards.items():
             name, start, end = mark
             file, noted = directory / name, journal.marks.get(mark)
-            if noted is not None and _checksum(file) == noted:
+            if noted is not None and file.is_file() and checksum(file) == noted:
                 checksums[name] = noted
             else:
-                shard = [
-                    kept_rows(teacher, batch, header, keys_E[first : first + size])
-                    for batch, first, size in _placed(examples.batches(start, end), start)
-                ]
+                shard = []
+                for batch in examples.batches(start, end):
+                    keys_B = keys_E[start : start + len(batch["input_ids"])]
+                    shard.append(kept_rows(teacher, batch, header, keys_B))
+                    start += len(keys_B)
                 ids, logprobs = (torch.cat(x) for x in zip(*shard, strict=True))
                 packed = pack_ids(ids.numpy(), header.id_bits)
                 bits = torch.uint32 if logprobs.element_size() == 4 else torch.uint16
@@ -371,12 +347,3 @@ def _write_shards(
                 journal.add({mark: checksums[name]}, {})
             bar.update(rows)
     return checksums
-
-
-def _placed(
-    batches: Iterator[dict[str, Any]], first: int
-) -> Iterator[tuple[dict[str, Any], int, int]]:
-    for batch in batches:
-        size = len(batch["input_ids"])
-        yield batch, first, size
-        first += size

@@ -78,9 +78,14 @@ FUNCTIONS = {
     ),
 }  # fmt: skip
 # keywords that several losses share, and whose classes derive from which
-SHARED = {"RowKeywords": ("TypedDict", OF_ALL), "HeadKeywords": ("RowKeywords", OF_HEADS)}
+COMMON = tuple(name for name in OF_ALL if name in OF_BATCH and name != "kl_rows")
+SHARED = {
+    "CommonKeywords": ("TypedDict", COMMON),
+    "RowKeywords": ("CommonKeywords", tuple(name for name in OF_ALL if name not in COMMON)),
+    "HeadKeywords": ("RowKeywords", OF_HEADS),
+}
 BASES = {"LogitKeywords": "RowKeywords", "LinearKeywords": "HeadKeywords"}
-BASES |= {"TopKKeywords": "HeadKeywords", "InheritedKeywords": "TypedDict"}
+BASES |= {"TopKKeywords": "HeadKeywords", "InheritedKeywords": "CommonKeywords"}
 
 
 def _node(tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef:
@@ -124,10 +129,14 @@ def _explained(docstring: str, names: tuple[str, ...]) -> str:
     return docstring
 
 
+def _inherited(base: str) -> tuple[str, ...]:
+    """The keywords of a class and of those that it derives from."""
+    return () if base == "TypedDict" else (*SHARED[base][1], *_inherited(SHARED[base][0]))
+
+
 def _class(name: str, base: str, fields: dict[str, str]) -> str:
-    total = ", total=False" if base == "TypedDict" else ""
     lines = [f"    {k}: {x.partition(' = ')[0]}" for k, x in fields.items()]
-    return f"class {name}({base}{total}):\n" + "\n".join(lines)
+    return f"class {name}({base}, total=False):\n" + "\n".join(lines)
 
 
 def _wrapped(words: list[str]) -> str:
@@ -149,13 +158,8 @@ def _function(name: str, loss: Loss, docstring: str, declared: dict[str, str]) -
         if x.arg not in loss.options
     }
     options = own | {k: given or declared[k] for k, given in loss.options.items()}
-    among = {
-        k: x
-        for k, x in options.items()
-        if k != "return_parts"
-        and (BASES[loss.keywords] == "TypedDict" or k not in OF_ALL)
-        and (BASES[loss.keywords] != "HeadKeywords" or k not in OF_HEADS)
-    }
+    elsewhere = ("return_parts", *_inherited(BASES[loss.keywords]))
+    among = {k: x for k, x in options.items() if k not in elsewhere}
     parts = [_class(loss.keywords, BASES[loss.keywords], among)]
     for kind, result in (("False] = False", "Tensor"), ("True]", "tuple[Tensor, LossParts]")):
         lines = [*tensors, "*", f"return_parts: Literal[{kind}"]
@@ -201,7 +205,7 @@ def _options_class(tree: ast.Module, text: str, declared: dict[str, str]) -> str
 def losses(text: str) -> str:
     """The file of the losses, from its present text."""
     tree, (declared, _) = ast.parse(text), _declared()
-    parts = [text[: text.index("class RowKeywords(")].rstrip()]
+    parts = [text[: text.index("\n\nclass ")].rstrip()]
     parts += [
         _class(name, base, {k: declared[k] for k in names})
         for name, (base, names) in SHARED.items()

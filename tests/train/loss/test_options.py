@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrainer
-from growkern.train.dataset.text import TokenBlocks
+from growkern.train.dataset.load import TokenBlocks
 from growkern.train.loss import inheritance
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
 from growkern.train.objectives.language_modeling import MaskedLMCollator

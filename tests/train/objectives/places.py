@@ -7,8 +7,7 @@ import torch
 
 from examples.objectives import LENGTH, MODELS, TEXTS, make_model, make_tokenizer
 from growkern import DataSection
-from growkern.train.dataset.load import TrainingData
-from growkern.train.dataset.text import TokenBlocks
+from growkern.train.dataset.load import TokenBlocks, TrainingData
 
 RUN = """
 [model]

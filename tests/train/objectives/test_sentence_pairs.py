@@ -6,8 +6,8 @@ import torch
 from transformers import BertConfig, BertForPreTraining, TrainingArguments
 
 from growkern import GrowthError, TwoStageTrainer
-from growkern.train.dataset.text import TokenBlocks
-from growkern.train.objectives.sentence_pairs import SentencePairCollator
+from growkern.train.dataset.load import TokenBlocks
+from growkern.train.objectives.language_modeling import SentencePairCollator
 from tests.train.objectives.places import rows_of, tokenizer
 
 TOKENIZER = tokenizer("bert")

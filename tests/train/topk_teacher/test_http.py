@@ -16,8 +16,7 @@ import torch
 
 from growkern import GrowthError, ServedTeacher
 from growkern.train.topk_teacher import http
-from growkern.train.topk_teacher.apart import run_apart
-from growkern.train.topk_teacher.http import Connection
+from growkern.train.topk_teacher.http import Connection, run_apart
 
 
 @contextlib.contextmanager
@@ -165,13 +164,13 @@ def test_a_compressed_answer_is_not_unpacked():
 def test_a_proxy_that_cannot_be_used_is_one_line(proxy, monkeypatch):
     monkeypatch.setenv("ALL_PROXY", proxy)
     with pytest.raises(GrowthError) as error:
-        run_apart(Connection("http://127.0.0.2:9", 5.0, 0).get, ["/x"])
+        run_apart(Connection("http://127.0.0.2:9", 5.0, 0).ask, ["/x"])
     assert "\n" not in str(error.value) and "http://127.0.0.2:9" in str(error.value)
 
 
 def test_a_thread_with_an_event_loop_can_ask():
     async def cell():
-        return run_apart(Connection(url, 5.0, 0).get, ["/x"])
+        return run_apart(Connection(url, 5.0, 0).ask, ["/x"])
 
     with answering(sends(b'{"a": 1}')) as (url, _):
         assert asyncio.run(cell()) == [{"a": 1}]

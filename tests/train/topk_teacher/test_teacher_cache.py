@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
 from growkern.publish.manifest import write_manifest
-from growkern.train.dataset.text import TokenBlocks
+from growkern.train.dataset.load import TokenBlocks
 from growkern.train.model.head import align_labels, head_inputs
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.topk_teacher import rows as cache_rows

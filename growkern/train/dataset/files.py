@@ -1,56 +1,39 @@
-"""Reads text files in pieces, and blocks of tokens of one length."""
+"""The files of training data: their names, their text, and fingerprints that tell a change."""
+
+from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
+import json
+import os
+import time
 import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-from torch.utils.data import Dataset
-
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.files import regular_size
+from growkern.files import read_bounded, regular_size, write_whole
+from growkern.publish.manifest import checksum
 
+VARIABLE = "GROWKERN_TOKENS"
 # characters of a text that are read at once
 PIECE = 1 << 24
 # names that a pattern of text files may match; listing them takes half a second
 MOST_NAMES = 100_000
-
-
-class TokenBlocks(Dataset[dict[str, np.ndarray]]):
-    """A data set of token blocks of one length: `blocks[i]` is {"input_ids": (S,) int32}.
-
-    Args:
-        tokens_NS: (N, S) int32, one block per row.
-    """
-
-    def __init__(self, tokens_NS: np.ndarray) -> None:
-        self.tokens_NS = tokens_NS
-
-    def __len__(self) -> int:
-        return len(self.tokens_NS)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"input_ids": self.tokens_NS[index]}
-
-
-def tokenise(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """The tokens of texts, without any special ones."""
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
+# the checksum of a larger file is noted, so that the next start need not read all of it
+MOST_READ = 8 << 20
+# seconds in which a second change of a file may leave its times as they are
+SETTLED = 2.0
+NOTED_BYTES = 32
 
 
 def text_pieces(file: Path) -> Iterator[tuple[str, bool]]:
     """A text file in pieces, and whether each is the last. All but the last end with a line.
 
     A file of up to 16 million characters is one piece.
-
-    Raises:
-        GrowthError: it is missing, no regular file, or not UTF-8.
     """
     with _text_stream(file) as stream:
         held = stream.read(PIECE)
@@ -82,11 +65,7 @@ def _text_stream(file: Path) -> Iterator[TextIO]:
 
 
 def read_text(file: Path, most: int = -1) -> str:
-    """A text file, or its first `most` characters.
-
-    Raises:
-        GrowthError: it is missing, no regular file, or not UTF-8.
-    """
+    """A text file, or its first `most` characters."""
     with _text_stream(file) as stream:
         text = stream.read(most)
     _note_nul(text, file)
@@ -108,13 +87,9 @@ def _note_nul(text: str, file: Path) -> None:
 def matching_files(base: Path, pattern: str, key: str = "text") -> list[Path]:
     """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
 
-    Args:
-        base: folder of a relative pattern. Brackets and stars in its own name are no pattern.
-        pattern: of names. If a file has that very name, it is the only one.
-        key: of the pattern, for messages.
-
-    Raises:
-        GrowthError: there are none, or far too many names to look at.
+    A relative pattern begins in the folder `base`. Brackets and stars in the own name of that are
+    no pattern. If a file has the very name of the pattern, it is the only one. The key is that of
+    the pattern, for messages.
     """
     escaped, shown = Path(glob.escape(str(base))) / pattern, base / pattern
     exact = glob.glob(glob.escape(str(shown)))
@@ -127,3 +102,52 @@ def matching_files(base: Path, pattern: str, key: str = "text") -> list[Path]:
     if not found:
         raise GrowthError(f"{key}: no file matches {shown}")
     return found
+
+
+# ------------------------------------------------------------------- fingerprints
+
+
+def fingerprint(file: Path) -> str:
+    """A checksum of all bytes of a file."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    digest.update(file.read_bytes() if size <= MOST_READ else _noted(file).encode())
+    return digest.hexdigest()
+
+
+def _noted(file: Path) -> str:
+    """The checksum of a file, which is read if it changed since it was noted."""
+    stamp = _stamp(file)
+    note = user_cache() / "checksums" / digest_of(stamp)
+    with contextlib.suppress(OSError, ValueError):
+        known = read_bounded(note, NOTED_BYTES, "checksum").decode()
+        if len(known) == NOTED_BYTES:
+            return known
+    is_settled = time.time() - file.stat().st_ctime > SETTLED
+    total = checksum(file)
+    if is_settled and _stamp(file) == stamp:
+        # without a note the next start reads the file again
+        with contextlib.suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(note, lambda partial: partial.write_text(total))
+    return total
+
+
+def _stamp(file: Path) -> list[Any]:
+    """Values that change with a file. The time of the last change cannot be set back."""
+    found = file.stat()
+    times = found.st_mtime_ns, found.st_ctime_ns
+    return [str(file.resolve()), found.st_dev, found.st_ino, found.st_size, *times]
+
+
+def digest_of(values: Any) -> str:
+    """A name for values of JSON: the same for the same values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def user_cache() -> Path:
+    """The directory for tokenised data: `GROWKERN_TOKENS`, or a place in the user's cache."""
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "growkern" / "tokens"
