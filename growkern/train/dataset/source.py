@@ -81,12 +81,11 @@ class Source:
 
         A name says how a file is read, and in a data set also to which split it belongs.
         """
+        versions = [fingerprint(file) for file in self.files]
         if self.dataset is None:
-            versions = [fingerprint(file) for file in self.files]
             return versions if self.is_text else [self.files[0].suffix.lower(), *versions]
         if self.files:
             names = [file.relative_to(self.dataset).as_posix() for file in self.files]
-            versions = [fingerprint(file) for file in self.files]
             return [self.config, self.split, names, *versions]
         builder = self._builder()
         with plain_errors(self.name):

@@ -53,13 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class BatchPlaces:
-    """The places of a batch.
-
-    Attributes:
-        lane: that made it.
-        before: where its first row begins.
-        after: where the row after its last begins.
-    """
+    """The lane that made a batch, and where its first row and the row after its last begin."""
 
     lane: int
     before: Place
@@ -173,9 +167,7 @@ class TokenStream(IterableDataset[dict[str, Any]]):
 
 
 class PlacingCollator(OuterCollator):
-    """Adds the places of each batch to the batches of another collator, for rows of a
-    `TokenStream`.
-    """
+    """Adds the places of each batch to it, for rows of a `TokenStream`."""
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         first, last = (features[i][PLACE] for i in (0, -1))

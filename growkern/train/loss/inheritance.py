@@ -174,8 +174,7 @@ class Teachers:
             check_same_objective(name, is_causal(model), causal)
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
-        """The vocabulary columns of the student that are not padding; None if all heads have one
-        size.
+        """The vocabulary columns of the student without padding; None if all heads have one size.
 
         Heads that are padded to different sizes agree on the ids of the student's tokenizer only.
         """

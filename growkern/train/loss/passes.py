@@ -47,8 +47,7 @@ def check_stream(dataset: Any, accelerator: Any) -> None:
 
 
 def place_in_stream(checkpoint: str | Path, args: TrainingArguments) -> tuple[int, int]:
-    """The complete passes through data without a length, and the batches of the next that were
-    read.
+    """The complete passes through data without a length, and the batches read of the next.
 
     Trainer counts such an epoch as `max_steps` long. `epoch` of a checkpoint is the number of
     complete passes through the data, plus the batches since then over those of `max_steps` steps.

@@ -201,8 +201,7 @@ class EvaluationSums:
         self._sums = rows_BC.sum(0) + self._sums
 
     def write(self, metrics: dict[str, float], prefix: str, sets: Any) -> None:
-        """Write the numbers of the evaluation into the metrics of Trainer, whose names get a
-        prefix.
+        """Write the numbers of the evaluation into the metrics of Trainer, with a prefix.
 
         Of several sets of data, the loss of the first is `eval_loss` too.
         """

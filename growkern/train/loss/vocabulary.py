@@ -71,13 +71,11 @@ def check_vocabularies(
         As `check_tokenizers`.
     """
     if teacher_tokenizer is None:
-        names = [f"teacher {i} ({type(one).__name__})" for i, one in enumerate(teachers)]
-        return least(
-            [
-                check_vocabulary(name, student, teacher, tokenizer, GIVE_TOKENIZER)
-                for name, teacher in zip(names, teachers, strict=True)
-            ]
-        )
+        found = []
+        for i, one in enumerate(teachers):
+            name = f"teacher {i} ({type(one).__name__})"
+            found.append(check_vocabulary(name, student, one, tokenizer, GIVE_TOKENIZER))
+        return least(found)
     given = as_list(teacher_tokenizer)
     if len(given) != len(teachers):
         raise GrowthError(

@@ -89,12 +89,7 @@ def survey(examples: Examples, rows: str, causal: bool, known: int, progress: bo
 
 
 class ModelTeacher:
-    """A model that runs in this process, in evaluation mode.
-
-    Attributes:
-        causal: whether it predicts the next token.
-        columns: of its head.
-    """
+    """A model that runs in this process, in evaluation mode. `columns` are those of its head."""
 
     def __init__(self, model: Any) -> None:
         check_head(model)

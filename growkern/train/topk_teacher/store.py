@@ -246,8 +246,13 @@ class TeacherCache(TopKRows):
         # shared memory: a shard that one worker of a data loader checked is not read by the others
         self._is_checked = torch.zeros(len(sizes), dtype=torch.bool).share_memory_()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_again, (self.directory, self._is_checked)
+    def __getstate__(self) -> tuple[Path, Tensor]:
+        return self.directory, self._is_checked
+
+    def __setstate__(self, state: tuple[Path, Tensor]) -> None:
+        # a copy in another process, which shares the notes on checked shards
+        self._open(state[0])
+        self._is_checked = state[1]
 
     def _check_file(self, name: str) -> None:
         wrong = damage_of(self.directory, name, self._manifest)
@@ -331,11 +336,3 @@ class TeacherCache(TopKRows):
         ids_BSk, logprobs_BSk = no_rows((*kept_BS.shape, self.header.k), logprobs_Rk.dtype)
         ids_BSk[kept_BS], logprobs_BSk[kept_BS] = ids_Rk, logprobs_Rk
         return ids_BSk, logprobs_BSk
-
-
-def _open_again(directory: Path, is_checked: Tensor) -> TeacherCache:
-    """A copy of an open cache in another process, which shares the notes on checked shards."""
-    cache = TeacherCache.__new__(TeacherCache)
-    cache._open(directory)
-    cache._is_checked = is_checked
-    return cache

@@ -318,8 +318,7 @@ def _write_shards(
     journal: Journal,
     progress: bool,
 ) -> dict[str, str]:
-    """Run the teacher for every shard that the journal does not vouch for; the checksums of all
-    files.
+    """Run the teacher for every shard that the journal does not vouch for. Gives all checksums.
 
     The rows of a shard are known by its mark: its file, its first example, and the one past its
     last.

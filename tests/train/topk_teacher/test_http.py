@@ -62,7 +62,7 @@ def refused(answer, message, timeout=5.0, retries=0):
     """Both kinds of request fail with this message, in one line."""
     with answering(answer) as (url, seen):
         connection = Connection(url, timeout, retries, "SECRET")
-        for ask in (connection.get, lambda path: connection.post(path, {})):
+        for ask in (connection.ask, lambda path: connection.ask(path, {})):
             with pytest.raises(GrowthError, match=message) as error:
                 run_apart(ask, ["/x"])
             text = str(error.value)
