@@ -76,18 +76,7 @@ class TopKRows(ABC):
 
     @abstractmethod
     def batch(self, batch: dict[str, Any]) -> Rows:
-        """The rows of a collated batch.
-
-        Args:
-            batch: input_ids and labels, (B, S) each, and maybe attention_mask or position_ids.
-
-        Returns:
-            Ids (B, S, k) int32 and log-probs (B, S, k). A position without a row has the ids -1 and
-            the log-probs NaN.
-
-        Raises:
-            GrowthError: the rows of an example cannot be had.
-        """
+        """The rows of a collated batch: ids (B, S, k) int32, log-probs (B, S, k); -1, NaN: none."""
 
 
 class CausalRows(TopKRows):

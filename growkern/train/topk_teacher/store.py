@@ -316,6 +316,18 @@ class TeacherCache(TopKRows):
         return ids_Rk, stored
 
     def batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Read the rows of a collated batch.
+
+        Args:
+            batch: input_ids and labels, (B, S) each, and maybe attention_mask or position_ids.
+
+        Returns:
+            Ids (B, S, k) int32 and log-probs (B, S, k). A position without a row has the ids -1 and
+            the log-probs NaN.
+
+        Raises:
+            GrowthError: an example is not in the cache.
+        """
         examples = self.find(keys_of(batch))
         if (examples < 0).any():
             raise GrowthError(

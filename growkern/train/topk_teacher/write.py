@@ -222,7 +222,7 @@ def may_replace(directory: Path) -> bool:
 
 
 def _why_kept(directory: Path) -> str | None:
-    why = why_kept(directory, "a teacher cache", lambda file: CACHE_FILES.fullmatch(str(file)))
+    why = why_kept(directory, "a teacher cache", lambda x: bool(CACHE_FILES.fullmatch(str(x))))
     if why is not None or not any(directory.iterdir()):
         return why
     try:
