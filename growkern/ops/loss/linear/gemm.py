@@ -22,7 +22,9 @@ from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
+    LEAST_HELD,
     Sizes,
+    first_axis,
     held_rows,
     held_rows_on_cpu,
     rows_of_chunk,
@@ -144,6 +146,9 @@ def row_counts(
     wanted = wants_dw if on_cpu else number <= 4 and any(grad is not None for grad in grads)
     if not wanted or size or sizes.chunk_bytes or gemm_dtype(x_NH) != x_NH.dtype:
         return C, size or whole, 0
+    if on_cpu and len(heads) == 1 and logit == number and R <= LEAST_HELD:
+        # the gradient of all rows takes the place of their logits
+        return max(R, 1), whole, 0
     # rows of chunks whose logits take less than dW
     fitting = (widths[0] * number - 1) // (len(heads) * logit)
     if on_cpu:
@@ -157,9 +162,13 @@ def row_counts(
 
 
 def project(
-    x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor, z_CV: Tensor, wide_products: bool = False
+    x_CH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    z_CV: Tensor,
+    wide_products: bool = False,
 ) -> None:
-    """Write (1) to `z_CV`, computed in its dtype. A bias without elements counts as no bias.
+    """Write (1) to `z_CV`, computed in its dtype.
 
     For float64 logits of float32 heads the compiled library adds up float32 products, a few at a
     time and then exactly: 0.6 of the time of float64 products. `wide_products` asks for those.
@@ -174,7 +183,7 @@ def project(
         x_CH = x_CH.to(z_CV.dtype)
         for tile, weight in _tiles(weight_VH, z_CV.dtype):
             torch.mm(x_CH, weight.t(), out=z_CV[:, tile])
-    if bias_V.numel():
+    if bias_V is not None:
         z_CV.add_(bias_V)
 
 
@@ -273,7 +282,7 @@ class GradientSums:
         self.db = db if db is None else _in_dtype(db, acc_torch_dtype(db))
         # the first chunk writes the rest: clearing 94 MiB would take as long as adding a chunk
         for total in (self.dw, self.db):
-            if total is not None:
+            if total is not None and len(total) > vocab:
                 total[vocab:].zero_()
         self.dx_CH: Tensor | None = None
 
@@ -282,13 +291,13 @@ class GradientSums:
         if self.dx is not None and self.rounds_dx:
             whole, dtype = isinstance(self.rows, slice), self.dx.dtype
             self.dx_CH = self.dx[self.rows] if whole else torch.empty_like(x_CH, dtype=dtype)
-            _add_product(dz_CV, weight_VH[columns], self.dx_CH, fresh=True)
+            _add_product(dz_CV, first_axis(weight_VH, columns), self.dx_CH, fresh=True)
         elif self.dx is not None:
             if self.dx_CH is None:
                 self.dx_CH = x_CH.new_zeros(x_CH.shape, dtype=acc)
-            add_dx(dz_CV, weight_VH[columns], self.dx_CH)
+            add_dx(dz_CV, first_axis(weight_VH, columns), self.dx_CH)
         if self.dw is not None:
-            add_dw(dz_CV, x_CH, self.dw[columns], fresh=self.first_chunk)
+            add_dw(dz_CV, x_CH, first_axis(self.dw, columns), fresh=self.first_chunk)
         if self.db is not None:
             db = dz_CV.sum(0, dtype=acc)
             self.db[columns] = db if self.first_chunk else db.add_(self.db[columns])

@@ -33,7 +33,7 @@ def heads_of(tensors: Sequence[Tensor]) -> list[Head]:
 
 def anchor_of(student: Sequence[Tensor]) -> Tensor:
     """A tensor without elements that depends on the whole student: saving it takes no memory."""
-    return torch.cat([x[:0].reshape(0) for x in student])
+    return torch.cat([x.as_strided((0,), (1,)) for x in student if x.numel()])
 
 
 class Sizes(NamedTuple):
@@ -102,7 +102,12 @@ def slices(start: int, stop: int, size: int) -> list[slice]:
 
 def some_rows(x: Tensor, rows_C: Tensor | slice) -> Tensor:
     """Rows of `x` by their indices."""
-    return x[rows_C] if isinstance(rows_C, slice) else x.index_select(0, rows_C)
+    return first_axis(x, rows_C) if isinstance(rows_C, slice) else x.index_select(0, rows_C)
+
+
+def first_axis(x: Tensor, at: slice) -> Tensor:
+    """A slice of `x`, or `x` itself if that is all of it: beside a small batch a view costs time."""
+    return x if at.start == 0 and at.stop == len(x) else x[at]
 
 
 def rows_of_chunk(H: int, teachers: Sequence[int], balance: int) -> int:
@@ -183,7 +188,7 @@ def logit_memory(
     dtype = settings.dtype
     each = -(-(numbers + 1) // 64) * 64  # every head begins at a multiple of 256 bytes
     if free_VH is not None:
-        flat = free_VH[: settings.sizes.vocab].reshape(-1)
+        flat = first_axis(free_VH, slice(0, settings.sizes.vocab)).reshape(-1)
         ratio = dtype.itemsize // free_VH.element_size()
         flat = flat[: flat.numel() // ratio * ratio].view(dtype)
         if flat.numel() >= heads * each:

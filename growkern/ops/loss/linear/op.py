@@ -26,6 +26,7 @@ from growkern.ops.loss.linear.heads import (
     Settings,
     as_arguments,
     empty_outputs,
+    first_axis,
     fresh_memory,
     from_arguments,
     heads_of,
@@ -68,15 +69,15 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor | None, int]:
     on_cpu = may_ask(kind_N.device)
     if R == N and not on_cpu:
         return None, N
-    live_N = kind_N > 0
     if on_cpu:
-        rows_R = live_N.nonzero().squeeze(1)
+        rows_R = kind_N.nonzero().squeeze(1)
         if rows_R.numel() > R:
             raise GrowthError(
                 f"{rows_R.numel()} rows contribute to the loss, but max_rows={max_rows}: raise "
                 "max_rows"
             )
         return (rows_R if rows_R.numel() < N else None), rows_R.numel()
+    live_N = kind_N > 0
     before_N, row_N = live_N.cumsum(0), torch.arange(N, device=kind_N.device)
     torch._assert_async(before_N[-1] <= R, "more rows have a term than max_rows")
     place_N = torch.where(live_N, before_N - 1, before_N + (N - 1 - row_N))
@@ -119,32 +120,35 @@ class Chunk:
         self.hidden = [x_CH, *(some_rows(head.hidden, rows_C) for head in heads[1:])]
         self.heads, self.settings = heads, settings
         self.labels_C, self.kind_C, self.drows_WC = row_inputs
-        # a tile takes the first columns of every row of its buffer
-        self.buffers = [flat[:-1].view(shape)[: len(x_CH)] for flat in memory]
+        # a tile takes the first columns of every row of its memory
+        self.memory, self.stride = memory, (shape[1], 1)
         self.computed: slice | None = None  # the columns that the buffers hold
         self.room: Tensor | None = None  # memory for the gradient and one more number, if held
 
     def tile(self, columns: slice) -> Rows:
         """The logits of some columns, computed unless the buffers still hold them."""
-        logits = [buffer[:, : columns.stop - columns.start] for buffer in self.buffers]
+        size = len(self.kind_C), columns.stop - columns.start
+        logits = [flat.as_strided(size, self.stride) for flat in self.memory]
         at_rows = self.settings.backend in self.biases_at_rows
         if self.computed != columns:
             for x_CH, head, z_CV in zip(self.hidden, self.heads, logits, strict=True):
-                bias_V = head.bias[:0] if at_rows else head.bias[columns]
-                project(x_CH, head.weight[columns], bias_V, z_CV, self.settings.wide_products)
+                bias_V = None if at_rows or not head.bias.numel() else head.bias[columns]
+                weight_VH = first_axis(head.weight, columns)
+                project(x_CH, weight_VH, bias_V, z_CV, self.settings.wide_products)
             self.computed = columns
-        has_bias = at_rows and any(head.bias.numel() for head in self.heads)
-        biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
         (z_CV, *teachers_CV), labels_C = logits, self.labels_C
         labels_C = labels_C - columns.start if columns.start else labels_C
         maths, parts = self.settings.maths, self.settings.parts
         rows = Rows(z_CV, teachers_CV, labels_C, self.kind_C, z_CV.shape[1], maths, parts)
-        return rows._replace(biases=biases) if has_bias else rows
+        if not (at_rows and any(head.bias.numel() for head in self.heads)):
+            return rows
+        biases = [head.bias[columns] if head.bias.numel() else None for head in self.heads]
+        return rows._replace(biases=biases)
 
     def place(self, z_CV: Tensor) -> Tensor:
         """Memory for the gradient: `room`, or that of the logits, where each row begins."""
         if self.room is not None:
-            return self.room[:-1].view(len(z_CV), -1)[:, : z_CV.shape[1]]
+            return self.room.as_strided(z_CV.shape, self.stride)
         dtype = gemm_dtype(self.hidden[0])
         return z_CV if dtype == z_CV.dtype else z_CV.view(dtype)[:, : z_CV.shape[1]]
 
@@ -152,7 +156,7 @@ class Chunk:
         """Fill the state; if `wanted`, `write` does it for whole rows, with the gradient."""
         K, group, maths = len(self.heads) - 1, self.settings.group, self.settings.maths
         self.run = ROW_FUNCTIONS[self.settings.backend]
-        self.state_SC = self.buffers[0].new_empty(n_numbers(K), len(self.kind_C))
+        self.state_SC = self.memory[0].new_empty(n_numbers(K), len(self.kind_C))
         whole = len(tiles) == 1 and not group
         self.steps = Steps(sums=whole, diverge=whole and needs_second_reading(K, maths))
         if not whole:
@@ -217,24 +221,27 @@ def sweep(
     memory = logit_memory(len(heads), math.prod(shape), x_NH, settings, free)
     sums = GradientSums(grads, vocab if R else 0, dw_dtype)
     # ranks add up float32 numbers
-    sums.rounds_dx = held is not None and not settings.group
+    is_one = on_cpu and C >= R and len(tiles) == 1 and gemm_dtype(x_NH) == x_NH.dtype
+    sums.rounds_dx = (held is not None or is_one) and not settings.group
     weight_WN, unscale = fit_to_dtype(row_inputs.weights, x_NH.dtype, settings.maths)
     inputs_R, results = row_inputs._replace(weights=weight_WN), []
     if rows_R is not None:
         inputs_R = RowInputs(*(x.index_select(-1, rows_R) for x in inputs_R))
     for at_G in slices(0, R, G or C):
-        sums.rows = at_G if rows_R is None else rows_R[at_G]
+        sums.rows = at_G if rows_R is None else first_axis(rows_R, at_G)
         x_GH = some_rows(x_NH, sums.rows)
         if not on_cpu:
             # rows without a term: their dz is 0, but 0 * NaN would make dW NaN
             x_GH = torch.where(inputs_R.kinds[at_G, None] > 0, x_GH, 0)
         for at_C in slices(at_G.start, at_G.stop, C):
             here = slice(at_C.start - at_G.start, at_C.stop - at_G.start)
-            inputs_C = RowInputs(*(x[..., at_C] for x in inputs_R))
-            rows_C, x_CH = at_C if rows_R is None else rows_R[at_C], x_GH[here]
+            inputs_C, rows_C, x_CH = inputs_R, sums.rows, x_GH
+            if C < R:
+                inputs_C = RowInputs(*(x[..., at_C] for x in inputs_R))
+                rows_C, x_CH = at_C if rows_R is None else rows_R[at_C], x_GH[here]
             chunk = make_chunk(heads, rows_C, x_CH, inputs_C, settings, memory, shape)
             if held is not None:
-                chunk.room = held[here.start * shape[1] : here.stop * shape[1] + 1]
+                chunk.room = first_axis(held, slice(here.start * shape[1], here.stop * shape[1] + 1))
             chunk.read(tiles, sums.wanted)
             # backwards, as the buffers still hold the logits of the last tile
             for columns in reversed(tiles) if sums.wanted else ():
@@ -243,15 +250,17 @@ def sweep(
                     sums.add(dz_CV, x_CH, student.weight, columns)
             results.append(chunk.result())
         if held is not None:
-            dz_GV = held[: len(x_GH) * shape[1]].view(len(x_GH), shape[1])[:, :vocab]
+            dz_GV = held.as_strided((len(x_GH), vocab), (shape[1], 1))
             sums.add(dz_GV, x_GH, student.weight, tiles[0])
         sums.store_rows(settings.group, unscale)
     sums.store(unscale)
-    terms_TN = weight_WN.new_zeros(2 * W, N)
     if not R:
-        return terms_TN
-    terms_TR = chunk.terms(torch.cat(results, 1), inputs_R.kinds).to(weight_WN.dtype)
-    return terms_TR if rows_R is None else terms_TN.index_copy_(1, rows_R, terms_TR)
+        return weight_WN.new_zeros(2 * W, N)
+    results_R = torch.cat(results, 1) if len(results) > 1 else results[0]
+    terms_TR = chunk.terms(results_R, inputs_R.kinds).to(weight_WN.dtype)
+    if rows_R is None:
+        return terms_TR
+    return weight_WN.new_zeros(2 * W, N).index_copy_(1, rows_R, terms_TR)
 
 
 # ---------------------------------------------------------------------------- op

@@ -133,10 +133,9 @@ def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options:
         kl_N = labelled_N if kl_rows == "labels" else torch.ones_like(labelled_N)
     else:
         raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
-    kind_N = torch.zeros_like(labelled_N, dtype=torch.int32)
     # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
-    if isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts:
-        kind_N += MLM_ROW * labelled_N.int()
+    has_mlm = isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts
+    kind_N = labelled_N.int() * MLM_ROW if has_mlm else torch.zeros_like(labelled_N).int()
     if options.teacher_weights:
         if isinstance(options.alpha, Tensor):
             # at 0 the term is left out, also where it is infinite
@@ -152,22 +151,24 @@ def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:
 
 def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
     """The factors in (3) of each row's MLM and of each teacher's KL, (W, N)."""
-    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
     n_mlm: Any = 1
     n_kl: Any = 1
     if options.reduction == "mean":
-        if options.num_items is None:
-            n_mlm, n_kl = mlm_N.sum().clamp(min=1), kl_N.sum().clamp(min=1)
-        else:
-            n_mlm, n_kl = options.num_items
+        n_mlm, n_kl = options.num_items or (None, None)
     alpha = options.alpha
     alpha = _alpha_beside(alpha, kind_N).to(dtype) if isinstance(alpha, Tensor) else alpha
     given = options.row_weights
     row_N = torch.ones_like(kind_N, dtype=dtype) if given is None else given.to(dtype)
-    # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
-    weights = [torch.where(mlm_N, row_N * (1 - alpha) / n_mlm, 0)]
+
+    def share(bit: int, part: float | Tensor, count: Any) -> Tensor:
+        is_row_N = (kind_N & bit) > 0
+        count = is_row_N.sum().clamp(min=1) if count is None else count
+        # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
+        return torch.where(is_row_N, row_N * part / count, 0)
+
+    weights = [share(MLM_ROW, 1 - alpha, n_mlm)]
     if options.teacher_weights:
-        kl_weight_N = torch.where(kl_N, row_N * alpha / n_kl, 0)
+        kl_weight_N = share(KL_ROW, alpha, n_kl)
     weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
     return torch.stack(weights).to(dtype)
 
@@ -248,15 +249,16 @@ def checked_labels(labels_N: Tensor, kind_N: Tensor, vocab: int, group: str) -> 
                 "wraps, where the head is whole"
             )
         torch._assert_async(is_same, "the ranks of the group have different rows or labels")
-    inside_N = ((labels_N >= 0) & (labels_N < vocab)) | ((kind_N & MLM_ROW) == 0)
-    is_inside = inside_N.all()
-    if on_cpu and not is_inside:
-        row = int((~inside_N).nonzero()[0])
+    outside_N = (kind_N & MLM_ROW) * (labels_N.clamp(0, vocab - 1) != labels_N)
+    is_outside = outside_N.any()
+    if not on_cpu:
+        torch._assert_async(~is_outside, f"a label is outside 0..{vocab - 1}")
+    elif is_outside:
+        row = int(outside_N.nonzero()[0])
         raise GrowthError(
             f"the label of row {row} is {int(labels_N[row])}, outside 0..{vocab - 1}: give rows "
             "without a label ignore_index"
         )
-    torch._assert_async(is_inside, f"a label is outside 0..{vocab - 1}")
     return labels_N.clone()
 
 
@@ -294,13 +296,12 @@ class LossParts(NamedTuple):
 
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
-    rows_SN = rows_SN.detach()
-    n_mlm = ((kind_N & MLM_ROW) > 0).sum().clamp(min=1)
-    n_any = (kind_N > 0).sum().clamp(min=1)
-    of = named_terms(rows_SN)
+    n_mlm = (kind_N & MLM_ROW).count_nonzero().clamp(min=1)
+    n_any = kind_N.count_nonzero().clamp(min=1)
+    of = named_terms(rows_SN.detach())
     kl = top1 = None
     if options.teacher_weights:
-        n_kl = ((kind_N & KL_ROW) > 0).sum().clamp(min=1)
+        n_kl = (kind_N & KL_ROW).count_nonzero().clamp(min=1)
         teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
         kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl
         top1 = sum(w * top1_N.sum() for w, _, top1_N in teachers) / n_kl

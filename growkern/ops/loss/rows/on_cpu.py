@@ -60,7 +60,9 @@ def rows_on_cpu(
     if steps.sums:
         clear(state_SN)
     if drows_SN is not None:
-        drows_SN = drows_SN[: 1 + len(rows.teachers_NV)].to(state_SN.dtype).contiguous()
+        W = 1 + len(rows.teachers_NV)
+        drows_SN = drows_SN if len(drows_SN) == W else drows_SN[:W]
+        drows_SN = drows_SN.to(state_SN.dtype).contiguous()
     _run(rows, steps, state_SN.dtype, isa, dstudent_NV, state=state_SN, drows=drows_SN)
 
 

@@ -120,7 +120,7 @@ def n_numbers(n_teachers: int) -> int:
 def clear(state_SN: Tensor) -> None:
     """Make `state_SN` the state of rows that have not been read."""
     state_SN.zero_()
-    state_SN[StudentSums._fields.index("label_logit")] = float("-inf")
+    state_SN[StudentSums._fields.index("label_logit")].fill_(float("-inf"))
 
 
 def merge(states_LSN: Tensor, maths: Maths) -> Tensor:
@@ -281,7 +281,7 @@ def weighted(weight_WN: Tensor, terms_RN: Tensor) -> Tensor:
     """The loss of each row, (N,): the sum of its first W terms times their weights."""
     # 0 * inf counts as 0: a label that the student rules out costs nothing without a weight
     product_WN = weight_WN * terms_RN[: len(weight_WN)]
-    return torch.where(weight_WN != 0, product_WN, 0).sum(0)
+    return product_WN.masked_fill(weight_WN == 0, 0).sum(0)
 
 
 def named_terms(terms_RN: Tensor) -> Terms:
@@ -298,7 +298,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
     Rows without a term have 0 there. `parts` says whether the last two are wanted.
     """
     student, teachers = unpack(state_SN)
-    mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
+    mlm_N, kl_N = (kind_N & bit > 0 for bit in (MLM_ROW, KL_ROW))
     m, beta = student.maximum, maths.beta
     d = student.rest + (student.label_logit - m).exp()
     lse = d.log() + m
