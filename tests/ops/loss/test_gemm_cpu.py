@@ -98,10 +98,10 @@ def test_factors_that_are_strided_both_ways_are_copied():
     torch.testing.assert_close(out, a.double() @ b.double(), rtol=1e-14, atol=1e-14)
 
 
-def test_only_what_is_narrower_than_the_sum_is_taken():
+def test_only_factors_up_to_float32_and_sums_from_float32_on_are_taken():
     here = AVX512 in native.available_isas()
-    assert multiplies(BF16, F32) == multiplies(F32, F64) == here
-    assert not multiplies(F32, F32) and not multiplies(F64, F64) and not multiplies(F32, BF16)
+    assert multiplies(BF16, F32) == multiplies(F32, F64) == multiplies(F32, F32) == here
+    assert not multiplies(F64, F64) and not multiplies(F32, BF16)
     assert not has_bfloat16() or here
 
 
