@@ -86,7 +86,7 @@ def test_steps_without_a_label_do_not_count(accelerator):
     steps = LabelledSteps()
     for loss, items in ((2.0, 3), (5.0, 0), (4.0, 1)):
         steps.begin(torch.tensor(items))
-        steps.add(torch.tensor(loss), torch.tensor(items))
+        steps.add(torch.tensor(loss))
     assert steps.corrected(11 / 3, accelerator) == pytest.approx(3)
     steps.begin(torch.tensor(0))
     assert math.isnan(steps.corrected(0.0, accelerator))

@@ -175,7 +175,7 @@ class _Transformed(torch.autograd.Function):
             return super().apply(*arguments)
         # PyTorch would look for defaults of `forward`, which has none: it takes 0.1 ms
         arguments = torch._functorch.utils.unwrap_dead_wrappers(arguments)
-        return super(torch.autograd.Function, cls).apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
     def forward(call: _Call, *flat: Any) -> Any:

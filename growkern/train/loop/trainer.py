@@ -9,6 +9,7 @@ collaborators, which know nothing of the trainer; `setup.py` makes them. What Tr
 for is in `runs.py`.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from growkern.train.safety.saving import (
     plain_hub_errors,
 )
 from growkern.train.safety.signals import guard_workers
-from growkern.train.safety.steps import StepOptions, own_random_numbers
+from growkern.train.safety.steps import StepOptions, clip_on_cpu, own_random_numbers
 
 
 class TwoStageTrainer(Trainer):
@@ -220,7 +221,7 @@ class TwoStageTrainer(Trainer):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.shards.end_step(self.model, is_last=is_last)
         self.steps.add(loss)
-        self.labelled.add(loss, num_items_in_batch)
+        self.labelled.add(loss)
         return loss
 
     def compute_loss(
@@ -276,12 +277,15 @@ class TwoStageTrainer(Trainer):
         """Trainer's; a model that takes the steps of its source is clipped by its source's norm."""
         plan = plan_of_steps(bare(self.optimizer))
         if plan is None:
-            return super()._clip_grad_norm(model)
+            norm = clip_on_cpu(model, self.args.max_grad_norm, self.accelerator)
+            return super()._clip_grad_norm(model) if norm is None else norm
         self.accelerator.unscale_gradients()
         return growth_clip_norm_(model, self.args.max_grad_norm, plan=plan)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Trainer's, of all processes, right before the optimizer; a bad step is not taken."""
+        if grad_norm is None:
+            grad_norm = clip_on_cpu(model, math.inf, self.accelerator)
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not self.steps.is_taken(norm, self.state.global_step + 1):

@@ -228,18 +228,22 @@ class LabelledSteps:
         # since the last log line: all steps, those without a single label, the loss of the latter
         self._steps = 0
         self._empty: Tensor | int = 0
+        self._is_empty: Tensor | bool = False  # of this step
         self._loss: Tensor | float = 0.0
 
     def begin(self, items: Any) -> None:
         """Count a step that has so many labels in all processes; None counts nothing."""
-        if items is not None:
-            self._steps += 1
-            self._empty = self._empty + (items == 0)
+        self._steps += items is not None
+        self._is_empty = False if items is None else items == 0
+        if isinstance(self._is_empty, Tensor) and self._is_empty.is_cpu:
+            # no small operations on the loss then
+            self._is_empty = bool(self._is_empty)
+        self._empty = self._empty + self._is_empty
 
-    def add(self, loss: Tensor, items: Any) -> None:
-        """Add the loss of a batch of a step."""
-        if items is not None:
-            is_empty = torch.as_tensor(items, device=loss.device) == 0
+    def add(self, loss: Tensor) -> None:
+        """Add the loss of a batch of the step that has begun."""
+        if self._is_empty is not False:
+            is_empty = torch.as_tensor(self._is_empty, device=loss.device)
             self._loss = self._loss + torch.where(is_empty, loss, 0.0)
 
     def corrected(self, loss: float, accelerator: Any) -> float:

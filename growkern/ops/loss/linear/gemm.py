@@ -20,9 +20,9 @@ from torch import Tensor
 from growkern.ops.backend import native
 from growkern.ops.backend.dtypes import acc_torch_dtype
 from growkern.ops.loss.linear.heads import (
+    LEAST_HELD,
     Head,
     Settings,
-    LEAST_HELD,
     Sizes,
     first_axis,
     held_rows,
@@ -42,7 +42,7 @@ TILE_BYTES, GPU_TILE_BYTES = 4 << 20, 256 << 20
 BALANCE = {("cuda", 4): 15, ("cuda", 2): 200, ("cuda", 8): 8, ("cpu", 2): 28, ("cpu", 4): 24}
 CPU_BALANCE, TF32_BALANCE = 16, 100
 
-# products of float32 in the compiled library take 0.5 to 0.6 of MKL's time on a Zen 4. Errors of sums
+# float32 products of the compiled library take 0.5 to 0.6 of MKL's time on a Zen 4. Errors of sums
 # over so many rows or columns are 0.85 to 1 of MKL's, and over 32000 columns 1.04
 MOST_DEPTH = 8192
 
@@ -166,20 +166,15 @@ def row_counts(
 
 
 def project(
-    x_CH: Tensor,
-    weight_VH: Tensor,
-    bias_V: Tensor | None,
-    z_CV: Tensor,
-    wide_products: bool = False,
+    x_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, z_CV: Tensor, wide: bool = False
 ) -> None:
     """Write (1) to `z_CV`, computed in its dtype.
 
     For float64 logits of float32 heads the compiled library adds up float32 products, a few at a
-    time and then exactly: 0.6 of the time of float64 products. `wide_products` asks for those.
+    time and then exactly: 0.6 of the time of float64 products. `wide` asks for those.
     """
-    # the library reads a head once, and packs only hidden states
     if _in_library(weight_VH, z_CV):
-        gemm_on_cpu(x_CH, weight_VH.t(), z_CV, wide_products=wide_products)
+        gemm_on_cpu(x_CH, weight_VH.t(), z_CV, wide_products=wide)
     elif _multiplies(x_CH, z_CV):
         torch.mm(x_CH, weight_VH.t(), **_out_dtype(x_CH, z_CV), out=z_CV)
     else:
@@ -207,8 +202,7 @@ def add_dw(dz_CV: Tensor, x_CH: Tensor, dw_VH: Tensor, *, fresh: bool) -> None:
 
 def _add_product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, fresh: bool = False) -> None:
     """Add ``a @ b`` to `out_MN`, or write it; for PyTorch the factors have one dtype."""
-    exact = b_KN.dtype != out_MN.dtype or len(b_KN) <= MOST_DEPTH
-    if exact and _in_library(b_KN, out_MN):
+    if (b_KN.dtype != out_MN.dtype or len(b_KN) <= MOST_DEPTH) and _in_library(b_KN, out_MN):
         gemm_on_cpu(a_MK, b_KN, out_MN, add=not fresh)
         return
     wide = _out_dtype(a_MK, out_MN)

@@ -106,7 +106,7 @@ def some_rows(x: Tensor, rows_C: Tensor | slice) -> Tensor:
 
 
 def first_axis(x: Tensor, at: slice) -> Tensor:
-    """A slice of `x`, or `x` itself if that is all of it: beside a small batch a view costs time."""
+    """A slice of `x`, or `x` itself if that is all: beside a small batch a view costs time."""
     return x if at.start == 0 and at.stop == len(x) else x[at]
 
 

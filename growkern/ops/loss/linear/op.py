@@ -241,7 +241,9 @@ def sweep(
                 rows_C, x_CH = at_C if rows_R is None else rows_R[at_C], x_GH[here]
             chunk = make_chunk(heads, rows_C, x_CH, inputs_C, settings, memory, shape)
             if held is not None:
-                chunk.room = first_axis(held, slice(here.start * shape[1], here.stop * shape[1] + 1))
+                chunk.room = first_axis(
+                    held, slice(here.start * shape[1], here.stop * shape[1] + 1)
+                )
             chunk.read(tiles, sums.wanted)
             # backwards, as the buffers still hold the logits of the last tile
             for columns in reversed(tiles) if sums.wanted else ():
