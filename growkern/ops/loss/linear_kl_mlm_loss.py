@@ -144,7 +144,7 @@ def linear_loss_and_rows(
         def terms_of(some: slice) -> Tensor:
             heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
             return linear_kl_mlm_rows_reference(
-                heads[0], heads[1:], RowInputs(*(x[..., some] for x in rows)),
+                heads[0], heads[1:], rows.part(some),
                 settings.sizes.vocab, settings.maths, settings.dtype,
             )  # fmt: skip
 

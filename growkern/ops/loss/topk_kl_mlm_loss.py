@@ -178,7 +178,7 @@ def _loss_and_rows(
         def terms_of(some: slice) -> Tensor:
             return topk_kl_mlm_rows_reference(
                 student._replace(hidden=student.hidden[some]), [x[some] for x in topk],
-                RowInputs(*(x[..., some] for x in rows)), settings.sizes.vocab,
+                rows.part(some), settings.sizes.vocab,
                 settings.maths, settings.dtype, settings.drop_tail,
             )  # fmt: skip
 

@@ -6,6 +6,7 @@ gradients one product makes, H width, V vocabulary, K teachers, W = 1 + K terms,
 a row that `terms` gives, S numbers of its state.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -220,13 +221,11 @@ def sweep(
         dw_dtype, free = gemm_dtype(x_NH), grads[1] if held is not None else None
     memory = logit_memory(len(heads), math.prod(shape), x_NH, settings, free)
     sums = GradientSums(grads, vocab if R else 0, dw_dtype)
+    is_one = held is not None or (on_cpu and C >= R and len(tiles) == 1)
     # ranks add up float32 numbers
-    is_one = on_cpu and C >= R and len(tiles) == 1 and gemm_dtype(x_NH) == x_NH.dtype
-    sums.rounds_dx = (held is not None or is_one) and not settings.group
+    sums.rounds_dx = is_one and not settings.group and gemm_dtype(x_NH) == x_NH.dtype
     weight_WN, unscale = fit_to_dtype(row_inputs.weights, x_NH.dtype, settings.maths)
-    inputs_R, results = row_inputs._replace(weights=weight_WN), []
-    if rows_R is not None:
-        inputs_R = RowInputs(*(x.index_select(-1, rows_R) for x in inputs_R))
+    inputs_R, results = row_inputs._replace(weights=weight_WN).part(rows_R), []
     for at_G in slices(0, R, G or C):
         sums.rows = at_G if rows_R is None else first_axis(rows_R, at_G)
         x_GH = some_rows(x_NH, sums.rows)
@@ -235,15 +234,12 @@ def sweep(
             x_GH = torch.where(inputs_R.kinds[at_G, None] > 0, x_GH, 0)
         for at_C in slices(at_G.start, at_G.stop, C):
             here = slice(at_C.start - at_G.start, at_C.stop - at_G.start)
-            inputs_C, rows_C, x_CH = inputs_R, sums.rows, x_GH
-            if C < R:
-                inputs_C = RowInputs(*(x[..., at_C] for x in inputs_R))
-                rows_C, x_CH = at_C if rows_R is None else rows_R[at_C], x_GH[here]
+            inputs_C = inputs_R.part(at_C) if C < R else inputs_R
+            rows_C = at_C if rows_R is None else first_axis(rows_R, at_C)
+            x_CH = first_axis(x_GH, here)
             chunk = make_chunk(heads, rows_C, x_CH, inputs_C, settings, memory, shape)
             if held is not None:
-                chunk.room = first_axis(
-                    held, slice(here.start * shape[1], here.stop * shape[1] + 1)
-                )
+                chunk.room = held[here.start * shape[1] : here.stop * shape[1] + 1]
             chunk.read(tiles, sums.wanted)
             # backwards, as the buffers still hold the logits of the last tile
             for columns in reversed(tiles) if sums.wanted else ():
@@ -256,13 +252,11 @@ def sweep(
             sums.add(dz_GV, x_GH, student.weight, tiles[0])
         sums.store_rows(settings.group, unscale)
     sums.store(unscale)
+    terms_TN = weight_WN.new_zeros(2 * W, N)
     if not R:
-        return weight_WN.new_zeros(2 * W, N)
-    results_R = torch.cat(results, 1) if len(results) > 1 else results[0]
-    terms_TR = chunk.terms(results_R, inputs_R.kinds).to(weight_WN.dtype)
-    if rows_R is None:
-        return terms_TR
-    return weight_WN.new_zeros(2 * W, N).index_copy_(1, rows_R, terms_TR)
+        return terms_TN
+    terms_TR = chunk.terms(torch.cat(results, 1), inputs_R.kinds).to(weight_WN.dtype)
+    return terms_TR if rows_R is None else terms_TN.index_copy_(1, rows_R, terms_TR)
 
 
 # ---------------------------------------------------------------------------- op
@@ -308,7 +302,9 @@ def swept(
         grad if wish and not settings.per_row else None
         for grad, wish in zip(grads, settings.want, strict=True)
     ]
-    with torch.autocast(weight_WN.device.type, enabled=False):
+    device = weight_WN.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         rows_TN = sweep(heads, row_inputs, settings, wanted, make_chunk)
     loss_N = weighted(weight_WN, rows_TN)
     dx, dw, db = grads

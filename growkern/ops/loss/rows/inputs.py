@@ -135,7 +135,8 @@ def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options:
         raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
     # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
     has_mlm = isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts
-    kind_N = labelled_N.int() * MLM_ROW if has_mlm else torch.zeros_like(labelled_N).int()
+    # MLM_ROW is 1
+    kind_N = labelled_N.int() if has_mlm else torch.zeros_like(labelled_N).int()
     if options.teacher_weights:
         if isinstance(options.alpha, Tensor):
             # at 0 the term is left out, also where it is infinite
@@ -161,10 +162,10 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
     row_N = torch.ones_like(kind_N, dtype=dtype) if given is None else given.to(dtype)
 
     def share(bit: int, part: float | Tensor, count: Any) -> Tensor:
-        is_row_N = (kind_N & bit) > 0
-        count = is_row_N.sum().clamp(min=1) if count is None else count
+        bit_N = kind_N & bit
+        count = bit_N.count_nonzero().clamp(min=1) if count is None else count
         # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
-        return torch.where(is_row_N, row_N * part / count, 0)
+        return (row_N * part / count).masked_fill(bit_N == 0, 0)
 
     weights = [share(MLM_ROW, 1 - alpha, n_mlm)]
     if options.teacher_weights:
@@ -297,7 +298,7 @@ class LossParts(NamedTuple):
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
     n_mlm = (kind_N & MLM_ROW).count_nonzero().clamp(min=1)
-    n_any = kind_N.count_nonzero().clamp(min=1)
+    n_any = kind_N.count_nonzero().clamp(min=1) if options.teacher_weights else n_mlm
     of = named_terms(rows_SN.detach())
     kl = top1 = None
     if options.teacher_weights:

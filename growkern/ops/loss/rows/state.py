@@ -13,7 +13,7 @@ terms, S numbers of a row.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,6 +46,14 @@ class RowInputs(NamedTuple):
     labels: Tensor  # (N,) int64, counted from the first column here
     kinds: Tensor  # (N,) int32, the bits of `kind_N`
     weights: Tensor  # (W, N): the loss's gradient by the terms that it sums
+
+    def part(self, rows: slice | Tensor | None) -> "RowInputs":
+        """The inputs of some rows; None: of all."""
+        if rows is None:
+            return self
+        if isinstance(rows, Tensor):
+            return RowInputs(*(x.index_select(-1, rows) for x in self))
+        return RowInputs(*(x[..., rows] for x in self))
 
 
 def live_kinds(counted_N: Tensor, row_weights_N: Tensor | None) -> Tensor:
@@ -286,10 +294,8 @@ def weighted(weight_WN: Tensor, terms_RN: Tensor) -> Tensor:
 
 def named_terms(terms_RN: Tensor) -> Terms:
     """The inverse of `Terms.stacked`."""
-    W = len(terms_RN) // 2
-    mlm, *divergences = terms_RN[:W]
-    entropy, *agreements = terms_RN[W:]
-    return Terms(mlm, divergences, entropy, agreements)
+    rows, W = terms_RN.unbind(), len(terms_RN) // 2
+    return Terms(rows[0], rows[1:W], rows[W], rows[W + 1 :])
 
 
 def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor:
@@ -298,7 +304,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
     Rows without a term have 0 there. `parts` says whether the last two are wanted.
     """
     student, teachers = unpack(state_SN)
-    mlm_N, kl_N = (kind_N & bit > 0 for bit in (MLM_ROW, KL_ROW))
+    kl_N = (kind_N & KL_ROW) > 0 if teachers else kind_N
     m, beta = student.maximum, maths.beta
     d = student.rest + (student.label_logit - m).exp()
     lse = d.log() + m
@@ -322,7 +328,8 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
         divergences.append(torch.where(kl_N, value.clamp(min=0), 0))
         agrees = (student.best == teacher.best) & kl_N & parts
         agreements.append(agrees.to(value.dtype))
-    entropy: Any = torch.zeros_like(m)
+    mlm = mlm.masked_fill((kind_N & MLM_ROW) == 0, 0)
+    entropy = torch.zeros_like(m)
     if parts:
-        entropy = torch.where(kind_N > 0, lse - student.moment / d, 0)
-    return Terms(torch.where(mlm_N, mlm, 0), divergences, entropy, agreements).stacked()
+        entropy = (lse - student.moment / d).masked_fill_(kind_N == 0, 0)
+    return Terms(mlm, divergences, entropy, agreements).stacked()
