@@ -249,9 +249,13 @@ def count_rows(
     labels_BS = batch.get("labels")
     if not isinstance(labels_BS, Tensor) or labels_BS.device.type not in devices:
         return None
-    labelled_BS = align_labels(labels_BS, causal=causal) != IGNORE_INDEX
-    live_BS = labelled_BS | real_rows(batch, labels_BS, causal=causal, decoder=decoder)
-    return RowCounts(int(labelled_BS.sum()), int(live_BS.sum()), _packed_pairs(batch))
+    # the last position of a causal model predicts nothing
+    labelled_BP = labels_BS[:, int(causal) :] != IGNORE_INDEX
+    live = labelled_BP.numel()
+    if {DECODER_MASK if decoder else "attention_mask", "position_ids", ROW_COUNTS} & batch.keys():
+        real_BS = real_rows(batch, labels_BS, causal=causal, decoder=decoder)
+        live = int((labelled_BP | real_BS[:, : labelled_BP.shape[1]]).sum())
+    return RowCounts(int(labelled_BP.sum()), live, _packed_pairs(batch))
 
 
 def _packed_pairs(batch: Mapping[str, Any]) -> int | None:
