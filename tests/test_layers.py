@@ -86,13 +86,10 @@ PARTS = {
     ),
     "growkern.plot": (
         "figure",
-        "curve",
-        "groups",
-        "labels",
+        "curves",
         "losses",
-        "units",
-        "attention",
         "weights",
+        "attention",
     ),
 }
 # the same of bench; everything else in it is a command, and imports no other command

@@ -22,7 +22,7 @@ import growkern.growth.grow
 import growkern.growth.record.fold
 import growkern.growth.record.verify
 import growkern.growth.replay
-import growkern.plot.curve
+import growkern.plot.curves
 import growkern.train.loop.growing
 import growkern.train.run.start
 import growkern.train.topk_teacher.write

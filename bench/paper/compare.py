@@ -9,7 +9,7 @@ from typing import Any
 from bench.paper.jobs import RATE_SEED
 from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed
 from bench.paper.systems import SYSTEMS
-from growkern.plot.curve import first_crossing
+from growkern.plot.curves import first_crossing
 from growkern.train.evaluation.evaluate import ratio_interval
 
 Row = dict[str, Any]

@@ -32,9 +32,9 @@ from bench.shared.results import append_row, git_facts, machine, read_rows
 from growkern import grow
 from growkern import run as train
 from growkern.cli.app import silence_transformers
-from growkern.cli.teacher import cache_teacher
+from growkern.cli.training import cache_teacher
 from growkern.errors import GrowthError
-from growkern.plot.curve import read_curve
+from growkern.plot.curves import read_curve
 from growkern.train.evaluation.finetune import finetune
 from growkern.train.topk_teacher.facts import read_header
 

@@ -12,12 +12,10 @@ from matplotlib.patches import Rectangle
 from bench.shared import tables
 from bench.shared.results import quotable, read, table
 from growkern import plan
-from growkern.plot.curve import Curve
+from growkern.plot.curves import HEADS, Curve, groups_of, savings_cells
 from growkern.plot.figure import COLORS, GREY, new_figure
-from growkern.plot.groups import HEADS, groups_of, savings_cells
 from growkern.plot.losses import draw as draw_losses
-from growkern.plot.units import NOTHING
-from growkern.plot.weights import unit_panels
+from growkern.plot.weights import NOTHING, unit_panels
 
 Row = dict[str, Any]
 # points: a picture of 1500 pixels is shown with 640

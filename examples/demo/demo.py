@@ -22,11 +22,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from examples.demo.corpus import make_text
-from growkern.cli.commands import app
-from growkern.cli.info import collect
+from growkern.cli.commands import app, collect
 from growkern.errors import GrowthError
 from growkern.files import write_whole
-from growkern.plot.curve import read_curve
+from growkern.plot.curves import read_curve
 
 # the others have to reach the final loss of the first one
 RUNS = ("scratch", "direct_copy", "fpi", "aki", "aki_two_stage", "aki_two_stage_inheritance")
@@ -107,7 +106,7 @@ def run(directory: Path, preset: Preset, seed: int) -> None:
         kind: [asdict(read_curve(folder / name)) for folder in folders for name in names]
         for kind, names in (("sources", ["small"]), ("curves", RUNS))
     }
-    result = {"seeds": list(seeds), "machine": collect().to_dict(), **curves}
+    result = {"seeds": list(seeds), "machine": collect(), **curves}
     text = json.dumps(result, indent=1)
     write_whole(directory / "results.json", lambda file: file.write_text(text))
 

@@ -1,4 +1,4 @@
-"""The typer application, what several commands share, and the command `growkern info`."""
+"""The typer application, and what several commands share."""
 
 import json
 import os
@@ -63,11 +63,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def lineage_there(path: Path | None) -> Path | None:
-    """The path of a grown checkpoint or of its lineage.json, as it was given.
-
-    Raises:
-        GrowthError: there is nothing.
-    """
+    """The path of a grown checkpoint or of its lineage.json, which must exist."""
     if path is not None and not os.path.exists(path):
         raise GrowthError(
             f"{path}: no such file or directory: give a grown checkpoint, or its lineage.json"
@@ -83,32 +79,14 @@ def silence_transformers() -> None:
 
 
 def show(result: Any, as_json: bool = False) -> None:
-    """Print a report as a table or as JSON.
-
-    Args:
-        result: has the methods `table` and `to_dict`.
-        as_json: whether to print JSON.
-    """
+    """Print a report, by its method `table`, or as JSON by `to_dict`."""
     if as_json:
         print_json(result.to_dict())
     else:
-        print_table(result.table())
+        printing.show(result.table())
 
 
 def print_json(data: dict[str, Any]) -> None:
     """Print a dictionary as indented JSON."""
     # letters beyond ASCII, and controls, are spelt out
     print(json.dumps(data, indent=2))
-
-
-def print_table(table: Any) -> None:
-    """Print a rich table."""
-    printing.show(table)
-
-
-@app.command()
-def info(as_json: AsJson = False) -> None:
-    """Show versions, devices, and which backends run on this machine and why."""
-    from growkern.cli.info import collect
-
-    show(collect(), as_json)

@@ -1,11 +1,18 @@
-"""The typer application with every command: importing a module registers its commands."""
+"""The application with every command: importing a module registers its commands.
 
+`growkern info` is here.
+"""
+
+import platform
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from growkern.cli import centroids, evaluation, growth, lineage, pictures, teacher, train
-from growkern.cli.app import app
+from growkern import package, printing
+from growkern.cli import growing, measuring, records, training
+from growkern.cli.app import AsJson, app, print_json
 
-__all__ = ["app", "centroids", "evaluation", "growth", "lineage", "pictures", "teacher", "train"]
+__all__ = ["app", "collect", "growing", "measuring", "records", "training"]
 
 # the groups and the order of the help, as in docs/commands.md
 GROUPS = {
@@ -15,6 +22,69 @@ GROUPS = {
     "This machine": ("info",),
 }
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "triton")
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Show versions, devices, and which backends run on this machine and why."""
+    from rich.table import Table
+    from rich.text import Text
+
+    found = collect()
+    if as_json:
+        print_json(found)
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, version in found["versions"].items():
+        table.add_row(name, version)
+    for device in found["devices"]:
+        table.add_row("device", device)
+    for backend in found["backends"]:
+        state = ("live", "green") if backend["live"] else ("not live", "yellow")
+        table.add_row(f"backend {backend['name']}", Text.assemble(state, f": {backend['reason']}"))
+    printing.show(table)
+
+
+def collect() -> dict[str, Any]:
+    """The versions, devices and backends of this machine. Needs no GPU."""
+    import torch
+
+    from growkern.growth.plan.pieces import usable_cores
+    from growkern.ops.backend.choose import describe_backends
+
+    versions = {"python": platform.python_version(), "growkern": _own_version()}
+    versions |= {name: _version(name) or "not installed" for name in PACKAGES}
+    devices = [f"{_processor()}, {usable_cores()} cores, {torch.get_num_threads()} threads in use"]
+    devices += [
+        f"cuda:{i} {torch.cuda.get_device_name(i)}, "
+        f"{torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"
+        for i in range(torch.cuda.device_count())
+    ]
+    backends = [backend._asdict() for backend in describe_backends()]
+    return {"versions": versions, "devices": devices, "backends": backends}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _own_version() -> str:
+    """The version that runs; for a source tree that is not installed, also its folder."""
+    if _version("growkern") is not None:
+        return package.version()
+    return f"{package.version()}, not installed: runs from {Path(package.__file__).parent}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
 
 
 def _name(command: Any) -> str:

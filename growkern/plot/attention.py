@@ -16,7 +16,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
-from growkern.plot.units import NOTHING, heads_of, main_stack, name_of, recorded_growth
+from growkern.plot.weights import NOTHING, heads_of, main_stack, name_of, recorded_growth
 from growkern.train.model.load import load_tokenizer
 
 # how many fit so that tokens can be read
@@ -36,12 +36,7 @@ COLORS, INSERTED = "YlGnBu", "#B03A00"
 
 @dataclass(frozen=True)
 class Cell:
-    """One attention map.
-
-    Attributes:
-        layer, head: of its model.
-        title: above it.
-    """
+    """One attention map: its layer and head in its model, and the title above it."""
 
     layer: int
     head: int
@@ -50,12 +45,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """The maps of one layer of one model.
+    """The maps of one layer of one model, `grown` or its source.
 
     Attributes:
-        label: at the left.
-        grown: True for the grown model.
-        inserted: True for an identity layer.
+        inserted: whether it is an identity layer.
         cells: None where a head comes from no head of the source.
     """
 
@@ -102,10 +95,6 @@ def plot_attention(
         out: file to write; its name ends with a format of matplotlib.
         lineage: the lineage file of the growth, or its directory; None: that of the grown model.
         length: tokens to show, from the start of the text.
-
-    Raises:
-        GrowthError: the text is empty, there are more than two checkpoints, the grown one has no
-            growth record, matplotlib is missing, or the file cannot be written.
     """
     check_format(Path(out))
     if not text.strip():
@@ -173,14 +162,10 @@ def paired_rows(plan: GrowthPlan) -> list[Row]:
             above.append(Cell(below + is_next, source, title) if is_copy else None)
             own.append(Cell(layer, head, f"head {head}"))
         is_inserted = layer in inserted
+        note = "\ninserted" if is_inserted else ""
         rows += [
             Row(f"small\nlayer {below}", False, is_inserted, tuple(above)),
-            Row(
-                f"grown\nlayer {layer}" + ("\ninserted" if is_inserted else ""),
-                True,
-                is_inserted,
-                tuple(own),
-            ),
+            Row(f"grown\nlayer {layer}{note}", True, is_inserted, tuple(own)),
         ]
     return rows
 

@@ -1,10 +1,16 @@
-"""The size of all pictures, colours for colour-blind readers, and how pictures are saved."""
+"""What pictures share: their size, colours for colour-blind readers, and how they are saved.
+
+It also places labels at the ends of curves, and an overview of all losses where no curve is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.files import read_bounded, write_whole
@@ -26,6 +32,26 @@ DASHES: tuple[Any, ...] = (
     (0, (6, 1.5, 1.5, 1.5, 1.5, 1.5)),
 )
 MARKERS = ("o", "s", "^", "D", "X")
+
+# places of a label beside the end of its curve: offset in points, and how the text is aligned
+PLACES = (
+    ((7, 0), "left", "center"),
+    ((6, 9), "left", "bottom"),
+    ((6, -9), "left", "top"),
+    ((0, 9), "center", "bottom"),
+    ((-6, 9), "right", "bottom"),
+    ((0, -9), "center", "top"),
+    ((-6, -9), "right", "top"),
+)
+# of the overview, as shares of the axes: its sizes, and its right and upper ends
+SIZES = ((0.28, 0.36), (0.22, 0.26))
+ENDS = ((0.98, 0.94), (0.68, 0.94), (0.38, 0.94), (0.98, 0.5), (0.68, 0.5))
+# room that its numbers take at the left and below, as shares of the axes
+NUMBERS = (0.05, 0.07)
+# where the name of the mark may stand along it, as shares of the axes
+ALONG = (0.01, 0.2, 0.4, 0.6, 0.75)
+# pixels between a label and a curve
+GAP = 4
 
 
 @dataclass(frozen=True)
@@ -57,9 +83,6 @@ def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -
     Args:
         height: inches.
         layout: of matplotlib; None leaves the place of everything to the caller.
-
-    Raises:
-        GrowthError: matplotlib is missing.
     """
     try:
         # not pyplot: it would choose a display and keep every figure in memory
@@ -73,12 +96,7 @@ def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -
 
 
 def check_format(out: Path) -> None:
-    """Refuse a file whose name does not end with a format that matplotlib writes, or that is none.
-
-    Raises:
-        GrowthError: the name does not, matplotlib is missing, or the file is something else than a
-            picture of matplotlib, which would be lost.
-    """
+    """Refuse a file that matplotlib cannot write, or that is no picture of it and would be lost."""
     known = sorted(new_figure(1).canvas.get_supported_filetypes().keys() - UNUSED_FORMATS)
     if out.suffix.lower().removeprefix(".") not in known:
         raise GrowthError(
@@ -96,14 +114,127 @@ def check_format(out: Path) -> None:
 
 
 def save(figure: Any, out: Path) -> None:
-    """Write a figure, in the format that the file's name ends with.
-
-    Raises:
-        GrowthError: the format is unknown, or the file cannot be written.
-    """
+    """Write a figure, in the format that the file's name ends with."""
     check_format(out)
     kind = out.suffix.lower().removeprefix(".")
     try:
         write_whole(out, lambda partial: figure.savefig(partial, format=kind, dpi=DPI))
     except OSError as error:
         raise GrowthError(f"{out}: {error.strerror or error}") from error
+
+
+# ------------------------------------------------------------------- labels
+
+
+def curves_in(axes: Any) -> list[Any]:
+    """The lines that have a label."""
+    return [line for line in axes.lines if line.get_gid() == "curve"]
+
+
+def overview(axes: Any) -> None:
+    """Draw all of the curves small, in a corner, if the axes leave out some and there is room."""
+    lines = curves_in(axes)
+    low, high = axes.get_ylim()
+    if max(np.max(line.get_ydata()) for line in lines) <= high:
+        return
+    marks = [line for line in axes.lines if line.get_gid() == "mark"]
+    paths = np.concatenate([*map(_path, [*lines, *marks])])
+    points = axes.transAxes.inverted().transform(paths)
+    left, below = NUMBERS
+    for x, y, w, h in ((x - w, y - h, w, h) for w, h in SIZES for x, y in ENDS):
+        if not _inside(points, x - left, y - below, w + left, h + below):
+            break
+    else:
+        return
+    inset = axes.inset_axes((x, y, w, h))
+    for line in lines:
+        inset.plot(
+            *line.get_data(), color=line.get_color(), linestyle=line.get_linestyle(), linewidth=1
+        )
+    inset.axhspan(low, high, color="0.85", zorder=0)
+    inset.set_title("all losses; grey: the range of this picture", fontsize=SMALL - 1, pad=3)
+    inset.set_xlim(axes.get_xlim())
+    inset.locator_params(nbins=5)
+    inset.tick_params(labelsize=SMALL - 1.5)
+
+
+def draw_mark(axes: Any, mark: float, name: str) -> None:
+    """Draw a line at a loss, with its name where that covers no curve. Call it before the others.
+
+    The axes have all curves and limits already.
+    """
+    color = "0.25"
+    axes.axhline(mark, color=color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5, gid="mark")
+    renderer = axes.figure.canvas.get_renderer()
+    runs = [line for line in axes.lines if line.get_gid() != "mark"]
+    paths = np.concatenate([*map(_path, runs)])
+    room = axes.get_window_extent(renderer)
+    kind = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "gid": "mark"}
+    text = axes.annotate(name, (0, mark), xytext=(0, 0), color=color, fontsize=SMALL, **kind)
+    places = [(along, va) for va in ("top", "bottom") for along in ALONG]
+    # where it covers a curve everywhere, it stays at the first place
+    for along, va in [*places, places[0]]:
+        text.set(va=va, position=(0, -4 if va == "top" else 4))
+        text.xy = (along, mark)
+        box = text.get_window_extent(renderer)
+        is_in = box.x1 <= room.x1 and room.y0 <= box.y0
+        if is_in and not _inside(paths, box.x0, box.y0, box.width, box.height):
+            return
+
+
+def label_ends(axes: Any, lines: Sequence[Any]) -> bool:
+    """Write the names of curves at their ends; False and none, if one would cover another."""
+    renderer = axes.figure.canvas.get_renderer()
+    paths = np.concatenate([*map(_path, axes.lines)])
+    taken = [text.get_window_extent(renderer) for text in axes.texts]
+    taken += [inset.get_tightbbox(renderer) for inset in axes.child_axes]
+    made: list[Any] = []
+    for line in lines:
+        text = next(_fitting(axes, line, paths, taken, renderer), None)
+        if text is None:
+            for label in made:
+                label.remove()
+            return False
+        made.append(text)
+        taken.append(text.get_window_extent(renderer))
+    return True
+
+
+def _fitting(axes: Any, line: Any, paths: Any, taken: Any, renderer: Any) -> Iterator[Any]:
+    """A label at the end of a line, at the first place where it covers nothing."""
+    color = line.get_color()
+    for offset, ha, va in PLACES:
+        text = axes.annotate(
+            line.get_label(),
+            (line.get_xdata()[-1], line.get_ydata()[-1]),
+            xytext=offset,
+            textcoords="offset points",
+            ha=ha,
+            va=va,
+            color=color,
+            fontsize=SMALL,
+            gid="end",
+        )
+        box, room = text.get_window_extent(renderer), axes.get_window_extent(renderer)
+        near = _inside(paths, box.x0 - GAP, box.y0 - GAP, box.width + 2 * GAP, box.height + 2 * GAP)
+        is_in = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
+        is_free = not any(box.overlaps(other) for other in taken)
+        if is_in and is_free and not near:
+            yield text
+        text.remove()
+
+
+def _path(line: Any) -> Any:
+    """Points along a line, close together, in pixels, (points, 2)."""
+    corners = line.get_transform().transform(np.column_stack(line.get_data()))
+    # a mark is one long segment
+    share = np.linspace(0, 1, 40 if len(corners) > 2 else 400)[:, None, None]
+    between = corners[:-1] + share * (corners[1:] - corners[:-1])
+    return np.concatenate([corners, between.reshape(-1, 2)])
+
+
+def _inside(points: Any, left: float, bottom: float, width: float, height: float) -> int:
+    """How many points lie in a rectangle."""
+    x, y = points.T
+    within = (left <= x) & (x <= left + width) & (bottom <= y) & (y <= bottom + height)
+    return int(within.sum())

@@ -17,10 +17,21 @@ from typing import Any
 import numpy as np
 
 from growkern.errors import GrowthError
-from growkern.plot.curve import Curve, read_curve
-from growkern.plot.figure import GREY, SMALL, TEXT, check_format, new_figure, plain, save, style_of
-from growkern.plot.groups import Group, groups_of
-from growkern.plot.labels import curves_in, draw_mark, label_ends, overview
+from growkern.plot.curves import Curve, Group, groups_of, read_curve
+from growkern.plot.figure import (
+    GREY,
+    SMALL,
+    TEXT,
+    check_format,
+    curves_in,
+    draw_mark,
+    label_ends,
+    new_figure,
+    overview,
+    plain,
+    save,
+    style_of,
+)
 
 NO_VALIDATION = (
     "no validation loss in the logs, so this is the training loss: "
@@ -40,19 +51,12 @@ LEAST_ZOOM = 0.35
 def plot_runs(
     runs: Sequence[str | Path], out: str | Path, *, sources: Sequence[str | Path] = ()
 ) -> list[Group]:
-    """Draw training directories together. The first is the reference for the others.
+    """Draw training directories together, see `draw`.
 
     Args:
         runs: training directories. Those whose directories have one name are seeds of one setup.
             Seeds are compared with each other if they are in the same folder.
-        out: file to write; its name ends with a format of matplotlib, such as .png or .svg.
         sources: training directories of the small model, one per seed.
-
-    Returns:
-        The runs by name, the reference first.
-
-    Raises:
-        GrowthError: see `read_curve` and `draw`.
     """
     check_format(Path(out))
     curves = [read_curve(run) for run in runs]
@@ -84,10 +88,6 @@ def draw(
 
     Returns:
         The runs by name, the reference first.
-
-    Raises:
-        GrowthError: there are no curves, only some have validation losses, matplotlib is missing,
-            or the file cannot be written.
     """
     check_format(Path(out))
     drawn = [*curves, *sources]
@@ -109,11 +109,8 @@ def draw(
     if below:
         _draw_costs(bars, groups, unit)
     scale = f" (1e{round(math.log10(unit))})" if unit > 1 else ""
-    bars.set_xlabel(
-        f"training FLOPs{scale}, teacher included"
-        + (", starting with the small model's" if sources else ""),
-        fontsize=TEXT,
-    )
+    start = ", starting with the small model's" if sources else ""
+    bars.set_xlabel(f"training FLOPs{scale}, teacher included{start}", fontsize=TEXT)
     is_beyond = any(source.losses[-1] <= mark for source in sources)
     notes = [title, lacks(curves), BEYOND if is_beyond else ""]
     axes.set_title("\n".join(filter(None, notes)), fontsize=TEXT, loc="left")
@@ -234,32 +231,14 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
             ends = before + np.array([min(costs), max(costs)]) / unit
             axes.plot(ends, [place["y"]] * 2, color="0.6", linewidth=1.5, marker="|")
         kept = {"transform": axes.get_yaxis_transform(), "clip_on": False}
-        axes.plot(
-            [0.005, 0.025, 0.045],
-            [number - 0.2] * 3,
-            color=style.color,
-            linestyle=style.dashes,
-            marker=style.marker,
-            markevery=[1],
-            markersize=4.5,
-            linewidth=1.7,
-            **kept,
-        )
+        line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7, **kept}
+        marked = {"marker": style.marker, "markevery": [1], "markersize": 4.5}
+        axes.plot([0.005, 0.025, 0.045], [number - 0.2] * 3, **line, **marked)
         words = _saved(group, cost, reference) if number else "reference"
-        axes.text(
-            0.055,
-            number - 0.2,
-            f"{group.label}: {words}",
-            fontsize=SMALL,
-            va="center",
-            gid="cost",
-            **kept,
-        )
-    hatched = (
-        "; hatched: the small model's training (grey curve)"
-        if any(g.before for g in groups)
-        else ""
-    )
+        said = {"s": f"{group.label}: {words}", "fontsize": SMALL, "va": "center", "gid": "cost"}
+        axes.text(0.055, number - 0.2, **said, **kept)
+    before = any(group.before for group in groups)
+    hatched = "; hatched: the small model's training (grey curve)" if before else ""
     many = any(len(group.curves) > 1 for group in groups)
     large = " (large markers above: one for each run)" if many else ""
     marks = groups[0].marks
@@ -274,7 +253,7 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
 
 
 def _saved(group: Group, cost: float | None, reference: float) -> str:
-    """The share of the reference's FLOPs that a group saved, in words. (1) of `groups`"""
+    """The share of the reference's FLOPs that a group saved, in words. (1) of `curves`"""
     if cost is None:
         return "not reached"
     # a curve may begin below the mark, and after some training

@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.growth.history import LINEAGE_FILE
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.source.hub import located
+from growkern.growth.record.recorded import read_lineage, recorded_plan
+from growkern.growth.source.config import read_config
+from growkern.growth.source.hub import hub_model, located
+from growkern.growth.space.layout import Layer
 from growkern.plot.figure import GREY, SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
-from growkern.plot.units import NOTHING, Units, heads_of, name_of, recorded_growth, units_of
 
+NOTHING = -1
 # boxes have the number of their source up to this many
 MOST_NUMBERS = 48
 # rows of a panel whose layers have maps of their own
@@ -28,6 +34,102 @@ SOURCE, ROW, ONE_ROW, BETWEEN = 0.28, 0.24, 0.38, 0.72
 LEFT, RIGHT, TOP, BOTTOM = 0.95, 0.3, 0.95, 0.4
 # from dark to light, so that the order is seen without colours too
 COLORS = "viridis"
+
+
+@dataclass(frozen=True)
+class Units:
+    """Where the units or heads of one target layer come from.
+
+    Attributes:
+        source: source unit of every target unit, (target,) int64; `NOTHING` for one that copies
+            no unit.
+        is_next: which of them come from the next source layer (AKI), (target,) bool.
+    """
+
+    source: Tensor
+    is_next: Tensor
+
+
+def recorded_growth(
+    source: str | Path, grown: str | Path, lineage: str | Path | None = None
+) -> GrowthPlan:
+    """The growth that made one checkpoint from another; arguments as of `plot_weights`."""
+    source, grown = Path(source), Path(grown)
+    configs = [read_config(source), read_config(grown)]
+    if lineage is None and not (grown / LINEAGE_FILE).is_file():
+        raise GrowthError(
+            f"{grown}: no {LINEAGE_FILE}, which says where each unit comes from: give that of the "
+            "growth with --lineage"
+        )
+    plan = recorded_plan(read_lineage(Path(lineage or grown)))
+    changes = plan.size_changes().items()
+    for which, directory in enumerate((source, grown)):
+        for name, sizes in changes:
+            found = getattr(configs[which], name, None)
+            if found not in (sizes[which], None):
+                raise GrowthError(
+                    f"{directory}: {name}={found}, the growth record says {sizes[which]}: give the "
+                    "small model first, and then the model grown from it"
+                )
+    return plan
+
+
+def name_of(directory: str | Path) -> str:
+    """The name of a model: that on the Hub if it has one, else that of its directory."""
+    directory = Path(directory)
+    on_hub = hub_model(directory)
+    return on_hub.id if on_hub else directory.resolve().name
+
+
+def main_stack(plan: GrowthPlan) -> str:
+    """The first stack of layers, the encoder if there are several."""
+    return next(iter(plan.layer_maps))
+
+
+def source_layer(plan: GrowthPlan, stack: str, layer: int) -> Layer:
+    """The name of a target layer's source layer, as `Task.source_layer`."""
+    number = plan.layer_maps[stack][layer]
+    return f"{stack}.{number}" if stack else number
+
+
+def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
+    """Where the units of a space of the table come from, in a layer of the target.
+
+    A unit of several entries counts once.
+    """
+    found = plan.layout.space(space, source_layer(plan, stack, layer))
+    old, _ = plan.layout.sizes(str(plan.small.family.spaces[space].size or "stream"))
+    width = found.source // old
+    source = torch.where(found.is_extra, NOTHING, found.read_index // width)[::width]
+    if plan.options.is_baseline:
+        source = _only_old(source, old)
+    return Units(source, _is_next(plan, space, stack, layer)[::width])
+
+
+def heads_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
+    """Where the heads of a space come from; arguments as in `units_of`."""
+    spec = plan.small.family.spaces[space]
+    _, key = plan.layout.key(space, source_layer(plan, stack, layer))
+    source = plan.layout.head_map(str(spec.heads), key)
+    if plan.options.is_baseline:
+        source = _only_old(source, plan.layout.sizes(str(spec.heads))[0])
+    is_next = _is_next(plan, space, stack, layer).reshape(len(source), -1)[:, 0]
+    return Units(source, is_next)
+
+
+def _is_next(plan: GrowthPlan, space: str, stack: str, layer: int) -> Tensor:
+    """`Units.is_next`. The last source layer has no next one."""
+    is_last = plan.layer_maps[stack][layer] == max(plan.layer_maps[stack])
+    family = plan.small.family.spaces[space]
+    is_own = family.kind in ("heads", "units") and family.size != "stream"
+    if plan.options.method != "aki" or is_last or not is_own:
+        return torch.zeros(plan.layout.space(space, 0).target, dtype=torch.bool)
+    return plan.layout.next_layer_units(space)
+
+
+def _only_old(source: Tensor, count: int) -> Tensor:
+    """Without copies: new units have random weights, and the old ones lead."""
+    return torch.where(torch.arange(len(source)) < count, source, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -60,10 +162,6 @@ def plot_weights(
         source, grown: directories of the checkpoints, or models on the Hub.
         out: file to write; its name ends with a format of matplotlib.
         lineage: the lineage file, or its directory; None: that of `grown`.
-
-    Raises:
-        GrowthError: there is no growth record, it is of other models, the weights are random,
-            matplotlib is missing, or the file cannot be written.
     """
     check_format(Path(out))
     source, grown = (located(one, weights=False) for one in (source, grown))
@@ -109,13 +207,10 @@ def unit_panels(plan: GrowthPlan) -> list[Panel]:
         field = "stream" if spec.kind == "stream" else str(spec.heads or spec.size)
         old, _ = plan.layout.sizes(field)
         of: Callable[..., Units] = heads_of if spec.kind == "heads" else units_of
-        panels.append(_panel(plan, name, _title(plan, field), old, of))
+        # the name of the size as users know it, such as `num_attention_heads`
+        title = plan.small.family.config_field(field)
+        panels.append(_panel(plan, name, title, old, of))
     return panels
-
-
-def _title(plan: GrowthPlan, size: str) -> str:
-    """The name of a size as users know it, such as `num_attention_heads`."""
-    return plan.small.family.config_field(size)
 
 
 def _panel(plan: GrowthPlan, name: str, title: str, old: int, of: Callable[..., Units]) -> Panel:
@@ -180,12 +275,8 @@ def _draw_panel(axes: Any, panel: Panel, height: float) -> None:
     ]
     for top, high, sources, is_next, inserted in strips:
         picture = np.where((sources == NOTHING)[:, None], 1.0, colors[sources])[None]
-        axes.imshow(
-            picture,
-            extent=(0, len(sources), top + high, top),
-            aspect="auto",
-            interpolation="nearest",
-        )
+        extent = (0, len(sources), top + high, top)
+        axes.imshow(picture, extent=extent, aspect="auto", interpolation="nearest")
         _hatch(axes, sources == NOTHING, top, high, "....", GREY)
         if is_next is not None:
             _hatch(axes, is_next, top, high, "\\\\\\", "black")
@@ -201,9 +292,8 @@ def _draw_panel(axes: Any, panel: Panel, height: float) -> None:
         axes.tick_params(axis="x", length=0, pad=2)
     else:
         axes.tick_params(axis="x", labelsize=SMALL - 1)
-    axes.set_title(
-        f"{panel.title}: {panel.count} to {target}{_words(panel)}", fontsize=TEXT, loc="left"
-    )
+    title = f"{panel.title}: {panel.count} to {target}{_words(panel)}"
+    axes.set_title(title, fontsize=TEXT, loc="left")
 
 
 def _hatch(axes: Any, where: Any, top: float, high: float, hatch: str, color: str) -> None:
@@ -223,16 +313,10 @@ def _number(axes: Any, sources: Any, colors: Any, top: float, high: float, inser
             continue
         is_dark = float(colors[source][:3] @ [0.3, 0.6, 0.1]) < 0.5
         box = {"facecolor": colors[source], "edgecolor": "none", "pad": 1.5}
-        axes.text(
-            i + 0.5,
-            top + high / 2,
-            str(source),
-            ha="center",
-            va="center",
-            fontsize=SMALL,
-            color="white" if is_dark else "black",
-            bbox=box if inserted is not None else None,
-        )
+        kind = {"ha": "center", "va": "center", "fontsize": SMALL}
+        kind |= {"color": "white" if is_dark else "black"}
+        kind |= {"bbox": box if inserted is not None else None}
+        axes.text(i + 0.5, top + high / 2, str(source), **kind)
 
 
 def _words(panel: Panel) -> str:

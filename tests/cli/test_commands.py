@@ -15,10 +15,9 @@ import typer
 
 import growkern
 from growkern import package
-from growkern.cli.commands import GROUPS, app
-from growkern.cli.info import collect
+from growkern.cli.commands import GROUPS, app, collect
+from growkern.cli.growing import growth_options
 from growkern.cli.main import main
-from growkern.cli.options import growth_options
 from growkern.train.model import load
 from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
@@ -690,7 +689,7 @@ def test_info_knows_a_source_tree_that_is_not_installed(monkeypatch):
         return real(package)
 
     monkeypatch.setattr(metadata, "version", version_of)
-    said = collect().versions["growkern"]
+    said = collect()["versions"]["growkern"]
     folder = Path(growkern.__file__).parent
     assert said == f"{package.version()}, not installed: runs from {folder}"
 

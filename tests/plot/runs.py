@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from growkern.plot.curve import Curve
+from growkern.plot.curves import Curve
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from growkern.errors import GrowthError
-from growkern.plot.curve import Curve, curve_of, first_crossing, read_curve
+from growkern.plot.curves import Curve, curve_of, first_crossing, read_curve
 from tests.plot.runs import HISTORY, write_run
 
 

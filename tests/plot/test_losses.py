@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from growkern.errors import GrowthError
-from growkern.plot.curve import read_curve
+from growkern.plot.curves import NOT_REACHED, groups_of, read_curve, savings_cells
 from growkern.plot.figure import style_of
-from growkern.plot.groups import NOT_REACHED, groups_of, savings_cells
 from growkern.plot.losses import NO_VALIDATION, ONE_LOSS, draw, lacks, plot_runs
 from tests.plot.runs import HISTORY, SCRATCH, curve, drawn, texts, write_run
 

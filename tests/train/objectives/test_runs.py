@@ -14,7 +14,7 @@ from examples.objectives import MODELS, make_model
 from growkern import GrowthError, ReplacedTokenDetection, grow
 from growkern import run as train
 from growkern.errors import GrowthWarning
-from growkern.plot.curve import read_curve
+from growkern.plot.curves import read_curve
 from growkern.publish.manifest import differences
 from growkern.train.model.load import has_tokenizer
 from growkern.train.safety.export import export

@@ -1,4 +1,4 @@
-"""The commands `growkern eval` and `growkern finetune`."""
+"""The commands `growkern eval`, `finetune` and `plot`."""
 
 import sys
 from pathlib import Path
@@ -6,8 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern.cli.app import AsJson, app, show, silence_transformers
+from growkern import printing
+from growkern.cli.app import (
+    AsJson,
+    LineageFile,
+    app,
+    lineage_there,
+    print_json,
+    show,
+    silence_transformers,
+)
 from growkern.errors import GrowthError
+from growkern.printing import say
 
 Model = Annotated[
     Path,
@@ -20,26 +30,25 @@ Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer; default: MODEL.
 Confidence = Annotated[float, typer.Option(help="Of the interval.")]
 
 
-def _arguments(context: typer.Context, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function: of the command line, or of the file that is in MODEL's place.
+def _arguments(context: typer.Context, name: str) -> dict[str, Any]:
+    """The arguments of a function: the options of its command, or the file in MODEL's place.
 
     Args:
         context: of the command.
         name: of the function, and of its table in a file.
-        options: of the command line, with MODEL.
-
-    Raises:
-        GrowthError: there is a file, and an option beside it; or see `read_arguments`.
     """
     from growkern.train.evaluation.from_file import read_arguments
 
+    options = {key: value for key, value in context.params.items() if key != "as_json"}
     file = Path(options["model"])
     if file.suffix != ".toml":
+        options["text"] = [*(options["text"] or ()), *(options.pop("more", None) or ())]
+        if options.get("split", "") is None:
+            del options["split"]
         return options
-    for key in context.params:
+    for key in options:
         source = context.get_parameter_source(key)
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and key not in ("model", "as_json"):
+        if key != "model" and source is not None and source.name == "COMMANDLINE":
             raise GrowthError(f"{key} is given beside {file}: put it into [{name}] of the file")
     return read_arguments(file, name)
 
@@ -86,28 +95,7 @@ def evaluate(
     from growkern.train.evaluation.evaluate import evaluate as measure
 
     silence_transformers()
-    options = {
-        "model": model,
-        "text": [*(text or ()), *(more or ())],
-        "tokenizer": tokenizer,
-        "seed": seed,
-        "batch_size": batch_size,
-        "confidence": confidence,
-        "dataset": dataset,
-        "dataset_config": dataset_config,
-        "revision": revision,
-        **({} if split is None else {"split": split}),
-        "text_column": text_column,
-        "input_ids_column": input_ids_column,
-        "labels_column": labels_column,
-        "attention_mask_column": attention_mask_column,
-        "packing": packing,
-        "cache": cache,
-        "sequence_length": sequence_length,
-        "masking_probability": masking_probability,
-    }
-    found = _arguments(context, "evaluate", options)
-    show(measure(**found, progress=sys.stderr.isatty()), as_json)
+    show(measure(**_arguments(context, "evaluate"), progress=sys.stderr.isatty()), as_json)
 
 
 @app.command()
@@ -139,18 +127,78 @@ def finetune(
     from growkern.train.evaluation.finetune import finetune as tune
 
     silence_transformers()
-    options = {
-        "model": model,
-        "text": text or (),
-        "tokenizer": tokenizer,
-        "seeds": seeds,
-        "seed": seed,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "sequence_length": sequence_length,
-        "passages": passages,
-        "confidence": confidence,
-    }
-    found = _arguments(context, "finetune", options)
-    show(tune(**found, progress=sys.stderr.isatty()), as_json)
+    show(tune(**_arguments(context, "finetune"), progress=sys.stderr.isatty()), as_json)
+
+
+Runs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...",
+        help="Training directories, the first is the reference; with --attention or --weights "
+        "a checkpoint and the one grown from it.",
+    ),
+]
+
+
+@app.command()
+def plot(
+    directories: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write, .png, .svg, .pdf ...  "
+            "\\[loss_vs_flops.png, attention.png or weights.png]"
+        ),
+    ] = None,
+    attention: Annotated[
+        Path | None, typer.Option(metavar="TEXT", help="Draw attention maps for this text file.")
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Draw where each unit of the large model comes from.")
+    ] = False,
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--source",
+            metavar="RUN",
+            help="Training directory of the small model, to count its FLOPs too; again per seed.",
+        ),
+    ] = None,
+    lineage: LineageFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw loss against FLOPs, attention maps, or where the units of a grown model come from."""
+    from growkern.plot.attention import plot_attention
+    from growkern.plot.curves import savings_rows, savings_table
+    from growkern.plot.losses import lacks, plot_runs
+    from growkern.plot.weights import plot_weights
+    from growkern.train.dataset.files import read_text
+
+    is_growth = weights or attention is not None
+    if weights and attention is not None:
+        raise GrowthError("give --attention or --weights, not both: a picture shows one of them")
+    if is_growth and sources:
+        raise GrowthError("--source is for loss curves: leave it out with --attention or --weights")
+    if lineage_there(lineage) is not None and not is_growth:
+        raise GrowthError("--lineage goes with --attention or --weights")
+    silence_transformers()
+    groups: list[Any] = []
+    if weights:
+        if len(directories) != 2:
+            raise GrowthError("--weights needs two checkpoints: the small one and the grown one")
+        out = out or Path("weights.png")
+        plot_weights(directories[0], directories[1], out, lineage=lineage)
+    elif attention is not None:
+        out = out or Path("attention.png")
+        plot_attention(directories, read_text(attention, 4096), out, lineage=lineage)
+    else:
+        out = out or Path("loss_vs_flops.png")
+        groups = plot_runs(directories, out, sources=sources or [])
+        if lacking := lacks([curve for group in groups for curve in group.curves]):
+            say(f"growkern: {lacking}", sys.stderr)
+    if as_json:
+        print_json({"out": str(out), **({"runs": savings_rows(groups)} if groups else {})})
+        return
+    if len(groups) > 1:
+        printing.show(savings_table(groups))
+    say(out)

@@ -1,16 +1,90 @@
-"""The command `growkern cache-teacher`."""
+"""The commands `growkern train`, `export`, `cache-teacher` and `centroids`."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from growkern.cli.app import Revision, app, silence_transformers
+from growkern.cli.app import Overwrite, Revision, Source, app, silence_transformers
 from growkern.errors import GrowthError
 from growkern.printing import human, say
 
-WITHOUT_RUN = "Without --run"
+# of the error of a data loader
+DEAD_WORKER = "DataLoader worker"
+
+
+@app.command()
+def train(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN.toml", help="File with the settings of the run.")
+    ],
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Delete another run in the output directory, with its checkpoints."
+        ),
+    ] = False,
+) -> None:
+    """Train as RUN.toml says. Started again, it resumes from the last checkpoint.
+
+    Ctrl-C and SIGTERM save a checkpoint and end the run with exit code 130 or 143.
+    """
+    from growkern.train.distributed.shard import leave_processes
+    from growkern.train.run.messages import resume_command
+    from growkern.train.run.start import run as start
+    from growkern.train.safety.signals import INTERRUPTIONS, Terminated, settle
+
+    silence_transformers()
+    code = 0
+    try:
+        start(run, overwrite=overwrite)
+    except INTERRUPTIONS as stop:
+        settle()
+        # a run that saved has said so
+        if str(stop):
+            say(f"growkern: {stop}", sys.stderr)
+        code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+    except RuntimeError as error:
+        if not str(error).startswith(DEAD_WORKER):
+            raise
+        # the system kills it where memory is short; PyTorch's traceback has a hundred lines
+        raise GrowthError(
+            f"a data worker was killed, which happens when memory is short; to resume: "
+            f"{resume_command(run)}"
+        ) from error
+    leave_processes()
+    raise typer.Exit(code)
+
+
+@app.command()
+def export(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Output directory of a run, or a checkpoint in it."),
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face directory to be made.")
+    ],
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the weights; default: as in the checkpoint.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make an ordinary Hugging Face directory of the last checkpoint of a run."""
+    from growkern.train.safety.export import export as make
+
+    silence_transformers()
+    checkpoint = make(run, target, dtype=dtype, overwrite=overwrite)
+    say(f"{target}: the model of {checkpoint}")
+
+
+def _without_run(text: str) -> Any:
+    """An option of `cache-teacher` whose value a run file gives instead."""
+    return typer.Option(help=text, rich_help_panel="Without --run")
+
+
 Texts = Annotated[list[Path] | None, typer.Argument(metavar="TEXT...", help="UTF-8 text files.")]
 Teacher = Annotated[
     str,
@@ -29,41 +103,19 @@ RunFile = Annotated[
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        help="Softmax temperature, required; must equal inheritance.temperature of the run.",
-        rich_help_panel=WITHOUT_RUN,
-    ),
+    _without_run("Softmax temperature, required; must equal inheritance.temperature of the run."),
 ]
 Rows = Annotated[
     str | None,
-    typer.Option(
-        help="Rows to store: labels | all (every token except padding).  \\[labels]",
-        rich_help_panel=WITHOUT_RUN,
-    ),
+    _without_run("Rows to store: labels | all (every token except padding).  \\[labels]"),
 ]
-Length = Annotated[
-    int | None,
-    typer.Option(help="data.sequence_length of the run.  \\[128]", rich_help_panel=WITHOUT_RUN),
-]
+Length = Annotated[int | None, _without_run("data.sequence_length of the run.  \\[128]")]
 Probability = Annotated[
     float | None,
-    typer.Option(
-        help="Share of tokens to mask; must equal the run's (masked models).  \\[0.15]",
-        rich_help_panel=WITHOUT_RUN,
-    ),
+    _without_run("Share of tokens to mask; must equal the run's (masked models).  \\[0.15]"),
 ]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="Seed of the masks: training.seed of the run.  \\[0]", rich_help_panel=WITHOUT_RUN
-    ),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(
-        help="Tokenizer; required if SRC is a server.  \\[SRC]", rich_help_panel=WITHOUT_RUN
-    ),
-]
+Seed = Annotated[int | None, _without_run("Seed of the masks: training.seed of the run.  \\[0]")]
+Tokenizer = Annotated[Path | None, _without_run("Tokenizer; required if SRC is a server.  \\[SRC]")]
 Kind = Annotated[str, typer.Option(help="Log-probs: float16 | bfloat16 | float32.")]
 Epochs = Annotated[
     int, typer.Option(help="Number of different maskings per block (masked models).")
@@ -223,3 +275,50 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
         "temperature": run.inheritance.temperature,
         "rows": run.inheritance.kl_rows,
     }
+
+
+@app.command()
+def centroids(
+    source: Source,
+    texts: Texts = None,
+    *,
+    out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+    experts: Annotated[int, typer.Option(help="Number of experts, or of copies of the FFN.")],
+    revision: Revision = None,
+    passes: Annotated[int, typer.Option(help="How often the centroids move.")] = 4,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per block.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Blocks per call of the model.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the first centroids.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Find clusters of the inputs of a dense model's FFNs, for `grow --to ... --router FILE`."""
+    import torch
+
+    from growkern.growth.source.hub import located
+    from growkern.train.dataset.load import pack_text
+    from growkern.train.model.centroids import centroids as find
+    from growkern.train.model.centroids import check_file
+    from growkern.train.model.load import check_fits, load_language_model, load_tokenizer
+
+    silence_transformers()
+    if not texts:
+        raise GrowthError("give TEXT, the files that the model reads")
+    if batch_size < 1:
+        raise GrowthError(f"batch_size={batch_size}: give at least 1")
+    # before the texts are read
+    check_file(out, overwrite)
+    place = located(source, revision)
+    tokenizer = load_tokenizer(place)
+    check_fits(place, tokenizer, sequence_length)
+    blocks = torch.from_numpy(pack_text(texts, tokenizer, sequence_length).tokens_NS).long()
+    file = find(
+        load_language_model(place),
+        blocks.split(batch_size),
+        out,
+        experts=experts,
+        passes=passes,
+        seed=seed,
+        overwrite=overwrite,
+        progress=sys.stderr.isatty(),
+    )
+    say(f"{file}: {experts} centroids for each layer, of {blocks.numel()} tokens")

@@ -1,17 +1,23 @@
-"""The commands `growkern plan`, `growkern grow` and `growkern verify`."""
+"""The commands `growkern plan` and `growkern grow`.
 
+Their options for sizes and methods are made from the dataclasses and families that define them.
+"""
+
+import functools
+import inspect
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
+from growkern import printing
 from growkern.cli.app import (
     AsJson,
-    LineageFile,
     MemoryLimit,
     NoResume,
     Overwrite,
@@ -20,25 +26,121 @@ from growkern.cli.app import (
     Source,
     Target,
     app,
-    lineage_there,
     print_json,
-    print_table,
     show,
     silence_transformers,
 )
-from growkern.cli.options import completing, takes_growth
 from growkern.errors import GrowthError, nearest
+from growkern.families.load import load_family, read_family, supported_families
+from growkern.growth.options import CHOICES, GrowthOptions
+from growkern.growth.plan.target import PAD_VOCAB, growable_fields
 from growkern.printing import human, say
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# help texts of the growth options that are numbers; the others list their choices
+OTHER_OPTIONS = {
+    "noise": "Size of the noise that makes copies differ, relative to each weight.",
+    "routing": "Amplitude of the routing; 1 gives every weight whole to one copy. "
+    "Above 1 outputs are not exact.",
+    "carry": "How strongly extra coordinates carry the mean past LayerNorm (uneven widths). "
+    "Smaller is more exact; 0 turns it off.",
+    "identity_gain": "Scale inside inserted identity blocks (post-norm models). "
+    "Smaller is more exact.",
+    "to": "Family of mixtures that a dense model becomes, such as qwen3_moe.",
+    "router": "random | zero | FILE, which `growkern centroids` wrote.",
+    "drop": "Share of the units of every new expert that is drawn again. Outputs change.",
+    "seed": "Seed of all random choices.",
+    "dequantize": "Read weights in fp8 or mxfp4 as the numbers in bfloat16 that they stand for.",
+    "portable": "Keep what other runtimes compute: head_dim, periods of layers, rope_theta.",
+}
+
+
+def completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """A function that completes the beginning of a value in a shell."""
+    return lambda incomplete: [one for one in choices if one.startswith(incomplete)]
+
+
+def layer_numbers(text: str) -> list[int]:
+    """Numbers of layers, separated by commas."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give numbers of layers, such as 0,3") from None
+
+
+def growth_options() -> list[tuple[str, type, Any]]:
+    """The name, type and typer option of every growth option and every target size."""
+    options = []
+    for field in fields(GrowthOptions):
+        choices = CHOICES.get(field.name, ())
+        text = " | ".join(choices) or OTHER_OPTIONS[field.name]
+        # a switch has no form that turns it off
+        names = (f"--{field.name}",) if isinstance(field.default, bool) else ()
+        option = typer.Option(
+            *names,
+            help=text if names else f"{text}  \\[{field.default}]",
+            rich_help_panel="Growth",
+            autocompletion=completing(choices) if choices else None,
+        )
+        options.append((field.name, type(field.default), option))
+    families_with: dict[str, list[str]] = {}
+    tables = {kind: load_family(kind) for kind in supported_families()}
+    # the parser must know the sizes of a table of one's own before it reads the arguments
+    given = [word.partition("=")[2] for word in sys.argv if word.startswith("--family=")]
+    given += [after for word, after in pairwise(sys.argv) if word == "--family"]
+    tables |= {path: read_family(path) for path in given}
+    for model_type, family in tables.items():
+        for name in growable_fields(family):
+            families_with.setdefault(name, []).append(model_type)
+    for name, families in families_with.items():
+        option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
+        options.append((name, int, option))
+    choosing: dict[str, dict[str, str]] = {}
+    for model_type, family in tables.items():
+        for name, word in family.sparse_fields.items() if family.dense else ():
+            choosing.setdefault(name, {})[model_type] = word
+    for name, words in choosing.items():
+        is_list = "in" in words.values()
+        option = typer.Option(
+            help=f"Which layers become mixtures: {', '.join(words)}",
+            rich_help_panel="Growth",
+            parser=layer_numbers if is_list else None,
+            metavar="0,3" if is_list else None,
+        )
+        options.append((name, str if is_list else int, option))
+    text = "Round the vocabulary up to a multiple of this."
+    options.append((PAD_VOCAB, int, typer.Option(help=text, rich_help_panel="Target sizes")))
+    text = "TOML file of a table of your own, for a model that growkern has none for."
+    options.append(("family", Path, typer.Option(help=text)))
+    return options
+
+
+def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take all growth options: its `growth` gets those that were given."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != "growth"]
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],
+        )
+        for name, kind, option in growth_options()
+    ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        values = {p.name: given.pop(p.name) for p in own}
+        command(**values, growth={k: v for k, v in given.items() if v is not None})
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def token_count(text: str | float) -> float:
-    """A number of tokens from the command line.
-
-    Raises:
-        typer.BadParameter: `text` is no number.
-    """
+    """A number of tokens from the command line."""
     try:
         return float(text)
     except ValueError:
@@ -92,7 +194,7 @@ def plan(
         }
         print_json({**made.to_dict(), **more})
     else:
-        print_table(made.table(ranks, source_tokens, tokens, verbose=verbose))
+        printing.show(made.table(ranks, source_tokens, tokens, verbose=verbose))
 
 
 @app.command()
@@ -165,8 +267,6 @@ def tell_growth(
     """Print a growth, and verify it where there is a text to compare on; exit 1 if that fails.
 
     Args:
-        report: of `growkern.grow_checkpoint`.
-        source, revision: as they were given.
         compared: tokens and labels from `tokens_of`; empty without a text.
         with_moments: whether the optimizer's moments were grown.
     """
@@ -195,11 +295,7 @@ def tell_growth(
 
 
 def dtype_of(name: str | None) -> Any:
-    """The torch dtype of a name, or None for None.
-
-    Raises:
-        GrowthError: the name is not in DTYPES.
-    """
+    """The torch dtype of a name in DTYPES, or None for None."""
     import torch
 
     if name is not None and name not in DTYPES:
@@ -218,122 +314,15 @@ def print_growth(report: Any) -> None:
     say(f"{report.directory}: {human(report.bytes_written)}B{kept}, {human(speed)}B/s")
 
 
-@app.command()
-def verify(
-    source: Source,
-    target: Annotated[
-        Path | None, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")
-    ] = None,
-    revision: Revision = None,
-    text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
-    lineage: LineageFile = None,
-    checksums: Annotated[
-        bool,
-        typer.Option(
-            "--checksums",
-            help="Only check whether files changed since they were written. Takes SRC and DST, or "
-            "one directory: a grown, folded or exported model, a teacher cache, a run or a "
-            "checkpoint of it.",
-        ),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Check that DST was grown from SRC: every tensor, then the outputs. Exit 1 if not."""
-    from growkern.growth.record.verify import verify as check
-    from growkern.growth.source.hub import located
-
-    silence_transformers()
-    if checksums:
-        options: dict[str, object] = {"--text": text, "--lineage": lineage}
-        # one directory has no source whose revision could count
-        options |= {} if target else {"--revision": revision}
-        if given := [name for name, value in options.items() if value is not None]:
-            raise GrowthError(f"{given[0]} has no effect with --checksums: give one of them")
-        compare_checksums(source, target, revision, as_json)
-        return
-    if target is None:
-        raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
-    source = located(source, revision)
-    compared = {} if text is None else tokens_of(source, text)
-    report = check(source, target, **compared, lineage=lineage_there(lineage))
-    show(report, as_json)
-    if not report.ok:
-        raise typer.Exit(1)
-
-
-def compare_checksums(
-    source: Path, target: Path | None, revision: str | None = None, as_json: bool = False
-) -> None:
-    """Print the files and tensors that changed; exit 1 if any did.
-
-    Args:
-        source: what the grown checkpoint was grown from; its tensors are checked too.
-        target: the grown checkpoint. None: `source` is the directory to check, of any kind.
-        revision: of a source on the Hub.
-
-    Raises:
-        GrowthError: one of the two is missing; or `target` is of a kind that has no source.
-    """
-    from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
-    from growkern.growth.source.formats import weight_files
-    from growkern.growth.source.hub import located
-    from growkern.publish.manifest import differences
-
-    place = target or source
-    if not place.is_dir():
-        raise GrowthError(f"{place}: no such directory: give one whose files have checksums")
-    is_grown = (place / CHECKSUMS_FILE).exists()
-    origin = None if target is None else located(source, revision)
-    if origin is not None and not origin.is_dir():
-        raise GrowthError(
-            f"{origin}: no such directory: give the source of {place}, or {place} alone"
-        )
-    if origin is not None and not is_grown:
-        raise GrowthError(
-            f"SRC has no effect, as {place} has no {CHECKSUMS_FILE} with checksums of a source: "
-            f"give {place} alone"
-        )
-    if not is_grown:
-        found = differences(place, weight_files())
-        wrong, checked = list(found.wrong), {"files": found.checked}
-        uncovered = list(found.uncovered)
-    else:
-        report = verify_checksums(place, origin)
-        wrong, checked, uncovered = list(report.wrong), dict(report.checked), []
-    if as_json:
-        print_json({"checked": checked, "changed": wrong, "uncovered": uncovered})
-    else:
-        print_uncovered(uncovered)
-        for difference in wrong:
-            say(f"changed: {difference}")
-        counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
-        counted = ", ".join(f"{count} {counts[what]}" for what, count in checked.items())
-        say(f"{counted}: {len(wrong)} changed")
-    if wrong:
-        raise typer.Exit(1)
-
-
-def print_uncovered(files: Sequence[str], most: int = 5) -> None:
-    """Name the files of which no checksums were recorded."""
-    if files:
-        more = f" and {len(files) - most} more" if len(files) > most else ""
-        say(f"not covered by checksums: {', '.join(files[:most])}{more}")
-
-
 def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> dict[str, Any]:
     """The start of a text as tokens and labels for the source model.
 
     Args:
-        source: checkpoint with a tokenizer.
-        text: UTF-8 text file.
         length: tokens per row, if the model has as many positions.
         most: largest number of tokens.
 
     Returns:
         "tokens" and "labels", (rows, length) int64 each.
-
-    Raises:
-        GrowthError: the text is too short.
     """
     from growkern.growth.source.loading import longest_of
     from growkern.growth.source.source import open_source

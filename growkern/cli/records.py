@@ -1,0 +1,198 @@
+"""The commands `growkern verify`, `fold`, `replay` and `family check`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from growkern.cli.app import (
+    AsJson,
+    LineageFile,
+    MemoryLimit,
+    NoResume,
+    Overwrite,
+    Revision,
+    ShardSize,
+    Source,
+    Target,
+    app,
+    lineage_there,
+    print_json,
+    show,
+    silence_transformers,
+)
+from growkern.cli.growing import DTYPES, completing, dtype_of, print_growth, tokens_of
+from growkern.errors import GrowthError
+from growkern.printing import human, say
+
+tables = typer.Typer(no_args_is_help=True, help="Tables of your own, for other models.")
+app.add_typer(tables, name="family", rich_help_panel="Growing")
+
+
+@app.command()
+def verify(
+    source: Source,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")
+    ] = None,
+    revision: Revision = None,
+    text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
+    lineage: LineageFile = None,
+    checksums: Annotated[
+        bool,
+        typer.Option(
+            "--checksums",
+            help="Only check whether files changed since they were written. Takes SRC and DST, or "
+            "one directory: a grown, folded or exported model, a teacher cache, a run or a "
+            "checkpoint of it.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check that DST was grown from SRC: every tensor, then the outputs. Exit 1 if not."""
+    from growkern.growth.record.verify import verify as check
+    from growkern.growth.source.hub import located
+
+    silence_transformers()
+    if checksums:
+        options: dict[str, object] = {"--text": text, "--lineage": lineage}
+        # one directory has no source whose revision could count
+        options |= {} if target else {"--revision": revision}
+        if given := [name for name, value in options.items() if value is not None]:
+            raise GrowthError(f"{given[0]} has no effect with --checksums: give one of them")
+        compare_checksums(source, target, revision, as_json)
+        return
+    if target is None:
+        raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
+    source = located(source, revision)
+    compared = {} if text is None else tokens_of(source, text)
+    report = check(source, target, **compared, lineage=lineage_there(lineage))
+    show(report, as_json)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def compare_checksums(
+    source: Path, target: Path | None, revision: str | None, as_json: bool
+) -> None:
+    """Print the files and tensors that changed; exit 1 if any did.
+
+    Args:
+        source: what the grown checkpoint was grown from; its tensors are checked too.
+        target: the grown checkpoint. None: `source` is the directory to check, of any kind.
+    """
+    from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
+    from growkern.growth.source.formats import weight_files
+    from growkern.growth.source.hub import located
+    from growkern.publish.manifest import differences
+
+    place = target or source
+    if not place.is_dir():
+        raise GrowthError(f"{place}: no such directory: give one whose files have checksums")
+    is_grown = (place / CHECKSUMS_FILE).exists()
+    origin = None if target is None else located(source, revision)
+    if origin is not None and not origin.is_dir():
+        raise GrowthError(
+            f"{origin}: no such directory: give the source of {place}, or {place} alone"
+        )
+    if origin is not None and not is_grown:
+        raise GrowthError(
+            f"SRC has no effect, as {place} has no {CHECKSUMS_FILE} with checksums of a source: "
+            f"give {place} alone"
+        )
+    if not is_grown:
+        found = differences(place, weight_files())
+        wrong, checked = list(found.wrong), {"files": found.checked}
+        uncovered = list(found.uncovered)
+    else:
+        report = verify_checksums(place, origin)
+        wrong, checked, uncovered = list(report.wrong), dict(report.checked), []
+    if as_json:
+        print_json({"checked": checked, "changed": wrong, "uncovered": uncovered})
+    else:
+        if uncovered:
+            more = f" and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
+            say(f"not covered by checksums: {', '.join(uncovered[:5])}{more}")
+        for difference in wrong:
+            say(f"changed: {difference}")
+        counts = {"target": "target tensors", "files": "files", "source": "source tensors"}
+        counted = ", ".join(f"{count} {counts[what]}" for what, count in checked.items())
+        say(f"{counted}: {len(wrong)} changed")
+    if wrong:
+        raise typer.Exit(1)
+
+
+@app.command()
+def fold(
+    target: Target,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the small checkpoint.")],
+    lineage: LineageFile = None,
+    overwrite: Overwrite = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of OUT; default: as in the source.", autocompletion=completing(DTYPES)
+        ),
+    ] = None,
+    max_shard_size: ShardSize = "5GB",
+) -> None:
+    """Shrink DST back to the sizes of its source, even after further training."""
+    from growkern.growth.record.compare import fold as make
+
+    silence_transformers()
+    report = make(
+        target,
+        out,
+        lineage=lineage_there(lineage),
+        overwrite=overwrite,
+        dtype=dtype_of(dtype),
+        max_shard_size=max_shard_size,
+        progress=sys.stderr.isatty(),
+    )
+    say(f"{report.directory}: {len(report.tensors)} tensors, {human(report.bytes_written)}B")
+
+
+@app.command()
+def replay(
+    lineage: Annotated[Path, typer.Argument(help="A grown checkpoint, or its lineage.json.")],
+    source: Source,
+    target: Target,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    memory_limit: MemoryLimit = "1GiB",
+    no_resume: NoResume = False,
+) -> None:
+    """Repeat the growth that LINEAGE records: grow SRC into DST, byte for byte the same."""
+    from growkern.growth.replay import replay as make
+
+    silence_transformers()
+    print_growth(
+        make(
+            cast(Path, lineage_there(lineage)),
+            source,
+            target,
+            overwrite=overwrite,
+            memory_limit=memory_limit,
+            revision=revision,
+            resume=not no_resume,
+            progress=sys.stderr.isatty(),
+        )
+    )
+
+
+@tables.command()
+def check(
+    table: Annotated[Path, typer.Argument(metavar="TABLE", help="TOML file of the table.")],
+    source: Source,
+    as_json: AsJson = False,
+) -> None:
+    """Compare TABLE with SRC, and grow a tiny model in every size. Exit 1 if one is wrong."""
+    from growkern.growth.own_table import check_table
+    from growkern.growth.source.hub import located
+
+    silence_transformers()
+    report = check_table(table, located(source, weights=False))
+    show(report, as_json)
+    if not report.ok:
+        raise typer.Exit(1)
