@@ -30,8 +30,8 @@ from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw
 from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
+from growkern.files import parse_toml
 from growkern.growth.plan import advice
-from growkern.package import parse_toml
 from growkern.train import rules
 
 NOTHING = "not measured yet"

@@ -52,9 +52,7 @@ def choices(kind: Any) -> tuple[Any, ...]:
 def check_fields(record: Any, section: str = "") -> None:
     """Check the fields of a dataclass: plain values by their types, and numbers by its `LIMITS`.
 
-    Args:
-        record: an instance of the dataclass.
-        section: of a run file, for the message.
+    `section` is that of a run file, for the message.
     """
     kinds = typing.get_type_hints(type(record))
     for name, value in vars(record).items():
@@ -108,23 +106,13 @@ def path_of(name: str, value: Any, wanted: str = "the path of a directory") -> P
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Refuse an argument of another kind.
-
-    Args:
-        kind: its class, or several of which it may be one.
-    """
+    """Refuse an argument that is of no such class."""
     if not isinstance(value, kind):
         raise GrowthError(f"{name} is a {type(value).__name__}: give {wanted}")
 
 
 def check_steps(steps: int, given: Mapping[str, float | None], unit: str = "steps") -> None:
-    """Refuse step numbers that a training run does not reach.
-
-    Args:
-        steps: optimizer steps of the run.
-        given: step numbers and counts of steps by their names, for the message.
-        unit: name of `steps`, for the message.
-    """
+    """Refuse step numbers and counts of steps, by their names, beyond the end of a training run."""
     for name, value in given.items():
         if value is not None and value > steps:
             raise GrowthError(f"{name} is {value}: it must not be more than the {steps} {unit}")
@@ -136,14 +124,7 @@ def as_list(one_or_many: Any) -> list[Any]:
 
 
 def check_seed(seed: int, name: str = "seed", most: int = MOST_SEED) -> int:
-    """Refuse a seed that a generator of random numbers does not take.
-
-    Args:
-        most: the largest seed.
-
-    Returns:
-        The seed as an int.
-    """
+    """The seed as an int, if a generator of random numbers takes it."""
     seed = whole_number(name, seed)
     if not 0 <= seed <= most:
         raise GrowthError(f"{name} is {seed}: it must lie in 0 .. {most}")

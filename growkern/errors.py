@@ -1,9 +1,16 @@
-"""The error a user can act on, and the warning."""
+"""What users read: the error that they can act on, warnings, and what commands print.
+
+Names that files give cannot control the terminal: messages are cleaned when they are made, and
+lines and tables when they are printed. Every command prints through this module.
+"""
+
+from __future__ import annotations
 
 import difflib
 import errno
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 # Characters of a message, and of one with a path that is longer than a name: two paths of Linux's
 # greatest length fit. A damaged file may hold names and values of any length: of a longer
@@ -96,3 +103,48 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     # a longer name is like none of them, and would take minutes to compare
     close = difflib.get_close_matches(name[:100], options, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(options)}"
+
+
+# ----------------------------------------------------------------- printing
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+
+
+def say(line: object, file: TextIO | None = None) -> None:
+    """Print one line; default: to standard output."""
+    print(clean(str(line), kept=""), file=file)
+
+
+def print_table(table: Any, console: Any = None, **options: Any) -> None:
+    """Print a table or a text of rich.
+
+    Args:
+        console: of rich, which reads no markup: names may look like it. Default: a new one.
+        options: of its `print`.
+    """
+    from rich.console import Console
+
+    console = console or Console(markup=False)
+    console.print(_Clean(table), **options)
+
+
+class _Clean:
+    """A table of rich whose letters are clean. The colours are rich's own."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        for segment in console.render(self._table, options):
+            yield segment if segment.control else segment._replace(text=clean(segment.text))
+
+
+def human(number: float) -> str:
+    """A number with an SI prefix: 1234567 becomes "1.23 M"."""
+    for prefix in PREFIXES:
+        text = f"{number:.3g}"
+        # as it is printed: 999.7 has the next prefix
+        if abs(float(text)) < 1000 or prefix == PREFIXES[-1]:
+            break
+        number /= 1000
+    return f"{text} {prefix}".strip()

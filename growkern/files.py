@@ -3,6 +3,8 @@
 Limits are checked before any work: Python's parser has none for the size of a file, and code that
 walks through deep nesting would overflow the stack. A file is written beside its place and renamed,
 so that readers see all of it or none of it, also after a crash.
+
+The end of this file has facts about the files of growkern itself: its version and its folders.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ import os
 import reprlib
 import secrets
 import stat
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,12 +37,9 @@ MOST_NAME = 256
 
 
 def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
-    """All bytes of a file.
+    """All bytes of a regular file; one of more than `most_bytes` is refused unread.
 
-    Args:
-        file: a regular file.
-        most_bytes: of the file; a larger one is refused unread.
-        what: the file's kind, for messages: "config".
+    `what` is the file's kind, for messages: "config".
     """
     size, data = regular_size(file), b""
     try:
@@ -77,11 +79,9 @@ def read_json(file: Path, most_bytes: int, what: str, most_values: int = MOST_VA
 
 
 def check_format(file: Path, record: Any, known: int) -> None:
-    """Refuse a record in another format than the one that this version of growkern writes.
+    """Refuse a file's record in another format than `known`, that of this version of growkern.
 
-    Args:
-        record: content of the file. One that is damaged is left to other checks.
-        known: number of the format.
+    One that is damaged is left to other checks.
     """
     found = record.get("format", known) if isinstance(record, dict) else known
     if found != known:
@@ -95,12 +95,8 @@ def check_format(file: Path, record: Any, known: int) -> None:
 def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
     """The value of a JSON text.
 
-    Args:
-        most_values: of all its objects and lists together.
-
-    Raises:
-        ValueError: it is not UTF-8, not JSON, has too many values, or nests too deep; or an object
-            has a name twice.
+    A ValueError says that it is not UTF-8, not JSON, has more than `most_values` in all its objects
+    and lists together, or nests too deep; or that an object has a name twice.
     """
     if data.count(b",") > most_values:
         raise ValueError(f"more than {most_values} values")
@@ -114,6 +110,16 @@ def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
         # half of a pair of UTF-16 stands for no character, and cannot be written again
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text, on Python 3.10 too."""
+    # here, because `import growkern` must stay quick
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(text)
 
 
 def _check_levels(value: Any) -> None:
@@ -163,14 +169,12 @@ READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
     """Write a file under a temporary name beside it, sync it to disk, then rename it.
 
-    Several processes may write the same file at once: each has a temporary file of its own.
+    Several processes may write the same file at once: each has a temporary file of its own. After
+    an error `file` is as it was, and nothing is left.
 
     Args:
         file: the file; its folder must exist. A file that is there is replaced.
         write: writes the contents to the path it is given.
-
-    Raises:
-        OSError: the disk is full or cannot be written. `file` is as it was, and nothing is left.
     """
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
     try:
@@ -189,9 +193,8 @@ def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
 def sync(path: Path) -> None:
     """Return when a file, or the names in a directory, are on disk.
 
-    Raises:
-        OSError: the disk failed. Nothing written since the last successful sync is safe then, even
-            if another sync succeeds: Linux reports a failure once and forgets the data.
+    After an OSError nothing written since the last successful sync is safe, even if another sync
+    succeeds: Linux reports a failure once and forgets the data.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -201,11 +204,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Return when all of a new directory is on disk, and readable for those who may read new files.
-
-    Raises:
-        OSError: the disk failed; see `sync`.
-    """
+    """`sync` for all of a new directory, made readable for those who may read new files."""
     probe = directory / f".{secrets.token_hex(4)}.part"
     probe.touch()
     readers = probe.stat().st_mode & READABLE
@@ -219,14 +218,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def read_all(file: int, out: memoryview, at: int) -> None:
-    """Fill `out` from byte `at` of a file on; the system may give the bytes in several bites.
-
-    Args:
-        file: a descriptor.
-
-    Raises:
-        OSError: the file cannot be read, or has too few bytes.
-    """
+    """Fill `out` from byte `at` of a file on; the system may give the bytes in several bites."""
     done = 0
     while done < len(out):
         count = os.preadv(file, [out[done:]], at + done)
@@ -236,14 +228,11 @@ def read_all(file: int, out: memoryview, at: int) -> None:
 
 
 def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> None:
-    """Write all bytes; the system may take them in several bites.
+    """Write all bytes; the system may take them in several bites. After an error some are there.
 
     Args:
         file: a descriptor.
         at: byte of the file to start at; None: where the file stands.
-
-    Raises:
-        OSError: the disk is full or cannot be written; some of the bytes may be there.
     """
     view, done = memoryview(data), 0
     while done < len(view):
@@ -252,3 +241,31 @@ def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> Non
         if not count:
             raise OSError(errno.EIO, "the disk takes no more bytes")
         done += count
+
+
+# ------------------------------------------------------------- this package
+
+# the pages that messages point to
+DOCS = "https://github.com/growkern/growkern/blob/main/docs"
+
+
+def version() -> str:
+    """The version of growkern, such as "0.1.0".
+
+    It is that of the installed package, or of pyproject.toml in a source tree that is not
+    installed, or else "unknown".
+    """
+    try:
+        return metadata.version("growkern")
+    except metadata.PackageNotFoundError:
+        file = Path(__file__).parents[1] / "pyproject.toml"
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        project = parse_toml(text).get("project", {})
+        # another project's file may lie there
+        return project.get("version", "unknown") if project.get("name") == "growkern" else "unknown"
+
+
+def folders() -> list[Path]:
+    """The folders of the package; an editable install may have more than one."""
+    spec = find_spec("growkern")
+    return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]

@@ -15,7 +15,7 @@ import transformers
 from packaging.requirements import Requirement
 
 import growkern
-from growkern.package import parse_toml
+from growkern.files import parse_toml
 
 ROOT = Path(growkern.__file__).parents[1]
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.shared.inputs import in_nan, make_case, truth_rows
 from bench.shared.llama_growth import expand_calls
 from bench.shared.recorder import Recorder
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many, launch_kind
 from growkern.ops.expand.op import expand

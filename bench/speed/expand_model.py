@@ -35,8 +35,8 @@ from bench.shared.harness import (
     turns_ms,
 )
 from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.many import work_on
 from growkern.ops.expand.op import expand, expand_reference
-from growkern.ops.expand.work import work_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # by device: a growth that fits and ends in a minute

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern import printing
-from growkern.errors import GrowthError
-from growkern.package import version
+from growkern.errors import GrowthError, print_table
+from growkern.files import version
 
 app = typer.Typer(
     name="growkern",
@@ -83,7 +82,7 @@ def show(result: Any, as_json: bool = False) -> None:
     if as_json:
         print_json(result.to_dict())
     else:
-        printing.show(result.table())
+        print_table(result.table())
 
 
 def print_json(data: dict[str, Any]) -> None:

@@ -8,9 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from growkern import package, printing
+from growkern import files
 from growkern.cli import growing, measuring, records, training
 from growkern.cli.app import AsJson, app, print_json
+from growkern.errors import print_table
 
 __all__ = ["app", "collect", "growing", "measuring", "records", "training"]
 
@@ -43,7 +44,7 @@ def info(as_json: AsJson = False) -> None:
     for backend in found["backends"]:
         state = ("live", "green") if backend["live"] else ("not live", "yellow")
         table.add_row(f"backend {backend['name']}", Text.assemble(state, f": {backend['reason']}"))
-    printing.show(table)
+    print_table(table)
 
 
 def collect() -> dict[str, Any]:
@@ -75,8 +76,8 @@ def _version(name: str) -> str | None:
 def _own_version() -> str:
     """The version that runs; for a source tree that is not installed, also its folder."""
     if _version("growkern") is not None:
-        return package.version()
-    return f"{package.version()}, not installed: runs from {Path(package.__file__).parent}"
+        return files.version()
+    return f"{files.version()}, not installed: runs from {Path(files.__file__).parent}"
 
 
 def _processor() -> str:

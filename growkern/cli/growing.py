@@ -15,7 +15,6 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from growkern import printing
 from growkern.cli.app import (
     AsJson,
     MemoryLimit,
@@ -30,11 +29,10 @@ from growkern.cli.app import (
     show,
     silence_transformers,
 )
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError, human, nearest, print_table, say
 from growkern.families.load import load_family, read_family, supported_families
 from growkern.growth.options import CHOICES, GrowthOptions
 from growkern.growth.plan.target import PAD_VOCAB, growable_fields
-from growkern.printing import human, say
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # help texts of the growth options that are numbers; the others list their choices
@@ -194,7 +192,7 @@ def plan(
         }
         print_json({**made.to_dict(), **more})
     else:
-        printing.show(made.table(ranks, source_tokens, tokens, verbose=verbose))
+        print_table(made.table(ranks, source_tokens, tokens, verbose=verbose))
 
 
 @app.command()

@@ -22,8 +22,8 @@ from growkern.errors import (
     clean,
     is_out_of_memory,
     reason,
+    say,
 )
-from growkern.printing import say
 from growkern.train.safety.signals import SignalWatch
 
 # of a table

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern import printing
 from growkern.cli.app import (
     AsJson,
     LineageFile,
@@ -16,8 +15,7 @@ from growkern.cli.app import (
     show,
     silence_transformers,
 )
-from growkern.errors import GrowthError
-from growkern.printing import say
+from growkern.errors import GrowthError, print_table, say
 
 Model = Annotated[
     Path,
@@ -200,5 +198,5 @@ def plot(
         print_json({"out": str(out), **({"runs": savings_rows(groups)} if groups else {})})
         return
     if len(groups) > 1:
-        printing.show(savings_table(groups))
+        print_table(savings_table(groups))
     say(out)

@@ -23,8 +23,7 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.cli.growing import DTYPES, completing, dtype_of, print_growth, tokens_of
-from growkern.errors import GrowthError
-from growkern.printing import human, say
+from growkern.errors import GrowthError, human, say
 
 tables = typer.Typer(no_args_is_help=True, help="Tables of your own, for other models.")
 app.add_typer(tables, name="family", rich_help_panel="Growing")
@@ -138,7 +137,7 @@ def fold(
     max_shard_size: ShardSize = "5GB",
 ) -> None:
     """Shrink DST back to the sizes of its source, even after further training."""
-    from growkern.growth.record.compare import fold as make
+    from growkern.growth.record.fold import fold as make
 
     silence_transformers()
     report = make(

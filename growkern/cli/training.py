@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from growkern.cli.app import Overwrite, Revision, Source, app, silence_transformers
-from growkern.errors import GrowthError
-from growkern.printing import human, say
+from growkern.errors import GrowthError, human, say
 
 # of the error of a data loader
 DEAD_WORKER = "DataLoader worker"

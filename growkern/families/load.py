@@ -20,8 +20,7 @@ from growkern.errors import GrowthError, TableError, nearest
 from growkern.families.family import NORM_KINDS, Dense, Family, Norm
 from growkern.families.fields import CONDITIONS, FORMS, OlderKey, condition_of
 from growkern.families.spec import NOTHING, Attention, ModelClass, Refusal, Row, Size, SpaceSpec
-from growkern.files import read_bounded
-from growkern.package import parse_toml
+from growkern.files import parse_toml, read_bounded
 
 T = TypeVar("T")
 

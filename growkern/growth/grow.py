@@ -40,7 +40,7 @@ from growkern.growth.record.save import card_text, record_when_saved, write_card
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import refuse_unreadable
-from growkern.ops.expand.work import work_on
+from growkern.ops.expand.many import work_on
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypedDict, get_args, get_type_hints
 
 from growkern.arguments import SHARE, Limit, check_fields, check_kind, check_seed, real_number
 from growkern.errors import GrowthError
-from growkern.ops.expand.limits import MOST_AMPLITUDE
+from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"

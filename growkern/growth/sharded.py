@@ -37,7 +37,7 @@ from growkern.growth.source.files import row_blocks
 from growkern.growth.source.hub import located
 from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
 from growkern.growth.source.source import Source, open_source, refuse_unreadable
-from growkern.ops.expand.work import Work, work_on
+from growkern.ops.expand.many import Work, work_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,32 +1,40 @@
-"""Directory system calls that never follow links, and replace something only when asked to."""
+"""System calls on directories, which never follow links and replace nothing unasked; and a lock.
+
+With the lock, two processes do not write to the same directory at once. Each target has one,
+`.NAME.lock` beside it, whatever a command does there. Where nobody may write beside a directory,
+such as a mounted volume, it is `.lock` inside.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from growkern.errors import GrowthError
+from growkern.files import write_all
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 # of renameat2: the kernel, or the file system, does not know the call or its flag
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 # errors of rename(2) when the new name already exists
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+LOCK_FILE = ".lock"
+# errors of a folder that takes no new files
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
-    """Rename a directory; never replace anything.
+    """Rename a directory; never replace anything: FileExistsError if the new name is taken.
 
     Args:
         folder, new_folder: descriptors of the directories that hold it before and after.
-
-    Raises:
-        FileExistsError: the new name is taken.
     """
     try:
         _renameat2(name, folder, new_name, new_folder, RENAME_NOREPLACE)
@@ -47,13 +55,10 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
 
 
 def exchange(name: str, folder: int, other: str, other_folder: int) -> bool:
-    """Let two names change places in one step; False: the system cannot.
+    """Let two names in two folders, given by descriptors, change places in one step.
 
-    Args:
-        folder, other_folder: descriptors of the directories that hold them.
-
-    Raises:
-        OSError: one of them does not exist, or the disk failed.
+    Returns:
+        False: the system cannot.
     """
     try:
         _renameat2(name, folder, other, other_folder, RENAME_EXCHANGE)
@@ -79,12 +84,11 @@ def _renameat2(name: str, folder: int, new_name: str, new_folder: int, flags: in
 def remove(name: str, folder: int) -> None:
     """Remove a file, a link, or a directory with all that is in it; links are not followed.
 
+    After an OSError some of it may be gone.
+
     Args:
         name: may be of nothing that exists.
         folder: a descriptor of the directory that holds it.
-
-    Raises:
-        OSError: something cannot be removed; some of the rest may be gone.
     """
     try:
         mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -103,11 +107,7 @@ def remove(name: str, folder: int) -> None:
 
 
 def delete(path: Path) -> None:
-    """Remove a file, a link, or a directory with all that is in it; nothing may be there.
-
-    Raises:
-        OSError: something cannot be removed; some of the rest may be gone.
-    """
+    """`remove` by a path; nothing may be there."""
     try:
         with _opened(path.parent) as folder:
             remove(path.name, folder)
@@ -143,8 +143,7 @@ def _opened(directory: Path) -> Iterator[int]:
 def open_ours(path: Path, *, private: bool) -> int:
     """A descriptor of a directory that this user made, not reached by a link.
 
-    Args:
-        private: take the rights of everybody else away.
+    `private` takes the rights of everybody else away.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -189,3 +188,127 @@ def inode(name: str, folder: int) -> int | None:
 def exists(name: str, folder: int) -> bool:
     """Whether a folder, given by its descriptor, holds a name; a link counts, wherever it leads."""
     return inode(name, folder) is not None
+
+
+# -------------------------------------------------------------------- lock
+
+
+def lock_file_of(target: Path) -> Path:
+    """The lock of a directory that exists or will."""
+    return target.parent.resolve() / f".{target.name}{LOCK_FILE}"
+
+
+class Lock:
+    """An exclusive lock that ends with its process, however that ends.
+
+    The file holds the process id and the host of the process that has the lock, and its work.
+    """
+
+    def __init__(self, file: Path, target: Path, doing: str) -> None:
+        """Take the lock.
+
+        Args:
+            file: the lock file; its folder must exist.
+            target: the directory that the lock protects, for the message.
+            doing: the work, for the message to other processes: "growing".
+        """
+        self.file = file
+        while True:
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                if self._take(target, doing):
+                    break
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)
+        _held.add(self)
+
+    def _take(self, target: Path, doing: str) -> bool:
+        """Lock the open file; False: it is not the file of that name any more."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(self._descriptor)
+            raise GrowthError(f"{target}: {holder} it now: wait for it or stop it") from None
+        # the process that had the lock may have removed the file since it was opened here
+        try:
+            if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self.file)):
+                return False
+        except FileNotFoundError:
+            return False
+        os.ftruncate(self._descriptor, 0)
+        write_all(self._descriptor, f"{os.getpid()} {socket.gethostname()} {doing}\n".encode(), 0)
+        return True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has the lock; a forked child does not."""
+        return self in _held
+
+    def release(self, *, remove: bool = True) -> None:
+        """Let the next process in, also if the file cannot be deleted; no effect if not held."""
+        if not self.is_held:
+            return
+        _held.remove(self)
+        try:
+            if remove:
+                self.file.unlink(missing_ok=True)
+        finally:
+            os.close(self._descriptor)
+
+
+_held: set[Lock] = set()
+
+
+def make_folder(directory: Path) -> None:
+    """Make a directory, and those that it is in."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(one for one in (directory, *directory.parents) if one.exists())
+        raise GrowthError(f"{directory}: {file} is a file: give another directory") from error
+
+
+@contextlib.contextmanager
+def locked(directory: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of a directory; it is made if it does not exist, and must not stay empty then.
+
+    `doing` is the work, for the message to a second process: "training".
+    """
+    was_there = directory.exists()
+    make_folder(directory)
+    try:
+        lock = Lock(lock_file_of(directory.resolve()), directory, doing)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        lock = Lock(directory / LOCK_FILE, directory, doing)
+    try:
+        yield
+    finally:
+        # a file that stays is locked again by the next process
+        with contextlib.suppress(OSError):
+            lock.release()
+            if not was_there:
+                directory.rmdir()
+
+
+def _holder(descriptor: int) -> str:
+    """The process that wrote the lock file, and its work; it may not have come to that yet."""
+    words = os.pread(descriptor, 300, 0).decode(errors="replace").split(maxsplit=2)
+    if len(words) < 3:
+        return "another process is writing"
+    process, host, doing = words
+    return f"process {process} on {host} is {doing.strip()}"
+
+
+def _let_go_in_child() -> None:
+    # a fork shares the locks of its parent: workers of a data loader outlive a killed trainer by
+    # some seconds, and the restarted one would find its directory taken
+    for lock in _held:
+        os.close(lock._descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -2,15 +2,22 @@
 
 Run checkpoints, the final model of a run, exports, folded models and teacher caches have such a
 `manifest.json`. It is written last, so a directory that has one was written to its end.
+
+Every command that deletes a directory, because something new takes its place, asks `why_kept`: it
+may go if growkern recognises each file in it. A record of growkern lists the file, or its name is
+one that only such a directory has. A `manifest.json` of another program is no record. One file that
+is not known keeps the whole directory. The user can then delete that file by hand, and growkern
+cannot bring one back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from growkern.errors import GrowthError
@@ -37,9 +44,6 @@ def write_manifest(
         directory: it has no manifest yet.
         known: checksums of files that were computed when they were written.
         beside: files that will lie in the directory when its contents have their place.
-
-    Raises:
-        OSError: a file cannot be read, or the manifest cannot be written.
     """
     files = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
@@ -54,11 +58,7 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The recorded sizes and checksums.
-
-    Raises:
-        GrowthError: the manifest is missing, cannot be read, or names a file elsewhere.
-    """
+    """The recorded sizes and checksums. Files elsewhere are refused."""
     file = directory / MANIFEST
     try:
         record = read_json(file, MOST_BYTES, "manifest")
@@ -76,11 +76,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def damage_of(directory: Path, name: str, manifest: Manifest) -> str | None:
-    """Compare one file with the manifest of its directory.
-
-    Returns:
-        The difference as a phrase, or None if the file is as it was written.
-    """
+    """How one file differs from the manifest of its directory, as a phrase; None if it does not."""
     if name not in manifest:
         return f"{name} is not in {MANIFEST}"
     size, expected = manifest[name]
@@ -119,9 +115,6 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
     Args:
         directory: a teacher cache, an export, a folded model, a checkpoint of a run, or a run.
         weights: patterns of names that a loader may read as weights. Such a file must be recorded.
-
-    Raises:
-        GrowthError: nothing in it was recorded, or a manifest cannot be read.
     """
     checkpoints = sorted(path for path in directory.glob("checkpoint-*") if path.is_dir())
     has_own = (directory / MANIFEST).exists()
@@ -154,27 +147,13 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
 
 
 def copy_file(file: Path, copy: Path) -> str:
-    """Copy the contents of a file, read once.
-
-    Returns:
-        The checksum of what was read.
-
-    Raises:
-        OSError: a file cannot be read or written.
-    """
+    """Copy the contents of a file, read once; the checksum of what was read."""
     with copy.open("wb") as opened:
         return checksum(file, opened.write)
 
 
 def checksum(path: Path, use: Callable[[bytes], Any] | None = None) -> str:
-    """The checksum of a file, read in blocks: 32 hexadecimal digits.
-
-    Args:
-        use: called with each block.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The checksum of a file, 32 hexadecimal digits; `use` gets each block that is read."""
     # here: GPU machines that only run benchmarks may lack it
     import xxhash
 
@@ -185,3 +164,67 @@ def checksum(path: Path, use: Callable[[bytes], Any] | None = None) -> str:
             if use is not None:
                 use(block)
     return digest.hexdigest()
+
+
+# ------------------------------------------------------- what may be replaced
+
+
+def why_kept(
+    directory: Path,
+    what: str,
+    is_known: Callable[[PurePosixPath], bool],
+    recorded: Collection[str] = (),
+) -> str | None:
+    """Why a directory must not be deleted, as a phrase about it; None if it may be.
+
+    No link is followed. A record never gives away files below a name that starts with a dot.
+
+    Args:
+        directory: what it should be, or anything else.
+        what: the kind of directory, for the phrase: "a teacher cache".
+        is_known: whether a file, a link or an empty folder is one of that kind, by its path inside.
+        recorded: paths of the files that records of growkern in it list, see `recorded_in`.
+    """
+    if directory.is_symlink() or not directory.is_dir():
+        return "it is no directory"
+    is_foreign = _has_foreign_manifest(directory)
+    for path in _files(directory):
+        file = PurePosixPath(path.relative_to(directory).as_posix())
+        is_recorded = file.as_posix() in recorded and not file.parts[0].startswith(".")
+        if not (is_recorded or is_known(file)) or (is_foreign and str(file) == MANIFEST):
+            return f"{file} is no file of {what} (delete it or move it away by hand)"
+    return None
+
+
+def recorded_in(directory: Path) -> set[str]:
+    """The files that the manifest of a directory lists, and itself; none if it is not one of ours.
+
+    A damaged manifest lists none.
+    """
+    try:
+        return {*read_manifest(directory), MANIFEST}
+    except GrowthError:
+        return set()
+
+
+def _has_foreign_manifest(directory: Path) -> bool:
+    """Whether another program wrote the manifest. One of ours may be damaged or empty."""
+    try:
+        found = read_json(directory / MANIFEST, MOST_BYTES, "manifest")
+    except GrowthError:
+        return False
+    return bool(found) and not (isinstance(found, dict) and found.get("algorithm") == ALGORITHM)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """All files, links and empty folders, those of folders too."""
+    for place, folders, files in os.walk(directory, onerror=_raise):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for name in sorted([*files, *links]):
+            yield Path(place, name)
+        if not folders and not files and Path(place) != directory:
+            yield Path(place)
+
+
+def _raise(error: OSError) -> None:
+    raise error

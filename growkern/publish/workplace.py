@@ -1,6 +1,6 @@
 """Publishes a directory atomically: it appears complete, or is replaced in a single step.
 
-The process that works on a target holds its lock, see `growkern.publish.lock`. The contents are
+The process that works on a target holds its lock, see `growkern.publish.calls`. The contents are
 made in a private directory beside the target, `.NAME.KIND`:
 
     journal.jsonl  the caller's record of finished work, see `growkern.growth.disk.journal`
@@ -29,8 +29,17 @@ from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.files import sync_tree, write_all
-from growkern.publish.calls import exchange, exists, inode, open_ours, remove, rename_new
-from growkern.publish.lock import Lock, lock_file_of, make_folder
+from growkern.publish.calls import (
+    Lock,
+    exchange,
+    exists,
+    inode,
+    lock_file_of,
+    make_folder,
+    open_ours,
+    remove,
+    rename_new,
+)
 
 JOURNAL, NEW, SWAP, OLD, TRASH = "journal.jsonl", "new", "swap", "old", "trash"
 
@@ -52,11 +61,7 @@ def sweep(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
 
 
 def check_space(target: Path, kind: str, size: int) -> None:
-    """Refuse a disk without room.
-
-    Args:
-        size: bytes to be written. What an interrupted run has reserved counts as free.
-    """
+    """Refuse a disk without room for `size` bytes. An interrupted run's space counts as free."""
     parent = target.parent
     while not parent.exists():
         parent = parent.parent
@@ -92,10 +97,6 @@ class Workplace:
             kind: the work, as an English participle: "growing".
             may_replace: True for a directory that `publish(overwrite=True)` may delete.
             resume: keep the unfinished work of an earlier run.
-
-        Raises:
-            GrowthError: another process has the lock; the private directory is not ours or cannot
-                be written to; an interrupted replacement cannot be finished or undone.
         """
         self.target, self.kind = target, kind
         self.directory = workplace_of(target, kind)
@@ -155,11 +156,7 @@ class Workplace:
             return True
 
     def close(self, *, keep: bool = False) -> None:
-        """Release the lock.
-
-        Args:
-            keep: keep the unfinished work for the next run; else the private directory is removed.
-        """
+        """Release the lock; unless `keep`, remove the private directory with unfinished work."""
         if not self._lock.is_held:
             return
         # files that cannot be removed now are removed at the next start
@@ -174,11 +171,7 @@ class Workplace:
     # ------------------------------------------------------------ the contents
 
     def open_new(self) -> Path:
-        """The directory for the new contents; an interrupted run may have left some there.
-
-        Raises:
-            GrowthError: something else lies in its place.
-        """
+        """The directory for the new contents; an interrupted run may have left some there."""
         # of the mode that the umask says, not a private one: it becomes the target
         with contextlib.suppress(FileExistsError):
             os.mkdir(NEW, dir_fd=self._here)
@@ -204,12 +197,10 @@ class Workplace:
     def publish(self, *, overwrite: bool) -> None:
         """Make the new contents the target in one step, after they have been written to disk.
 
+        A target that must not be replaced is unchanged, and the finished work is kept.
+
         Args:
             overwrite: replace a target that `may_replace` allows, and delete its old contents.
-
-        Raises:
-            GrowthError: there is a target that must not be replaced. It is unchanged, and the
-                finished work is kept.
         """
         sync_tree(self.new)
         self._is_finished = True
@@ -258,12 +249,7 @@ class Workplace:
     # ------------------------------------------------- after a kill, and at the end
 
     def _settle(self) -> None:
-        """Finish an interrupted replacement, or undo it.
-
-        Raises:
-            GrowthError: the replaced contents must not be deleted: the target has them again. Or
-                there is another target already.
-        """
+        """Finish an interrupted replacement; undo it if the old contents must not be deleted."""
         remove(TRASH, self._here)
         number = self._noted()
         if number is not None:

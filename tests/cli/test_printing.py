@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import growkern
-from growkern import GrowthError, printing
+from growkern import GrowthError, errors
 from growkern.cli import main
 from growkern.errors import GrowthWarning, clean
 from growkern.growth.plan.table import as_text
@@ -78,12 +78,12 @@ def test_lines_and_tables_are_clean(capsys, name):
     table = Table(title=name)
     table.add_column(name)
     table.add_row(name)
-    printing.say(f"changed: {name}")
+    errors.say(f"changed: {name}")
     print_lines({"model": name})
     for text in (as_text(table), *capsys.readouterr()):
         assert is_clean(text)
     stream = io.StringIO()
-    printing.show(table, Console(file=stream, markup=False))
+    errors.print_table(table, Console(file=stream, markup=False))
     assert is_clean(stream.getvalue())
     if name.startswith("["):
         assert stream.getvalue().count(name) == 3
@@ -94,7 +94,7 @@ def test_colours_of_ours_and_letters_stay(capsys):
     table = Table()
     table.add_column("a", style="red")
     table.add_row(LETTERS[:-1])
-    printing.show(table, Console(file=stream, force_terminal=True, color_system="standard"))
+    errors.print_table(table, Console(file=stream, force_terminal=True, color_system="standard"))
     assert "\x1b[31m" in stream.getvalue() and LETTERS[:-2] in stream.getvalue()
     assert clean(LETTERS) == LETTERS and clean("a\nb\tc") == "a\nb\tc"
 

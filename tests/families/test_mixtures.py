@@ -25,7 +25,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.space.layers import check_kinds
-from growkern.ops.expand.work import OneByOne
+from growkern.ops.expand.many import OneByOne
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks
 from tests.growth.models import random_model, relative_error

@@ -12,7 +12,7 @@ import pytest
 import growkern
 from growkern.families.family import inner
 from growkern.families.load import load_family, supported_families
-from growkern.package import parse_toml
+from growkern.files import parse_toml
 from tests.shared import walks
 
 PUBLIC = parse_toml(Path(__file__).with_name("public.toml").read_text())

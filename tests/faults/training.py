@@ -29,7 +29,7 @@ import torch
 import transformers
 
 from growkern import run as train
-from growkern.publish.lock import LOCK_FILE
+from growkern.publish.calls import LOCK_FILE
 from growkern.train.safety.checkpoints import damage
 from tests.faults.walk import CHANGES, Work, attempt_in_child, library
 from tests.train.run.test_run import save_tokenizer

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from growkern.package import parse_toml
+from growkern.files import parse_toml
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = parse_toml((ROOT / "pyproject.toml").read_text())

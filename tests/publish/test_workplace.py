@@ -12,7 +12,7 @@ import pytest
 
 from growkern.errors import GrowthError
 from growkern.publish import calls, workplace
-from growkern.publish.lock import Lock, locked
+from growkern.publish.calls import Lock, locked
 from growkern.publish.workplace import Workplace, sweep
 
 

@@ -24,8 +24,8 @@ from growkern.growth.history import (
     MOST_LINEAGE_BYTES,
     NEEDED,
 )
-from growkern.publish import replaceable, workplace
-from growkern.publish.replaceable import recorded_in
+from growkern.publish import manifest, workplace
+from growkern.publish.manifest import recorded_in
 
 KIND = "growing"
 
@@ -113,7 +113,7 @@ def why_kept(directory: Path) -> str | None:
             return is_unedited(read_card(directory / CARD_FILE))
         return is_grown and SAVED.fullmatch(str(file)) is not None
 
-    return replaceable.why_kept(directory, "a checkpoint", is_known, recorded)
+    return manifest.why_kept(directory, "a checkpoint", is_known, recorded)
 
 
 def _with_checksums(directory: Path) -> set[str]:

@@ -21,8 +21,9 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, GrowthWarning, human
 from growkern.families.family import inner
+from growkern.files import parse_toml
 from growkern.growth.history import forgotten
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Blueprint
@@ -34,8 +35,6 @@ from growkern.growth.space.layers import (
     rule_of,
     whole_depths,
 )
-from growkern.package import parse_toml
-from growkern.printing import human
 
 FIELDS = ("axes", "figure", "setting", "citation", "date")
 

@@ -11,11 +11,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from growkern import printing
+from growkern.errors import human, print_table
+from growkern.files import DOCS
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import Finding
-from growkern.package import DOCS
-from growkern.printing import human
 
 # columns of a table in a text
 COLUMNS = 100
@@ -31,7 +30,7 @@ def as_text(table: Any) -> str:
     """A rich renderable as plain text, for `str`."""
     console = Console(width=COLUMNS, color_system=None, force_jupyter=False, markup=False)
     with console.capture() as captured:
-        printing.show(table, console)
+        print_table(table, console)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

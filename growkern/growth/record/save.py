@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
+from growkern.errors import human
 from growkern.growth.disk.companions import complete_config
 from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.disk.staging import STAMPED, is_unedited, read_card, stamped
@@ -27,7 +28,6 @@ from growkern.growth.record.lineage import Settings, lineage_text, source_files,
 from growkern.growth.record.recorded import misfit
 from growkern.growth.sharded import local_tensor
 from growkern.growth.source.hub import ID, hub_model, name_of
-from growkern.printing import human
 
 # every card of a growth has this tag
 TAG = "growkern"

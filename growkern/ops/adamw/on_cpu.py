@@ -30,12 +30,7 @@ class AdamwArgs(ctypes.Structure):
 def adamw_step_on_cpu(
     part: Part, factors: Factors, ratio: float, rule: Rule, isa: int | None = None
 ) -> None:
-    """As `adamw_step`.
-
-    Args:
-        part, factors, ratio, rule: as there.
-        isa: the instruction set, an index into `native.ISA_NAMES`, for tests. None: the best.
-    """
+    """As `adamw_step`, with the instruction set `isa` of `native.ISA_NAMES`; None: the best."""
     lib = native.loaded()
     assert lib is not None
     tensors = [part.value, part.gradient, part.mean, part.square, part.largest]
@@ -43,11 +38,7 @@ def adamw_step_on_cpu(
         *(None if x is None else x.data_ptr() for x in tensors),
         *(None if x is None else x.data_ptr() for x in factors.folded.values()),
         *part.sizes(),
-        rule.lr,
-        rule.beta1,
-        rule.beta2,
-        rule.eps,
-        rule.weight_decay,
+        *(rule.lr, rule.beta1, rule.beta2, rule.eps, rule.weight_decay),
         1 - rule.beta1**rule.step,
         1 - rule.beta2**rule.step,
         ratio,

@@ -26,7 +26,7 @@ from torch import Tensor
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.on_cpu import adamw_step_on_cpu
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
-from growkern.ops.backend.choose import choose_backend
+from growkern.ops.backend.choose import COMMON, choose_backend
 
 # numbers that the reference updates at a time: 512 KiB in float32. A GPU takes more at a time,
 # because each block needs about ten launches
@@ -45,9 +45,6 @@ def adamw_step(
         rule: the numbers of the step.
         backend: "reference", "cpu" or "triton"; None takes the best that does these tensors. The
             kernels do float32 and bfloat16 (the CPU float64 too), contiguous, with one or two axes.
-
-    Raises:
-        GrowthError: the backend cannot run here, or does not do these tensors.
     """
     if not part.value.numel():
         return
@@ -58,15 +55,13 @@ def adamw_step(
 def _supported(part: Part) -> tuple[str, ...]:
     """The backends that do these tensors."""
     dtype = part.value.dtype
-    fits = part.value.ndim <= 2 and all(
-        x.is_contiguous() and x.dtype == dtype for x in part.tensors()
-    )
-    found = ["reference"]
-    if fits and dtype in (torch.float32, torch.bfloat16, torch.float64):
-        found.append("cpu")
-    if fits and dtype in (torch.float32, torch.bfloat16):
-        found.append("triton")
-    return tuple(found)
+    is_plain = all(x.is_contiguous() and x.dtype == dtype for x in part.tensors())
+    if part.value.ndim <= 2 and is_plain:
+        if dtype in (torch.float32, torch.bfloat16):
+            return COMMON
+        if dtype == torch.float64:
+            return ("reference", "cpu")
+    return ("reference",)
 
 
 def step_in_blocks(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:

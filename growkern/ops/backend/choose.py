@@ -16,17 +16,11 @@ BACKENDS = (*COMMON, "cuda")
 
 
 class Backend(NamedTuple):
-    """Whether a backend can run on this machine: one row of `growkern info`.
-
-    Attributes:
-        name: one of BACKENDS.
-        live: whether it can run.
-        reason: what it runs on, or why it cannot.
-    """
+    """Whether a backend can run on this machine: one row of `growkern info`."""
 
     name: str
     live: bool
-    reason: str
+    reason: str  # what it runs on, or why it cannot
 
 
 def _interpreted() -> bool:
@@ -69,9 +63,7 @@ def _why_not(name: str) -> str:
 
 
 def choose_backend(
-    requested: str | None,
-    device: torch.device,
-    supported: Sequence[str] = COMMON,
+    requested: str | None, device: torch.device, supported: Sequence[str] = COMMON
 ) -> str:
     """The backend that runs an op on tensors of a device.
 
@@ -81,12 +73,6 @@ def choose_backend(
             because its speed has not been measured yet.
         device: of the tensors.
         supported: the backends that the op has for these dtypes; "reference" is always one.
-
-    Returns:
-        A name of BACKENDS.
-
-    Raises:
-        GrowthError: the requested backend is unknown, or cannot run here or on this device.
     """
     if not requested:
         # torch.compile traces this code: call only what it can trace
@@ -99,8 +85,7 @@ def choose_backend(
         raise GrowthError(
             f"backend={requested!r} does not do this operation: use {' or '.join(supported)}"
         )
-    reason = _why_not(requested)
-    if reason:
+    if reason := _why_not(requested):
         raise GrowthError(f"backend={requested!r} cannot run here: {reason}")
     on_cpu = device.type == "cpu"
     wants_cpu = {"cpu": True, "cuda": False, "triton": _interpreted()}.get(requested, on_cpu)

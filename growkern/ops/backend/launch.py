@@ -29,10 +29,8 @@ def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: An
     Triton itself launches on the current device, even if all tensors are on another one.
 
     Args:
-        kernel: the function under ``triton.jit``.
         programs: how many of them run.
         like: a tensor on the device of all tensors in `args`.
-        args: of the kernel.
         constants: of the kernel, and options of the compiler such as num_warps.
     """
     if torch.version.hip:
@@ -44,7 +42,7 @@ def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: An
 
 
 def acc_dtype(x: torch.Tensor) -> tuple[torch.dtype, Any]:
-    """`growkern.ops.backend.dtypes.acc_torch_dtype`, and the same dtype in Triton."""
+    """`growkern.ops.backend.native.acc_torch_dtype`, and the same dtype in Triton."""
     if x.dtype == torch.float64:
         return torch.float64, tl.float64
     return torch.float32, tl.float32

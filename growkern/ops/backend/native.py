@@ -1,4 +1,7 @@
-"""Finds and loads the compiled CPU library (csrc/cpu), or says why it cannot be used."""
+"""Finds and loads the compiled CPU library (csrc/cpu), or says why it cannot be used.
+
+This module imports neither Triton nor the compiler of PyTorch.
+"""
 
 import ctypes
 import hashlib
@@ -10,7 +13,7 @@ from pathlib import Path
 import torch
 
 from growkern.errors import GrowthWarning
-from growkern.package import folders
+from growkern.files import folders
 
 FILE_NAME = "libgrowkern.so"
 # the numbers of csrc/cpu/native.h are indices into this
@@ -39,13 +42,9 @@ def _candidates() -> list[Path]:
 
 
 def source_stamp(root: Path) -> str | None:
-    """A checksum of the library's sources, as CMakeLists.txt computes it.
+    """A checksum of the library's sources in `root`/csrc, as CMakeLists.txt computes it.
 
-    Args:
-        root: the folder that holds csrc.
-
-    Returns:
-        None if the sources are not there: a wheel brings the library alone.
+    None if the sources are not there: a wheel brings the library alone.
     """
     files = [*root.glob("csrc/*.h"), *root.glob("csrc/cpu/*.h"), *root.glob("csrc/cpu/*.cpp")]
     if not (root / "csrc/cpu/native.cpp").is_file():
@@ -103,11 +102,15 @@ def available_isas() -> range:
     return range(lib.growkern_best_isa() + 1 if lib is not None else 0)
 
 
+def acc_torch_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that products and sums of `x` are kept in: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def advise_huge_pages(x: torch.Tensor) -> None:
     """Ask the system for pages of 2 MiB under fresh CPU memory. It pays from 8 MiB on.
 
-    Args:
-        x: a tensor that nothing has been written to: single bytes of it may be overwritten.
+    Nothing may have been written to `x`: single bytes of it may be overwritten.
     """
     lib = loaded()
     size = x.numel() * x.element_size()

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from growkern.errors import GrowthError
-from growkern.files import write_whole
-from growkern.package import folders
+from growkern.files import folders, write_whole
 
 # of CUfunction_attribute, in cuda.h
 MAX_DYNAMIC_SHARED_BYTES = 8
@@ -47,22 +46,11 @@ class Kernel(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The size of a launch.
-
-    Attributes:
-        blocks: of threads.
-        threads: of a block.
-        shared_bytes: dynamic shared memory of a block.
-    """
+    """The size of a launch: blocks, and the threads and dynamic shared memory of each."""
 
     blocks: int
     threads: int
     shared_bytes: int = 0
-
-
-def aligned(*numbers: int, to: int = 16) -> bool:
-    """Whether all addresses and strides are multiples of `to` bytes."""
-    return all(number % to == 0 for number in numbers)
 
 
 # ------------------------------------------------------------------- libraries
@@ -139,10 +127,7 @@ def why_not() -> str:
 
 def reason() -> str:
     """What CUDA C++ runs on here, or why it cannot."""
-    missing = why_not()
-    if missing:
-        return missing
-    return f"NVRTC {nvrtc_version()}; not measured yet, Triton stays the default"
+    return why_not() or f"NVRTC {nvrtc_version()}; not measured yet, Triton stays the default"
 
 
 # --------------------------------------------------------------------- compile
@@ -160,11 +145,7 @@ def nvrtc_version() -> str | None:
 
 
 def compile_cubin(kernel: Kernel, arch: str) -> bytes:
-    """Compile a kernel to machine code for an architecture, such as "sm_90".
-
-    Raises:
-        GrowthError: NVRTC reports an error; the first line of its log is in the message.
-    """
+    """Compile a kernel to machine code for an architecture, such as "sm_90"."""
     lib, folder = nvrtc(), source_folder()
     assert lib is not None and folder is not None
     source = (folder / f"{kernel.name}.cu").read_bytes()

@@ -7,7 +7,8 @@ used in this file: R, C rows and columns of the weight; M, N rows and columns of
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,26 +50,13 @@ class Routing(NamedTuple):
         return (number + (count << 16)).int()
 
 
-class Inputs(NamedTuple):
-    """The inputs of the registered ops, which take no records: `ExpandCall` without `out`.
-
-    In backward the same record holds gradients, and None for what has none.
-    """
-
-    weight: Any
-    upper: Any
-    rows: Any
-    cols: Any
-    row_scale: Any
-    col_scale: Any
-    row_noise: Any
-    col_noise: Any
-    copies: Any
-    routed_dim: Any
-    amplitude: Any
-    seed: Any
-    row_offset: Any
-    col_offset: Any
+# The inputs of the registered ops, which take no records: `ExpandCall` without `out`.
+# In backward the same record holds gradients, and None for what has none.
+Inputs = namedtuple(
+    "Inputs",
+    "weight upper rows cols row_scale col_scale row_noise col_noise "
+    "copies routed_dim amplitude seed row_offset col_offset",
+)
 
 
 class ExpandCall(NamedTuple):
@@ -151,10 +139,10 @@ class ExpandCall(NamedTuple):
         """The same call with `has_contiguous_columns` of `weight` and `upper`, copied if not so."""
         # the weight is smaller than the result: a copy costs a fraction of writing the result
         call = self
-        if not has_contiguous_columns(self.weight):
-            call = call._replace(weight=self.weight.contiguous())
-        if self.upper is not None and not has_contiguous_columns(self.upper):
-            call = call._replace(upper=self.upper.contiguous())
+        for name in ("weight", "upper"):
+            x = getattr(self, name)
+            if x is not None and not has_contiguous_columns(x):
+                call = call._replace(**{name: x.contiguous()})
         return call
 
     def with_alike_columns(self) -> ExpandCall:
@@ -174,6 +162,10 @@ class ExpandCall(NamedTuple):
         if self.col_noise is not None:
             return COL_NOISE
         return NO_NOISE if self.row_noise is None else ROW_NOISE
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.row_scale is not None or self.col_scale is not None
 
     @property
     def larger_share(self) -> float:

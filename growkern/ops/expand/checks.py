@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.transforms import has_tangent
+from growkern.ops.backend.custom_ops import has_tangent
+from growkern.ops.expand import MOST_AMPLITUDE, MOST_COPIES, MOST_ENTRIES
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing, has_contiguous_columns
-from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES, MOST_ENTRIES
 
 # the fields of a call that belong to each axis of the weight
 MAPS = ("rows", "cols")
@@ -92,10 +92,6 @@ def check_sizes(call: ExpandCall, shape: Sequence[int]) -> None:
     Args:
         call: vectors or matrices; its `out` is not looked at.
         shape: of the result.
-
-    Raises:
-        GrowthError: an axis of the result has more than `MOST_ENTRIES` entries, or an axis of
-            the weight has more, where `upper` counts as much again.
     """
     times = 1 if call.upper is None else 2
     if any(n > MOST_ENTRIES for n in (*shape, *(times * n for n in call.weight.shape))):
@@ -200,11 +196,7 @@ def check_expand(
 
 
 def check_ranges(call: ExpandCall) -> None:
-    """Refuse an index out of range, on the CPU only: a GPU would have to wait.
-
-    Raises:
-        GrowthError: there is one.
-    """
+    """Refuse an index out of range, on the CPU only: a GPU would have to wait."""
     for name, size in zip(MAPS, call.weight.shape, strict=True):
         index = getattr(call, name)
         if index is None or index.device.type != "cpu" or not index.numel():
@@ -214,17 +206,8 @@ def check_ranges(call: ExpandCall) -> None:
         if low < 0 or high >= limit:
             fix = "; indices past the end of the weight need `upper`" if call.upper is None else ""
             raise GrowthError(f"{name} holds {low} to {high}, allowed are 0 to {limit - 1}{fix}")
-    if call.routing is not None:
-        _check_copies(call.routing.copies)
-
-
-def _check_copies(copies: Tensor) -> None:
-    """Refuse numbers of copies that are not below their count, on the CPU only.
-
-    Raises:
-        GrowthError: there is one.
-    """
-    if copies.device.type != "cpu" or not copies.numel():
+    copies = None if call.routing is None else call.routing.copies
+    if copies is None or copies.device.type != "cpu" or not copies.numel():
         return
     number, count = copies.unbind(1)
     if int(number.min()) < 0 or bool((number >= count).any()) or int(count.max()) > MOST_COPIES:
@@ -234,11 +217,7 @@ def _check_copies(copies: Tensor) -> None:
 
 
 def check_no_overlap(call: ExpandCall) -> None:
-    """Refuse a result whose memory overlaps an input.
-
-    Raises:
-        GrowthError: writing it would overwrite that input.
-    """
+    """Refuse a result whose memory overlaps an input: writing it would overwrite that."""
     first, end = _span(call.out)
     for name, x in (("weight", call.weight), ("upper", call.upper)):
         if x is not None and first < _span(x)[1] and _span(x)[0] < end:

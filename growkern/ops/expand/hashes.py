@@ -81,15 +81,7 @@ def seed_words(seed: int) -> tuple[int, int]:
 def keys_of_lines(
     line: Tensor, seed_hi: int | Tensor, seed_lo: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(2): key and mult of lines.
-
-    Args:
-        line: (n,) int32 bit patterns.
-        seed_hi, seed_lo: one seed for all lines, or (n,) int32 with a seed for each.
-
-    Returns:
-        Key and mult, both (n,) int32 bit patterns.
-    """
+    """(2): key and mult of lines, all (n,) int32 bits; the seed is one for all, or one for each."""
     key = _mix(_mix(line ^ seed_hi) + seed_lo)
     return key, _mix(key + GOLDEN) | 1
 
@@ -116,17 +108,13 @@ def signed(size: Tensor, key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
 
 
 def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, seed: int) -> Tensor:
-    """The noise on the columns of a matrix.
+    """The noise on the columns of a matrix, (M, N) in its dtype.
 
     Args:
         x_MN: the matrix; only its shape, dtype and device are used.
         size_N: relative size of the noise on each column.
         src_N: source index of each column.
         offset: position of the first row.
-        seed: of the noise.
-
-    Returns:
-        (M, N) in the dtype of `x_MN`.
     """
     key_M, mult_M = line_keys(x_MN.shape[0], offset, seed, x_MN.device)
     size_N = size_N.to(x_MN.dtype)
@@ -135,10 +123,6 @@ def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, s
 
 def noise_of_entries(call: ExpandCall, acc: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """What (3) and (4) need of every entry of the noisy axis; both None without noise.
-
-    Args:
-        call: on matrices.
-        acc: the dtype that products are computed in.
 
     Returns:
         factor: 1 + |size| in `acc`, or -1 where the size is 0 and no sign counts.
@@ -153,14 +137,8 @@ def noise_of_entries(call: ExpandCall, acc: torch.dtype) -> tuple[Tensor | None,
     return factor.contiguous(), src.int() ^ torch.where(size < 0, _int32(1 << 31), 0).int()
 
 
-def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """x (1 + noise) by (4) of `op.py`, without the last rounding to `out_dtype`.
-
-    Returns:
-        A tensor in the dtype of `x`.
-    """
-    if noise is None:
-        return x
+def with_noise(x: Tensor, noise: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """x (1 + noise) by (4) of `op.py`, without the last rounding to `out_dtype`."""
     larger = (x * (1 + noise.abs())).to(out_dtype).to(x.dtype)
     rest = larger - x
     return torch.where(noise < 0, x - rest, x + rest)
@@ -172,12 +150,11 @@ def with_noise(x: Tensor, noise: Tensor | None, out_dtype: torch.dtype) -> Tenso
 def chosen(key: Tensor, mult: Tensor, src: Tensor, copies: Tensor) -> tuple[Tensor, Tensor]:
     """(4): whether an element belongs to copy p, and whether it belongs to copy q.
 
+    The first is true, and the second false, for the only copy of a source.
+
     Args:
         key, mult, src: int32 bit patterns that broadcast.
         copies: (n, 2) int64 of the elements on the last axis.
-
-    Returns:
-        Two bool tensors. The first is true, and the second false, for the only copy of a source.
     """
     low = 0xFFFFFFFF
     number, count = copies.unbind(-1)

@@ -1,4 +1,8 @@
-"""Carries out many `expand` calls on a GPU in few launches.
+"""Carries out the `expand` calls of a growth: one by one, or on a GPU collected into few launches.
+
+`work_on` picks the way for a device. Both ways are used alike: ask for results by `expand`,
+register a callback with `then`, and call `run` at the end. Only calls for Triton are collected: on
+other backends a call costs next to nothing.
 
 A model has a few hundred tensors, and launching a kernel costs more time than growing a small one.
 Calls of one kind (dtypes, with or without `upper`, kind of noise) therefore share a launch. The
@@ -10,26 +14,22 @@ weight; M, N those of its result; J calls of a launch.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.call import ExpandCall, Inputs
 from growkern.ops.expand.checks import check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
-from growkern.ops.expand.on_triton import (
-    EXACT,
-    ROUTED_COLS,
-    ROUTED_ROWS,
-    block_of,
-    expand_block,
-)
+from growkern.ops.expand.on_triton import EXACT, ROUTED_COLS, ROUTED_ROWS, block_of, expand_block
+from growkern.ops.expand.op import expand_call
 
 # ------------------------------------------------------------------- kernel
 
@@ -149,11 +149,7 @@ class _Packed:
         self.add(first)
 
     def add(self, x: Tensor | None) -> int:
-        """Append a vector; None stands for the first one.
-
-        Returns:
-            The place of its first element, at a multiple of 16 bytes.
-        """
+        """Append a vector; its place, at a multiple of 16 bytes. None: that of the first one."""
         if x is None:
             return 0
         at, rest = self.length, -len(x) % (16 // self.dtype.itemsize)
@@ -174,11 +170,7 @@ class _LineKeys:
         self.length, self.ranges = 0, list[tuple[int, ...]]()
 
     def add(self, n_lines: int, offset: int, seed: int) -> int:
-        """Append the lines offset, offset + 1, ...
-
-        Returns:
-            The place of the first key, at a multiple of 16 bytes.
-        """
+        """Append the lines offset, offset + 1, ...; the first key's place, as `_Packed.add`."""
         at, length = self.length, -(-n_lines // 4) * 4
         self.ranges.append((length, offset - at, *seed_words(seed)))
         self.length += length
@@ -215,9 +207,8 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
     is_wide = all(0 <= row < 1 << 31 and column == 1 for row, column in steps)
     is_wide &= not any(n % 16 for n in places)
     dtypes = str(out.dtype), str(call.weight.dtype)
-    is_scaled = call.row_scale is not None or call.col_scale is not None
     has_upper, larger = call.upper is not None, call.larger_share
-    return LaunchKind(*dtypes, has_upper, call.noise_kind, larger, is_scaled, is_wide)
+    return LaunchKind(*dtypes, has_upper, call.noise_kind, larger, call.is_scaled, is_wide)
 
 
 def expand_many(calls: Sequence[ExpandCall]) -> int:
@@ -231,25 +222,17 @@ def expand_many(calls: Sequence[ExpandCall]) -> int:
 
     Returns:
         The number of launches.
-
-    Raises:
-        GrowthError: tensors on several devices; more than `MOST_ENTRIES` on an axis.
     """
     if len({x.device for call in calls for x in (call.out, call.weight)}) > 1:
         raise GrowthError("expand_many works on one device: move weights and outputs to one")
     for call in calls:
         check_sizes(call, call.out.shape)
-    launches = list(_launches(calls))
-    for kind, same in launches:
-        _launch(kind, same)
-    return len(launches)
-
-
-def _launches(calls: Sequence[ExpandCall]) -> Iterator[tuple[LaunchKind, list[ExpandCall]]]:
     alike = (call.with_alike_columns() for call in calls if call.out.numel())
-    wanted = sorted(alike, key=launch_kind)
-    for kind, same in groupby(wanted, key=launch_kind):
-        yield kind, list(same)
+    launches = 0
+    for kind, same in groupby(sorted(alike, key=launch_kind), key=launch_kind):
+        _launch(kind, list(same))
+        launches += 1
+    return launches
 
 
 def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
@@ -301,24 +284,100 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
 
 
 def _row(
-    call: ExpandCall,
-    index: _Packed,
-    factors: _Packed,
-    copies: _Packed,
-    lines: _LineKeys,
-    first_block: int,
+    call: ExpandCall, index: _Packed, factors: _Packed, copies: _Packed, lines: _LineKeys, at: int
 ) -> CallFields:
-    """A call's row of the table. Packed vectors have their place instead of their address."""
+    """A call's row of the table, from its first block, number `at`, on.
+
+    Packed vectors have their place instead of their address.
+    """
     (M, N), (R, C) = call.out.shape, call.weight.shape
     noise = [0, 0, 0]
-    if call.noise is not None:
-        noise = [factors.add(call.noise), *[lines.add(*call.lines, call.seed)] * 2]
-    if call.routing is not None:
-        place = copies.add(call.routing.packed)
-        noise = [place, *[lines.add(*call.lines, call.seed)] * 2]
+    if call.noise is not None or call.routing is not None:
+        packed = copies.add(call.routing.packed) if call.routing else factors.add(call.noise)
+        noise = [packed, *[lines.add(*call.lines, call.seed)] * 2]
     upper = call.weight if call.upper is None else call.upper
     places = [x.data_ptr() for x in (call.out, call.weight, upper)]
     places += [index.add(call.rows), index.add(call.cols)]
     places += [factors.add(call.row_scale), factors.add(call.col_scale), *noise]
     strides = (call.weight.stride(0), upper.stride(0), call.weight.stride(1), *call.out.stride())
-    return CallFields._make([*places, *strides, R, C, M, N, first_block])
+    return CallFields._make([*places, *strides, R, C, M, N, at])
+
+
+# -------------------------------------------------------------------- work
+
+# most bytes of weights and results that may wait for a launch
+BYTES_AT_ONCE = 1 << 30
+
+
+class Work:
+    """Collects calls of `expand`, and carries them out when enough memory waits for them.
+
+    At most `bytes_at_once` of weights and results wait, or one larger tensor. 0: nothing waits.
+    """
+
+    def __init__(self, bytes_at_once: int) -> None:
+        self.bytes_at_once = bytes_at_once
+        self._calls, self._after, self._bytes = list[ExpandCall](), list[Callable[[], Any]](), 0
+
+    def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
+        """Ask for `expand` with these arguments; `out` is filled after `run` or sooner."""
+        call = ExpandCall(out, weight, **arguments)
+        size = sum(x.nbytes for x in (out, weight, call.upper) if x is not None)
+        if self._calls and self._bytes + size > self.bytes_at_once:
+            self.run()
+        self._calls.append(call)
+        self._bytes += size
+        if self._bytes >= self.bytes_at_once:
+            self.run()
+
+    def then(self, action: Callable[[], Any]) -> None:
+        """Call `action` as soon as the results asked for so far are there."""
+        if self._calls:
+            self._after.append(action)
+        else:
+            action()
+
+    def run(self) -> None:
+        """Carry out every call that waits, then what needs the results."""
+        self._carry_out(self._calls)
+        self._calls, self._bytes = [], 0
+        waiting, self._after = self._after, []
+        for action in waiting:
+            action()
+
+    def _carry_out(self, calls: list[ExpandCall]) -> None:
+        raise NotImplementedError
+
+
+class OneByOne(Work):
+    """Carries out each call at once."""
+
+    def __init__(self, backend: str | None) -> None:
+        super().__init__(bytes_at_once=0)
+        self.backend = backend
+
+    def _carry_out(self, calls: list[ExpandCall]) -> None:
+        for call in calls:
+            # the weight stays: a backend may read it from the host
+            given, device = call.inputs._replace(weight=None), call.out.device
+            moved = Inputs._make(x.to(device) if isinstance(x, Tensor) else x for x in given)
+            here = ExpandCall.of_inputs(call.out, moved._replace(weight=call.weight))
+            expand_call(here, None, self.backend)
+
+
+class WorkList(Work):
+    """Carries out waiting calls in few `launches`, which it counts, without `expand`'s checks."""
+
+    def __init__(self, bytes_at_once: int = BYTES_AT_ONCE) -> None:
+        super().__init__(bytes_at_once)
+        self.launches = 0
+
+    def _carry_out(self, calls: list[ExpandCall]) -> None:
+        self.launches += expand_many([call.as_matrices() for call in calls])
+
+
+def work_on(device: torch.device, backend: str | None) -> Work:
+    """A work list where `expand` would launch Triton kernels; else one call after another."""
+    if choose_backend(backend, device, BACKENDS) == "triton":
+        return WorkList()
+    return OneByOne(backend)

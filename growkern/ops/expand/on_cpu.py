@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend import native
-from growkern.ops.backend.dtypes import acc_torch_dtype
+from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.expand.call import ROW_NOISE, ExpandCall, as_vector
 from growkern.ops.expand.hashes import keys_of_call, noise_of_entries
 
@@ -37,9 +37,6 @@ def expand_on_cpu(call: ExpandCall, isa: int | None = None) -> None:
     Args:
         call: on the CPU.
         isa: the instruction set, an index into `native.ISA_NAMES`, for tests. None: the best.
-
-    Raises:
-        MemoryError: no memory for the library's own tables.
     """
     lib = native.loaded()
     assert lib is not None

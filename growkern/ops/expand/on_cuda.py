@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import acc_torch_dtype
-from growkern.ops.backend.nvrtc import (
-    TYPES,
-    Grid,
-    Kernel,
-    aligned,
-    launch,
-    shared_limit,
-    why_not,
-)
+from growkern.ops.backend import nvrtc
+from growkern.ops.backend.native import acc_torch_dtype
+from growkern.ops.backend.nvrtc import TYPES, Grid, Kernel
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.hashes import keys_of_call, noise_of_entries
 
@@ -61,20 +54,18 @@ class Plan(NamedTuple):
 
 
 def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
-    """The kernel for the dtypes, the noise or routing and the presence of `upper` in a call.
-
-    Args:
-        aligned: whether every row begins and ends at a multiple of 16 bytes.
-    """
+    """The kernel for a call; `aligned`: every row begins and ends at a multiple of 16 bytes."""
     macros: dict[str, str | int] = {
         "IN": TYPES[call.weight.dtype],
         "OUT": TYPES[call.out.dtype],
         "ACC": TYPES[acc_torch_dtype(call.wider)],
         "UPPER": int(call.upper is not None),
+        "NOISE": call.noise_kind,
+        "SHARE": f"{call.larger_share.hex()}f",
+        "SCALED": int(call.is_scaled),
+        "THREADS": THREADS,
+        "ALIGNED": int(aligned),
     }
-    macros |= {"NOISE": call.noise_kind, "SHARE": f"{call.larger_share.hex()}f"}
-    is_scaled = call.row_scale is not None or call.col_scale is not None
-    macros |= {"SCALED": int(is_scaled), "THREADS": THREADS, "ALIGNED": int(aligned)}
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
 
@@ -99,11 +90,9 @@ def by_source(rows_M: Tensor | None, R: int, M: int, device: torch.device) -> tu
 
 
 def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
-    """The launch that carries out a call.
+    """The launch that carries out a call; tensors on "meta" give the same one without memory.
 
-    Args:
-        call: on a GPU; tensors on "meta" give the same launch without memory.
-        limit: bytes of shared memory that a block may have.
+    `limit` is the bytes of shared memory that a block may have.
     """
     call = call.with_contiguous_columns()
     weight_RC, upper_RC, out_MN = call.weight, call.upper, call.out
@@ -144,22 +133,19 @@ def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> bool:
     strides += [n * out_MN.element_size() for n in (args.out_stride_m, args.N)]
     addresses = (x.data_ptr() for x in tensors if x is not None)
     # vectors: eight float32 are read at once
-    return args.out_stride_n == 1 and aligned(*strides) and aligned(*addresses, to=32)
+    is_aligned = not any(n % 16 for n in strides) and not any(n % 32 for n in addresses)
+    return args.out_stride_n == 1 and is_aligned
 
 
 def expand_on_cuda(call: ExpandCall) -> None:
     """Fill `call.out`, which is on a GPU. The weight may be in pinned memory of the host.
 
     With a weight on the host this returns when the kernel has ended.
-
-    Raises:
-        GrowthError: CUDA C++ cannot run here.
     """
-    missing = why_not()
-    if missing:
+    if missing := nvrtc.why_not():
         raise GrowthError(f"backend='cuda' cannot run here: {missing}")
-    made = plan(call, limit=shared_limit(call.out.device))
-    launch(made.kernel, made.grid, made.args, call.out.device)
+    made = plan(call, limit=nvrtc.shared_limit(call.out.device))
+    nvrtc.launch(made.kernel, made.grid, made.args, call.out.device)
     if call.weight.device != call.out.device:
         # the caller may drop or overwrite the weight, and PyTorch does not know that a kernel that
         # it did not launch is still reading the host's memory

@@ -33,8 +33,8 @@ record (`call.py`), checks it (`checks.py`) and calls the registered op. The op 
 every backend takes the record: the reference in this file; `on_cpu.py` with
 `csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
 `hashes.py` draws the noise and computes routing. That is at most 6 files for one call;
-CONTRIBUTING.md says how they are counted. To carry out many calls, `work.py` collects them and
-`many.py` launches them together.
+CONTRIBUTING.md says how they are counted. To carry out many calls, `many.py` collects them and
+launches them together.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
@@ -46,10 +46,8 @@ import torch
 from torch import Tensor, library
 
 from growkern.ops.backend.choose import BACKENDS, choose_backend
-from growkern.ops.backend.dtypes import acc_torch_dtype
-from growkern.ops.backend.namespace import NAMESPACE
-from growkern.ops.backend.native import advise_huge_pages
-from growkern.ops.backend.transforms import Rules, apply
+from growkern.ops.backend.custom_ops import NAMESPACE, Rules, apply
+from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
 from growkern.ops.expand.call import ExpandCall, Inputs, Routing
 from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
 from growkern.ops.expand.hashes import noise_of_columns, routed, routed_gradient, with_noise
@@ -104,9 +102,10 @@ def expand_reference(call: ExpandCall) -> Tensor:
         in_upper_MN = (rows_M >= R)[:, None] | (cols_N >= C)
         x_MN = torch.where(in_upper_MN, _gathered(upper_RC, call.rows, call.cols), x_MN)
     x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(call.wider)), call)
-    x_MN = (
-        with_noise(x_MN, noise_MN, call.out.dtype) if call.routing is None else routed(x_MN, call)
-    )
+    if call.routing is not None:
+        x_MN = routed(x_MN, call)
+    elif noise_MN is not None:
+        x_MN = with_noise(x_MN, noise_MN, call.out.dtype)
     # a copy: without maps and factors, x_MN is still the weight itself
     return x_MN.to(call.out.dtype, memory_format=torch.contiguous_format, copy=True)
 
@@ -194,9 +193,7 @@ def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
 
     Args:
         x: (m, k), or (k, m) with `dim` 1.
-        dim: 0 or 1.
         index: (m,) int64 in [0, n).
-        n: size of the result along `dim`.
 
     Returns:
         (n, k) or (k, n). The same bits every time, on a GPU too.

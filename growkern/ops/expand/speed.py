@@ -22,11 +22,7 @@ PROBES = 4
 
 
 def cpu_bytes_per_second(dtype: torch.dtype) -> float:
-    """Bytes of output per second of `expand` on this CPU, for doubling both axes.
-
-    Args:
-        dtype: of the weight and of the result.
-    """
+    """Bytes of output per second of `expand` on this CPU, for doubling both axes."""
     weight = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype)
     index = torch.arange(2 * PROBE_SIZE) % PROBE_SIZE
     scale = torch.full((2 * PROBE_SIZE,), 0.5)

@@ -65,8 +65,7 @@ from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.dtypes import check_tensors
-from growkern.ops.backend.transforms import apply
+from growkern.ops.backend.custom_ops import apply, check_tensors
 from growkern.ops.loss.rows.inputs import (
     check_columns,
     outcome,

@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.transforms import apply
+from growkern.ops.backend.custom_ops import apply
 from growkern.ops.loss.kl_mlm_loss import (
     divergence_reference,
     kl_mlm_rows_reference,

@@ -27,10 +27,8 @@ from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import sync
-from growkern.publish.calls import delete, move
-from growkern.publish.lock import Lock, lock_file_of
-from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
-from growkern.publish.replaceable import why_kept
+from growkern.publish.calls import Lock, delete, lock_file_of, move
+from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, why_kept, write_manifest
 from growkern.publish.workplace import check_space
 from growkern.train.dataset.records import DTYPES, IDS, Tokens, features_of
 from growkern.train.objectives.language_modeling import SOURCE

@@ -17,9 +17,8 @@ from torch.utils.data import ConcatDataset, Dataset
 from tqdm import tqdm
 
 from growkern.arguments import check_kind
-from growkern.errors import GrowthError, clean
+from growkern.errors import GrowthError, clean, human
 from growkern.growth.source.formats import Stamps
-from growkern.printing import human
 from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, from_first
 from growkern.train.dataset.files import digest_of, user_cache
 from growkern.train.dataset.options import DataSection

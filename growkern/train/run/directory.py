@@ -18,10 +18,8 @@ from typing import Any
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import PARTIAL, read_json, write_whole
-from growkern.publish.calls import move
-from growkern.publish.lock import LOCK_FILE
-from growkern.publish.manifest import MANIFEST
-from growkern.publish.replaceable import recorded_in, why_kept
+from growkern.publish.calls import LOCK_FILE, move
+from growkern.publish.manifest import MANIFEST, recorded_in, why_kept
 from growkern.train.dataset.files import fingerprint
 from growkern.train.run.file import Run, TrainingSection
 from growkern.train.safety.checkpoints import (

@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from growkern.errors import clean
+from growkern.errors import clean, human
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.printing import human
 from growkern.train.dataset.load import describe_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.loop.callbacks import last_losses

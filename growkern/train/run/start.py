@@ -18,7 +18,7 @@ from growkern.arguments import path_of
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.growth.source.loading import load_model
-from growkern.publish.lock import locked
+from growkern.publish.calls import locked
 from growkern.train.dataset.load import load_data
 from growkern.train.distributed.shard import DistributedOptions, join_processes, shard
 from growkern.train.growth import Size, grown_model, unfilled_model

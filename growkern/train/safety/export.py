@@ -21,7 +21,7 @@ from growkern.growth.record.lineage import DTYPES, keep_lineage
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import class_of
 from growkern.publish import workplace
-from growkern.publish.lock import make_folder
+from growkern.publish.calls import make_folder
 from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
 from growkern.train.model.load import load_language_model

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.errors import GrowthError, GrowthWarning
-from growkern.printing import say
+from growkern.errors import GrowthError, GrowthWarning, say
 from growkern.train.distributed.checkpoint import Parts, write_parts
 from growkern.train.distributed.shards import Shards, all_finite, largest_entry
 from growkern.train.safety.checkpoints import (

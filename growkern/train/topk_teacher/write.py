@@ -24,8 +24,7 @@ from tqdm import tqdm
 from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
-from growkern.publish.manifest import checksum, write_manifest
-from growkern.publish.replaceable import why_kept
+from growkern.publish.manifest import checksum, why_kept, write_manifest
 from growkern.train.loss.vocabulary import check_own_tokenizer, tokenizer_fingerprint
 from growkern.train.model.load import load_language_model
 from growkern.train.objectives.language_modeling import Collator

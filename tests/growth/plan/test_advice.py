@@ -16,10 +16,10 @@ import growkern.growth.plan.advice
 from bench.paper.compare import mean_and_half, runs_of, saved
 from bench.paper.plans import TABLES, lines_of
 from bench.shared.results import RESULTS, read
+from growkern.errors import human
+from growkern.files import parse_toml
 from growkern.growth.plan.advice import FIELDS, MOST_WARNINGS
 from growkern.ops.backend import native
-from growkern.package import parse_toml
-from growkern.printing import human
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import find_stacks
 from tests.growth.models import BERT, GPT2, LLAMA, random_model

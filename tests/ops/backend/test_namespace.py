@@ -5,7 +5,7 @@ import re
 import torch
 
 import growkern
-from growkern.ops.backend.namespace import NAMESPACE, namespace_of
+from growkern.ops.backend.custom_ops import NAMESPACE, namespace_of
 
 
 def test_changes_with_every_change_of_the_code():

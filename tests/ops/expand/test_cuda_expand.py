@@ -139,10 +139,10 @@ def test_the_weight_on_the_host_lives_until_the_kernel_has_ended(on_host, monkey
     events = []
     made = SimpleNamespace(kernel=None, grid=None, args=None)
     stream = SimpleNamespace(synchronize=lambda: events.append("ended"))
-    monkeypatch.setattr(on_cuda, "why_not", lambda: "")
-    monkeypatch.setattr(on_cuda, "shared_limit", lambda device: STAGED)
+    monkeypatch.setattr(on_cuda.nvrtc, "why_not", lambda: "")
+    monkeypatch.setattr(on_cuda.nvrtc, "shared_limit", lambda device: STAGED)
     monkeypatch.setattr(on_cuda, "plan", lambda call, limit: made)
-    monkeypatch.setattr(on_cuda, "launch", lambda *args: events.append("launched"))
+    monkeypatch.setattr(on_cuda.nvrtc, "launch", lambda *args: events.append("launched"))
     monkeypatch.setattr(torch.cuda, "current_stream", {OnGpu.device: stream}.__getitem__)
     weight, out = torch.ones(3, 4), torch.empty(3, 4).as_subclass(OnGpu)
     on_cuda.expand_on_cuda(ExpandCall(out, weight if on_host else weight.as_subclass(OnGpu)))

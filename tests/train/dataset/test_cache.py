@@ -13,7 +13,7 @@ import pytest
 
 from growkern import GrowthError
 from growkern.errors import GrowthWarning
-from growkern.publish.lock import Lock, lock_file_of
+from growkern.publish.calls import Lock, lock_file_of
 from growkern.train.dataset import cache
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern import run as train
-from growkern.publish.lock import locked
+from growkern.publish.calls import locked
 from growkern.train.loop.callbacks import last_losses
 from growkern.train.run import directory as run_directory
 from growkern.train.run.arguments import training_arguments

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern import run as train
-from growkern.publish.lock import LOCK_FILE
+from growkern.publish.calls import LOCK_FILE
 
 # what Python reports before it does them; writes of C++ and Rust code are hit at random moments
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}

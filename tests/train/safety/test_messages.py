@@ -10,8 +10,7 @@ import transformers
 from growkern import GrowthError
 from growkern import run as train
 from growkern.cli.main import main
-from growkern.errors import GrowthWarning
-from growkern.printing import human
+from growkern.errors import GrowthWarning, human
 from growkern.train.run.messages import resume_command
 from growkern.train.safety.checkpoints import checkpoints_in
 from tests.train.run.test_run import RUN, workplace  # noqa: F401

@@ -38,7 +38,7 @@ from growkern.growth.plan.tensors.untrained import (
 from growkern.growth.source.stored import Read
 from growkern.growth.space.maps import take_shares
 from growkern.ops.expand.call import Routing
-from growkern.ops.expand.work import OneByOne, Work
+from growkern.ops.expand.many import OneByOne, Work
 
 
 def build_tensor(

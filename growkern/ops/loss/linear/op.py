@@ -16,11 +16,15 @@ import torch
 from torch import Tensor, library
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import acc_torch_dtype
-from growkern.ops.backend.namespace import NAMESPACE
-from growkern.ops.backend.native import advise_huge_pages
+from growkern.ops.backend.custom_ops import (
+    NAMESPACE,
+    Rules,
+    apply,
+    is_last_backward,
+    refuse_second_derivative,
+)
+from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
 from growkern.ops.backend.scale import scale_in_place
-from growkern.ops.backend.transforms import Rules, apply, is_last_backward, refuse_second_derivative
 from growkern.ops.loss.linear.gemm import GradientSums, gemm_dtype, project, row_counts
 from growkern.ops.loss.linear.heads import (
     Head,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, SHARE, Limit
 from growkern.errors import GrowthError
-from growkern.ops.backend.dtypes import check_tensors
+from growkern.ops.backend.custom_ops import check_tensors
 
 IGNORE_INDEX = -100
 REDUCTIONS = ("mean", "sum", "none")

@@ -1,19 +1,55 @@
-"""Takes custom ops through the transforms of PyTorch, and refuses those that have no rule.
+"""What the custom ops share: their namespace, a check, and the transforms of PyTorch.
 
 A custom op with `register_autograd` has no rule for forward-mode AD: PyTorch then returns a tangent
 of 0 without a word. It does not work under the transforms of `torch.func` either. An
-`autograd.Function` around the op has a rule for each of them.
+`autograd.Function` around the op has a rule for each of them, or refuses. This module does not
+import Triton.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError
+
+
+def namespace_of(sources: Mapping[str, bytes]) -> str:
+    """A namespace for the ops of some code, such as "growkern_1f0c93ab".
+
+    torch.compile keeps compiled steps on disk and finds them by the names and arguments of their
+    ops. What an op's backward calls is in such a step, but not in the key. After an update of
+    growkern, a step compiled before it would still run the old backward. Names that change with
+    the code prevent this.
+
+    Args:
+        sources: the contents of the files, by their names.
+    """
+    digest = hashlib.sha256()
+    for name, content in sorted(sources.items()):
+        digest.update(b"%s\0%d\0%s" % (name.encode(), len(content), content))
+    return f"growkern_{digest.hexdigest()[:8]}"
+
+
+_OPS = Path(__file__).parents[1]
+NAMESPACE = namespace_of(
+    {file.relative_to(_OPS).as_posix(): file.read_bytes() for file in _OPS.rglob("*.py")}
+)
+
+
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that are no tensors, such as arrays of NumPy; they come by their names."""
+    for name, x in given.items():
+        check_kind(name, x, Tensor, "a tensor")
+
+
+# --------------------------------------------------------------- transforms
 
 _REFERENCE = "use backend='reference', which is plain PyTorch"
 _IN_COMPILED_CODE = (
@@ -61,15 +97,10 @@ class Rules(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """One call of an op: a Function takes its tensors outside of lists.
-
-    Attributes:
-        rules: of the op.
-        lengths: per argument, the length of a list of tensors, or None.
-    """
+    """One call of an op: a Function takes its tensors outside of lists."""
 
     rules: Rules
-    lengths: Sequence[int | None]
+    lengths: Sequence[int | None]  # per argument, the length of a list of tensors, or None
 
     def nested(self, flat: Sequence[Any]) -> list[Any]:
         """The op's arguments from a flat list."""
@@ -91,15 +122,10 @@ def _length(argument: Any) -> int | None:
 
 
 def apply(rules: Rules, *arguments: Any) -> Any:
-    """Call an op so that `torch.func.grad`, `vjp` and backward work.
+    """Call an op so that `torch.func.grad`, `vjp` and backward work. Tensors may lie in lists.
 
-    Args:
-        rules: of the op.
-        arguments: of the op. Tensors may lie in lists.
-
-    Raises:
-        GrowthError: when forward-mode AD or `torch.vmap` reaches an op without a rule for it; or a
-            batch of gradients, which reaches no rule.
+    Forward-mode AD and `torch.vmap` are refused where the op has no rule for them, and so is a
+    batch of gradients, which reaches no rule.
     """
     if torch.compiler.is_compiling():
         # the compiler uses the op's own rules, and cannot trace a Function with a rule for jvp
@@ -212,11 +238,7 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def refuse_second_derivative(*_: Any) -> NoReturn:
-    """The backward of every backward op: the gradient comes from a kernel, without a graph.
-
-    Raises:
-        GrowthError: always.
-    """
+    """The backward of every backward op: the gradient comes from a kernel, without a graph."""
     raise GrowthError(
         "this loss can be differentiated once only: for the gradient of a gradient "
         f"(create_graph=True, torch.func.hessian) {_REFERENCE}"
