@@ -62,16 +62,9 @@ def _sweep(
     """Time every candidate of one kernel at one size, in turns with the default.
 
     Args:
-        recorder: gets one row per candidate.
-        kernel: its name in the table.
         like: a tensor of the dtype and device that the table distinguishes.
         size: the size that the table distinguishes.
-        call: launches the kernel.
-        choices: the candidates.
         tolerance: largest relative Frobenius distance from the default's result.
-
-    Raises:
-        LookupError: no launch of the call looks up a choice for `like` and `size`.
     """
     key = tuned_key(kernel, like, size)
     with mock.patch.object(tuned, "tuned_key", wraps=tuned_key) as asked:

@@ -24,11 +24,7 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")
 
 
 def clean(text: str, kept: str = "\n\t") -> str:
-    """A text whose control characters are spelt out: those of a name could control a terminal.
-
-    Args:
-        kept: characters that stay as they are.
-    """
+    """A text whose control characters are spelt out: those of a name could control a terminal."""
     if text.isprintable():
         return text
     return "".join(
@@ -120,7 +116,6 @@ def print_table(table: Any, console: Any = None, **options: Any) -> None:
 
     Args:
         console: of rich, which reads no markup: names may look like it. Default: a new one.
-        options: of its `print`.
     """
     from rich.console import Console
 

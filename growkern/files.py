@@ -231,7 +231,6 @@ def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> Non
     """Write all bytes; the system may take them in several bites. After an error some are there.
 
     Args:
-        file: a descriptor.
         at: byte of the file to start at; None: where the file stands.
     """
     view, done = memoryview(data), 0

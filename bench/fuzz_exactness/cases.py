@@ -82,7 +82,6 @@ class Case:
         how: keyword arguments of `growkern.grow`.
         on_disk: True: grown from files to files, and loaded.
         std: standard deviation of the source's weights.
-        dtype: of the source.
         generation: settings of the source's generation_config.
         by_config: True: the target is given as `target_config` instead of its sizes.
     """

@@ -43,9 +43,6 @@ def check(case: Case) -> str:
 
     Returns:
         The plan's word, or "refused" or "no source".
-
-    Raises:
-        AssertionError: the word does not hold, or `growkern.verify` says another one.
     """
     try:
         source = _source(case)
@@ -77,12 +74,7 @@ def check(case: Case) -> str:
 
 
 def _planned(source: Any, how: dict[str, Any]) -> tuple[dict[str, Any], GrowthPlan]:
-    """The options, changed as refusals advise, and their plan.
-
-    Raises:
-        GrowthError: there is no advice, or it led to another refusal.
-        AssertionError: the advised sizes do not fit either.
-    """
+    """The options, changed as refusals advise, and their plan."""
     refused, changed = "", set()
     while True:
         try:

@@ -57,13 +57,7 @@ def steps_of(ends: Sequence[float] = ENDS) -> float:
 
 
 def steps_for(seconds: float, source_s: float, target_s: float, evaluation_s: float) -> int:
-    """The steps of source, scratch and grown that fit into a time.
-
-    Args:
-        seconds: for all three.
-        source_s, target_s: of a step.
-        evaluation_s: of one evaluation of the target.
-    """
+    """The steps of source, scratch and grown that fit into a time."""
     evaluations = 3 * (EVALUATIONS + 1) + len(ENDS)
     left = PLANNED * seconds - evaluations * evaluation_s
     return max(1, int(left / (source_s + target_s * (1 + steps_of())) / UNIT)) * UNIT

@@ -61,8 +61,6 @@ class Place:
 
     Attributes:
         losses: computes the loss from hidden states, the head and the labels.
-        backend: of `torch.compile`.
-        order: of the rows of the text.
     """
 
     recorder: Recorder
@@ -92,11 +90,8 @@ class Training:
     """A model in training.
 
     Attributes:
-        name: of the system.
-        steps: of its longest run.
         backwards: whether it reads the text from its end. The source does, so that its target
             reads text that is new, as long as there is any.
-        flops: of all steps so far.
     """
 
     place: Place

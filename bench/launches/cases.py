@@ -41,7 +41,6 @@ class Case(NamedTuple):
     """One call of an op.
 
     Attributes:
-        name: op, dtype and options.
         run: makes the call, and its backward pass; takes the backend. Returns what it computed.
     """
 

@@ -25,7 +25,6 @@ class Launch(NamedTuple):
     """One launch that Triton would have made.
 
     Attributes:
-        kernel: the function under ``triton.jit``.
         source: the specialised source, `triton.compiler.ASTSource`.
         metadata: of the compiled kernel, such as num_warps and shared.
     """

@@ -51,8 +51,6 @@ def check_case(recorder: Recorder, case: Case, bars: dict[str, float]) -> None:
     """Compare a call with the op's reference in float64.
 
     Args:
-        recorder: gets the row.
-        case: the call.
         bars: the largest error, by a dtype in the name of the case.
     """
     bar = next(bar for dtype, bar in bars.items() if dtype in case.name)

@@ -92,11 +92,7 @@ def check_case(
     """Call `expand` and check its result.
 
     Args:
-        recorder: gets the row, or the failure.
-        name: of the row.
-        case: arguments of `expand`.
         out: where the result goes: memory from `in_nan`.
-        backend: of `expand`.
         truth: the case for computing the truth, if the tensors of `case` are not on the device.
     """
     with recorder.attempt(name):

@@ -27,11 +27,9 @@ class Piece:
 
     Attributes:
         name: of the piece and of its result file.
-        about: one line for --list.
         limit_s: time limit in seconds. Then it is killed, and the rows recorded so far are kept.
         module: its module, without "bench.".
         args: command line of a benchmark's ``main()``.
-        toy_args: the same at toy sizes.
         toy: constants of the benchmark's module at toy sizes.
         own_python: start a new Python in a dry run, too. All others are forked from one Python.
         needs: packages it needs besides PyTorch, Triton and transformers. Skipped without them.

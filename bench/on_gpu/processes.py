@@ -162,10 +162,7 @@ def run_apart(
     """Run a piece in a process of its own, then kill whatever it left running.
 
     Args:
-        piece: the piece.
         path: where it writes its document; its log lies beside it.
-        env: environment variables.
-        toy: run at toy sizes.
         limit_s: time limit in seconds.
         console: shows the progress; None for none.
         forked: fork it from a Python that has imported PyTorch, unless it needs its own.

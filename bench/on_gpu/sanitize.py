@@ -22,11 +22,7 @@ FOUND = 86
 
 
 def cuda_tool(name: str) -> str:
-    """The path of a tool that comes with CUDA.
-
-    Raises:
-        Skip: it is not here.
-    """
+    """The path of a tool that comes with CUDA."""
     homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
     found = shutil.which(name, path=os.pathsep.join(places))

@@ -140,11 +140,7 @@ def _check_table(options: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def train_table(options: argparse.Namespace) -> None:
-    """Train the runs of a table that are not done yet.
-
-    Raises:
-        GrowthError: the text cannot be used, or known rows are of another text.
-    """
+    """Train the runs of a table that are not done yet."""
     named = {"corpus": files_of(options.text), "domain": files_of(options.domain)}
     lines = lines_of(options.table, options.size) or []
     facts = prepare(options.dir, lines[0].setting, named)
@@ -160,11 +156,7 @@ def train_table(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Do what a call asks for, and print its tables or the names of its pictures.
-
-    Raises:
-        GrowthError: see `train_table` and `merged`.
-    """
+    """Do what a call asks for, and print its tables or the names of its pictures."""
     if options.table == "maps":
         out = RESULTS if options.save else options.dir
         pictures = draw_maps(options.dir, rows_of(options.dir), options.size, out)

@@ -20,7 +20,6 @@ class Brief(NamedTuple):
     """A short table.
 
     Attributes:
-        head: above the first column.
         groups: names of the groups of columns, each a saving without and with the source.
         lines: the first cell of each -> its line in each group; None: there is none.
     """

@@ -20,11 +20,7 @@ Row = dict[str, Any]
 
 
 def committed(results: Path) -> dict[str, Row]:
-    """The rows of paper.json by the names of their jobs.
-
-    Raises:
-        GrowthError: the file is there and is not JSON. Saving would then drop all its rows.
-    """
+    """The rows of paper.json by the names of their jobs."""
     document = read(results / FILE)
     if not document and (results / FILE).is_file():
         raise GrowthError(f"{results / FILE} is not JSON: restore it with git")
@@ -32,11 +28,7 @@ def committed(results: Path) -> dict[str, Row]:
 
 
 def merged(results: Path, rows: Iterable[Row]) -> dict[str, Row]:
-    """The rows of paper.json and new ones, by name. Of two with one name the new one is taken.
-
-    Raises:
-        GrowthError: a new row was trained on another text than the rows of its size.
-    """
+    """The rows of paper.json and new ones, by name. Of two with one name the new one is taken."""
     there = committed(results)
     known = {_place(name): row["text"] for name, row in there.items() if "text" in row}
     new = {row["name"]: row for row in rows}
@@ -50,11 +42,7 @@ def merged(results: Path, rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def save(results: Path, rows: Iterable[Row]) -> None:
-    """Merge rows into paper.json, but not those of the size for tests.
-
-    Raises:
-        GrowthError: see `merged`. The file is as it was.
-    """
+    """Merge rows into paper.json, but not those of the size for tests."""
     told = [row for row in rows if size_of(row["name"]) != UNSAVED]
     if told:
         found = list(merged(results, told).values())
@@ -62,16 +50,7 @@ def save(results: Path, rows: Iterable[Row]) -> None:
 
 
 def of_text(results: Path, facts: Facts, size: str) -> list[Row]:
-    """The rows of paper.json of a size whose texts are known here.
-
-    Args:
-        results: folder of paper.json.
-        facts: about the texts of new runs.
-        size: of the new runs.
-
-    Raises:
-        GrowthError: they were trained on another text.
-    """
+    """The rows of paper.json of a size whose texts are known here."""
     rows = [row for row in committed(results).values() if size_of(row["name"]) == size]
     here = {(size, text): facts[text] for text in facts}
     advice = "Give the same text, or leave out --known and --save"

@@ -38,7 +38,6 @@ def saved(runs: Sequence[Row], baseline: Sequence[Row], *, with_source: bool = F
 
     Args:
         runs: of one seed, the shortest first. Between two of them the loss falls linearly.
-        baseline: its runs of the same seed.
         with_source: whether to count what was spent before, on the training of the models that
             were needed and on kept predictions.
 

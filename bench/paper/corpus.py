@@ -52,11 +52,7 @@ TEXTS: dict[str, Callable[[], list[Path]]] = {"corpus": library_files, "domain":
 
 
 def files_of(patterns: Sequence[str]) -> list[Path]:
-    """The text files that glob patterns name.
-
-    Raises:
-        GrowthError: a pattern names no file.
-    """
+    """The text files that glob patterns name."""
     found = set()
     for one in patterns:
         named = {path for path in map(Path, glob(one, recursive=True)) if path.is_file()}
@@ -71,9 +67,6 @@ def split(files: Sequence[Path]) -> Iterator[Piece]:
 
     Blocks of lines are held out by a hash of their text, so that copies of one are never in both.
     No more than a few blocks are in memory.
-
-    Raises:
-        GrowthError: the files hold too little text.
     """
     total = sum(path.stat().st_size for path in files)
     if total < LEAST_BLOCKS:
@@ -126,16 +119,12 @@ def prepare(folder: Path, setting: Setting, named: Mapping[str, Sequence[Path]])
     """Write the text of a setting, that of its origin, and the tokenizer, each once.
 
     Args:
-        folder: of all jobs.
         setting: its text, its vocabulary, and how much validation text it uses. The tokenizer
             learns from the text of its origin.
         named: files for each of `TEXTS`; empty: those that are on every machine.
 
     Returns:
         Name of each text -> the bytes of its parts, and the hash of that for training.
-
-    Raises:
-        GrowthError: the folder has another text, or the files hold too little.
     """
     facts = {} if setting.origin is None else prepare(folder, setting.origin, named)
     place = folder / setting.text
@@ -174,16 +163,8 @@ def prepare(folder: Path, setting: Setting, named: Mapping[str, Sequence[Path]])
 def _write_text(place: Path, kind: str, files: Sequence[Path]) -> str:
     """Write a text into its folder, or check that it is the one there.
 
-    Args:
-        place: the folder.
-        kind: key of `TEXTS`.
-        files: that the user names.
-
     Returns:
         The hash of the training text.
-
-    Raises:
-        GrowthError: another text is there.
     """
     there, pieces = place / "train.txt", _pieces(kind, files)
     if not there.is_file():
@@ -212,9 +193,6 @@ def _write_parts(pieces: Iterable[Piece], train: Path, validation: Path) -> str:
 
     Returns:
         The hash of the text for training.
-
-    Raises:
-        GrowthError: there is no piece of one kind.
     """
     hashed = hashlib.sha256()
 

@@ -21,11 +21,7 @@ class Job:
     """One training run.
 
     Attributes:
-        setting: of its table.
-        system: a key of `SYSTEMS`, or `SOURCE`.
         seed: of the untrained models, the growth, the order of the data and the masks.
-        rate: peak of the learning rate.
-        steps: optimizer steps.
         needs: the jobs whose models it begins with or learns from.
         kept: tokens per row of a teacher that is run once, before; 0: it runs in every step.
     """

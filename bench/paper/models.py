@@ -126,7 +126,6 @@ class Family:
     """What a setting must know of a model's class.
 
     Attributes:
-        model: the class in transformers.
         config: (size, vocabulary, tokens in a row, dropout) -> its config.
         sizes: the names of the config for layers, width and heads, and for what follows from them.
         sentinels: tokens that stand for the spans that T5 takes out.

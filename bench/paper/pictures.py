@@ -50,8 +50,6 @@ def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
     Args:
         found: lines, each with its runs and those of its baseline. One of those that are drawn is
             no baseline.
-        out: file to write.
-        title: of the picture.
     """
     shown = whole(found)
     others = {line: list(pairs.values()) for line, pairs in shown.items() if not is_base(pairs)}
@@ -182,12 +180,6 @@ def drawn_lines(size: str) -> list[Line]:
 
 def draw_maps(folder: Path, rows: Mapping[str, Any], size: str, out: Path) -> list[Path]:
     """Draw the maps of the first seed, of every setting whose models are in the folder.
-
-    Args:
-        folder: of all jobs, with their models.
-        rows: of finished jobs by their names.
-        size: of the tables.
-        out: folder for the pictures.
 
     Returns:
         The pictures.

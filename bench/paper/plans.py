@@ -21,8 +21,6 @@ class Table:
     """A table of a paper, or of ours.
 
     Attributes:
-        title: above the table.
-        family: of its models.
         lines: (setting) -> its lines.
         baseline: system of the lines that others are compared with. Each is compared with the last
             one before it.

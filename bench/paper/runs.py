@@ -50,8 +50,6 @@ class Workplace:
 
     Args:
         folder: for text, models, run files and rows.
-        facts: about each text.
-        say: shows a line of progress.
         workers: runs at a time, each in a process of its own. They share the cores.
     """
 
@@ -249,10 +247,6 @@ class Workplace:
 
 def seconds_of_training(file: Path, out: Path) -> float:
     """Train a run file to its end, or resume it.
-
-    Args:
-        file: the run file.
-        out: the folder of its checkpoints.
 
     Returns:
         The seconds that it took; NaN if an earlier call had begun it.

@@ -97,13 +97,11 @@ class System:
     """A way to train the large model.
 
     Attributes:
-        title: in tables.
         about: what it does, in a sentence without its end.
         sections: (job, source's folder) -> the sections of its run file that differ.
         needs: (setting, seed) -> the jobs whose models it begins with or learns from.
         grows: whether it begins with the weights of another model.
         starts_small: whether it begins with an untrained source, and grows in the run.
-        kept: `Job.kept`.
         becomes: options of `growkern.grow` that make its source a mixture; None: it stays dense.
     """
 

@@ -25,14 +25,10 @@ class CudaCase(NamedTuple):
     """One launch of a CUDA kernel.
 
     Attributes:
-        name: as it stands in the table.
-        kernel: source and macros.
         grid: blocks, threads and shared memory.
         registers: the most a thread may use; with more, too few threads fit on a multiprocessor.
-        element_bytes: size of an element that it stores.
         traffic: least bytes per element that must cross the device's memory.
         narrow: why loads are narrower than 16 bytes; empty if they must not be.
-        narrow_stores: the same for stores.
     """
 
     name: str

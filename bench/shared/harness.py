@@ -79,9 +79,6 @@ def require_green(tests: str) -> None:
 
     Args:
         tests: path of the file, from the root of the repository.
-
-    Raises:
-        SystemExit: a test failed.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", tests]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -111,7 +108,6 @@ def turns_ms(
     time is measured on the device, between two events, starting from an empty cache.
 
     Args:
-        calls: name -> the call to time.
         repeats: timed calls of each, after one to warm up.
         wall: on a GPU, count from the call until the device has finished.
 
@@ -189,9 +185,7 @@ def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) ->
     """Print the rows as a table and save them as bench/results/[<gpu>/]<op>.json.
 
     Args:
-        op: name of the benchmark.
         facts: the machine, as `machine()` describes it.
-        rows: the results.
 
     Returns:
         The file that was written; None if `collector` took the rows instead.

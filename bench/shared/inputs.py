@@ -35,7 +35,6 @@ def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
     """Rows of the correct result: those of the op's reference in float64.
 
     Args:
-        case: arguments of `expand`.
         at: int64, the indices of the rows.
     """
     wide = {name: case[name].double() for name in ("weight", "upper") if case.get(name) is not None}
@@ -76,13 +75,9 @@ def make_case(
 
     Args:
         sizes: rows and columns of the weight, rows and columns of the result.
-        dtype: of the weight.
-        rng: draws everything.
         upper: whether to also take the layer above.
         noise: "row", "col" or "" for none.
         routing: likewise; at most one of the two is given.
-        amplitude: of the routing.
-        scales: whether to scale rows and columns.
     """
     R, C, M, N = sizes
     made = {"generator": rng, "device": rng.device}
@@ -115,8 +110,6 @@ def in_nan(shape: tuple[int, int], dtype: torch.dtype, rng: torch.Generator, lay
     """Memory for a result, filled with NaN.
 
     Args:
-        shape: of the result.
-        dtype: of the result.
         rng: draws gaps and offsets; the memory is on its device.
         layout: "dense" (nothing around it), "padded" (gaps between rows), "strided" (gaps between
             rows and columns) or "turned" (padded and transposed).

@@ -70,7 +70,6 @@ class ExpandCall:
     """One call of `expand`, without its weights.
 
     Attributes:
-        name: of the target tensor.
         source: shape of the weight.
         has_upper: whether the call also takes the layer above.
         given: all other arguments, as the plan has them.
@@ -110,14 +109,10 @@ def expand_calls(size: str, method: str) -> list[ExpandCall]:
     """The calls of a growth, in its order.
 
     Args:
-        size: a key of SIZES.
         method: of the growth: "fpi" or "aki".
 
     Returns:
         The calls. A vector is given as a matrix of one row.
-
-    Raises:
-        ValueError: the plan builds a tensor in parts, which ExpandCall cannot describe.
     """
     # imported here, because only this function needs them and they take three seconds
     import transformers

@@ -28,7 +28,6 @@ def loss_parser(description: str | None, *, compiled: bool = True) -> argparse.A
     """The options that all benchmarks of losses have.
 
     Args:
-        description: the text of --help.
         compiled: whether there is a --compile option.
     """
     parser = benchmark_parser(description, repeats=3)
@@ -86,7 +85,6 @@ class Provider(NamedTuple):
     """One way to compute a loss: a row of the table.
 
     Attributes:
-        name: as it stands in the table.
         step: forward and backward pass. It must clear the gradients, because a gradient that is
             left would hide the memory of the next step's.
         error: computes the relative error of the gradient; None where there is no gradient.
@@ -118,8 +116,6 @@ def in_turns(
     is a row of every provider as soon as possible.
 
     Args:
-        providers: the ways to compute the loss.
-        repeats: turns that count.
         each: called with every row when all turns are over.
         facts: stand before the figures of each row.
 

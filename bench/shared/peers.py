@@ -21,11 +21,7 @@ class Peer(NamedTuple):
     """The loss of another library.
 
     Attributes:
-        package: its name on PyPI.
-        module: the module that must import.
         call: computes the loss; takes the arguments that its benchmark gives.
-        needs_gpu: whether it runs only on a GPU.
-        compiles: whether it calls torch.compile.
     """
 
     package: str

@@ -35,7 +35,6 @@ class Recorder:
     """The document of one piece. It is written after every row, so that a crash loses none.
 
     Attributes:
-        path: the file of the document.
         toy: whether to take toy sizes. The code is the same.
         device: "cuda", or "cpu" in a dry run.
         limit_s: seconds after which the piece is killed.

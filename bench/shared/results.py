@@ -253,7 +253,6 @@ def take(folder: Path, into: Path = RESULTS) -> list[Path]:
     Results that were made without git, but from the same sources as here, get the commit of these.
 
     Args:
-        folder: holds <gpu>/<piece>.json.
         into: the directory of results to add them to.
 
     Returns:
@@ -283,7 +282,6 @@ def read_rows(file: Path, key_of: Callable[[dict[str, Any]], str]) -> dict[str, 
 
     Args:
         file: one JSON document per line. A torn last line is left out.
-        key_of: the text of a row.
     """
     rows = {}
     for line in file.read_text().splitlines() if file.is_file() else ():

@@ -35,8 +35,6 @@ def warm_up(source: str | Path, model_class: Any, **how: Any) -> None:
     """Load all that a growth imports, so that it counts neither as time nor as memory of it.
 
     Args:
-        source: directory of the checkpoint.
-        model_class: its class in transformers.
         how: the target sizes, as `growkern.plan` takes them.
     """
     import transformers
@@ -50,11 +48,7 @@ def warm_up(source: str | Path, model_class: Any, **how: Any) -> None:
 
 
 def run_child(module: str, *arguments: Any) -> dict[str, float]:
-    """Run `python -m module --child ARGUMENTS` and read the JSON on its last line.
-
-    Raises:
-        RuntimeError: the child failed. The message has the end of its error output.
-    """
+    """Run `python -m module --child ARGUMENTS` and read the JSON on its last line."""
     command = [sys.executable, "-m", module, "--child", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

@@ -33,7 +33,6 @@ class Numbers(NamedTuple):
     """The dtype of heads and gradients.
 
     Attributes:
-        flops: of a GEMM, per second.
         size: of a number, in bytes.
     """
 
@@ -53,8 +52,6 @@ class Estimate(NamedTuple):
     """One shape.
 
     Attributes:
-        chunks: how many chunks the rows make.
-        products: how many products sum dW.
         gemms: seconds of the matrix products.
         passes: name -> seconds of each other pass.
         extra_bytes: the most memory that the loss needs beside its inputs.

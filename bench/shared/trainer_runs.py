@@ -17,7 +17,6 @@ class RandomRows(torch.utils.data.Dataset):
 
     Args:
         ids, labels: (B, S) int64.
-        count: number of rows.
     """
 
     def __init__(self, ids: Tensor, labels: Tensor, count: int) -> None:
@@ -65,7 +64,6 @@ class Turns:
         """Give the turn to the next thread.
 
         Args:
-            me: this thread, whose turn it is.
             again: whether this thread takes part in the next round.
         """
         with self._change:
@@ -79,7 +77,6 @@ class ClockInTurns(Clock):
 
     Args:
         turns: of the threads that the trainers run in.
-        me: number of this thread.
     """
 
     def __init__(self, turns: Turns, me: int) -> None:
@@ -121,11 +118,8 @@ def trained(
 
     Args:
         make: makes a trainer of model, arguments, train_dataset and callbacks.
-        model: is trained in place.
         ids, labels: (B, S) int64, the batch of every step.
-        steps: optimizer steps.
         clock: measures the steps; None takes a new one.
-        options: further training arguments.
 
     Returns:
         The trainer, and the clock of its steps.
@@ -162,9 +156,7 @@ def step_times(
 
     Args:
         makers: by name; each makes a trainer as in `trained`.
-        model: is not changed.
         ids, labels: (B, S) int64, the batch of every step.
-        steps: optimizer steps.
 
     Returns:
         By name, the seconds of each step but the first.

@@ -132,13 +132,10 @@ def measure(
     """Measure one row of the table.
 
     Args:
-        dtype: of the weight.
-        kind: name of the index map.
         index: the map, used for rows and columns.
         scaled: "no", "halved", "yes" (halves and sixths), or as growth does it: "noise", halves
             with noise on them, "routing", every weight whole in one of the copies, and for a padded
             hidden state "padded" (`padded_read`) or "routing, scaled", with a factor on every row.
-        args: the command line.
     """
     source, target = SOURCE, len(index)
     weight = torch.randn(source, source, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -103,8 +103,6 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
     """Measure one row of the table. The ways take turns.
 
     Args:
-        where: directory to work in.
-        size: a key of SIZES.
         cold: drop the source files from the page cache first.
         repeats: runs of each way; medians are returned, and the largest peaks.
     """

@@ -81,30 +81,26 @@ def growth_options() -> list[tuple[str, type, Any]]:
             autocompletion=completing(choices) if choices else None,
         )
         options.append((field.name, type(field.default), option))
-    families_with: dict[str, list[str]] = {}
     tables = {kind: load_family(kind) for kind in supported_families()}
     # the parser must know the sizes of a table of one's own before it reads the arguments
     given = [word.partition("=")[2] for word in sys.argv if word.startswith("--family=")]
     given += [after for word, after in pairwise(sys.argv) if word == "--family"]
     tables |= {path: read_family(path) for path in given}
-    for model_type, family in tables.items():
-        for name in growable_fields(family):
-            families_with.setdefault(name, []).append(model_type)
-    for name, families in families_with.items():
-        option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
-        options.append((name, int, option))
+    sizes: dict[str, list[str]] = {}
     choosing: dict[str, dict[str, str]] = {}
     for model_type, family in tables.items():
+        for name in growable_fields(family):
+            sizes.setdefault(name, []).append(model_type)
         for name, word in family.sparse_fields.items() if family.dense else ():
             choosing.setdefault(name, {})[model_type] = word
+    for name, families in sizes.items():
+        option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
+        options.append((name, int, option))
     for name, words in choosing.items():
         is_list = "in" in words.values()
-        option = typer.Option(
-            help=f"Which layers become mixtures: {', '.join(words)}",
-            rich_help_panel="Growth",
-            parser=layer_numbers if is_list else None,
-            metavar="0,3" if is_list else None,
-        )
+        how: dict[str, Any] = {"parser": layer_numbers, "metavar": "0,3"} if is_list else {}
+        text = f"Which layers become mixtures: {', '.join(words)}"
+        option = typer.Option(help=text, rich_help_panel="Growth", **how)
         options.append((name, str if is_list else int, option))
     text = "Round the vocabulary up to a multiple of this."
     options.append((PAD_VOCAB, int, typer.Option(help=text, rich_help_panel="Target sizes")))
@@ -116,13 +112,9 @@ def growth_options() -> list[tuple[str, type, Any]]:
 def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take all growth options: its `growth` gets those that were given."""
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "growth"]
+    keyword = inspect.Parameter.KEYWORD_ONLY
     added = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[kind | None, option],
-        )
+        inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option])
         for name, kind, option in growth_options()
     ]
 
@@ -131,7 +123,7 @@ def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
         values = {p.name: given.pop(p.name) for p in own}
         command(**values, growth={k: v for k, v in given.items() if v is not None})
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+    parameters = [p.replace(kind=keyword) for p in own] + added
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
@@ -317,7 +309,6 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
 
     Args:
         length: tokens per row, if the model has as many positions.
-        most: largest number of tokens.
 
     Returns:
         "tokens" and "labels", (rows, length) int64 each.

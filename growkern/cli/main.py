@@ -59,9 +59,8 @@ def _unknown_option(error: Any) -> str | None:
     options = (one.opts[0] for one in error.ctx.command.params)
     near = [one for one in options if len(word) > 2 and one.startswith("-") and word in one]
     meant = ", ".join(near or error.possibilities or ())
-    return f"No such option: {name}; " + (
-        f"did you mean {meant}?" if meant else f"see {error.ctx.command_path} --help"
-    )
+    advice = f"did you mean {meant}?" if meant else f"see {error.ctx.command_path} --help"
+    return f"No such option: {name}; {advice}"
 
 
 def _format_warning(message: Any, category: Any, *place: Any, **options: Any) -> str:

@@ -32,7 +32,6 @@ def _arguments(context: typer.Context, name: str) -> dict[str, Any]:
     """The arguments of a function: the options of its command, or the file in MODEL's place.
 
     Args:
-        context: of the command.
         name: of the function, and of its table in a file.
     """
     from growkern.train.evaluation.from_file import read_arguments

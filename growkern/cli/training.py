@@ -226,8 +226,8 @@ def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, An
     for name in wanted:
         if name not in given:
             raise GrowthError(f"give {name}, or a run file: --run FILE")
-    length, probability = given.get("--sequence-length", 128), given.get("--masking-probability")
-    probability = 0.15 if probability is None else probability
+    length = given.get("--sequence-length", 128)
+    probability = given.get("--masking-probability", 0.15)
     check_probability(probability)
     reader = load_tokenizer(given.get("--tokenizer", source))
     model, causal = _opened(source, k, reader, length)

@@ -48,7 +48,6 @@ class Row:
     """The maps of one layer of one model, `grown` or its source.
 
     Attributes:
-        inserted: whether it is an identity layer.
         cells: None where a head comes from no head of the source.
     """
 
@@ -188,59 +187,37 @@ def _alone(maps: Any) -> list[Row]:
 # ------------------------------------------------------------------ drawing
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """Where maps lie, in widths of a map, from the upper left corner.
-
-    Attributes:
-        cell: width and height of a map, inches.
-        columns: of maps.
-        tops: upper end of every row.
-    """
-
-    cell: float
-    columns: int
-    tops: tuple[float, ...]
-
-    @property
-    def width(self) -> float:
-        return self.columns * (1 + GAP)
-
-    @property
-    def height(self) -> float:
-        return self.tops[-1] + 1
-
-    def left(self, column: int) -> float:
-        return column * (1 + GAP)
-
-
-def _grid(rows: Sequence[Row]) -> _Grid:
-    columns = max(len(row.cells) for row in rows)
-    cell = min((WIDTH - LEFT - RIGHT) / (columns * (1 + GAP)), MOST_CELL)
-    tops, top = [], TITLE / cell
-    for i, row in enumerate(rows):
-        if i:
-            # the grown model's row belongs to the source's row above it
-            top += 1 + (TITLE + (BETWEEN if row.grown == rows[0].grown else 0)) / cell
+def _tops(rows: Sequence[Row], cell: float) -> list[float]:
+    """The upper ends of all rows, in maps of `cell` inches."""
+    top = TITLE / cell
+    tops = [top]
+    for row in rows[1:]:
+        # the grown model's row belongs to the source's row above it
+        top += 1 + (TITLE + (BETWEEN if row.grown == rows[0].grown else 0)) / cell
         tops.append(top)
-    return _Grid(cell, columns, tuple(tops))
+    return tops
 
 
 def _draw(
     rows: Sequence[Row], maps: Sequence[Any], words: Sequence[str], title: str, out: Path
 ) -> None:
-    """Draw all maps into one pair of axes: a pair for each would be slow."""
+    """Draw all maps into one pair of axes, in widths of a map: a pair for each would be slow."""
     from matplotlib.colors import PowerNorm
 
-    grid = _grid(rows)
-    height = grid.cell * grid.height + TOP + BOTTOM
+    lefts = [column * (1 + GAP) for column in range(max(len(row.cells) for row in rows))]
+    width = len(lefts) * (1 + GAP)
+    # inches
+    cell = min((WIDTH - LEFT - RIGHT) / width, MOST_CELL)
+    tops = _tops(rows, cell)
+    bottom = tops[-1] + 1
+    height = cell * bottom + TOP + BOTTOM
     figure = new_figure(height)
-    size = (grid.width * grid.cell / WIDTH, grid.height * grid.cell / height)
+    size = (width * cell / WIDTH, bottom * cell / height)
     axes = figure.add_axes((LEFT / WIDTH, BOTTOM / height, *size))
     shown = [
-        (one, row, (grid.left(column), top))
-        for row, top in zip(rows, grid.tops, strict=True)
-        for column, one in enumerate(row.cells)
+        (one, row, (left, top))
+        for row, top in zip(rows, tops, strict=True)
+        for left, one in zip(lefts, row.cells, strict=False)
         if one is not None
     ]
     pictures = [maps[-1 if row.grown else 0][one.layer, one.head] for one, row, _ in shown]
@@ -248,14 +225,14 @@ def _draw(
     norm = PowerNorm(0.5, vmin=0, vmax=max(float(picture.max()) for picture in pictures))
     for (one, row, corner), picture in zip(shown, pictures, strict=True):
         image = _draw_map(axes, picture, norm, corner, one.title, row.grown and row.inserted)
-    _write_tokens(axes, grid, words)
-    for row, top in zip(rows, grid.tops, strict=True):
+    _write_tokens(axes, words, cell, lefts, tops)
+    for row, top in zip(rows, tops, strict=True):
         color = INSERTED if row.grown and row.inserted else "black"
-        place = {"x": -TOKENS / grid.cell, "y": top + 0.5, "ha": "right", "va": "center"}
+        place = {"x": -TOKENS / cell, "y": top + 0.5, "ha": "right", "va": "center"}
         axes.text(s=row.label, fontsize=SMALL, color=color, gid="row", **place)
-    axes.set(xlim=(0, grid.width), ylim=(grid.height, 0))
+    axes.set(xlim=(0, width), ylim=(bottom, 0))
     axes.axis("off")
-    left, high = LEFT + grid.width * grid.cell + 0.12, min(2.2, grid.cell * grid.height - TITLE)
+    left, high = LEFT + width * cell + 0.12, min(2.2, cell * bottom - TITLE)
     bar = figure.add_axes(
         (left / WIDTH, 1 - (TOP + TITLE + high) / height, 0.14 / WIDTH, high / height)
     )
@@ -284,14 +261,16 @@ def _draw_map(
     return image
 
 
-def _write_tokens(axes: Any, grid: _Grid, words: Sequence[str]) -> None:
+def _write_tokens(
+    axes: Any, words: Sequence[str], cell: float, lefts: Sequence[float], tops: Sequence[float]
+) -> None:
     """Tokens at the left of every row of maps, and below the last one."""
     places = (np.arange(len(words)) + 0.5) / len(words)
-    font = min(SMALL, 72 * grid.cell / len(words) * 0.85)
+    font = min(SMALL, 72 * cell / len(words) * 0.85)
     for place, word in zip(places, words, strict=True):
         kind = {"s": word, "fontsize": font, "gid": "token"}
-        for top in grid.tops:
-            axes.text(-0.04 / grid.cell, top + place, ha="right", va="center", **kind)
-        for column in range(grid.columns):
-            at = (grid.left(column) + place, grid.height + 0.04 / grid.cell)
+        for top in tops:
+            axes.text(-0.04 / cell, top + place, ha="right", va="center", **kind)
+        for left in lefts:
+            at = (left + place, tops[-1] + 1 + 0.04 / cell)
             axes.text(*at, ha="center", va="top", rotation=90, **kind)

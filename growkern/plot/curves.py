@@ -48,10 +48,6 @@ class Curve:
     losses: tuple[float, ...]
     validation: bool = True
 
-    def flops_at(self, loss: float) -> float | None:
-        """The FLOPs at which the run first reaches a loss, None if it never does."""
-        return first_crossing(self.flops, self.losses, loss)
-
 
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
     """The cost at which a loss is first reached, interpolated linearly; None if it never is.
@@ -159,7 +155,8 @@ class Group:
 
     def reached(self) -> list[tuple[float, float]]:
         """FLOPs, without `before`, and the mark, of each run that reaches its mark."""
-        found = [(c.flops_at(mark), mark) for c, mark in zip(self.curves, self.marks, strict=True)]
+        pairs = zip(self.curves, self.marks, strict=True)
+        found = [(first_crossing(one.flops, one.losses, mark), mark) for one, mark in pairs]
         return [(cost, mark) for cost, mark in found if cost is not None]
 
     def cost(self) -> float | None:

@@ -6,9 +6,8 @@ It also places labels at the ends of curves, and an overview of all losses where
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -54,8 +53,7 @@ ALONG = (0.01, 0.2, 0.4, 0.6, 0.75)
 GAP = 4
 
 
-@dataclass(frozen=True)
-class Style:
+class Style(NamedTuple):
     """How a curve is drawn: it can be told apart in black and white too."""
 
     color: str
@@ -65,11 +63,7 @@ class Style:
 
 def style_of(number: int) -> Style:
     """The style of a curve by its number, counted from 0."""
-    return Style(
-        COLORS[number % len(COLORS)],
-        DASHES[number % len(DASHES)],
-        MARKERS[number % len(MARKERS)],
-    )
+    return Style(*(each[number % len(each)] for each in (COLORS, DASHES, MARKERS)))
 
 
 def plain(name: str) -> str:
@@ -78,11 +72,9 @@ def plain(name: str) -> str:
 
 
 def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -> Any:
-    """An empty figure of the width of all pictures.
+    """An empty figure of the width of all pictures, and of a height in inches.
 
-    Args:
-        height: inches.
-        layout: of matplotlib; None leaves the place of everything to the caller.
+    `layout` is that of matplotlib; None leaves the place of everything to the caller.
     """
     try:
         # not pyplot: it would choose a display and keep every figure in memory
@@ -202,19 +194,11 @@ def label_ends(axes: Any, lines: Sequence[Any]) -> bool:
 
 def _fitting(axes: Any, line: Any, paths: Any, taken: Any, renderer: Any) -> Iterator[Any]:
     """A label at the end of a line, at the first place where it covers nothing."""
-    color = line.get_color()
+    end = (line.get_xdata()[-1], line.get_ydata()[-1])
+    kind: dict[str, Any] = {"textcoords": "offset points"}
+    kind |= {"color": line.get_color(), "fontsize": SMALL, "gid": "end"}
     for offset, ha, va in PLACES:
-        text = axes.annotate(
-            line.get_label(),
-            (line.get_xdata()[-1], line.get_ydata()[-1]),
-            xytext=offset,
-            textcoords="offset points",
-            ha=ha,
-            va=va,
-            color=color,
-            fontsize=SMALL,
-            gid="end",
-        )
+        text = axes.annotate(line.get_label(), end, xytext=offset, ha=ha, va=va, **kind)
         box, room = text.get_window_extent(renderer), axes.get_window_extent(renderer)
         near = _inside(paths, box.x0 - GAP, box.y0 - GAP, box.width + 2 * GAP, box.height + 2 * GAP)
         is_in = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1

@@ -81,7 +81,6 @@ def draw(
     Args:
         curves: at least one. Those of one name are seeds of one setup.
         out: file to write; its name ends with a format of matplotlib.
-        title: of the picture.
         sources: of the small model, one per seed, that all but the reference started from.
         paired: whether the curves of each name have the same seeds in the same order. The mark of
             each is then the final loss of the reference of its seed.
@@ -160,19 +159,12 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         if len(group.curves) > 1:
             low, high = losses.min(0), losses.max(0)
             axes.fill_between(flops / unit, low, high, color=style.color, alpha=0.18, linewidth=0)
-        axes.plot(
-            flops / unit,
-            losses.mean(0),
-            color=style.color,
-            linestyle=style.dashes,
-            linewidth=1.7,
-            marker=style.marker,
-            # about eight on each curve, not at the same places as those of others
-            markevery=(number % max(1, len(flops) // 8), max(1, len(flops) // 8)),
-            markersize=4.5,
-            label=plain(group.name),
-            gid="curve",
-        )
+        # about eight on each curve, not at the same places as those of others
+        every = max(1, len(flops) // 8)
+        marked = {"marker": style.marker, "markevery": (number % every, every), "markersize": 4.5}
+        line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7}
+        named = {"label": plain(group.name), "gid": "curve"}
+        axes.plot(flops / unit, losses.mean(0), **line, **marked, **named)
         # a single group has nothing to compare with
         for cost, mark in group.reached() if len(groups) > 1 else ():
             point = {"marker": style.marker, "color": style.color, "markersize": 9}

@@ -137,12 +137,9 @@ class Panel:
     """One kind of units, with the source unit of each.
 
     Attributes:
-        title: what they are.
-        count: of units in the source.
         sources: source unit of each, one row per layer or one for all; `NOTHING` for new ones.
         is_next: which come from the next source layer (AKI), of the same shape.
         inserted: which are new layers that compute nothing yet, of the same shape.
-        labels: of the rows.
     """
 
     title: str
@@ -183,12 +180,10 @@ def layer_panels(plan: GrowthPlan) -> list[Panel]:
     """One panel per stack of layers."""
     panels = []
     for stack, layers in plan.layer_maps.items():
-        sources = np.array([layers])
         inserted = np.array([[(stack, i) in plan.inserted for i in range(len(layers))]])
         count = plan.small.size(plan.small.family.stacks[stack])
-        name = f"{stack} layers" if stack else "layers"
-        nothing = np.zeros_like(inserted)
-        panels.append(Panel(name, count, sources, nothing, inserted, ("grown",)))
+        name, nothing = f"{stack} layers".strip(), np.zeros_like(inserted)
+        panels.append(Panel(name, count, np.array([layers]), nothing, inserted, ("grown",)))
     return panels
 
 
@@ -321,11 +316,9 @@ def _number(axes: Any, sources: Any, colors: Any, top: float, high: float, inser
 
 def _words(panel: Panel) -> str:
     """What the hatching of a panel means."""
-    found = []
-    if panel.inserted.any():
-        found.append("hatched: inserted, computes nothing yet")
-    if panel.is_next.any():
-        found.append("hatched: from the next layer")
-    if (panel.sources == NOTHING).any():
-        found.append("dotted: new, copies no unit")
-    return "".join(f"; {words}" for words in found)
+    meanings = {
+        "hatched: inserted, computes nothing yet": panel.inserted,
+        "hatched: from the next layer": panel.is_next,
+        "dotted: new, copies no unit": panel.sources == NOTHING,
+    }
+    return "".join(f"; {words}" for words, where in meanings.items() if where.any())

@@ -87,7 +87,6 @@ def remove(name: str, folder: int) -> None:
     After an OSError some of it may be gone.
 
     Args:
-        name: may be of nothing that exists.
         folder: a descriptor of the directory that holds it.
     """
     try:

@@ -41,7 +41,6 @@ def write_manifest(
     """Record the size and the checksum of every file below a directory.
 
     Args:
-        directory: it has no manifest yet.
         known: checksums of files that were computed when they were written.
         beside: files that will lie in the directory when its contents have their place.
     """

@@ -84,7 +84,6 @@ class Workplace:
 
     Attributes:
         new: where its contents are made, see `open_new`.
-        journal: a file for the caller.
     """
 
     def __init__(

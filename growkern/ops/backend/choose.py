@@ -71,7 +71,6 @@ def choose_backend(
         requested: a name of BACKENDS. None or "": "triton" on a GPU, "cpu" on a CPU, and
             "reference" where these cannot run. "cuda" is for `expand` alone and must be requested,
             because its speed has not been measured yet.
-        device: of the tensors.
         supported: the backends that the op has for these dtypes; "reference" is always one.
     """
     if not requested:

@@ -80,7 +80,6 @@ class Rules(NamedTuple):
     """An op and its autograd rules.
 
     Attributes:
-        op: the custom op.
         backward, setup_context: as `register_autograd` of the op takes them.
         jvp: takes the context and the tangents of the arguments, and returns that of the result.
             Default: refuses.

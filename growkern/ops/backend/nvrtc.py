@@ -6,6 +6,7 @@ file is compiled once for each set of macros, architecture and version of NVRTC.
 0.5 s. The machine code is then kept on disk.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -181,8 +182,8 @@ def cache_path(kernel: Kernel, arch: str) -> Path:
     digest = hashlib.sha256("\n".join(parts).encode())
     for path in (folder / f"{kernel.name}.cu", *headers):
         digest.update(path.read_bytes())
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "growkern" / f"{kernel.name}-{digest.hexdigest()[:32]}.cubin"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "growkern" / f"{kernel.name}-{digest.hexdigest()[:32]}.cubin"
 
 
 def cached_cubin(kernel: Kernel, arch: str) -> bytes:
@@ -191,12 +192,10 @@ def cached_cubin(kernel: Kernel, arch: str) -> bytes:
     if path.is_file():
         return path.read_bytes()
     cubin = compile_cubin(kernel, arch)
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # other processes may be compiling the same kernel
         write_whole(path, lambda partial: partial.write_bytes(cubin))
-    except OSError:
-        pass
     return cubin
 
 

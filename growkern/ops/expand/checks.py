@@ -91,7 +91,6 @@ def check_sizes(call: ExpandCall, shape: Sequence[int]) -> None:
 
     Args:
         call: vectors or matrices; its `out` is not looked at.
-        shape: of the result.
     """
     times = 1 if call.upper is None else 2
     if any(n > MOST_ENTRIES for n in (*shape, *(times * n for n in call.weight.shape))):
@@ -149,9 +148,6 @@ def check_expand(
         out_dtype: the dtype asked for, or None.
         reads_host: whether the backend reads a weight in pinned memory of the host. The result is
             then on the device of `out`.
-
-    Raises:
-        GrowthError: the first argument that is wrong, and how to fix it.
     """
     for name, x in call._asdict().items():
         _check_layout(name, x)

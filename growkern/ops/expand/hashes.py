@@ -59,17 +59,13 @@ def _int32(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-MIX_A = _int32(0x7FEB352D)
-MIX_B = _int32(0x846CA68B)
-GOLDEN = _int32(0x9E3779B9)
+MIX_A, MIX_B, GOLDEN = map(_int32, (0x7FEB352D, 0x846CA68B, 0x9E3779B9))
 
 
 def _mix(x: Tensor) -> Tensor:
     """(1) on int32 bit patterns. A shift of int32 is arithmetic: the mask makes it logical."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * MIX_A
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * MIX_B
+    x = (x ^ ((x >> 16) & 0xFFFF)) * MIX_A
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * MIX_B
     return x ^ ((x >> 16) & 0xFFFF)
 
 
@@ -113,8 +109,6 @@ def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, s
     Args:
         x_MN: the matrix; only its shape, dtype and device are used.
         size_N: relative size of the noise on each column.
-        src_N: source index of each column.
-        offset: position of the first row.
     """
     key_M, mult_M = line_keys(x_MN.shape[0], offset, seed, x_MN.device)
     size_N = size_N.to(x_MN.dtype)

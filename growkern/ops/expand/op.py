@@ -67,11 +67,10 @@ def _index(index: Tensor | None, n: int, device: torch.device) -> Tensor:
     return torch.arange(n, device=device) if index is None else index
 
 
-def _gathered(x_RC: Tensor, rows_M: Tensor | None, cols_N: Tensor | None) -> Tensor:
-    if rows_M is not None:
-        x_RC = x_RC.index_select(0, rows_M % x_RC.shape[0])
-    if cols_N is not None:
-        x_RC = x_RC.index_select(1, cols_N % x_RC.shape[1])
+def _gathered(x_RC: Tensor, call: ExpandCall) -> Tensor:
+    for dim, index in enumerate((call.rows, call.cols)):
+        if index is not None:
+            x_RC = x_RC.index_select(dim, index % x_RC.shape[dim])
     return x_RC
 
 
@@ -96,11 +95,11 @@ def expand_reference(call: ExpandCall) -> Tensor:
     """Plain PyTorch definition of the op, differentiable: a new (M, N) in the dtype of `out`."""
     weight_RC, upper_RC = call.weight, call.upper
     R, C = weight_RC.shape
-    x_MN = _gathered(weight_RC, call.rows, call.cols)
+    x_MN = _gathered(weight_RC, call)
     if upper_RC is not None:
         rows_M, cols_N = (_index(call.rows, R, x_MN.device), _index(call.cols, C, x_MN.device))
         in_upper_MN = (rows_M >= R)[:, None] | (cols_N >= C)
-        x_MN = torch.where(in_upper_MN, _gathered(upper_RC, call.rows, call.cols), x_MN)
+        x_MN = torch.where(in_upper_MN, _gathered(upper_RC, call), x_MN)
     x_MN, noise_MN = _scaled(x_MN.to(acc_torch_dtype(call.wider)), call)
     if call.routing is not None:
         x_MN = routed(x_MN, call)
@@ -235,12 +234,11 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.has_upper or call.rows is not None:
         x = folded(x, 0, _index(call.rows, M, x.device), times * R)
     dweight_RC = (x[:R, :C] if ctx.has_upper else x).to(ctx.dtype)
-    gradients = Inputs._make([None] * len(Inputs._fields))._replace(weight=dweight_RC)
+    dupper_RC = None
     if ctx.has_upper:
-        rest_RC = x[:R, C:] + x[R:, :C] + x[R:, C:]
-        gradients = gradients._replace(upper=rest_RC.to(ctx.dtype))
-    dout_dtype = dbackend = None
-    return *gradients, dout_dtype, dbackend
+        dupper_RC = (x[:R, C:] + x[R:, :C] + x[R:, C:]).to(ctx.dtype)
+    # those after weight and upper have none
+    return dweight_RC, dupper_RC, *[None] * len(Inputs._fields)
 
 
 def _jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ to import.
 """
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -33,10 +33,6 @@ def cpu_bytes_per_second(dtype: torch.dtype) -> float:
         from growkern.ops.expand.op import KERNELS
 
         kernel = KERNELS["reference"]
-    times = []
-    for _ in range(PROBES):
-        start = time.perf_counter()
-        kernel(call)
-        times.append(time.perf_counter() - start)
     # the first run also reserves the memory
-    return out.nbytes / statistics.median(times[1:])
+    times = timeit.repeat(lambda: kernel(call), number=1, repeat=PROBES)[1:]
+    return out.nbytes / statistics.median(times)
