@@ -21,7 +21,6 @@ from bench.on_gpu.check_expand import check_case, named
 from bench.shared.inputs import in_nan, make_case
 from bench.shared.recorder import Recorder, Skip, fill_new_memory
 from growkern.ops.backend import nvrtc
-from growkern.ops.expand import on_cuda
 
 # shared memory of a block on sm_90, in bytes
 LIMIT = 227 << 10
@@ -62,7 +61,7 @@ def planned(recorder: Recorder) -> list[nvrtc.Kernel]:
         attempt=lambda case: contextlib.suppress(Exception),
         **{name: getattr(recorder, name) for name in ("device", "pick", "toy")},
     )
-    with mock.patch.object(on_cuda, "launch", note):
+    with mock.patch.object(nvrtc, "launch", note):
         _checks(nothing)
     return list(found)
 
@@ -79,7 +78,7 @@ def _kernels(recorder: Recorder) -> Iterator[None]:
         raise Skip("needs a GPU, or a C++ compiler to emulate one")
     here = {"why_not": lambda: "", "shared_limit": lambda device: LIMIT}
     with (
-        mock.patch.multiple(on_cuda, launch=cuda_emulator.emulate, **here),
+        mock.patch.multiple(nvrtc, launch=cuda_emulator.emulate, **here),
         mock.patch("growkern.ops.expand.op.choose_backend", lambda requested, *_: requested),
     ):
         yield
