@@ -16,20 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.shared import results
-from bench.shared.results import ROOT, cell, machine
-
-__all__ = [
-    "Rows",
-    "benchmark_parser",
-    "compiled",
-    "interleaved_ms",
-    "largest_error",
-    "machine",
-    "relative_error",
-    "require_green",
-    "show_and_save",
-    "turns_ms",
-]
+from bench.shared.results import ROOT, cell
+from bench.shared.results import machine as machine
 
 # Zeroed before every timed call on a GPU. This empties its cache (60 MB).
 FLUSH_BYTES = 1 << 30
@@ -74,12 +62,19 @@ def benchmark_parser(description: str | None, *, repeats: int | None) -> argpars
     return parser
 
 
-def require_green(tests: str) -> None:
-    """Run a test file first, because the speed of wrong code means nothing.
+def options_of(parser: argparse.ArgumentParser, tests: str) -> argparse.Namespace:
+    """The options of a benchmark, after its tests: the speed of wrong code means nothing.
 
-    Args:
-        tests: path of the file, from the root of the repository.
+    `tests` is the path of a test file. Children of a benchmark skip it, as with --no-test.
     """
+    args = parser.parse_args()
+    if not args.no_test and not getattr(args, "child", None):
+        require_green(tests)
+    return args
+
+
+def require_green(tests: str) -> None:
+    """Run a test file, named from the root of the repository; the benchmark ends if it fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", tests]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if subprocess.run(command, cwd=ROOT, env=env).returncode:

@@ -15,52 +15,24 @@ from torch import Tensor
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 
+
+def _config(*sizes: int) -> dict[str, int]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    return dict(zip((*names, "num_attention_heads", "num_key_value_heads"), sizes, strict=True))
+
+
 # Source config and target sizes. 1B is Llama-3.2-1B. 3B has heads of the same width and grouping.
-SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "1B to 3B": (
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
+        _config(128_256, 2048, 8192, 16, 32, 8),
         {"hidden_size": 3072, "num_hidden_layers": 20},
     ),
     "100M to 200M": (
-        {
-            "vocab_size": 32_000,
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 10,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-        },
+        _config(32_000, 768, 2048, 10, 12, 4),
         {"hidden_size": 1152, "num_hidden_layers": 12},
     ),
-    "tiny": (
-        {
-            "vocab_size": 16,
-            "hidden_size": 16,
-            "intermediate_size": 20,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-        {"hidden_size": 24},
-    ),
-    "toy": (
-        {
-            "vocab_size": 16,
-            "hidden_size": 16,
-            "intermediate_size": 20,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-        {"hidden_size": 24, "num_hidden_layers": 3},
-    ),
+    "tiny": (_config(16, 16, 20, 1, 4, 2), {"hidden_size": 24}),
+    "toy": (_config(16, 16, 20, 2, 4, 2), {"hidden_size": 24, "num_hidden_layers": 3}),
 }
 TENSORS = ("rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
 

@@ -29,22 +29,8 @@ ROWS = 0.85
 ROW_BYTES = {2: 16, 4: 24}
 
 
-class Numbers(NamedTuple):
-    """The dtype of heads and gradients.
-
-    Attributes:
-        size: of a number, in bytes.
-    """
-
-    flops: float
-    size: int
-
-
-DTYPES = {
-    "bfloat16": Numbers(788e12, 2),
-    "tf32": Numbers(395e12, 4),
-    "float32": Numbers(54e12, 4),
-}
+# of heads and gradients: FLOPs of a GEMM per second, and bytes of a number
+DTYPES = {"bfloat16": (788e12, 2), "tf32": (395e12, 4), "float32": (54e12, 4)}
 SHAPES = ((8192, 128_256, 4096, 2048), (256, 128_256, 4096, 2048), (9830, 30_522, 768, 512))
 
 

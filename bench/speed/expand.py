@@ -25,8 +25,8 @@ from bench.shared.harness import (
     compiled,
     interleaved_ms,
     machine,
+    options_of,
     relative_error,
-    require_green,
     show_and_save,
     turns_ms,
 )
@@ -205,9 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--growth", action="store_true", help="only what growth calls, in bfloat16 and float32"
     )
-    args = parser.parse_args()
-    if not args.no_test:
-        require_green("tests/ops/expand/test_expand.py")
+    args = options_of(parser, "tests/ops/expand/test_expand.py")
     facts = machine()
     rows = Rows()
     for dtype in DTYPES[: 2 if args.growth else None]:

@@ -29,8 +29,8 @@ from bench.shared.harness import (
     interleaved_ms,
     largest_error,
     machine,
+    options_of,
     relative_error,
-    require_green,
     show_and_save,
     turns_ms,
 )
@@ -154,9 +154,7 @@ def _in_float64(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = benchmark_parser(__doc__, repeats=3).parse_args()
-    if not args.no_test:
-        require_green("tests/ops/expand/test_expand.py")
+    args = options_of(benchmark_parser(__doc__, repeats=3), "tests/ops/expand/test_expand.py")
     facts = machine()
     rows = Rows()
     for method in METHODS:

@@ -33,7 +33,7 @@ import transformers
 
 import growkern
 from bench.shared import system
-from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
+from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
 
 # hidden size of source and target, layers, vocabulary
 SIZES = {
@@ -161,13 +161,11 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="directory to work in, on a disk with 12 GB free")
     parser.add_argument("--no-cold", action="store_true", help="leave out the row with cold files")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options_of(parser, "tests/growth/disk/test_stream.py")
     if args.child:
         way, source, target, hidden = args.child
         child(way, source, target, int(hidden))
         return
-    if not args.no_test:
-        require_green("tests/growth/disk/test_stream.py")
     facts = {
         **machine(),
         "growkern": growkern.__version__,

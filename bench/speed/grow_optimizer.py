@@ -24,7 +24,7 @@ import transformers
 
 import growkern
 from bench.shared import system
-from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
+from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
 
 WIDTHS, LAYERS = (640, 1280), 12
 MEMORY_LIMIT = "100MB"
@@ -109,13 +109,11 @@ def main() -> None:
     parser = benchmark_parser(__doc__, repeats=3)
     parser.add_argument("--dir", type=Path, help="directory to work in, on a disk with 6 GB free")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options_of(parser, "tests/growth/optimizer/test_optimizer_stream.py")
     if args.child:
         way, source, target = args.child
         child(way, Path(source), Path(target))
         return
-    if not args.no_test:
-        require_green("tests/growth/optimizer/test_optimizer_stream.py")
     versions = {"growkern": growkern.__version__, "transformers": transformers.__version__}
     facts = {**machine(), **versions, "memory_limit": MEMORY_LIMIT}
     rows = Rows()

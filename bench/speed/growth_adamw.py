@@ -19,7 +19,7 @@ from bench.shared.harness import (
     Rows,
     benchmark_parser,
     machine,
-    require_green,
+    options_of,
     show_and_save,
     turns_ms,
 )
@@ -89,10 +89,8 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch"
     )
-    args = parser.parse_args()
+    args = options_of(parser, "tests/growth/optimizer/test_steps.py")
     torch.set_num_threads(args.threads)
-    if not args.no_test:
-        require_green("tests/growth/optimizer/test_steps.py")
     rows = Rows()
     for growth in GROWTHS:
         for dtype in (torch.float32, torch.bfloat16):

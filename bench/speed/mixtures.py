@@ -26,7 +26,7 @@ import transformers
 
 import growkern
 from bench.shared import system
-from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
+from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
 from bench.speed.grow_checkpoint import MEMORY_LIMIT, copy
 
 EXPERTS, LAYERS = 128, 52
@@ -150,13 +150,11 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="directory to work in, on a disk with 6 GB free")
     parser.add_argument("--only", choices=("experts", "upcycle"), help="one of both")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options_of(parser, "tests/growth/disk/test_stream.py")
     if args.child:
         source, target, times, how = args.child
         child(source, target, int(times), json.loads(how))
         return
-    if not args.no_test:
-        require_green("tests/growth/disk/test_stream.py")
     facts = {**machine(), "growkern": growkern.__version__, "memory_limit": MEMORY_LIMIT}
     rows = Rows()
     if args.only != "upcycle":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import growkern
-from bench.shared.harness import benchmark_parser, machine, require_green, show_and_save
+from bench.shared.harness import benchmark_parser, machine, options_of, show_and_save
 from bench.shared.loss_measure import gradient_error
 from examples.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.train.dataset.load import pack_text
@@ -112,9 +112,7 @@ def main():
     parser = benchmark_parser(__doc__, repeats=None)
     parser.add_argument("--steps", type=int, default=1000, help="training steps of the teacher")
     parser.add_argument("--rows", type=int, default=1008, help="validation rows to measure on")
-    args = parser.parse_args()
-    if not args.no_test:
-        require_green("tests/ops/loss/test_topk_kl_mlm_loss.py")
+    args = options_of(parser, "tests/ops/loss/test_topk_kl_mlm_loss.py")
     facts = machine()
     torch.manual_seed(0)
     corpus = read_corpus(library_files())

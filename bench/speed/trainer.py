@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.shared.harness import Rows, benchmark_parser, machine, require_green, show_and_save
+from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
 from bench.shared.trainer_runs import step_times
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.model.flops import ModelCost
@@ -151,9 +151,7 @@ def main() -> None:
         *(("batch", 8), ("length", 128), ("steps", 60)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    if not options.no_test:
-        require_green("tests/train/test_trainer.py")
+    options = options_of(parser, "tests/train/test_trainer.py")
     show_and_save("trainer", machine(), measure(options))
 
 

@@ -22,7 +22,10 @@ PROBES = 4
 
 
 def cpu_bytes_per_second(dtype: torch.dtype) -> float:
-    """Bytes of output per second of `expand` on this CPU, for doubling both axes."""
+    """Bytes of output per second of `expand` on this CPU, for doubling both axes.
+
+    The median over some runs, for a weight and a result of this dtype.
+    """
     weight = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype)
     index = torch.arange(2 * PROBE_SIZE) % PROBE_SIZE
     scale = torch.full((2 * PROBE_SIZE,), 0.5)
