@@ -51,15 +51,8 @@ def _compile(kernel: Kernel, library: Path) -> None:
     source.write_text(WRAPPER.format(name=kernel.name))
     # products and sums round apart: what a kernel must get right does not hang on fusing them
     # a jump into another fibre's stack is no error here
-    flags = [
-        "-O1",
-        "-g0",
-        "-U_FORTIFY_SOURCE",
-        "-ffp-contract=off",
-        "-fPIC",
-        "-shared",
-        "-Wno-unknown-pragmas",
-    ]
+    flags = ["-O1", "-g0", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-shared"]
+    flags.append("-Wno-unknown-pragmas")
     macros = [flag for flag in kernel.flags if not flag.startswith("--")]
     command = [os.environ.get("CXX", "g++"), *flags, *macros, f"-I{csrc}", f"-I{HERE}"]
     # whole or not there: another process may look at this moment

@@ -17,6 +17,15 @@ import numpy as np
 from growkern.ops.backend.launch import HAS_TRITON
 
 
+def _interpreter() -> Any:
+    """Triton's interpreter, if it interprets the kernels of this process."""
+    if not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    from triton.runtime import interpreter
+
+    return interpreter
+
+
 class _Launch:
     """The namespaces of functions that already see the replaced language, inside one launch."""
 
@@ -58,10 +67,8 @@ def _once_per_dtype(find: Callable) -> Callable:
 
 def make_quick() -> None:
     """Replace the slow parts of the interpreter in this process, if it interprets kernels."""
-    if not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1":
+    if (interpreter := _interpreter()) is None:
         return
-    from triton.runtime import interpreter
-
     if not hasattr(interpreter._patch_lang, "__self__"):
         interpreter._patch_lang = _Launch(interpreter).patch
         interpreter._get_np_dtype = _once_per_dtype(interpreter._get_np_dtype)
@@ -83,10 +90,8 @@ def _to_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 def convert_as_gpus() -> None:
     """Let kernels that are interpreted convert bfloat16 as compiled ones do, in this process."""
-    if not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1":
+    if (interpreter := _interpreter()) is None:
         return
-    from triton.runtime import interpreter
-
     convert = interpreter._convert_float
     if getattr(convert, "as_gpus", False):
         return
@@ -108,10 +113,8 @@ def allow_new_numpy() -> None:
     Triton 3.5 and 3.6 call int() on an array with one element, which NumPy refuses from 2.4 on.
     Triton 3.7 does not. On a GPU nothing is interpreted.
     """
-    if not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1":
+    if (interpreter := _interpreter()) is None:
         return
-    from triton.runtime import interpreter
-
     patch = interpreter._patch_lang_tensor
     if getattr(patch, "allows_new_numpy", False):
         return

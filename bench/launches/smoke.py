@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.launches.cases import SHAPES, Case, all_cases, captured, headline
+from bench.shared import harness
 from bench.shared.harness import largest_error
 from bench.shared.inputs import make_heads
 from bench.shared.recorder import Recorder, fill_new_memory
@@ -91,14 +92,7 @@ def _nan_in_the_last_row(recorder: Recorder) -> None:
 def _graph(recorder: Recorder, case: Case) -> None:
     """Forward and backward pass in a CUDA graph give what they give outside of it."""
     expected = [x.clone() for x in case.run("triton")]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        case.run("triton")
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = case.run("triton")
+    graph, made = harness.captured(lambda: case.run("triton"))
     graph.replay()
     error = largest_error(distance(x, y) for x, y in zip(made, expected, strict=True))
     recorder.check(f"CUDA graph, {case.name}", error, 1e-6)

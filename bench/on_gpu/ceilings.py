@@ -24,6 +24,10 @@ def run(recorder: Recorder) -> None:
     _launches(recorder, device)
 
 
+def _add(recorder: Recorder, ceiling: str, size: str, unit: str, value: float) -> None:
+    recorder.add({"ceiling": ceiling, "size": size, "unit": unit, "value": value})
+
+
 def _bandwidth(recorder: Recorder, device: str, repeats: int) -> None:
     """Bytes read plus bytes written. The last size fits in the cache, to show its rate."""
     for size in recorder.pick((4 << 30, 256 << 20, 16 << 20), (1 << 20,)):
@@ -32,8 +36,7 @@ def _bandwidth(recorder: Recorder, device: str, repeats: int) -> None:
         calls = {"copy": lambda: target.copy_(source), "write": target.zero_}  # noqa: B023
         ms = interleaved_ms(calls, repeats)
         for name, touched in (("copy", 2 * size), ("write", size)):
-            rate = {"unit": "TB/s", "value": touched / ms[name] / 1e9}
-            recorder.add({"ceiling": name, "size": f"{size >> 20} MiB", **rate})
+            _add(recorder, name, f"{size >> 20} MiB", "TB/s", touched / ms[name] / 1e9)
 
 
 def _gemms(recorder: Recorder, device: str, repeats: int) -> None:
@@ -51,11 +54,8 @@ def _gemms(recorder: Recorder, device: str, repeats: int) -> None:
                 wide = torch.float32
                 calls["bfloat16 to float32"] = lambda: torch.mm(a, b.t(), out_dtype=wide)  # noqa: B023
             for name, ms in interleaved_ms(calls, repeats).items():
-                value = 2 * M * N * K / ms / 1e9
                 name = f"GEMM {name.removeprefix('torch.')}"
-                recorder.add(
-                    {"ceiling": name, "size": f"{M}x{N}x{K}", "unit": "TFLOP/s", "value": value}
-                )
+                _add(recorder, name, f"{M}x{N}x{K}", "TFLOP/s", 2 * M * N * K / ms / 1e9)
 
 
 def _host(recorder: Recorder, device: str, repeats: int) -> None:
@@ -71,18 +71,10 @@ def _host(recorder: Recorder, device: str, repeats: int) -> None:
         }
         for name, ms in interleaved_ms(calls, min(repeats, 5)).items():
             name = f"{name}, {'pinned' if pinned else 'pageable'}"
-            recorder.add(
-                {
-                    "ceiling": name,
-                    "size": f"{size >> 20} MiB",
-                    "unit": "GB/s",
-                    "value": size / ms / 1e6,
-                }
-            )
+            _add(recorder, name, f"{size >> 20} MiB", "GB/s", size / ms / 1e6)
     source, target = torch.ones(size, dtype=torch.int8), torch.zeros(size, dtype=torch.int8)
     seconds = min(_wall(lambda: target.copy_(source), 1) for _ in range(3))
-    rate = {"unit": "GB/s", "value": 2 * size / seconds / 1e9}
-    recorder.add({"ceiling": "copy within the host", "size": f"{size >> 20} MiB", **rate})
+    _add(recorder, "copy within the host", f"{size >> 20} MiB", "GB/s", 2 * size / seconds / 1e9)
 
 
 def _wall(call: Callable[[], Any], calls: int) -> float:
@@ -107,19 +99,11 @@ def _launches(recorder: Recorder, device: str) -> None:
     calls = recorder.pick(2000, 2)
     for name, call in (("torch add", lambda: torch.add(x, x, out=out)), ("expand", ours)):
         _wall(call, calls // 2)
-        value = 1e6 * _wall(call, calls)
-        recorder.add({"ceiling": f"launch, {name}", "size": "8x16", "unit": "us", "value": value})
+        _add(recorder, f"launch, {name}", "8x16", "us", 1e6 * _wall(call, calls))
         if device == "cuda":
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 for _ in range(100):
                     call()
             value = 1e6 * _wall(graph.replay, 100) / 100
-            recorder.add(
-                {
-                    "ceiling": f"in a CUDA graph, {name}",
-                    "size": "8x16",
-                    "unit": "us",
-                    "value": value,
-                }
-            )
+            _add(recorder, f"in a CUDA graph, {name}", "8x16", "us", value)

@@ -158,6 +158,19 @@ def _device_ms(call: Callable[[], Any], lead: float) -> tuple[Callable[[], float
     return read, min(2 * queued, MOST_LEAD)
 
 
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A call in a CUDA graph, after one that warms up, and what the captured call returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
 def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
     """Largest difference from the float64 truth, as a share of its largest value."""
     return ((actual.double() - truth).abs().max() / truth.abs().max()).item()

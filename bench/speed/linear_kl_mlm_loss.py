@@ -14,13 +14,14 @@ The rows "labels alone" have no teacher (alpha 0), to compare with libraries tha
 case. Their error is that of the label loss's gradient.
 """
 
+import functools
 from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from bench.shared import peers
-from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.harness import Rows, captured, machine, show_and_save
 from bench.shared.loss_measure import (
     DEVICE,
     Provider,
@@ -118,29 +119,13 @@ def losses(with_compile, dtype, bias=False):
     return named
 
 
-def captured(step):
-    """The step in a CUDA graph, which leaves out what the CPU does between launches."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def graphed(step):
-    """The same as a step that is captured when it first runs."""
-    kept = []
+    """The step in a CUDA graph, which leaves out what the CPU does between launches.
 
-    def run():
-        if not kept:
-            kept.append(captured(step))
-        kept[0]()
-
-    return run
+    It is captured when it first runs.
+    """
+    graph = functools.cache(lambda: captured(step)[0])
+    return lambda: graph().replay()
 
 
 def providers(shape, dtype, with_compile, bias=False):

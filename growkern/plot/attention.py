@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
-from growkern.plot.weights import NOTHING, heads_of, main_stack, name_of, recorded_growth
+from growkern.plot.weights import NOTHING, heads_of, name_of, recorded_growth
 from growkern.train.model.load import load_tokenizer
 
 # how many fit so that tokens can be read
@@ -34,8 +33,7 @@ GAP = 0.08
 COLORS, INSERTED = "YlGnBu", "#B03A00"
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One attention map: its layer and head in its model, and the title above it."""
 
     layer: int
@@ -43,8 +41,7 @@ class Cell:
     title: str
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The maps of one layer of one model, `grown` or its source.
 
     Attributes:
@@ -142,7 +139,8 @@ def paired_rows(plan: GrowthPlan) -> list[Row]:
 
     Heads are in the order of the heads they come from, so copies of one head are neighbours.
     """
-    stack = main_stack(plan)
+    # the encoder if there are several
+    stack = next(iter(plan.layer_maps))
     space = _query_space(plan)
     layers = plan.layer_maps[stack]
     inserted = sorted(layer for name, layer in plan.inserted if name == stack)

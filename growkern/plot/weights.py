@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,7 @@ LEFT, RIGHT, TOP, BOTTOM = 0.95, 0.3, 0.95, 0.4
 COLORS = "viridis"
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """Where the units or heads of one target layer come from.
 
     Attributes:
@@ -81,12 +80,7 @@ def name_of(directory: str | Path) -> str:
     return on_hub.id if on_hub else directory.resolve().name
 
 
-def main_stack(plan: GrowthPlan) -> str:
-    """The first stack of layers, the encoder if there are several."""
-    return next(iter(plan.layer_maps))
-
-
-def source_layer(plan: GrowthPlan, stack: str, layer: int) -> Layer:
+def _source_layer(plan: GrowthPlan, stack: str, layer: int) -> Layer:
     """The name of a target layer's source layer, as `Task.source_layer`."""
     number = plan.layer_maps[stack][layer]
     return f"{stack}.{number}" if stack else number
@@ -97,7 +91,7 @@ def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
 
     A unit of several entries counts once.
     """
-    found = plan.layout.space(space, source_layer(plan, stack, layer))
+    found = plan.layout.space(space, _source_layer(plan, stack, layer))
     old, _ = plan.layout.sizes(str(plan.small.family.spaces[space].size or "stream"))
     width = found.source // old
     source = torch.where(found.is_extra, NOTHING, found.read_index // width)[::width]
@@ -109,7 +103,7 @@ def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
 def heads_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
     """Where the heads of a space come from; arguments as in `units_of`."""
     spec = plan.small.family.spaces[space]
-    _, key = plan.layout.key(space, source_layer(plan, stack, layer))
+    _, key = plan.layout.key(space, _source_layer(plan, stack, layer))
     source = plan.layout.head_map(str(spec.heads), key)
     if plan.options.is_baseline:
         source = _only_old(source, plan.layout.sizes(str(spec.heads))[0])
@@ -209,9 +203,8 @@ def unit_panels(plan: GrowthPlan) -> list[Panel]:
 
 
 def _panel(plan: GrowthPlan, name: str, title: str, old: int, of: Callable[..., Units]) -> Panel:
-    stack = next(
-        (s for s in plan.layer_maps if s and name.startswith(s)), next(iter(plan.layer_maps))
-    )
+    first = next(iter(plan.layer_maps))
+    stack = next((s for s in plan.layer_maps if s and name.startswith(s)), first)
     layers = range(len(plan.layer_maps[stack]))
     found = [of(plan, name, stack, layer) for layer in layers]
     sources = np.array([units.source.numpy() for units in found])
