@@ -10,9 +10,7 @@ def test_the_model_of_time_counts_the_passes():
     N, V, H, H_t = 256, 1024, 64, 32
     one = time_model.estimate((N, V, H, H_t))
     assert one.chunks == one.products == 1
-    assert one.gemms == pytest.approx(
-        2 * N * V * (3 * H + H_t) / time_model.DTYPES["bfloat16"][0]
-    )
+    assert one.gemms == pytest.approx(2 * N * V * (3 * H + H_t) / time_model.DTYPES["bfloat16"][0])
     copy = time_model.COPY["H200"]
     moved = N * V * (4 + 18 / 0.85)
     assert sum(one.passes.values()) * copy == pytest.approx(moved)
