@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from growkern.arguments import MOST_SEED, NOT_NEGATIVE, Limit, check_fields, seed_of_process
+from growkern.arguments import MOST_SEED, Limit, check_fields, seed_of_process
 from growkern.errors import GrowthError
 from growkern.train.safety.saving import Saver, Stops
 
@@ -44,7 +44,7 @@ class StepOptions:
             by the arguments alone.
     """
 
-    LIMITS: ClassVar[dict[str, Limit]] = {"save_minutes": NOT_NEGATIVE}
+    LIMITS: ClassVar[dict[str, Limit]] = {"save_minutes": Limit(lambda x: x >= 0, "be 0 or more")}
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     save_minutes: float = 0.0
