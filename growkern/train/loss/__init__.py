@@ -1,1 +1,1 @@
-"""The fused loss around a model: its options, the rows of a batch, and one call for any loop."""
+"""The fused loss around a model: its options, rows and teachers, and losses beside it."""

@@ -1,1 +1,1 @@
-"""The objectives of a run: how text becomes batches, and losses beside that of the labels."""
+"""The objectives of a run: the batches that text becomes, and the models of ELECTRA as one."""

@@ -1,9 +1,8 @@
 """`ServedTeacher`: the k likeliest tokens of a teacher that runs on a server.
 
-Servers give the log-probs of a prompt's tokens in one of two schemas.
-Both list one entry per token of the prompt. Entry i holds the likeliest tokens at the place of
-token i, given the tokens before it. So the first entry is empty, and entry i + 1 is the prediction
-of position i.
+Servers give the log-probs of a prompt's tokens in one of two schemas. Both list one entry per token
+of the prompt. Entry i holds the likeliest tokens at the place of token i, given the tokens before
+it. So the first entry is empty, and entry i + 1 is the prediction of position i.
 
 An answer also holds the prompt's own tokens, which show whether it belongs to the prompt:
 
