@@ -23,7 +23,7 @@ from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerMaker, OptimizerOptions
 from growkern.train.safety.checkpoints import damage
 from growkern.train.safety.saving import EvaluationStopped, Saver, Stops
-from growkern.train.safety.steps import StepOptions, StepWatch
+from growkern.train.safety.steps import StepOptions, StepWatch, clip_on_cpu
 from tests.train.safety.runs import small_trainer
 from tests.train.tiny import batch, build
 
@@ -90,6 +90,22 @@ def test_steps_without_a_label_do_not_count(accelerator):
     assert steps.corrected(11 / 3, accelerator) == pytest.approx(3)
     steps.begin(torch.tensor(0))
     assert math.isnan(steps.corrected(0.0, accelerator))
+
+
+@pytest.mark.parametrize("most", [math.inf, 1e3, 0.01])
+@pytest.mark.parametrize("scale", [1.0, math.nan])
+def test_gradients_are_clipped_on_a_cpu_as_accelerate_does(most, scale, accelerator):
+    found = []
+    for clip in (
+        lambda model: clip_on_cpu(model, most, accelerator),
+        lambda model: accelerator.clip_grad_norm_(model.parameters(), most),
+    ):
+        model = torch.nn.Linear(5, 3)
+        for number, p in enumerate(model.parameters()):
+            p.grad = torch.linspace(-2.0, 3.0 + number, p.numel()).view_as(p) * scale
+        found.append([clip(model), *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_saver_writes_whole_checkpoints_and_keeps_the_newest(accelerator, args, tmp_path):
