@@ -254,6 +254,8 @@ def grow_checkpoint(
     settings = Settings(backend, shard_size, allow_nonfinite)
     source_path = path_of("source_dir", source_dir, "a directory; growkern.grow takes models")
     target_path = path_of("target_dir", target_dir)
+    if optimizer is None and moments != "grow":
+        raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
 
     def make_plan() -> GrowthPlan:
         # the plan need not look for NaN and Inf: the stream checks every piece
@@ -306,8 +308,6 @@ def carry_out(
     source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache
     check_modules(grown)
     workers = workers_within(grown, limit)
-    if optimizer is None and moments != "grow":
-        raise GrowthError(f"moments={moments!r} belongs to an optimizer: give optimizer, too")
     state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
     stored = grown.large.stored_names
     layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, stored)
@@ -338,11 +338,7 @@ def carry_out(
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        # a source that is not the one that was read, by its files as they were then
-        source, known = grown.source, journal.source_checksums
-        source.refuse_changed(
-            lambda: source_files(source) == made_of["source"] and are_stored(source.headers, known)
-        )
+        _refuse_changed(grown, made_of["source"], journal)
         # after all others, so that the checksums cover them
         write_checksums(directory, journal.source_checksums, stream.tensor_checksums(), copied)
         # but not that of the card, which is there to be edited
@@ -350,3 +346,11 @@ def carry_out(
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
+
+
+def _refuse_changed(grown: GrowthPlan, files: dict[str, Any], journal: Journal) -> None:
+    """Refuse a source that is not the one that was read, with `files` as they were then."""
+    source, known = grown.source, journal.source_checksums
+    source.refuse_changed(
+        lambda: source_files(source) == files and are_stored(source.headers, known)
+    )
