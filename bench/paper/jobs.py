@@ -147,15 +147,14 @@ def upcycled(job: Job, source: str) -> dict[str, Any]:
     return {"model": ModelSection(path=upcycled_folder(job)), "training": plain}
 
 
-def _taught_by(job: Job, teacher: TeacherSection) -> dict[str, Any]:
-    """The sections of a teacher for the first part of the steps."""
-    end = round(job.setting.inheritance_share * job.steps)
-    return {"inheritance": InheritanceSchedule(rate=1.0, end_step=end), "teacher": teacher}
-
-
 def upcycled_taught(job: Job, source: str) -> dict[str, Any]:
     """The same, and the dense source teaches it."""
-    return upcycled(job, source) | _taught_by(job, TeacherSection(paths=(source,)))
+    end = round(job.setting.inheritance_share * job.steps)
+    return {
+        **upcycled(job, source),
+        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
+        "teacher": TeacherSection(paths=(source,)),
+    }
 
 
 def with_moments(job: Job, source: str) -> dict[str, Any]:
@@ -173,17 +172,26 @@ def rewarmed(job: Job, source: str) -> dict[str, Any]:
 
 def taught(job: Job, source: str) -> dict[str, Any]:
     """An untrained model that learns from its sources (Knowledge Inheritance)."""
+    end = round(job.setting.inheritance_share * job.steps)
     teachers = TeacherSection(paths=tuple(one.name for one in job.needs))
     if job.kept:
         teachers = TeacherSection(cache=kept_folder(job))
-    return {"model": _untrained(job), **_taught_by(job, teachers)}
+    return {
+        "model": _untrained(job),
+        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
+        "teacher": teachers,
+    }
 
 
 def going_on(job: Job, source: str) -> dict[str, Any]:
     """The model of the job that is needed first, trained on. Others teach it."""
+    end = round(job.setting.inheritance_share * job.steps)
+    sections: dict[str, Any] = {"model": ModelSection(path=source)}
     teachers = tuple(one.name for one in job.needs[1:])
-    taught = _taught_by(job, TeacherSection(paths=teachers)) if teachers else {}
-    return {"model": ModelSection(path=source), **taught}
+    if not teachers:
+        return sections
+    sections["inheritance"] = InheritanceSchedule(rate=1.0, end_step=end)
+    return {**sections, "teacher": TeacherSection(paths=teachers)}
 
 
 def two_stage(method: str, share: float | None = None) -> Sections:
@@ -200,7 +208,12 @@ def two_stage(method: str, share: float | None = None) -> Sections:
 
 def inheriting(job: Job, source: str) -> dict[str, Any]:
     """Two stages of AKI, which the source teaches too."""
-    return two_stage("aki")(job, source) | _taught_by(job, TeacherSection(paths=(source,)))
+    end = round(job.setting.inheritance_share * job.steps)
+    return {
+        **two_stage("aki")(job, source),
+        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
+        "teacher": TeacherSection(paths=(source,)),
+    }
 
 
 def stacked(job: Job, source: str) -> dict[str, Any]:
