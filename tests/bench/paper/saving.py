@@ -14,9 +14,9 @@ import time
 from dataclasses import replace
 
 from bench.paper import __main__ as command
-from bench.paper import run_files
+from bench.paper import runs
 
-run_of = run_files.run_of
+run_of = runs.run_of
 
 
 def saving(job):
@@ -31,6 +31,6 @@ def die_at(pattern):
 
 
 if __name__ == "__main__":
-    run_files.run_of = saving
+    runs.run_of = saving
     threading.Thread(target=die_at, args=(sys.argv.pop(1),), daemon=True).start()
     command.main()

@@ -17,7 +17,7 @@ from bench.paper import plans, runs
 from bench.paper.jobs import RATE_SEED, SOURCE, all_needs, source_of
 from bench.paper.pictures import maps_text
 from bench.paper.plans import TABLES, jobs_of_rates, lines_of
-from bench.paper.run_files import to_toml, write_run_file
+from bench.paper.runs import to_toml, write_run_file
 from bench.paper.settings import MICRO_GPT, SIZES
 from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models
 from bench.shared.results import append_row, write
