@@ -30,9 +30,9 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.errors import GrowthError, human, nearest, print_table, say
+from growkern.families.family import growable_fields
 from growkern.families.load import load_family, read_family, supported_families
-from growkern.growth.options import CHOICES, GrowthOptions
-from growkern.growth.plan.target import PAD_VOCAB, growable_fields
+from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # help texts of the growth options that are numbers; the others list their choices

@@ -213,7 +213,7 @@ def topk_of_head(
     Returns:
         Ids (R, k) int64 and log-probs (R, k) float32, likeliest first.
     """
-    bias_V = weight_VH.new_empty(0) if bias_V is None else bias_V[:vocab]
+    bias_V = None if bias_V is None else bias_V[:vocab]
     kept = []
     for x_CH in hidden_RH.split(max(1, LOGIT_ELEMENTS // vocab)):
         z_CV = torch.empty(len(x_CH), vocab, dtype=torch.float32, device=x_CH.device)
