@@ -15,6 +15,7 @@ tables of bench/results/paper.json. Tables:
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from bench.paper.plans import TABLES, Line, jobs_of_rates, jobs_of_seed, lines_o
 from bench.paper.runs import Workplace, rows_of, take_over
 from bench.paper.settings import SIZES
 from bench.paper.systems import SYSTEMS
-from bench.shared.results import RESULTS
+from bench.shared.results import RESULTS, read
 from growkern.cli.app import silence_transformers
 from growkern.cli.main import one_line
 from growkern.errors import GrowthError
@@ -86,6 +87,12 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="some of the table's systems, such as fpi (default: all)",
     )
     parser.add_argument(
+        "--row",
+        metavar="NAME",
+        help="train only the run of this name, as bench/results/paper.json has it, and print its "
+        "loss beside the one there",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         default=1 if torch.cuda.is_available() else max(1, torch.get_num_threads()),
@@ -112,10 +119,16 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dir {options.dir}: this is no folder")
     if options.table in TABLES:
         _check_table(options, parser)
-    elif options.systems or options.text or options.domain or options.seeds is not None:
+    elif (
+        options.systems
+        or options.text
+        or options.domain
+        or options.row
+        or options.seeds is not None
+    ):
         parser.error(
             f"{options.table} shows the runs that are there: it takes no --systems, --seeds, "
-            "--text or --domain"
+            "--row, --text or --domain"
         )
     return options
 
@@ -143,16 +156,46 @@ def train_table(options: argparse.Namespace) -> None:
     """Train the runs of a table that are not done yet."""
     named = {"corpus": files_of(options.text), "domain": files_of(options.domain)}
     lines = lines_of(options.table, options.size) or []
+    wanted = named_job(lines, options.row) if options.row else None
     facts = prepare(options.dir, lines[0].setting, named)
     if options.known or options.save:
         known = of_text(RESULTS, facts, options.size)
         take_over(options.dir, known if options.known else ())
     place = Workplace(options.dir, facts, say, options.workers)
+    if wanted:
+        repeat(place, wanted)
+        return
     chosen = [line for line in lines if line.system in (options.systems or SYSTEMS)]
     longest = compare(place, chosen, USUAL_SEEDS if options.seeds is None else options.seeds)
     if TABLES[options.table].classifies:
         # a known run has no model here, and to train it again takes hours
         place.classify([job for job in longest if not options.known or place.has_model(job.name)])
+
+
+def named_job(lines: Sequence[Line], name: str) -> Job:
+    """The run of a table with this name.
+
+    Raises:
+        GrowthError: it has none.
+    """
+    jobs = [job for line in lines for job in jobs_of_rates(line)]
+    for line in lines:
+        rates = {line.rate or 0.0, *line.setting.rates, *(line.like or line).setting.rates} - {0.0}
+        jobs += [job for seed in SEEDS for rate in rates for job in jobs_of_seed(line, seed, rate)]
+    by_name = {job.name: job for job in jobs}
+    if name not in by_name:
+        near = difflib.get_close_matches(name, by_name, n=1, cutoff=0)
+        raise GrowthError(f"--row {name}: no run of this table. The nearest is {near[0]}")
+    return by_name[name]
+
+
+def repeat(place: Workplace, job: Job) -> None:
+    """Train a run, and what it needs before, and print its loss beside the committed one."""
+    (row,) = place.make([job])
+    known = {one["name"]: one for one in read(RESULTS / "paper.json").get("rows", ())}
+    print(f"{job.name}: loss {row['losses'][-1]:.4f}, {row['flops'][-1]:.4g} FLOPs")
+    if job.name in known:
+        print(f"in bench/results/paper.json: loss {known[job.name]['losses'][-1]:.4f}")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -169,6 +212,8 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.table != "report":
         train_table(options)
+    if options.row:
+        return
     rows = rows_of(options.dir)
     if options.save:
         save(RESULTS, rows.values())

@@ -319,6 +319,26 @@ def test_known_runs_are_not_trained_again_for_their_accuracies(tmp_path, monkeyp
         assert asked["jobs"] == systems
 
 
+def test_one_run_is_repeated_beside_the_committed_one(results, tmp_path, monkeypatch, capsys):
+    class Place:
+        def __init__(self, *_):
+            pass
+
+        def make(self, jobs):
+            return [{"losses": [5.0, 3.25], "flops": [0, 1e12]} for _ in jobs]
+
+    monkeypatch.setattr(command, "Workplace", Place)
+    monkeypatch.setattr(command, "prepare", lambda *_: {})
+    name = "tiny-gpt/fpi_padded-1000-0.009-seed2"
+    write(results / "paper.json", {"rows": [row(name, 3.5)]})
+    command.train_table(command.options_of(["table5", "--row", name, "--dir", str(tmp_path)]))
+    assert "loss 3.2500" in (said := capsys.readouterr().out) and said.endswith("loss 3.5000\n")
+    wrong = command.options_of(["table5", "--row", name[:-1] + "9", "--dir", str(tmp_path)])
+    monkeypatch.setattr(command, "prepare", None)
+    with pytest.raises(GrowthError, match=f"The nearest is {name[:-1]}"):
+        command.train_table(wrong)
+
+
 def test_a_killed_command_resumes_and_ends_where_it_would_have(lines, tmp_path):
     call = ["table5", "--size", "micro", "--seeds", "1", "--systems", "scratch", "direct_copy"]
     call += ["--workers", "1", "--text", lines, "--dir"]
