@@ -66,7 +66,7 @@ def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> list[Job]:
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a call. Those that contradict each other end it with a message."""
+    """The options of a call."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.paper",
         description=__doc__ + "\n".join(f"    {k:12} {one.title}" for k, one in TABLES.items()),
@@ -111,6 +111,12 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--save", action="store_true", help="merge the runs into bench/results/paper.json"
     )
     options = parser.parse_args(arguments)
+    _check(options, parser)
+    return options
+
+
+def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End a call with a message if its options contradict each other."""
     if options.save and options.size == UNSAVED:
         parser.error(f"--save: runs of size {UNSAVED!r} are for tests and are never saved")
     if options.workers < 1:
@@ -130,7 +136,6 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"{options.table} shows the runs that are there: it takes no --systems, --seeds, "
             "--row, --text or --domain"
         )
-    return options
 
 
 def _check_table(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
