@@ -130,7 +130,7 @@ def _read_cache(folder: Path) -> None:
 
 def _read_answer(schema: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> None:
-        async def post(*_: object) -> Any:
+        async def ask(*_: object) -> Any:
             try:
                 return parse_json((folder / f"{schema}.json").read_bytes())
             except ValueError as error:
@@ -139,7 +139,7 @@ def _read_answer(schema: str) -> Callable[[Path], Any]:
         teacher = ServedTeacher.__new__(ServedTeacher)
         teacher.name, teacher.k, teacher.model, teacher._longest = "http://host", 4, "m", None
         teacher._schema, teacher.facts = SCHEMAS[schema], SimpleNamespace(vocab_size=32)
-        teacher._connection = SimpleNamespace(post=post)
+        teacher._connection = SimpleNamespace(ask=ask)
         asyncio.run(teacher._rows_of([1, 2, 3]))
 
     return read

@@ -30,8 +30,10 @@ def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any],
     trainer.saver.hint = trainer.resume_hint
     trainer.fit_to(checkpoint)
     message, growths = f"stopped; to resume: {trainer.resume_hint}", trainer.growths
-    # a signal during a growth would be lost in a finaliser
-    with SignalWatch(message, enabled=bool(growths.steps)):
+    # An exception of a signal may skip the end of a `torch.no_grad`. A signal during a growth would
+    # be lost in a finaliser.
+    has_grad = torch.set_grad_enabled(torch.is_grad_enabled())
+    with has_grad, SignalWatch(message, enabled=bool(growths.steps)):
         while True:
             if checkpoint is not None and growths.is_due(step_of(checkpoint)):
                 replace_model(trainer, partial(growths.grow, checkpoint))

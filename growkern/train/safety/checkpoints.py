@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -31,6 +29,10 @@ from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import sync, sync_tree
 from growkern.publish.calls import delete, move, open_ours
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
+
+# pictures of a run need no accelerate
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 STAGING = ".saving"
 # which run a directory belongs to
@@ -207,6 +209,8 @@ class Processes:
     @classmethod
     def of_accelerator(cls, accelerator: Accelerator) -> Processes:
         """All processes of a training run."""
+        from accelerate.utils import gather_object
+
         several = accelerator.num_processes > 1
         return cls(accelerator.is_main_process, lambda x: gather_object([x]) if several else [x])
 

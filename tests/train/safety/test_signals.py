@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerState
 
@@ -363,3 +364,17 @@ def test_nobody_can_swallow_a_signal_of_a_growth_in_python(how, tmp_path, monkey
     monkeypatch.setattr(growing, "grown_model", grown)
     with pytest.raises(KeyboardInterrupt, match="stopped; to resume"):
         trainer_for(tmp_path).train()
+
+
+def test_a_signal_that_skips_the_end_of_no_grad_leaves_gradients_on(tmp_path, monkeypatch):
+    def interrupted(*args):
+        torch.set_grad_enabled(False)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    monkeypatch.setattr(growing, "grown_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(tmp_path).train()
+    is_enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert is_enabled
