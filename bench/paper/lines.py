@@ -343,6 +343,8 @@ def one_run_search(setting: Setting) -> list[Line]:
         *(line(two, depth, 50, "from 2 layers") for depth in ("random", "identity")),
         line(one, "random", 70, "from 1 layer"),
         *(line(four, "stack", percent, "from 4 layers") for percent in (50, 70)),
+        *(line(four, depth, 70, "from 4 layers") for depth in ("random", "identity")),
+        line(two, "random", 70, "from 2 layers"),
         *(line(narrow, "stack", percent, "from half the width") for percent in (50, 70)),
         line(half, "stack", 50, "from half the width and 4 layers"),
     ]
