@@ -330,8 +330,7 @@ def one_run_search(setting: Setting) -> list[Line]:
 
     All at one rate. The last lines start with half of the width.
     """
-    setting = _deep(setting)
-    setting = replace(setting, rates=setting.rates[1:2])
+    setting = replace(_deep(setting), rates=_deep(setting).rates[1:2])
     layers, start = setting.target.layers, setting.source
     one, two, four = (replace(start, layers=layers // n) for n in (8, 4, 2))
     narrow = replace(setting.target, width=start.width // 2, heads=start.heads // 2)
@@ -342,9 +341,9 @@ def one_run_search(setting: Setting) -> list[Line]:
         *(line(two, "stack", percent, "from 2 layers") for percent in (30, 50, 70)),
         *(line(two, depth, 50, "from 2 layers") for depth in ("random", "identity")),
         line(one, "random", 70, "from 1 layer"),
-        *(line(four, "stack", percent, "from 4 layers") for percent in (50, 70)),
-        *(line(four, depth, 70, "from 4 layers") for depth in ("random", "identity")),
         line(two, "random", 70, "from 2 layers"),
+        line(four, "stack", 50, "from 4 layers"),
+        *(line(four, depth, 70, "from 4 layers") for depth in ("stack", "random", "identity")),
         *(line(narrow, "stack", percent, "from half the width") for percent in (50, 70)),
         line(half, "stack", 50, "from half the width and 4 layers"),
     ]
