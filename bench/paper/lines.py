@@ -305,7 +305,7 @@ def _deep(setting: Setting) -> Setting:
 THREE_QUARTERS = (3 / 4,)
 
 
-def _start(setting: Setting, start: Size, depth: str, percent: int, label: str) -> Line:
+def _start(setting: Setting, start: Size, depth: str, percent: int, label: str = "") -> Line:
     """A run that starts with another model, grows once, and costs as many FLOPs as from scratch."""
     share = percent / 100
     mean = share * _step_flops(setting, start) / _step_flops(setting, setting.target) + 1 - share
@@ -313,6 +313,7 @@ def _start(setting: Setting, start: Size, depth: str, percent: int, label: str) 
     # the name of the setting tells sources apart, that of the job moments and steps
     name = f"from{start.name}"
     variant = setting.variant(name, source=start, steps=steps, rate_steps=steps)
+    label = f"from {start.name}{label}"
     return Line(variant, f"{depth}_at_{percent}", label, parts=THREE_QUARTERS)
 
 
@@ -338,35 +339,31 @@ def one_run_search(setting: Setting) -> list[Line]:
     line = partial(_start, setting)
     return [
         Line(setting, "scratch"),
-        *(line(two, "stack", percent, "from 2 layers") for percent in (30, 50, 70)),
-        *(line(two, depth, 50, "from 2 layers") for depth in ("random", "identity")),
-        line(one, "random", 70, "from 1 layer"),
-        line(two, "random", 70, "from 2 layers"),
-        line(four, "stack", 50, "from 4 layers"),
-        *(line(four, depth, 70, "from 4 layers") for depth in ("stack", "random", "identity")),
-        *(line(narrow, "stack", percent, "from half the width") for percent in (50, 70)),
-        line(half, "stack", 50, "from half the width and 4 layers"),
+        *(line(two, "stack", percent) for percent in (30, 50, 70)),
+        *(line(two, depth, 50) for depth in ("random", "identity")),
+        *(line(start, "random", 70) for start in (one, two, four)),
+        line(four, "stack", 50),
+        *(line(four, depth, 70) for depth in ("stack", "identity")),
+        *(line(narrow, "stack", percent) for percent in (50, 70)),
+        line(half, "stack", 50),
     ]
 
 
 def one_run(setting: Setting) -> list[Line]:
     """The best two of the search, at two sizes, with AdamW and with Muon."""
-    setting = _deep(setting)
-    target = setting.target
+    deep = _deep(setting)
+    target = deep.target
     narrow = replace(target, width=target.width // 2, heads=target.heads // 2)
-    small = setting.variant(
-        narrow.name, source=replace(narrow, layers=setting.source.layers), target=narrow
-    )
     lines = []
-    for one in (setting, small):
+    for one in (deep, deep.variant(narrow.name, target=narrow)):
         for optimizer in ("adamw", "muon"):
             same = optimizer == one.optimizer
             variant = one if same else one.variant(optimizer, optimizer=optimizer)
             label = f"{one.target.name}, {optimizer}"
-            lines += [Line(variant, "scratch", label)]
-            lines += [
-                _start(variant, one.source, depth, 50, label) for depth in ("stack", "random")
-            ]
+            lines.append(Line(variant, "scratch", label))
+            for parts, depth in ((2, "stack"), (4, "random")):
+                start = replace(one.target, layers=one.target.layers // parts)
+                lines.append(_start(variant, start, depth, 70, f", {label}"))
     return lines
 
 
