@@ -117,7 +117,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from growkern.files import version
+        from growkern.package import version
 
         return version()
     if name not in _MODULE_OF:

@@ -3,8 +3,6 @@
 Limits are checked before any work: Python's parser has none for the size of a file, and code that
 walks through deep nesting would overflow the stack. A file is written beside its place and renamed,
 so that readers see all of it or none of it, also after a crash.
-
-The end of this file has facts about the files of growkern itself: its version and its folders.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib import metadata
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -240,31 +236,3 @@ def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> Non
         if not count:
             raise OSError(errno.EIO, "the disk takes no more bytes")
         done += count
-
-
-# ------------------------------------------------------------- this package
-
-# the pages that messages point to
-DOCS = "https://github.com/growkern/growkern/blob/main/docs"
-
-
-def version() -> str:
-    """The version of growkern, such as "0.1.0".
-
-    It is that of the installed package, or of pyproject.toml in a source tree that is not
-    installed, or else "unknown".
-    """
-    try:
-        return metadata.version("growkern")
-    except metadata.PackageNotFoundError:
-        file = Path(__file__).parents[1] / "pyproject.toml"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        project = parse_toml(text).get("project", {})
-        # another project's file may lie there
-        return project.get("version", "unknown") if project.get("name") == "growkern" else "unknown"
-
-
-def folders() -> list[Path]:
-    """The folders of the package; an editable install may have more than one."""
-    spec = find_spec("growkern")
-    return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]

@@ -29,6 +29,7 @@ LAYERS = (
     "errors",
     "arguments",
     "files",
+    "package",
     "publish",
     "ops",
     "families",

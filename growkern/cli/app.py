@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from growkern.errors import GrowthError, print_table
-from growkern.files import version
+from growkern.package import version
 
 app = typer.Typer(
     name="growkern",

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from growkern import files
+from growkern import package
 from growkern.cli import growing, measuring, records, training
 from growkern.cli.app import AsJson, app, print_json
 from growkern.errors import print_table
@@ -76,8 +76,8 @@ def _version(name: str) -> str | None:
 def _own_version() -> str:
     """The version that runs; for a source tree that is not installed, also its folder."""
     if _version("growkern") is not None:
-        return files.version()
-    return f"{files.version()}, not installed: runs from {Path(files.__file__).parent}"
+        return package.version()
+    return f"{package.version()}, not installed: runs from {Path(package.__file__).parent}"
 
 
 def _processor() -> str:

@@ -14,7 +14,7 @@ import transformers
 import typer
 
 import growkern
-from growkern import files
+from growkern import package
 from growkern.cli.commands import GROUPS, app, collect
 from growkern.cli.growing import growth_options
 from growkern.cli.main import main
@@ -691,7 +691,7 @@ def test_info_knows_a_source_tree_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(metadata, "version", version_of)
     said = collect()["versions"]["growkern"]
     folder = Path(growkern.__file__).parent
-    assert said == f"{files.version()}, not installed: runs from {folder}"
+    assert said == f"{package.version()}, not installed: runs from {folder}"
 
 
 def test_the_help_of_plan_says_that_it_may_run_the_source(run):

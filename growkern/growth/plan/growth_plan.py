@@ -18,7 +18,6 @@ from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
-from growkern.files import version
 from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import measurements, portability, refuse_idle_options, warnings_of
@@ -36,6 +35,7 @@ from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.layers import check_kinds, inserted_in, layers_of, refuse_unportable
 from growkern.growth.space.upcycling import check_router, mixture_config, mixture_of, upcycled
 from growkern.ops.expand.call import DTYPES
+from growkern.package import version
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

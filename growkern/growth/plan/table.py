@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import human, print_table
-from growkern.files import DOCS
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import Finding
+from growkern.package import DOCS
 
 # columns of a table in a text
 COLUMNS = 100

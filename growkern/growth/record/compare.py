@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from growkern.errors import GrowthError, reason
-from growkern.files import version
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.bounds import FEW_TEXTS, SEED, largest_output, predicts_tokens
 from growkern.growth.plan.exactness import source_coordinates
@@ -33,6 +32,7 @@ from growkern.growth.record.lineage import (
 from growkern.growth.record.recorded import Lineage
 from growkern.growth.source import loading
 from growkern.growth.source.source import Source
+from growkern.package import version
 
 # config fields that tell how a model was saved or loaded, and do not change the model
 NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")

@@ -27,7 +27,6 @@ import transformers
 from torch import Tensor
 
 from growkern.arguments import Limit, between, check_fields
-from growkern.files import version
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.history import EARLIER, LINEAGE_FILE, TABLE_KEY, History, history_from
 from growkern.growth.plan.axes import from_next_layer
@@ -41,6 +40,7 @@ from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space
 from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
+from growkern.package import version
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.families.load import load_family, supported_families
-from growkern.files import DOCS, parse_json, read_bounded, read_json
+from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.checks import check_config_values, check_names
 from growkern.growth.source.files import METADATA_FILE, refuse_links_out
 from growkern.growth.source.refused import refuse_directory
+from growkern.package import DOCS
 
 # config fields that count experts
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

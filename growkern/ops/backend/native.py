@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from growkern.errors import GrowthWarning
-from growkern.files import folders
+from growkern.package import folders
 
 FILE_NAME = "libgrowkern.so"
 # the numbers of csrc/cpu/native.h are indices into this

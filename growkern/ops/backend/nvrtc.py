@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from growkern.errors import GrowthError
-from growkern.files import folders, write_whole
+from growkern.files import write_whole
+from growkern.package import folders
 
 # of CUfunction_attribute, in cuda.h
 MAX_DYNAMIC_SHARED_BYTES = 8
