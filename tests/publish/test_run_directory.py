@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+import growkern
 from growkern import GrowthError
 from growkern.publish.manifest import write_manifest
 from growkern.train.run import directory
@@ -19,13 +20,17 @@ FOREIGN += ["generator/mine.txt", "checkpoint-6/model.safetensors", "README.md",
 FOREIGN += ["checkpoint-4/notes/manifest.json", "runs/manifest.json"]
 
 
+def marker(identity):
+    return {"format": 1, "growkern": growkern.__version__, **identity}
+
+
 @pytest.fixture
 def out(tmp_path):
     """The directory of a finished run, as it is left by one that has logs and a damaged save."""
     out = tmp_path / "out"
     for folder in ("generator", "runs/Jan1_host", "runs/Jan2_host"):
         (out / folder).mkdir(parents=True)
-    (out / "run.json").write_text(json.dumps(OTHER))
+    (out / "run.json").write_text(json.dumps(marker(OTHER)))
     files = ["config.json", "model.safetensors", "trainer_state.json", "vocab.txt", "figure.png"]
     for name in (*files, "generator/config.json"):
         (out / name).write_text("of the model")
@@ -53,7 +58,7 @@ def test_a_run_is_overwritten(out):
     with pytest.raises(GrowthError, match=r"steps 6 -> 5.*--overwrite would delete"):
         is_ours(out, MINE, overwrite=False)
     overwrite(out)
-    assert snapshot(out) == {"run.json": json.dumps(MINE, indent=1).encode()}
+    assert snapshot(out) == {"run.json": json.dumps(marker(MINE), indent=1).encode()}
     assert is_ours(out, MINE, overwrite=False)
 
 
@@ -83,19 +88,22 @@ def test_a_manifest_of_another_program_lists_nothing_and_stays(out, place):
 
 
 @pytest.mark.parametrize(
-    "marker",
+    "text",
     [
         *('{"made by": "another program"}', "", "{", "[]", "3", '{"run": {}}'),
         *('{"run": 1, "inputs": 2}', '{"run": {}, "inputs": {}, "name": "x"}'),
+        json.dumps(marker({"run": 1, "inputs": {}})),
+        json.dumps(marker(OTHER) | {"format": 2, "growkern": "9.1"}),
     ],
 )
-def test_a_marker_that_is_none_of_ours_is_refused_for_ever(out, marker):
-    (out / "run.json").write_text(marker)
+def test_a_marker_that_is_none_of_ours_is_refused_for_ever(out, text):
+    (out / "run.json").write_text(text)
     before = snapshot(out)
     for allowed in (False, True):
         with pytest.raises(GrowthError) as refused:
             is_ours(out, MINE, overwrite=allowed)
         assert "run.json" in str(refused.value) and "overwrite" not in str(refused.value)
+        assert ("use growkern 9.1" in str(refused.value)) == ("9.1" in text)
     assert snapshot(out) == before
 
 
@@ -125,7 +133,7 @@ def test_a_directory_that_is_emptied_can_be_emptied_again_after_every_kill(out, 
                 begin(out, MINE)
                 break
             except KeyboardInterrupt:
-                assert json.loads((out / "run.json").read_text()) == OTHER
+                assert json.loads((out / "run.json").read_text()) == marker(OTHER)
         overwrite(out)
         assert list(snapshot(out)) == ["run.json"]
         for name, content in whole.items():

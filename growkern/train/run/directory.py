@@ -17,7 +17,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.files import PARTIAL, read_json, write_whole
+from growkern.files import PARTIAL, check_format, read_json, write_whole
+from growkern.package import version
 from growkern.publish.calls import LOCK_FILE, move
 from growkern.publish.manifest import MANIFEST, recorded_in, why_kept
 from growkern.train.dataset.files import fingerprint
@@ -34,6 +35,7 @@ from growkern.train.safety.checkpoints import (
 )
 
 # one of the longest run files makes this much
+FORMAT = 1
 MOST_BYTES = 1_000_000
 CHECKPOINTS = r"(damaged-)?checkpoint-\d+"
 # of a run, besides what the records of its checkpoints name
@@ -123,7 +125,7 @@ def begin(output: Path, identity: dict[str, Any]) -> None:
             if path.name not in (MARKER, LOCK_FILE, STAGING):
                 move(path, trash / path.name)
         close_staging(output)
-    text = json.dumps(identity, indent=1)
+    text = json.dumps({"format": FORMAT, "growkern": version(), **identity}, indent=1)
     write_whole(output / MARKER, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
@@ -192,12 +194,14 @@ def _marked(output: Path) -> dict[str, Any]:
             f"{output} is not empty and not the directory of a run: choose another directory"
         )
     found = read_json(marker, MOST_BYTES, "run marker")
-    is_record = isinstance(found, dict) and found.keys() == {"run", "inputs"}
-    if not is_record or not all(isinstance(table, dict) for table in found.values()):
-        raise GrowthError(
-            f"{marker} was not written by growkern, or is damaged: choose another directory"
-        )
-    return dict(found)
+    if isinstance(found, dict) and "format" in found and "growkern" in found:
+        check_format(marker, found, FORMAT)
+        identity = {name: found.get(name) for name in ("run", "inputs")}
+        if all(isinstance(table, dict) for table in identity.values()):
+            return identity
+    raise GrowthError(
+        f"{marker} was not written by growkern, or is damaged: choose another directory"
+    )
 
 
 def identity_of(

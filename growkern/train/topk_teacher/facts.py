@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.files import read_json, write_whole
+from growkern.files import check_format, read_json, write_whole
 from growkern.train.loss.rows import document_starts, real_tokens, teacher_rows
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 
@@ -206,12 +206,9 @@ def read_header(directory: Path) -> CacheHeader:
             f"{directory} is not a teacher cache: {error}: give the directory that growkern "
             "cache-teacher made"
         ) from error
+    check_format(file, table, FORMAT)
     names = [field.name for field in fields(CacheHeader)]
-    if (
-        not isinstance(table, dict)
-        or table.get("format") != FORMAT
-        or sorted(table) != sorted(names)
-    ):
+    if not isinstance(table, dict) or sorted(table) != sorted(names):
         raise GrowthError(f"{file} is not a cache header of format {FORMAT}: make the cache again")
     header = CacheHeader(**table)
     _check_header(file, header)

@@ -277,7 +277,7 @@ def test_killed_at_its_start_a_run_begins_again(workplace, monkeypatch):
         patched.setattr(run_directory, "open_staging", lambda *_: killed())
         train(workplace / "run.toml", progress=False)
     assert not list(out.glob(".*"))
-    (out / "run.json").write_text('{"run": {}, "inputs": {}}')
+    (out / "run.json").write_text('{"format": 1, "growkern": "0.1.0", "run": {}, "inputs": {}}')
     with monkeypatch.context() as patched:
         patched.setattr(run_directory, "write_whole", lambda *_: killed())
         with pytest.raises(KeyboardInterrupt):
