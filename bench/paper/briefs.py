@@ -22,11 +22,13 @@ class Brief(NamedTuple):
     Attributes:
         groups: names of the groups of columns, each a saving without and with the source.
         lines: the first cell of each -> its line in each group; None: there is none.
+        has_sources: whether its lines begin with small models that were trained before.
     """
 
     head: str
     groups: tuple[str, ...]
     lines: Mapping[str, tuple[Where | None, ...]]
+    has_sources: bool = True
 
 
 def _of_families(system: str, families: str = "BERT GPT-2 T5") -> tuple[Where | None, ...]:
@@ -105,20 +107,17 @@ BRIEFS = {
             },
         },
     ),
-    "copies": Brief(
-        "a GPT-2 of twice the width",
-        ("",),
+    "one-run": Brief(
+        "8 layers, of which the run begins with",
+        ("width 64", "width 32"),
         {
-            "padded, `GrowthAdamW`": _one("optimizer", "fpi_padded"),
-            "padded, AdamW": _one("optimizer", "padded_adamw"),
-            "padded, `GrowthAdamW` with grown moments": _one("optimizer", "padded_moments"),
-            "the same with `rewarm_steps`": _one("optimizer", "padded_rewarmed"),
-            "copies, `routing`, `GrowthAdamW`": _one("optimizer", "fpi"),
-            "copies, `routing`, AdamW": _one("optimizer", "fpi_adamw"),
-            "copies, `split`, `GrowthAdamW`": _one("symmetry", "fpi_split"),
-            "copies, `noise`, `GrowthAdamW`": _one("symmetry", "fpi_noise"),
-            "copies, `none`, `GrowthAdamW`": _one("symmetry", "fpi_none"),
+            f"{layers} layers, `{depth}` at 70 % of the steps": tuple(
+                ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, adamw")
+                for width in (64, 32)
+            )
+            for layers, depth in ((2, "random"), (4, "stack"))
         },
+        has_sources=False,
     ),
     "upcycling": Brief(
         "in place of training the dense model on",
@@ -146,10 +145,10 @@ def brief_text(results: Path, name: str) -> str:
     heads = [
         f"{group}: {words}" if group else words
         for group in brief.groups
-        for words in ("FLOPs saved", "source counted")
+        for words in ("FLOPs saved", "source counted")[: 1 + brief.has_sources]
     ]
     lines = [
-        [words, *(cell for where in places for cell in savings(rows, where))]
+        [words, *(x for where in places for x in savings(rows, where)[: 1 + brief.has_sources])]
         for words, places in brief.lines.items()
     ]
     return table([brief.head, *heads], lines)

@@ -201,8 +201,13 @@ def _table(found: Mapping[Line, Pairs], classifies: bool) -> str:
 
 def _cells(line: Line, pairs: Sequence[tuple[list[Row], list[Row]]]) -> list[str]:
     """The columns of `TITLES` of one line."""
-    # some lines have shorter runs too
-    ends = [points_of(own)[2][-len(PARTS) :] for own, _ in pairs]
+    # some lines have runs of other lengths too
+    lengths = sorted((*line.parts, *PARTS))
+    losses_of = [points_of(own)[2] for own, _ in pairs]
+    ends = [
+        [loss for part, loss in zip(lengths[-len(losses) :], losses, strict=True) if part in PARTS]
+        for losses in losses_of
+    ]
     of_baseline = [points_of(base)[2][-1] for _, base in pairs]
     return [
         title_of(line),

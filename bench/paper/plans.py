@@ -95,7 +95,7 @@ def jobs_of_rates(line: Line) -> list[Job]:
 def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
     """The runs of a line with one seed, the shortest first."""
     setting = line.setting
-    steps = [max(1, round(part * setting.steps)) for part in (*line.parts, *PARTS)]
+    steps = sorted(max(1, round(part * setting.steps)) for part in (*line.parts, *PARTS))
     return [job_of(setting, line.system, seed, rate, one) for one in steps]
 
 

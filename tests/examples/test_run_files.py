@@ -81,7 +81,7 @@ OTHERS = [
     for method in ("fpi", "direct_copy", "random")
 ] + [
     ("inheritance", 'decay = "linear"', 'decay = "switch"'),
-    ("progressive", 'depth = "stack"', 'depth = "random"'),
+    ("progressive", 'depth = "random"', 'depth = "stack"'),
 ]
 
 
