@@ -194,14 +194,6 @@ def is_last_backward(saved: Sequence[Tensor]) -> bool:
 
 
 class _Transformed(torch.autograd.Function):
-    @classmethod
-    def apply(cls, *arguments: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*arguments)
-        # PyTorch would look for defaults of `forward`, which has none: it takes 0.1 ms
-        arguments = torch._functorch.utils.unwrap_dead_wrappers(arguments)
-        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
-
     @staticmethod
     def forward(call: _Call, *flat: Any) -> Any:
         result = without_graph(call.rules.op, *call.nested(flat))
