@@ -359,6 +359,8 @@ def test_nobody_can_swallow_a_signal_of_a_growth_in_python(how, tmp_path, monkey
 
     def grown(*args):
         SENDERS[how](signal.SIGINT)
+        # longer than until the signal raises again: this growth is that quick
+        time.sleep(1)
         return grow(*args)
 
     monkeypatch.setattr(growing, "grown_model", grown)
