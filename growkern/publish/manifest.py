@@ -22,6 +22,7 @@ from typing import Any
 
 from growkern.errors import GrowthError
 from growkern.files import check_format, read_json, stays_inside
+from growkern.package import version
 
 MANIFEST = "manifest.json"
 # of the manifest
@@ -51,7 +52,7 @@ def write_manifest(
         files[name] = {"bytes": path.stat().st_size, "checksum": total}
     for path in beside:
         files[path.name] = {"bytes": path.stat().st_size, "checksum": checksum(path)}
-    record = {"format": FORMAT, "algorithm": ALGORITHM, "files": files}
+    record = {"format": FORMAT, "growkern": version(), "algorithm": ALGORITHM, "files": files}
     text = json.dumps(record, indent=1) + "\n"
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 

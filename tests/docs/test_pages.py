@@ -19,7 +19,7 @@ from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.record import lineage
 from growkern.publish import manifest
 from growkern.publish.manifest import MANIFEST
-from growkern.train.dataset import cache
+from growkern.train.dataset import cache, stream
 from growkern.train.run.file import load_run
 from growkern.train.topk_teacher import facts
 from tests.docs.run_blocks import blocks_of
@@ -128,6 +128,7 @@ def test_the_formats_of_records_are_those_of_the_code():
         f"`{MANIFEST}`": manifest.FORMAT,
         f"`{CHECKSUMS_FILE}`": checksums.FORMAT,
         "teacher cache": facts.FORMAT,
+        "`stream_N.json` of a checkpoint": stream.FORMAT,
         "cache of token ids": cache.VERSION,
     }.items():
         assert f"| {name} | {number} |" in page

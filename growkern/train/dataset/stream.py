@@ -21,7 +21,8 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.files import read_json
+from growkern.files import check_format, read_json
+from growkern.package import version
 from growkern.train.dataset.records import Reader, Tokens, chunks, cut_rows, features_of
 from growkern.train.dataset.source import need_datasets, plain_errors
 from growkern.train.objectives.language_modeling import PASS, OuterCollator
@@ -30,6 +31,8 @@ from growkern.train.objectives.language_modeling import PASS, OuterCollator
 PLACE, PLACES = "place", "stream_places"
 # beside a checkpoint, with two places of some kilobytes for each data worker
 FILE, MOST_BYTES = "stream_{}.json", 64_000_000
+# of that file
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,8 @@ class StreamReader:
     def save(self, directory: Path) -> None:
         """Write how far this process has read the stream."""
         state = {
+            "format": FORMAT,
+            "growkern": version(),
             "processes": self._stream.processes,
             "lanes": self._lanes,
             "batches": self._batches,
@@ -225,12 +230,17 @@ class StreamReader:
         file = Path(checkpoint) / FILE.format(stream.rank)
         file = file if file.is_file() else file.with_name(FILE.format(0))
         state = read_json(file, MOST_BYTES, "place in a stream")
-        last = {
-            int(lane): BatchPlaces(int(lane), Place(**one["before"]), Place(**one["after"]))
-            for lane, one in state["last"].items()
-        }
-        if (state["processes"], state["lanes"]) == (stream.processes, self._lanes):
-            self._batches, self._last = state["batches"], last
+        check_format(file, state, FORMAT)
+        try:
+            processes, lanes, batches = (state[key] for key in ("processes", "lanes", "batches"))
+            last = {
+                int(lane): BatchPlaces(int(lane), Place(**ends["before"]), Place(**ends["after"]))
+                for lane, ends in state["last"].items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise GrowthError(f"{file}: not a place in a stream: {error!r}") from error
+        if (processes, lanes) == (stream.processes, self._lanes):
+            self._batches, self._last = batches, last
             # a data loader always begins with the first lane. Lanes whose turn is over repeat their
             # last batch, and these batches are dropped
             self._to_drop = self._batches % self._lanes
@@ -239,12 +249,12 @@ class StreamReader:
             return
         if warns:
             warnings.warn(
-                f"{checkpoint} was saved by {state['processes']} processes with "
-                f"{state['lanes']} data workers each: with {stream.processes} and {self._lanes} "
-                "the stream cannot be continued where it was, so a new pass begins",
+                f"{checkpoint} was saved by {processes} processes with {lanes} data workers each: "
+                f"with {stream.processes} and {self._lanes} the stream cannot be continued where "
+                "it was, so a new pass begins",
                 GrowthWarning,
                 stacklevel=2,
             )
         number = 1 + max((places.after.number for places in last.values()), default=-1)
-        start = Place(number=number, window=state["batches"])
+        start = Place(number=number, window=batches)
         stream.places = dict.fromkeys(range(self._lanes), start)

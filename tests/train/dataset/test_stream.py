@@ -1,12 +1,14 @@
 """A stream gives the tokens of a plain loop, in an order that can be continued anywhere."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 from torch.utils.data import DataLoader
 
-from growkern.errors import GrowthWarning
+import growkern
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.stream import PLACE, PlacingCollator, StreamReader, TokenStream
@@ -144,6 +146,25 @@ def test_progress_of_other_processes_is_not_taken_over(make, tmp_path):
     for processes, workers in ((2, 2), (1, 3)):
         with pytest.warns(GrowthWarning, match="cannot be continued where it was"):
             StreamReader(make(processes=processes), workers).start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2, "growkern": "9.1"}, "its format is 2, .* reads 1: use growkern 9.1"),
+        ({"last": {"x": {}}}, "stream_0.json: not a place in a stream"),
+        ({"last": {"0": {"before": {}, "after": {"page": 3}}}}, "not a place in a stream"),
+    ],
+    ids=["newer", "lane", "place"],
+)
+def test_a_place_that_cannot_be_read_is_refused(make, tmp_path, change, message):
+    StreamReader(make(), 1).save(tmp_path)
+    file = tmp_path / "stream_0.json"
+    record = json.loads(file.read_text())
+    assert record["format"] == 1 and record["growkern"] == growkern.__version__
+    file.write_text(json.dumps(record | change))
+    with pytest.raises(GrowthError, match=message):
+        StreamReader(make(), 1).start(tmp_path)
 
 
 def test_text_files_are_streamed(make, tmp_path):
