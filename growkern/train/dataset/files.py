@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import read_bounded, regular_size, write_whole
-from growkern.publish.manifest import checksum
+from growkern.publish.manifest import ALGORITHM, checksum
 
 VARIABLE = "GROWKERN_TOKENS"
 # characters of a text that are read at once
@@ -118,7 +118,7 @@ def fingerprint(file: Path) -> str:
 def _noted(file: Path) -> str:
     """The checksum of a file, which is read if it changed since it was noted."""
     stamp = _stamp(file)
-    note = user_cache() / "checksums" / digest_of(stamp)
+    note = user_cache() / "checksums" / digest_of([ALGORITHM, *stamp])
     with contextlib.suppress(OSError, ValueError):
         known = read_bounded(note, NOTED_BYTES, "checksum").decode()
         if len(known) == NOTED_BYTES:

@@ -6,17 +6,18 @@ that runs in this process.
 
 import json
 import math
-import reprlib
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from growkern.arguments import POSITIVE, Limit, between, check_fields
 from growkern.errors import GrowthError
 from growkern.files import check_format, read_json, write_whole
+from growkern.package import version
 from growkern.train.loss.rows import document_starts, real_tokens, teacher_rows
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 
@@ -34,6 +35,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 ROWS = ("labels", "all")
 # an id is read from four bytes and may start at any of the first eight bits
 MAX_ID_BITS = 25
+# of a header: the version of growkern that wrote it
+WRITER = "growkern"
 # a header has some 500 bytes
 MOST_BYTES = 100_000
 
@@ -169,15 +172,29 @@ class CacheHeader(RowFacts):
         examples: number of examples, each masking counted.
         teacher: SHA-256 of the teacher's weights.
         data: SHA-256 of the keys of all examples.
+
+    Raises:
+        GrowthError: a value is impossible.
     """
 
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        **dict.fromkeys(("vocab_size", "k"), between(1, 1 << MAX_ID_BITS)),
+        **dict.fromkeys(("temperature", "epochs", "examples"), POSITIVE),
+    }
+
+    rows: Literal["labels", "all"]
     vocab_size: int
     format: int
     k: int
-    dtype: str
+    dtype: Literal["float16", "bfloat16", "float32"]
     examples: int
     teacher: str
     data: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.k > self.vocab_size:
+            raise GrowthError(f"k is {self.k}: it must lie in 1 .. {self.vocab_size}, vocab_size")
 
     @property
     def id_bits(self) -> int:
@@ -192,7 +209,7 @@ class CacheHeader(RowFacts):
 
 def write_header(directory: Path, header: CacheHeader) -> None:
     """Write the header of a cache, completely or not at all."""
-    text = json.dumps(asdict(header), indent=1) + "\n"
+    text = json.dumps({**asdict(header), WRITER: version()}, indent=1) + "\n"
     write_whole(directory / HEADER_FILE, lambda partial: partial.write_text(text))
 
 
@@ -207,36 +224,10 @@ def read_header(directory: Path) -> CacheHeader:
             "cache-teacher made"
         ) from error
     check_format(file, table, FORMAT)
-    names = [field.name for field in fields(CacheHeader)]
-    if not isinstance(table, dict) or sorted(table) != sorted(names):
+    names = {field.name for field in fields(CacheHeader)}
+    if not isinstance(table, dict) or table.keys() - {WRITER} != names:
         raise GrowthError(f"{file} is not a cache header of format {FORMAT}: make the cache again")
-    header = CacheHeader(**table)
-    _check_header(file, header)
-    return header
-
-
-def _check_header(file: Path, header: CacheHeader) -> None:
-    columns = 1 << MAX_ID_BITS
-    for name, kinds, most in (
-        ("vocab_size", int, columns),
-        ("k", int, header.vocab_size),
-        ("temperature", (int, float), None),
-        ("epochs", int, None),
-        ("examples", int, None),
-    ):
-        value = getattr(header, name)
-        # True is an int; NaN lies in no interval
-        is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf or (most is not None and value > most):
-            wanted = "must be positive" if most is None else f"must lie in 1 .. {most}"
-            raise GrowthError(f"{file}: {name} is {reprlib.repr(value)}: it {wanted}")
-    for name, allowed in (("rows", ROWS), ("dtype", tuple(DTYPES)), ("causal", (False, True))):
-        value = getattr(header, name)
-        # 0 equals False
-        if not any(value is one or (value == one and isinstance(one, str)) for one in allowed):
-            names = " or ".join(map(str, allowed))
-            raise GrowthError(f"{file}: {name} is {reprlib.repr(value)}: it must be {names}")
-    for name in ("teacher", "data", "tokenizer"):
-        value = getattr(header, name)
-        if not isinstance(value, str) and not (name == "tokenizer" and value is None):
-            raise GrowthError(f"{file}: {name} is {reprlib.repr(value)}: it must be a checksum")
+    try:
+        return CacheHeader(**{name: table[name] for name in names})
+    except GrowthError as error:
+        raise GrowthError(f"{file}: {error}") from error

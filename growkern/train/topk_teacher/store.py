@@ -23,7 +23,6 @@ Shape letters used in this file: B examples, S positions, R rows, E examples of 
 import errno
 import functools
 import hashlib
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,11 +32,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.files import parse_json, write_whole
-from growkern.growth.source.files import LENGTH, read_header_bytes
+from growkern.files import regular_size, write_whole
 from growkern.publish.manifest import damage_of, read_manifest
 from growkern.train.loss.rows import real_tokens, taught_rows, teacher_rows
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
@@ -55,7 +54,6 @@ INDEX_FILE = "index.safetensors"
 # bits that are apart at a time while ids are packed. Each takes 9 bytes then: all bits of a shard
 # of 256 MiB, of 63 million ids of 18 bits, would take 10 GB
 BITS_AT_ONCE = 1 << 22
-_NAMES = {np.uint8: "U8", np.uint16: "U16", np.uint32: "U32", np.uint64: "U64", np.int64: "I64"}
 
 Arrays = dict[str, np.ndarray]
 
@@ -138,55 +136,28 @@ def mapped(file: Path, wanted: Mapping[str, tuple[Any, tuple[int | None, ...]]])
     Each has the dtype and the shape that are wanted, with None for a size that the file decides.
     """
     try:
-        head = read_header_bytes(file)
-        table = parse_json(head[LENGTH.size :])
-        table.pop("__metadata__", None)
-        if table.keys() != wanted.keys():
-            raise ValueError(f"it holds {reprlib.repr(sorted(table))}, not {sorted(wanted)}")
-        arrays, end = {}, len(head)
-        # in the order of their bytes, so that they fill the file
-        for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-            arrays[name] = _map(file, entry, end, *wanted[name])
-            end += arrays[name].nbytes
-        if end != file.stat().st_size:
-            raise ValueError(f"it has {file.stat().st_size} bytes, its header says {end}")
+        # a pipe could make the process wait for ever
+        regular_size(file)
+        # not by safetensors.numpy: it would copy
+        arrays = {name: values.numpy() for name, values in load_file(file).items()}
+        if arrays.keys() != wanted.keys():
+            raise ValueError(f"it holds {reprlib.repr(sorted(arrays))}, not {sorted(wanted)}")
+        for name, (dtype, sizes) in wanted.items():
+            array = arrays[name]
+            fits = [expected in (None, n) for expected, n in zip(sizes, array.shape, strict=False)]
+            if array.dtype != dtype or array.ndim != len(sizes) or not all(fits):
+                raise ValueError(
+                    f"{name} has the dtype {array.dtype} and the shape {array.shape}, expected "
+                    f"{np.dtype(dtype)} and {sizes}"
+                )
         return arrays
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise GrowthError(f"{file}: truncated or corrupt: {error}: make the cache again") from error
-
-
-def _map(
-    file: Path, entry: dict[str, Any], start: int, dtype: Any, wanted: tuple[int | None, ...]
-) -> np.ndarray:
-    if len(entry) > 3:
-        raise ValueError(f"{reprlib.repr(entry)} holds more than dtype, shape and data_offsets")
-    shape = entry["shape"]
-    # not isinstance: True is an int
-    is_shape = len(shape) == len(wanted) and all(type(n) is int and n >= 0 for n in shape)
-    if not is_shape or any(w not in (None, n) for n, w in zip(shape, wanted, strict=True)):
-        raise ValueError(f"shape {reprlib.repr(shape)}, expected {wanted}")
-    if entry["dtype"] != _NAMES[dtype]:
-        raise ValueError(f"dtype {reprlib.repr(entry['dtype'])}, expected {_NAMES[dtype]}")
-    first, last = entry["data_offsets"]
-    if last - first != math.prod(shape) * np.dtype(dtype).itemsize:
-        raise ValueError(f"shape {shape} in bytes {first} to {last}")
-    # an empty file section cannot be mapped
-    return (
-        np.memmap(file, dtype, "r", start, tuple(shape))
-        if 0 not in shape
-        else np.empty(shape, dtype)
-    )
 
 
 def shard_file(directory: Path, number: int) -> Path:
     """The file of a shard, counted from 0."""
     return directory / f"rows-{number:05}.safetensors"
-
-
-def _arrays_of_shard(header: CacheHeader, rows: int) -> dict[str, Any]:
-    bits = np.uint32 if DTYPES[header.dtype].itemsize == 4 else np.uint16
-    width = -(-header.k * header.id_bits // 8)
-    return {"ids": (np.uint8, (rows, width)), "logprobs": (bits, (rows, header.k))}
 
 
 def _read_index(file: Path, header: CacheHeader) -> Arrays:
@@ -237,9 +208,14 @@ class TeacherCache(TopKRows):
         self.directory, self.name = directory, str(directory)
         self.facts = self.header = read_header(directory)
         self._index = _read_index(directory / INDEX_FILE, self.header)
-        sizes = np.diff(self._index["shard_row"]).tolist()
+        sizes, header = np.diff(self._index["shard_row"]).tolist(), self.header
+        bits = np.uint32 if DTYPES[header.dtype].itemsize == 4 else np.uint16
+        width = -(-header.k * header.id_bits // 8)
         self._shards = [
-            mapped(shard_file(directory, i), _arrays_of_shard(self.header, rows))
+            mapped(
+                shard_file(directory, i),
+                {"ids": (np.uint8, (rows, width)), "logprobs": (bits, (rows, header.k))},
+            )
             for i, rows in enumerate(sizes)
         ]
         self._manifest = read_manifest(directory)
