@@ -26,22 +26,22 @@ import hashlib
 import math
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from growkern.arguments import Limit, between, check_fields
 from growkern.errors import GrowthError
 from growkern.files import read_bounded
 from growkern.train.topk_teacher.facts import MOST_IDS, CausalRows, Rows, causal_facts, fault_of
 
 CONFIG_FILE = "compression_config.yaml"
-DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 SPECIAL = {"sqrt": torch.sqrt, "exp": torch.exp}
-KINDS = {"int": int, "str": str, "bool": bool}
 MOST_BITS = 63
 # errors of the YAML reader and of fields that are no config
 UNREADABLE = (AttributeError, TypeError, ValueError, LookupError, RecursionError)
@@ -236,25 +236,50 @@ def _matrix(column: Any, rows: int) -> np.ndarray:
 class Bin:
     """Residuals that share a scale, and the bits of each of them as an integer."""
 
-    scale_dtype: str
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        "element_bits": between(1, MOST_BITS),
+        "num_elements": between(1, MOST_IDS),
+    }
+
+    scale_dtype: Dtype
     element_bits: int
     num_elements: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class Compression:
     """How DistillKit packed one row: the fields of its `compression_config.yaml`."""
 
+    LIMITS: ClassVar[dict[str, Limit]] = dict.fromkeys(("d", "k"), between(1, MOST_IDS))
+
     d: int
     k: int
     exact_k: int
     residual_bins: tuple[Bin, ...] = ()
-    exact_dtype: str = "float32"
+    exact_dtype: Dtype = "float32"
     polynomial_terms: tuple[int | str, ...] = ()
-    term_dtype: str = "float32"
+    term_dtype: Dtype = "float32"
     delta_encoding: bool = True
     error_diffusion: bool = False  # a matter of the writer alone
     normalize_t: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.k > self.d:
+            raise ValueError(f"k is {self.k}, more than d, which is {self.d}")
+        for term in self.polynomial_terms:
+            is_power = type(term) is int and 0 <= term <= MOST_BITS
+            if not is_power and term not in SPECIAL:
+                raise ValueError(
+                    f"polynomial_terms has {reprlib.repr(term)}: a term is one of "
+                    f"{', '.join(SPECIAL)} or a power in 0 .. {MOST_BITS}"
+                )
+        residuals = sum(part.num_elements for part in self.residual_bins)
+        if not 0 <= self.exact_k <= self.k or residuals > self.k - self.exact_k:
+            raise ValueError("exact_k and the residual_bins do not fit k")
 
     @property
     def id_bits(self) -> int:
@@ -273,9 +298,9 @@ class Compression:
         others = torch.zeros(len(packed), rest)
         factors = reader.floats(len(self.polynomial_terms), self.term_dtype)
         start = 0
-        for one in self.residual_bins:
-            others[:, start : start + one.num_elements] = reader.residuals(one)
-            start += one.num_elements
+        for part in self.residual_bins:
+            others[:, start : start + part.num_elements] = reader.residuals(part)
+            start += part.num_elements
         if reader.place != packed.shape[1]:
             raise ValueError(f"{packed.shape[1]} bytes per row, {reader.place} expected")
         # the dtypes of each step are DistillKit's, so that the same bytes give the same values
@@ -309,17 +334,17 @@ class _Reader:
         self.place += size
         return part
 
-    def floats(self, count: int, dtype: str) -> Tensor:
-        kind = DTYPES[dtype]
+    def floats(self, count: int, dtype: Dtype) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
         part = np.ascontiguousarray(self.take(count * kind.itemsize))
         return torch.from_numpy(part).view(kind) if count else torch.empty(len(part), 0, dtype=kind)
 
-    def residuals(self, one: Bin) -> Tensor:
-        scale = self.floats(1, one.scale_dtype).float()
-        size = -(-one.num_elements * one.element_bits // 8)
-        whole = _integers(self.take(size), one.element_bits, one.num_elements).float()
+    def residuals(self, of: Bin) -> Tensor:
+        scale, bits = self.floats(1, of.scale_dtype).float(), of.element_bits
+        packed = self.take(-(-of.num_elements * bits // 8))
+        whole = _integers(packed, bits, of.num_elements).float()
         # one bit is a sign; more bits count from the smallest integer
-        centred = whole * 2 - 1 if one.element_bits == 1 else whole - 2 ** (one.element_bits - 1)
+        centred = whole * 2 - 1 if bits == 1 else whole - 2 ** (bits - 1)
         return centred * scale
 
 
@@ -342,17 +367,12 @@ def read_compression(file: Path) -> Compression:
         table = yaml.safe_load(content)
         if not isinstance(table, dict):
             raise ValueError(f"it holds a {type(table).__name__}, not a table of fields")
-        bins = tuple(Bin(**one) for one in table.pop("residual_bins", ()))
+        bins = tuple(Bin(**values) for values in table.pop("residual_bins", ()))
         terms = tuple(table.pop("polynomial_terms", None) or ())
-        found = Compression(**table, residual_bins=bins, polynomial_terms=terms)
-        _check_kinds(found)
-        for one in bins:
-            _check_kinds(one)
-        _check_sizes(found)
+        return Compression(**table, residual_bins=bins, polynomial_terms=terms)
     except (yaml.YAMLError, *UNREADABLE) as error:
         reason = " ".join(str(error).split())[:300]
         raise GrowthError(f"{file}: not a compression config of DistillKit: {reason}") from error
-    return found
 
 
 def _check_plain(events: Iterable[Any]) -> None:
@@ -370,29 +390,3 @@ def _check_plain(events: Iterable[Any]) -> None:
         level += kind.endswith("StartEvent") - kind.endswith("EndEvent")
         if level > MOST_LEVELS:
             raise ValueError(f"it is nested in more than {MOST_LEVELS} levels")
-
-
-def _check_kinds(one: Compression | Bin) -> None:
-    for field in fields(one):
-        value = getattr(one, field.name)
-        # not isinstance: True is an int
-        if type(value) is not KINDS.get(str(field.type), type(value)):
-            raise ValueError(f"{field.name} is {reprlib.repr(value)}: it must be {field.type}")
-
-
-def _check_sizes(found: Compression) -> None:
-    bins, terms = found.residual_bins, found.polynomial_terms
-    dtypes = {found.exact_dtype, found.term_dtype, *(one.scale_dtype for one in bins)}
-    powers = [x for x in terms if type(x) is int]
-    sizes = [found.k, *(n for x in bins for n in (x.element_bits, x.num_elements))]
-    if not dtypes <= DTYPES.keys() or not {*terms} <= {*SPECIAL, *powers}:
-        raise ValueError("a dtype or a term is none of DistillKit's")
-    if min(sizes) < 1 or not found.k <= found.d <= MOST_IDS:
-        raise ValueError("a size is not positive, or k is not below d")
-    if any(one.element_bits > MOST_BITS for one in bins):
-        raise ValueError(f"element_bits is above {MOST_BITS}")
-    if any(not 0 <= x <= MOST_BITS for x in powers):
-        raise ValueError(f"a power in polynomial_terms is not in 0 .. {MOST_BITS}")
-    residuals = sum(one.num_elements for one in bins)
-    if not 0 <= found.exact_k <= found.k or residuals > found.k - found.exact_k:
-        raise ValueError("exact_k and the residual_bins do not fit k")
