@@ -39,7 +39,7 @@ from growkern.files import write_whole
 from growkern.plot.curves import read_curve
 from growkern.train.evaluation.finetune import finetune
 from growkern.train.run.file import load_run
-from growkern.train.topk_teacher.facts import read_header
+from growkern.train.topk_teacher.store import read_header
 
 Call = Callable[[], float]
 

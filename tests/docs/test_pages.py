@@ -21,7 +21,7 @@ from growkern.publish import manifest
 from growkern.publish.manifest import MANIFEST
 from growkern.train.dataset import cache, stream
 from growkern.train.run.file import load_run
-from growkern.train.topk_teacher import facts
+from growkern.train.topk_teacher import store
 from tests.docs.run_blocks import blocks_of
 
 ROOT = Path(growkern.__file__).parents[1]
@@ -127,7 +127,7 @@ def test_the_formats_of_records_are_those_of_the_code():
         f"`{LINEAGE_FILE}`": lineage.FORMAT,
         f"`{MANIFEST}`": manifest.FORMAT,
         f"`{CHECKSUMS_FILE}`": checksums.FORMAT,
-        "teacher cache": facts.FORMAT,
+        "teacher cache": store.FORMAT,
         "`stream_N.json` of a checkpoint": stream.FORMAT,
         "cache of token ids": cache.VERSION,
     }.items():

@@ -27,8 +27,7 @@ from growkern.train.loss.losses import LossOptions
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerOptions
 from growkern.train.rules import check, refuse_first
-from growkern.train.topk_teacher.facts import TopKRows
-from growkern.train.topk_teacher.teacher import TopKTeacher
+from growkern.train.topk_teacher.teacher import TopKRows, TopKTeacher
 
 OPTIONS = {
     "two_stage": TwoStageConfig,

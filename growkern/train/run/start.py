@@ -34,7 +34,7 @@ from growkern.train.run.messages import end, header, print_lines, resume_command
 from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
-from growkern.train.topk_teacher.facts import TopKRows
+from growkern.train.topk_teacher.teacher import TopKRows
 
 
 def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> TrainOutput | None:

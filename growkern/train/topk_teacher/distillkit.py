@@ -37,7 +37,7 @@ from torch import Tensor
 from growkern.arguments import Limit, between, check_fields
 from growkern.errors import GrowthError
 from growkern.files import read_bounded
-from growkern.train.topk_teacher.facts import MOST_IDS, CausalRows, Rows, causal_facts, fault_of
+from growkern.train.topk_teacher.teacher import MOST_IDS, CausalRows, Rows, causal_facts, fault_of
 
 CONFIG_FILE = "compression_config.yaml"
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]

@@ -6,23 +6,28 @@ vocabulary, H width.
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
 from growkern.train.loss.rows import as_known, real_tokens
 from growkern.train.model.head import check_causal, check_head, head_inputs, reading, softcap_of
 from growkern.train.model.load import is_causal
 from growkern.train.objectives.language_modeling import Collator, EpochCollator
-from growkern.train.topk_teacher.facts import DTYPES, CacheHeader, TopKRows
-from growkern.train.topk_teacher.store import keys_of, rows_of
+from growkern.train.topk_teacher.store import DTYPES, MAX_ID_BITS, CacheHeader
+from growkern.train.topk_teacher.teacher import (
+    RowFacts,
+    Rows,
+    TopKRows,
+    keys_of,
+    placed,
+    rows_of,
+)
 
 # float32 logits that are made at a time: 64 MiB
 LOGIT_ELEMENTS = 1 << 24
@@ -88,15 +93,27 @@ def survey(examples: Examples, rows: str, causal: bool, known: int, progress: bo
 # ----------------------------------------------------------------- teacher
 
 
-class ModelTeacher:
-    """A model that runs in this process, in evaluation mode. `columns` are those of its head."""
+class ModelTeacher(TopKRows):
+    """The rows of a model that runs in this process, in evaluation mode."""
 
-    def __init__(self, model: Any) -> None:
+    remedy = "keep other rows of the model"
+
+    def __init__(
+        self,
+        model: Any,
+        k: int,
+        temperature: float = 1.0,
+        rows: str = "labels",
+        vocab_size: int | None = None,
+    ) -> None:
         check_head(model)
-        self.model, self.causal = model, is_causal(model)
-        if self.causal:
+        causal = is_causal(model)
+        if causal:
             check_causal(model)
-        self.columns: int = model.get_output_embeddings().weight.shape[0]
+        self.name, self.model, self.k = "the model", model, k
+        columns = model.get_output_embeddings().weight.shape[0]
+        self._known = check_vocabulary(self.name, columns, vocab_size, k)
+        self.facts = RowFacts(temperature, rows, causal, self._known, None, epochs=1)
 
     def fingerprint(self) -> str:
         """The SHA-256 of all parameters and buffers with their names, dtypes and shapes."""
@@ -106,76 +123,42 @@ class ModelTeacher:
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def running(self) -> AbstractContextManager[None]:
-        """Evaluation mode, without a cache of keys and values."""
-        return reading(self.model)
-
     @torch.no_grad()
-    def top_k(
-        self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
-    ) -> tuple[Tensor, Tensor]:
-        """Run the model on a batch: ids (R, k) and log-probs (R, k) of the rows at `kept_BS`."""
-        model = self.model
+    def batch(self, batch: dict[str, Any]) -> Rows:
+        """The rows of a collated batch, as the model computes them now."""
+        model, facts = self.model, self.facts
+        kept_BS = rows_of(batch, facts.rows, facts.causal, self._known)
         inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
-        hidden, weight, bias = head_inputs(model, as_known(inputs, header.vocab_size))
-        return topk_of_head(
-            hidden[kept_BS.to(model.device)], weight, bias, header.vocab_size, header.k,
-            header.temperature, softcap_of(model),
-        )  # fmt: skip
+        with reading(model):
+            hidden, weight, bias = head_inputs(model, as_known(inputs, self._known))
+            rows = topk_of_head(
+                hidden[kept_BS.to(model.device)], weight, bias, self._known, self.k,
+                facts.temperature, softcap_of(model),
+            )  # fmt: skip
+        return placed(kept_BS, *(values.cpu() for values in rows))
 
 
-class ReadTeacher:
-    """A teacher whose rows come from a server or from a file of another library.
-
-    It has the attributes and methods of `ModelTeacher`. The columns are given if the rows do not
-    name them.
-    """
-
-    def __init__(self, rows: TopKRows, vocab_size: int | None) -> None:
-        what = "a language model, its directory, a ServedTeacher or a DistillKitTeacher"
-        check_kind("model", rows, TopKRows, what)
-        self.rows, self.causal = rows, rows.facts.causal
-        columns = rows.facts.vocab_size or vocab_size
-        if columns is None:
-            raise GrowthError(f"{rows.name} does not say how many columns it has: give vocab_size")
-        self.columns = columns
-
-    def fingerprint(self) -> str:
-        """The SHA-256 of its name."""
-        return hashlib.sha256(self.rows.name.encode()).hexdigest()
-
-    def running(self) -> AbstractContextManager[None]:
-        """Nothing has to be prepared."""
-        return nullcontext()
-
-    def top_k(
-        self, batch: dict[str, Any], kept_BS: Tensor, header: CacheHeader
-    ) -> tuple[Tensor, Tensor]:
-        """Read the rows of a batch; another k or temperature, or a missing row, is refused."""
-        ids_BSk, logprobs_BSk = self.rows.batch(batch)
-        found = {"k": ids_BSk.shape[-1], "temperature": self.rows.facts.temperature}
-        wanted = {"k": header.k, "temperature": header.temperature}
-        if found != wanted:
-            raise GrowthError(f"{self.rows.name} gives {found}, but the cache is to have {wanted}")
-        ids_Rk = ids_BSk[kept_BS]
-        missing = int((ids_Rk[:, 0] < 0).sum())
-        if missing:
-            raise GrowthError(
-                f"{self.rows.name} lacks {missing} of {len(ids_Rk)} rows that the cache is to have "
-                f"(rows={header.rows!r})"
-            )
-        return ids_Rk, logprobs_BSk[kept_BS]
-
-
-RowTeacher: TypeAlias = ModelTeacher | ReadTeacher
+def check_vocabulary(name: str, columns: int | None, vocab_size: int | None, k: int) -> int:
+    """The columns of a teacher that count: all of its softmax, or fewer if others are padding."""
+    columns = columns or vocab_size
+    if columns is None:
+        raise GrowthError(f"{name} does not say how many columns it has: give vocab_size")
+    vocabulary = columns if vocab_size is None else vocab_size
+    if not 0 < vocabulary <= columns or k > vocabulary or vocabulary > 1 << MAX_ID_BITS:
+        raise GrowthError(
+            f"k is {k}, vocab_size is {vocabulary} and the teacher's head has {columns} columns: "
+            f"k <= vocab_size <= columns must hold, and vocab_size <= {1 << MAX_ID_BITS}"
+        )
+    return vocabulary
 
 
 def kept_rows(
-    teacher: RowTeacher, batch: dict[str, Any], header: CacheHeader, keys_B: np.ndarray
-) -> tuple[Tensor, Tensor]:
+    teacher: TopKRows, batch: dict[str, Any], header: CacheHeader, keys_B: np.ndarray
+) -> Rows:
     """Ask the teacher for the k likeliest tokens of each row of a batch.
 
-    The keys of the examples are those of the first pass: a batch that differs from it is refused.
+    The keys of the examples are those of the first pass: a batch that differs from it is refused,
+    and so are another k or temperature, and a missing row.
 
     Returns:
         Ids (R, k) int32 and log-probs (R, k) in the dtype of the cache, both on the CPU.
@@ -187,10 +170,21 @@ def kept_rows(
             "masked already"
         )
     kept_BS = rows_of(batch, header.rows, header.causal, header.vocab_size)
-    ids_Rk, log_p_Rk = teacher.top_k(batch, kept_BS, header)
-    if not bool(torch.isfinite(log_p_Rk[:, 0]).all()):
+    ids_BSk, logprobs_BSk = teacher.batch(batch)
+    given = {"k": ids_BSk.shape[-1], "temperature": teacher.facts.temperature}
+    wanted = {"k": header.k, "temperature": header.temperature}
+    if given != wanted:
+        raise GrowthError(f"{teacher.name} gives {given}, but the cache is to have {wanted}")
+    ids_Rk, logprobs_Rk = ids_BSk[kept_BS], logprobs_BSk[kept_BS]
+    missing = int((ids_Rk[:, 0] < 0).sum())
+    if missing:
+        raise GrowthError(
+            f"{teacher.name} lacks {missing} of {len(ids_Rk)} rows that the cache is to have "
+            f"(rows={header.rows!r})"
+        )
+    if not bool(torch.isfinite(logprobs_Rk[:, 0]).all()):
         raise GrowthError("the teacher gives NaN or Inf: check its weights, or run it in float32")
-    return ids_Rk.int().cpu(), log_p_Rk.to(DTYPES[header.dtype]).cpu()
+    return ids_Rk, logprobs_Rk.to(DTYPES[header.dtype])
 
 
 def topk_of_head(

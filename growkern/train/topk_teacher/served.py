@@ -32,7 +32,14 @@ import torch
 
 from growkern.arguments import real_number, whole_number
 from growkern.errors import GrowthError, nearest
-from growkern.train.topk_teacher.facts import (
+from growkern.train.topk_teacher.http import (
+    KEY_VARIABLE,
+    MOST_TEXT,
+    Connection,
+    check_url,
+    run_apart,
+)
+from growkern.train.topk_teacher.teacher import (
     MOST_IDS,
     ROUNDING,
     CausalRows,
@@ -40,13 +47,6 @@ from growkern.train.topk_teacher.facts import (
     causal_facts,
     fault_of,
     no_rows,
-)
-from growkern.train.topk_teacher.http import (
-    KEY_VARIABLE,
-    MOST_TEXT,
-    Connection,
-    check_url,
-    run_apart,
 )
 
 # what a header can hold

@@ -23,10 +23,12 @@ Shape letters used in this file: B examples, S positions, R rows, E examples of 
 import errno
 import functools
 import hashlib
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,27 +37,113 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
+from growkern.arguments import POSITIVE, Limit, between, check_fields
 from growkern.errors import GrowthError
-from growkern.files import regular_size, write_whole
+from growkern.files import check_format, read_json, regular_size, write_whole
+from growkern.package import version
 from growkern.publish.manifest import damage_of, read_manifest
-from growkern.train.loss.rows import real_tokens, taught_rows, teacher_rows
-from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
-from growkern.train.topk_teacher.facts import (
-    DTYPES,
-    HEADER_FILE,
-    CacheHeader,
+from growkern.train.topk_teacher.teacher import (
+    RowFacts,
     TopKRows,
     fault_of,
-    no_rows,
-    read_header,
+    keys_of,
+    placed,
+    rows_of,
 )
 
+# of a cache
+FORMAT = 1
+HEADER_FILE = "cache.json"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+ROWS = ("labels", "all")
+# an id is read from four bytes and may start at any of the first eight bits
+MAX_ID_BITS = 25
+# of a header: the version of growkern that wrote it
+WRITER = "growkern"
+# a header has some 500 bytes
+MOST_BYTES = 100_000
 INDEX_FILE = "index.safetensors"
 # bits that are apart at a time while ids are packed. Each takes 9 bytes then: all bits of a shard
 # of 256 MiB, of 63 million ids of 18 bits, would take 10 GB
 BITS_AT_ONCE = 1 << 22
 
 Arrays = dict[str, np.ndarray]
+
+
+# ------------------------------------------------------------------ header
+
+
+@dataclass(frozen=True)
+class CacheHeader(RowFacts):
+    """How a cache was made, `cache.json`. Two caches with equal headers hold the same rows.
+
+    Attributes:
+        format: version of the file format.
+        k: tokens per row.
+        dtype: of the log-probs, a key of DTYPES.
+        examples: number of examples, each masking counted.
+        teacher: SHA-256 of the teacher's weights.
+        data: SHA-256 of the keys of all examples.
+
+    Raises:
+        GrowthError: a value is impossible.
+    """
+
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        **dict.fromkeys(("vocab_size", "k"), between(1, 1 << MAX_ID_BITS)),
+        **dict.fromkeys(("temperature", "epochs", "examples"), POSITIVE),
+        "rows": Limit(ROWS.__contains__, f"be {' or '.join(ROWS)}"),
+        "dtype": Limit(DTYPES.__contains__, f"be {' or '.join(DTYPES)}"),
+    }
+
+    vocab_size: int
+    format: int
+    k: int
+    dtype: str
+    examples: int
+    teacher: str
+    data: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.k > self.vocab_size:
+            raise GrowthError(f"k is {self.k}: it must lie in 1 .. {self.vocab_size}, vocab_size")
+
+    @property
+    def id_bits(self) -> int:
+        """Bits of one id."""
+        return max(1, (self.vocab_size - 1).bit_length())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on disk, without its share of the index."""
+        return -(-self.k * self.id_bits // 8) + self.k * DTYPES[self.dtype].itemsize
+
+
+def write_header(directory: Path, header: CacheHeader) -> None:
+    """Write the header of a cache, completely or not at all."""
+    text = json.dumps({**asdict(header), WRITER: version()}, indent=1) + "\n"
+    write_whole(directory / HEADER_FILE, lambda partial: partial.write_text(text))
+
+
+def read_header(directory: Path) -> CacheHeader:
+    """Read the header of a cache. Another format, or an impossible value, is refused."""
+    file = directory / HEADER_FILE
+    try:
+        table = read_json(file, MOST_BYTES, "cache header")
+    except GrowthError as error:
+        raise GrowthError(
+            f"{directory} is not a teacher cache: {error}: give the directory that growkern "
+            "cache-teacher made"
+        ) from error
+    check_format(file, table, FORMAT)
+    names = {field.name for field in fields(CacheHeader)}
+    if not isinstance(table, dict) or table.keys() - {WRITER} != names:
+        raise GrowthError(f"{file} is not a cache header of format {FORMAT}: make the cache again")
+    try:
+        return CacheHeader(**{name: table[name] for name in names})
+    except GrowthError as error:
+        raise GrowthError(f"{file}: {error}") from error
 
 
 # -------------------------------------------------------------- ids in few bits
@@ -84,37 +172,6 @@ def unpack_ids(packed: np.ndarray, k: int, bits: int) -> np.ndarray:
     return ((word_Rk >> (first % 8).astype(np.uint32)) & np.uint32((1 << bits) - 1)).astype(
         np.int32
     )
-
-
-# ----------------------------------------------------------- rows of a batch
-
-
-def rows_of(batch: dict[str, Any], rows: str, causal: bool, known: int) -> Tensor:
-    """The positions of a batch that have a row in the cache, (B, S) bool.
-
-    A causal teacher has no row where it saw no token, even if a label is there. No teacher has one
-    whose label or context it lacks: it knows `known` tokens.
-    """
-    labels_BS = align_labels(batch["labels"], causal=causal)
-    if rows == "labels":
-        wanted_BS = labels_BS != IGNORE_INDEX
-    else:
-        wanted_BS = align_rows(real_tokens(batch), causal=causal)
-    wanted_BS = wanted_BS & taught_rows(batch, labels_BS, known, causal=causal)
-    return wanted_BS & teacher_rows(batch) if causal else wanted_BS
-
-
-def keys_of(batch: dict[str, Any]) -> np.ndarray:
-    """The keys of the examples of a batch, (B,) uint64. They do not depend on the padding."""
-    tokens_BS, labels_BS = (batch[name].cpu().numpy() for name in ("input_ids", "labels"))
-    mask_BS = np.ones(tokens_BS.shape, bool)
-    if batch.get("attention_mask") is not None:
-        mask_BS = batch["attention_mask"].cpu().numpy().astype(bool)
-    keys = []
-    for tokens_S, labels_S, mask_S in zip(tokens_BS, labels_BS, mask_BS, strict=True):
-        content = np.stack([tokens_S[mask_S], labels_S[mask_S]]).astype("<i8")
-        keys.append(hashlib.blake2b(content.tobytes(), digest_size=8).digest())
-    return np.frombuffer(b"".join(keys), "<u8")
 
 
 # ------------------------------------------------------------------- files
@@ -320,7 +377,4 @@ class TeacherCache(TopKRows):
                 f"{self.directory / INDEX_FILE} is damaged (an example has another number of "
                 "rows): make the cache again"
             )
-        ids_Rk, logprobs_Rk = self.rows(examples)
-        ids_BSk, logprobs_BSk = no_rows((*kept_BS.shape, self.header.k), logprobs_Rk.dtype)
-        ids_BSk[kept_BS], logprobs_BSk[kept_BS] = ids_Rk, logprobs_Rk
-        return ids_BSk, logprobs_BSk
+        return placed(kept_BS, *self.rows(examples))

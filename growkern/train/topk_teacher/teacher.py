@@ -1,34 +1,211 @@
-"""Trains with a teacher that is known by its k likeliest tokens, in the place of models that run.
+"""Teachers that are known by the k likeliest tokens of each row, and training with one.
 
-The predictions of a masked language model are valid only for the masks that it saw. A cache stores
-them for the masks of its first epochs, and training cycles through these masks. A causal model
-saw the text without masks, so its predictions serve every epoch. An example whose tokens or masks
-are not in the cache is refused.
+Such a teacher is a cache on disk, a server, a file of another library, or a model whose top k is to
+be kept. The predictions of a masked language model are valid only for the masks that it saw. A
+cache stores them for the masks of its first epochs, and training cycles through these masks. A
+causal model saw the text without masks, so its predictions serve every epoch. An example whose
+tokens or masks are not in the cache is refused.
 """
 
+import hashlib
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.loss.inheritance import InheritanceSchedule, check_same_objective
-from growkern.train.loss.rows import TEACHER_IDS
+from growkern.train.loss.rows import (
+    TEACHER_IDS,
+    document_starts,
+    real_tokens,
+    taught_rows,
+    teacher_rows,
+)
 from growkern.train.loss.vocabulary import check_padding, tokenizer_fingerprint
+from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.objectives.language_modeling import (
     Collator,
     IndexedDataset,
     OuterCollator,
 )
 from growkern.train.rules import check
-from growkern.train.topk_teacher.facts import TopKRows
 from growkern.train.topk_teacher.http import check_url
 
 IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"
+# stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss
+# refuses both
+NO_ID, NO_LOGPROB = -1, float("nan")
+# ids are stored in 32 bits with a sign
+MOST_IDS = 1 << 31
+# what bfloat16 rounds away of a number, and so of each log-prob of a teacher that computes in it
+ROUNDING = 2.0**-7
+
+Rows: TypeAlias = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """How the rows of such a teacher were computed.
+
+    Attributes:
+        temperature: of the softmax.
+        rows: "labels" (rows with a label) or "all" (every real token).
+        causal: whether the teacher predicts the next token.
+        vocab_size: columns that the softmax runs over; None if unknown.
+        tokenizer: SHA-256 of the tokenizer's table, or None.
+        epochs: maskings of each example.
+    """
+
+    temperature: float
+    rows: str
+    causal: bool
+    vocab_size: int | None
+    tokenizer: str | None
+    epochs: int
+
+
+class TopKRows(ABC):
+    """The rows of one teacher.
+
+    Attributes:
+        name: for messages.
+        remedy: completes "change the inheritance, or ..." for messages.
+        facts: how the rows were computed.
+    """
+
+    name: str
+    remedy: str
+    facts: RowFacts
+
+    @abstractmethod
+    def batch(self, batch: dict[str, Any]) -> Rows:
+        """The rows of a collated batch: ids (B, S, k) int32, log-probs (B, S, k); -1, NaN: none."""
+
+    def fingerprint(self) -> str:
+        """A SHA-256 that changes with the teacher, as far as that is known: of its name."""
+        return hashlib.sha256(self.name.encode()).hexdigest()
+
+
+class CausalRows(TopKRows):
+    """The rows of a causal teacher that is asked for whole texts."""
+
+    @abstractmethod
+    def of_texts(self, texts: list[list[int]]) -> list[Rows]:
+        """Ids (n - 1, k) and log-probs (n - 1, k) of each text, where n is its number of tokens.
+
+        A text has two tokens or more, without padding. There is one for each document.
+        """
+
+    def batch(self, batch: dict[str, Any]) -> Rows:
+        """The rows of a collated batch: none at padding and at the last token of each document."""
+        ids_BS, real_BS = batch["input_ids"].cpu(), real_tokens(batch).cpu()
+        has_row_BS, starts_BS = teacher_rows(batch).cpu(), document_starts(batch)
+        starts_BS = (
+            torch.zeros_like(ids_BS) if starts_BS is None else starts_BS.cpu().expand_as(ids_BS)
+        )
+        places = []
+        for b, (real_S, starts_S) in enumerate(zip(real_BS, starts_BS, strict=True)):
+            # a packed row has no padding, so its starts count its tokens
+            texts = real_S.nonzero()[:, 0].tensor_split(starts_S.nonzero()[1:, 0])
+            places += [(b, at) for at in texts if len(at) > 1]
+        rows = self.of_texts([ids_BS[b, at].tolist() for b, at in places])
+        k = rows[0][0].shape[-1] if rows else 1
+        ids_BSk, logprobs_BSk = no_rows((*ids_BS.shape, k), torch.float32)
+        for (b, at), (ids_Rk, logprobs_Rk) in zip(places, rows, strict=True):
+            ids_BSk[b, at[:-1]], logprobs_BSk[b, at[:-1]] = ids_Rk.int(), logprobs_Rk
+        none_BS1 = ~has_row_BS[..., None]
+        return ids_BSk.masked_fill_(none_BS1, NO_ID), logprobs_BSk.masked_fill_(
+            none_BS1, NO_LOGPROB
+        )
+
+
+def causal_facts(temperature: float, vocab_size: int | None, tokenizer: Any | None) -> RowFacts:
+    """The facts of a causal teacher, which has a row for every real token."""
+    known = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+    return RowFacts(temperature, "all", True, vocab_size, known, epochs=1)
+
+
+def fault_of(ids_Rk: Tensor, logprobs_Rk: Tensor, columns: int | None) -> str | None:
+    """The first fault in words: what no row of a teacher holds; or None.
+
+    Args:
+        ids_Rk: (R, k) integers.
+        logprobs_Rk: (R, k). A token that is not the likeliest may have the probability 0.
+        columns: of the teacher's softmax; None if unknown.
+    """
+    limit = MOST_IDS if columns is None else columns
+    is_outside = (ids_Rk < 0) | (ids_Rk > limit - 1)
+    if bool(is_outside.any()):
+        return (
+            f"token {int(ids_Rk[is_outside][0])}, but vocab_size is {limit}: teacher and student "
+            "must have the same tokenizer"
+        )
+    ordered_Rk = ids_Rk.sort(-1).values
+    is_double = ordered_Rk[:, 1:] == ordered_Rk[:, :-1]
+    if bool(is_double.any()):
+        return f"token {int(ordered_Rk[:, 1:][is_double][0])} twice in a row"
+    wide_Rk = logprobs_Rk.float()
+    is_wrong = ~(wide_Rk <= ROUNDING)
+    is_wrong[:, :1] |= wide_Rk[:, :1].isinf()
+    if bool(is_wrong.any()):
+        return f"the log-prob {float(wide_Rk[is_wrong][0]):g}: check the teacher's weights"
+    # each log-prob l is off by at most ROUNDING |l|, and the sum of p |l| is at most log k
+    most = 1 + ROUNDING * (1 + math.log(ids_Rk.shape[-1]))
+    mass_R = wide_Rk.exp().sum(-1)
+    if bool((mass_R > most).any()):
+        return f"probabilities that add up to {float(mass_R.max()):g}: check the teacher"
+    return None
+
+
+def no_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
+    """Ids and log-probs of positions without a row, in the shape (B, S, k)."""
+    return torch.full(shape, NO_ID, dtype=torch.int32), torch.full(shape, NO_LOGPROB, dtype=dtype)
+
+
+def placed(kept_BS: Tensor, ids_Rk: Tensor, logprobs_Rk: Tensor) -> Rows:
+    """Rows at their positions of a batch, and none elsewhere."""
+    ids_BSk, logprobs_BSk = no_rows((*kept_BS.shape, ids_Rk.shape[-1]), logprobs_Rk.dtype)
+    ids_BSk[kept_BS], logprobs_BSk[kept_BS] = ids_Rk.int(), logprobs_Rk
+    return ids_BSk, logprobs_BSk
+
+
+def rows_of(batch: dict[str, Any], rows: str, causal: bool, known: int) -> Tensor:
+    """The positions of a batch that have a row in the cache, (B, S) bool.
+
+    A causal teacher has no row where it saw no token, even if a label is there. No teacher has one
+    whose label or context it lacks: it knows `known` tokens.
+    """
+    labels_BS = align_labels(batch["labels"], causal=causal)
+    if rows == "labels":
+        wanted_BS = labels_BS != IGNORE_INDEX
+    else:
+        wanted_BS = align_rows(real_tokens(batch), causal=causal)
+    wanted_BS = wanted_BS & taught_rows(batch, labels_BS, known, causal=causal)
+    return wanted_BS & teacher_rows(batch) if causal else wanted_BS
+
+
+def keys_of(batch: dict[str, Any]) -> np.ndarray:
+    """The keys of the examples of a batch, (B,) uint64. They do not depend on the padding."""
+    tokens_BS, labels_BS = (batch[name].cpu().numpy() for name in ("input_ids", "labels"))
+    mask_BS = np.ones(tokens_BS.shape, bool)
+    if batch.get("attention_mask") is not None:
+        mask_BS = batch["attention_mask"].cpu().numpy().astype(bool)
+    keys = []
+    for tokens_S, labels_S, mask_S in zip(tokens_BS, labels_BS, mask_BS, strict=True):
+        content = np.stack([tokens_S[mask_S], labels_S[mask_S]]).astype("<i8")
+        keys.append(hashlib.blake2b(content.tobytes(), digest_size=8).digest())
+    return np.frombuffer(b"".join(keys), "<u8")
+
+
+# ----------------------------------------------------------------- training
 
 
 @dataclass(frozen=True)
@@ -93,13 +270,13 @@ class TopKTeacher:
         self.rows, facts = rows, rows.facts
         self._tail = schedule.tail or "bucket"
         self._columns: int | None = None
-        found = {"temperature": facts.temperature, "kl_rows": facts.rows}
+        given = {"temperature": facts.temperature, "kl_rows": facts.rows}
         if schedule.temperature != facts.temperature or (
             schedule.kl_rows == "all" and facts.rows != "all"
         ):
             wanted = {"temperature": schedule.temperature, "kl_rows": schedule.kl_rows}
             raise GrowthError(
-                f"{rows.name} was made with {found}, but the inheritance asks for {wanted}: "
+                f"{rows.name} was made with {given}, but the inheritance asks for {wanted}: "
                 f"change the inheritance, or {rows.remedy}"
             )
         if schedule.teacher_weights is not None and len(schedule.teacher_weights) != 1:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from growkern.arguments import check_kind
 from growkern.errors import GrowthError, nearest
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.publish import workplace
@@ -28,31 +29,28 @@ from growkern.publish.manifest import checksum, why_kept, write_manifest
 from growkern.train.loss.vocabulary import check_own_tokenizer, tokenizer_fingerprint
 from growkern.train.model.load import load_language_model
 from growkern.train.objectives.language_modeling import Collator
-from growkern.train.topk_teacher.facts import (
-    DTYPES,
-    FORMAT,
-    MAX_ID_BITS,
-    ROWS,
-    CacheHeader,
-    read_header,
-    write_header,
-)
 from growkern.train.topk_teacher.rows import (
     Contents,
     Examples,
     ModelTeacher,
-    ReadTeacher,
-    RowTeacher,
+    check_vocabulary,
     kept_rows,
     survey,
 )
 from growkern.train.topk_teacher.store import (
+    DTYPES,
+    FORMAT,
     INDEX_FILE,
+    ROWS,
+    CacheHeader,
     TeacherCache,
     pack_ids,
+    read_header,
     shard_file,
+    write_header,
     write_tensors,
 )
+from growkern.train.topk_teacher.teacher import TopKRows
 
 SHARD_BYTES = 256 << 20
 # the workplace beside the cache is .NAME.caching
@@ -152,13 +150,19 @@ def cache_teacher(
     with workplace.Workplace(directory, KIND, may_replace) as place:
         if isinstance(model, (str, Path)):
             model = load_language_model(Path(model))
-        is_model = isinstance(model, torch.nn.Module)
-        if is_model and tokenizer is not None:
-            check_own_tokenizer(model, tokenizer)
-        teacher = ModelTeacher(model) if is_model else ReadTeacher(model, vocab_size)
-        vocabulary = _vocabulary(teacher.columns, vocab_size, k)
+        teacher: TopKRows = model
+        if isinstance(model, torch.nn.Module):
+            if tokenizer is not None:
+                check_own_tokenizer(model, tokenizer)
+            teacher = ModelTeacher(model, k, temperature, rows, vocab_size)
+        check_kind(
+            "model", teacher, TopKRows,
+            "a language model, its directory, a ServedTeacher or a DistillKitTeacher",
+        )  # fmt: skip
+        causal = teacher.facts.causal
+        vocabulary = check_vocabulary(teacher.name, teacher.facts.vocab_size, vocab_size, k)
         examples = Examples(dataset, collator, epochs, batch_size)
-        contents = survey(examples, rows, teacher.causal, vocabulary, progress)
+        contents = survey(examples, rows, causal, vocabulary, progress)
         header = CacheHeader(
             format=FORMAT,
             k=k,
@@ -166,7 +170,7 @@ def cache_teacher(
             rows=rows,
             dtype=dtype,
             vocab_size=vocabulary,
-            causal=teacher.causal,
+            causal=causal,
             epochs=epochs,
             examples=len(examples),
             teacher=teacher.fingerprint(),
@@ -231,16 +235,6 @@ def _why_kept(directory: Path) -> str | None:
     return None
 
 
-def _vocabulary(columns: int, vocab_size: int | None, k: int) -> int:
-    vocabulary = columns if vocab_size is None else vocab_size
-    if not 0 < vocabulary <= columns or k > vocabulary or vocabulary > 1 << MAX_ID_BITS:
-        raise GrowthError(
-            f"k is {k}, vocab_size is {vocabulary} and the teacher's head has {columns} columns: "
-            f"k <= vocab_size <= columns must hold, and vocab_size <= {1 << MAX_ID_BITS}"
-        )
-    return vocabulary
-
-
 def _shard_ends(first_E: np.ndarray, rows: int) -> list[int]:
     """The number after the last example of each shard. No example is split between shards."""
     ends, start = [], 0
@@ -256,7 +250,7 @@ def _shard_ends(first_E: np.ndarray, rows: int) -> list[int]:
 
 def _write(
     place: workplace.Workplace,
-    teacher: RowTeacher,
+    teacher: TopKRows,
     examples: Examples,
     header: CacheHeader,
     contents: Contents,
@@ -308,7 +302,7 @@ def _write_index(
 
 
 def _write_shards(
-    teacher: RowTeacher,
+    teacher: TopKRows,
     examples: Examples,
     header: CacheHeader,
     directory: Path,
@@ -324,7 +318,7 @@ def _write_shards(
     """
     checksums: dict[str, str] = {}
     bar = tqdm(total=sum(shards.values()), desc="teacher", unit=" rows", disable=not progress)
-    with bar, teacher.running():
+    with bar:
         for mark, rows in shards.items():
             name, start, end = mark
             file, noted = directory / name, journal.marks.get(mark)

@@ -22,7 +22,7 @@ from bench.paper.settings import MICRO_GPT, SIZES
 from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models
 from bench.shared.results import append_row, write
 from growkern.errors import GrowthError
-from growkern.train.topk_teacher.facts import read_header
+from growkern.train.topk_teacher.store import read_header
 from tests.shared import walks
 
 DOMAIN = lines_of("domain", "micro")[0].setting

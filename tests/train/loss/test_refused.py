@@ -225,9 +225,9 @@ def test_an_encoder_that_sees_the_tokens_it_predicts(tmp_path):
             inheritance=InheritanceSchedule(end_step=1),
         )
     with pytest.raises(GrowthError, match="see the tokens after them"):
-        ModelTeacher(seeing)
+        ModelTeacher(seeing, 1)
     config.is_decoder = True
-    ModelTeacher(transformers.BertLMHeadModel(config))
+    ModelTeacher(transformers.BertLMHeadModel(config), 1)
     TwoStageTrainer(transformers.BertLMHeadModel(config), arguments(tmp_path))
 
 

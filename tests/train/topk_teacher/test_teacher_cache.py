@@ -24,13 +24,8 @@ from growkern.train.objectives.language_modeling import CausalLMCollator, Masked
 from growkern.train.topk_teacher import rows as cache_rows
 from growkern.train.topk_teacher import store
 from growkern.train.topk_teacher import write as writer
-from growkern.train.topk_teacher.store import (
-    BITS_AT_ONCE,
-    pack_ids,
-    rows_of,
-    unpack_ids,
-    write_tensors,
-)
+from growkern.train.topk_teacher.store import BITS_AT_ONCE, pack_ids, unpack_ids, write_tensors
+from growkern.train.topk_teacher.teacher import rows_of
 from tests.train.tiny import VOCAB, TinyTokenizer, build, is_causal
 
 
@@ -487,8 +482,9 @@ def test_what_is_no_cache_is_refused(tmp_path):
         ({"temperature": None}, "temperature is None"),
         ({"examples": 10**9}, "expected"),
         ({"epochs": 0}, "epochs is 0"),
-        ({"rows": ["labels"]}, "rows is .*labels"),
-        ({"dtype": "float8"}, "dtype is 'float8'"),
+        ({"rows": ["labels"]}, r"rows is \['labels'\]: it must be a text"),
+        ({"rows": "label"}, "rows is label: it must be labels or all"),
+        ({"dtype": "float8"}, "dtype is float8: it must be float16 or"),
         ({"causal": 0}, "causal is 0"),
         ({"teacher": 3}, "teacher is 3"),
         ({"data": "0" * 64}, "not the index of cache.json"),
