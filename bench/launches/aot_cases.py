@@ -11,7 +11,7 @@ from growkern.ops.backend.launch import tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE
 from growkern.ops.expand.many import N_FIELDS, expand_many_kernel
 from growkern.ops.expand.on_triton import EXACT, GATHER, block_of, expand_kernel
-from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, lanes_of, maths_constant, most_columns
+from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, lanes_of, most_columns
 from growkern.ops.loss.rows.state import Maths, Steps
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_kernel
@@ -180,7 +180,7 @@ def rows_cases() -> list[AotCase]:
         }
         widths = {"fp64": 2, "fp32": 4, "bf16": 8}
         at_once = max(widths[logits], widths[grad] if steps.grad else 0, 8 if bias else 0)
-        constants = {"MATHS": maths_constant(maths), "STEPS": (*steps, parts), "ACC": ACC}
+        constants = {"MATHS": maths.of_kernels(), "STEPS": (*steps, parts), "ACC": ACC}
         block = most_columns(ACC)
         constants |= {"BLOCK_V": block, "LANES": lanes_of(block, 8, at_once)}
         # the bias of a column stays in the cache from row to row
@@ -215,7 +215,7 @@ def tail_cases() -> list[AotCase]:
                 "N": "i32",
                 "V": "i32",
             },
-            {"MATHS": maths_constant(maths), "ACC": ACC, "BLOCK_V": most_columns(ACC)},
+            {"MATHS": maths.of_kernels(), "ACC": ACC, "BLOCK_V": most_columns(ACC)},
             ("N",),
             8,
             MAX_REGISTERS,

@@ -101,20 +101,15 @@ def kl_mlm_rows_reference(
     Returns:
         (R, N); 0 where a row has no such term.
     """
-
     is_half = all(x.element_size() == 2 for x in (student_NV, *teachers_NV))
     dtype = torch.float32 if is_half else torch.float64
 
-    def capped(x: Tensor, cap: float, live_N: Tensor) -> Tensor:
-        x = x.to(dtype)
+    def live(x: Tensor, live_N: Tensor) -> Tensor:
         # other rows may hold NaN, which must not reach a gradient
-        x = torch.where(live_N[:, None], x, 0)
-        return cap * torch.tanh(x / cap) if cap else x
+        return torch.where(live_N[:, None], x.to(dtype), 0)
 
     mlm_N, kl_N = (kind_N & MLM_ROW) > 0, (kind_N & KL_ROW) > 0
-    z_NV = capped(student_NV, maths.softcap, kind_N > 0)
-    log_q_NV = z_NV.log_softmax(-1)
-    log_qT_NV = (z_NV / maths.temperature).log_softmax(-1)
+    z_NV, log_q_NV, log_qT_NV = student_reference(live(student_NV, kind_N > 0), maths)
     label_N1 = torch.where(mlm_N, labels_N, 0)[:, None]
     mlm = -(1 - maths.label_smoothing) * log_q_NV.gather(1, label_N1).squeeze(1)
     if maths.label_smoothing:
@@ -122,9 +117,9 @@ def kl_mlm_rows_reference(
     mlm = torch.where(mlm_N, mlm + maths.z_loss * z_NV.logsumexp(-1).square(), 0)
     divergences, agreements = [], []
     for teacher_NV in teachers_NV:
-        u_NV = capped(teacher_NV, maths.teacher_softcap, kl_N)
+        u_NV = _capped(live(teacher_NV, kl_N), maths.teacher_softcap)
         log_p_NV = (u_NV / maths.temperature).log_softmax(-1)
-        value_N = divergence_reference(log_p_NV, log_qT_NV, maths.beta)
+        value_N = divergence_reference(log_p_NV, log_qT_NV, maths)
         divergences.append(torch.where(kl_N, value_N, 0))
         agreements.append(((u_NV.argmax(-1) == z_NV.argmax(-1)) & kl_N).to(z_NV.dtype))
     entropy_N = torch.special.entr(log_q_NV.detach().exp()).sum(-1)
@@ -132,8 +127,19 @@ def kl_mlm_rows_reference(
     return Terms(mlm, divergences, entropy_N, agreements).stacked()
 
 
-def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
+def student_reference(z_NV: Tensor, maths: Maths) -> tuple[Tensor, Tensor, Tensor]:
+    """The capped logits of the student, log q and log q_T."""
+    z_NV = _capped(z_NV, maths.softcap)
+    return z_NV, z_NV.log_softmax(-1), (z_NV / maths.temperature).log_softmax(-1)
+
+
+def _capped(x_NV: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x_NV / cap) if cap else x_NV
+
+
+def divergence_reference(log_p_NV: Tensor, log_q_NV: Tensor, maths: Maths) -> Tensor:
     """(2), (7) or the reverse KL, (N,), from log-probabilities."""
+    beta = maths.beta
 
     def kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
         a_NV = log_a_NV.exp()
@@ -160,7 +166,7 @@ def student_logits_of(z_NV: Tensor, weight_WN: Tensor, maths: Maths) -> Tensor:
 
     The reverse KL may be infinite. Its gradient times 0 is then NaN.
     """
-    if maths.beta != 1:
+    if not maths.is_reverse:
         return z_NV
     return torch.where((weight_WN != 0).any(0)[:, None], z_NV, z_NV.detach())
 
@@ -192,7 +198,7 @@ def kl_mlm_loss(
 ) -> Any:
     """The loss behind `growkern.kl_mlm_loss`, whose arguments and result it has."""
     call = LossCall(**options)
-    teachers = as_teachers(teacher_logits, call.alpha)
+    teachers = as_teachers(teacher_logits, call)
     checked = check_options(call, len(teachers), labels)
     _check_logits(student_logits, teachers)
     shard = shard_of_call(call)
@@ -211,7 +217,7 @@ def kl_mlm_loss(
     def loss_of(
         options: Options, vocab: int, shard: Shard, rows: RowInputs
     ) -> tuple[Tensor, Tensor]:
-        here = logits if options.teacher_weights else logits[:1]
+        here = logits if options.has_teachers else logits[:1]
         if chosen == "reference":
             rows_RN = _reference_of_all(here, rows, vocab, options.maths)
         else:

@@ -108,7 +108,7 @@ def linear_kl_mlm_loss(
 ) -> Any:
     """The loss behind `growkern.linear_kl_mlm_loss`, whose arguments and result it has."""
     call = LossCall(**options)
-    hiddens = as_teachers(teacher_hidden, call.alpha)
+    hiddens = as_teachers(teacher_hidden, call)
     checked = check_options(call, len(hiddens), labels)
     head = (student_hidden, student_weight, student_bias)
     heads, shard = checked_heads(head, hiddens, teacher_weight, teacher_bias, call)
@@ -125,7 +125,7 @@ def linear_kl_mlm_loss(
         options: Options, vocab: int, shard: Shard, rows: RowInputs
     ) -> tuple[Tensor, Tensor]:
         settings = settings_of(call, options, student, vocab, shard, chosen)
-        here = teachers if options.teacher_weights else []
+        here = teachers if options.has_teachers else []
         return linear_loss_and_rows(student, here, rows, settings)
 
     loss, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)

@@ -51,6 +51,7 @@ from growkern.ops.loss.kl_mlm_loss import (
     kl_mlm_rows_reference,
     live_hidden,
     student_logits_of,
+    student_reference,
 )
 from growkern.ops.loss.linear.heads import (
     Head,
@@ -67,7 +68,6 @@ from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
 from growkern.ops.loss.topk.op import TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
-    check_tail,
     check_topk,
     check_topk_values,
     teacher_probabilities,
@@ -99,14 +99,13 @@ def topk_kl_mlm_rows_reference(
         z_NV = F.linear(x_NH, student.weight[:vocab].to(acc), bias)
     z_NV = student_logits_of(z_NV, rows.weights, maths)
     alone = named_terms(kl_mlm_rows_reference(z_NV, [], rows.labels, rows.kinds, maths))
-    z_NV = maths.softcap * torch.tanh(z_NV / maths.softcap) if maths.softcap else z_NV
-    log_q_NV = (z_NV / maths.temperature).log_softmax(-1)
+    z_NV, _, log_q_NV = student_reference(z_NV, maths)
     values, agreement = [], []
     for ids_Nk, logprobs_Nk in zip(topk[::2], topk[1::2], strict=True):
         pair = (ids_Nk, logprobs_Nk)
         ids_Nk, log_p_Nk, log_tail_N = (
             x.to(acc) if x.is_floating_point() else x.clamp(min=0)
-            for x in teacher_probabilities(pair, kl_N, vocab, drop_tail, maths.beta)
+            for x in teacher_probabilities(pair, kl_N, vocab, drop_tail, maths)
         )
         log_q_Nb, log_p_Nb = log_q_NV.gather(1, ids_Nk), log_p_Nk
         if ids_Nk.shape[1] < vocab:
@@ -115,7 +114,7 @@ def topk_kl_mlm_rows_reference(
             log_p_Nb = torch.cat([log_p_Nb, log_tail_N[:, None]], 1)
         # a row without the KL term has the gradient 0, even if the term would be infinite
         log_p_Nb = torch.where(kl_N[:, None], log_p_Nb, log_q_Nb.detach())
-        value_N = divergence_reference(log_p_Nb, log_q_Nb, maths.beta)
+        value_N = divergence_reference(log_p_Nb, log_q_Nb, maths)
         values.append(torch.where(kl_N, value_N, 0))
         is_top_Nk = log_p_Nk == log_p_Nk.amax(-1, keepdim=True)
         top_N = torch.where(is_top_Nk, ids_Nk, vocab).amin(-1)
@@ -138,9 +137,8 @@ def topk_kl_mlm_loss(
 ) -> Any:
     """The loss behind `growkern.topk_kl_mlm_loss`, whose arguments and result it has."""
     call = LossCall(**options)
-    cached = as_teachers(teacher_topk_logprobs, call.alpha)
+    cached = as_teachers(teacher_topk_logprobs, call)
     checked = check_options(call, len(cached), labels)
-    drop_tail = check_tail(call.tail, checked.maths.beta)
     head = (student_hidden, student_weight, student_bias)
     (student,), shard = checked_heads(head, [], None, None, call)
     chosen = choose_backend(call.backend, labels.device)
@@ -154,8 +152,8 @@ def topk_kl_mlm_loss(
     def loss_of(
         options: Options, vocab: int, shard: Shard, rows: RowInputs
     ) -> tuple[Tensor, Tensor]:
-        settings = settings_of(call, options, student, vocab, shard, chosen, drop_tail)
-        here = topk if options.teacher_weights else []
+        settings = settings_of(call, options, student, vocab, shard, chosen)
+        here = topk if options.has_teachers else []
         return _loss_and_rows(student, here, rows, settings)
 
     loss, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)

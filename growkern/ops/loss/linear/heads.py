@@ -239,7 +239,6 @@ def settings_of(
     vocab: int,
     shard: Shard,
     backend: str,
-    drop_tail: bool = False,
 ) -> Settings:
     """The settings of a call.
 
@@ -251,10 +250,10 @@ def settings_of(
     sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **limits)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
     wide_products = call.logits_dtype == torch.float64
-    dtype = check_logits_dtype(call.logits_dtype, student.hidden, bool(options.teacher_weights))
+    dtype = check_logits_dtype(call.logits_dtype, student.hidden, options.has_teachers)
     return Settings(
         sizes, options.maths, options.parts, options.reduction == "none", want, dtype,
-        shard.group, backend, drop_tail, wide_products,
+        shard.group, backend, options.drop_tail, wide_products,
     )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options:
     has_mlm = isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts
     # MLM_ROW is 1
     kind_N = labelled_N.int() if has_mlm else torch.zeros_like(labelled_N).int()
-    if options.teacher_weights:
+    if options.has_teachers:
         if isinstance(options.alpha, Tensor):
             # at 0 the term is left out, also where it is infinite
             kl_N = kl_N & (_alpha_beside(options.alpha, kl_N) != 0)
@@ -211,7 +211,7 @@ def over_columns(
     rows: RowInputs,
 ) -> tuple[Tensor, Tensor]:
     """The loss and the terms: of the labels over all columns, of teachers over those they know."""
-    if columns.known is None or not options.teacher_weights or call.teacher_vocab_size is None:
+    if columns.known is None or not options.has_teachers or call.teacher_vocab_size is None:
         return loss_of(options, columns.vocab, shard, rows)
     labels_N, kind_N, weight_WN = rows
     # the entropy is wanted of rows without a label too
@@ -297,10 +297,10 @@ class LossParts(NamedTuple):
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
     n_mlm = (kind_N & MLM_ROW).count_nonzero().clamp(min=1)
-    n_any = kind_N.count_nonzero().clamp(min=1) if options.teacher_weights else n_mlm
+    n_any = kind_N.count_nonzero().clamp(min=1) if options.has_teachers else n_mlm
     of = named_terms(rows_SN.detach())
     kl = top1 = None
-    if options.teacher_weights:
+    if options.has_teachers:
         n_kl = (kind_N & KL_ROW).count_nonzero().clamp(min=1)
         teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
         kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl

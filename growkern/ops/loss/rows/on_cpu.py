@@ -111,8 +111,8 @@ def _run(
         args = KlMlmArgs(
             **{name: x.data_ptr() for name, x in tensors.items() if x is not None},
             **{"student_stride": student_NV.stride(0), "dstudent_stride": grad_NV.stride(0)},
-            **{"N": N, "V": V, "K": len(teachers_NV), "inv_t": 1 / rows.maths.temperature},
-            **{name: x for name, x in rows.maths._asdict().items() if name != "temperature"},
+            **{"N": N, "V": V, "K": len(teachers_NV)},
+            **dict(zip(_FACTORS, rows.maths.of_kernels(), strict=True)),
             **{"type": native.TYPES[dtype], "student_type": native.TYPES[student_NV.dtype]},
             **{"grad_type": native.TYPES[grad_NV.dtype], "parts": rows.parts, "narrow": narrow},
             threads=threads,
@@ -131,7 +131,7 @@ def is_narrow(maths: Maths, wanted: torch.dtype) -> bool:
         maths: of the rows. Capped logits and other divergences are computed in the sums' dtype.
         wanted: dtype of the gradient; of the student's logits if there is none.
     """
-    return maths.beta == 0 and not maths.is_capped and wanted != torch.float64
+    return maths.is_forward and not maths.is_capped and wanted != torch.float64
 
 
 def _readable(x_NV: Tensor) -> Tensor:

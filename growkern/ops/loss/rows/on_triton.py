@@ -9,7 +9,7 @@ from torch import Tensor
 
 from growkern.ops.backend.launch import acc_dtype, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.loss.rows.state import Maths, Rows, Steps, clear
+from growkern.ops.loss.rows.state import Rows, Steps, clear
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
 
 # 16 elements per thread of 8 warps: enough loads in flight, and two blocks fit a multiprocessor
@@ -43,15 +43,6 @@ def _columns_at_once(*rows_NV: Tensor) -> int:
     if any(x.data_ptr() % 16 or x.stride(0) % 16 for x in rows_NV if x.ndim > 1):
         return 1
     return 16 // min(x.itemsize for x in rows_NV)
-
-
-def maths_constant(maths: Maths) -> tuple[float, ...]:
-    """MATHS of the kernels: the fields of `maths`, with 1 / temperature for the temperature."""
-    return tuple(maths._replace(temperature=1 / maths.temperature))
-
-
-def _constants(maths: Maths, steps: Steps, parts: bool) -> dict[str, Any]:
-    return {"MATHS": maths_constant(maths), "STEPS": (*steps, parts)}
 
 
 def rows_on_triton(
@@ -102,7 +93,8 @@ def rows_on_triton(
         grad_NV,
         tuple(x.stride(0) for x in (student_NV, grad_NV, *teachers_NV)),
         vocab,
-        **_constants(maths, steps, parts),
+        MATHS=maths.of_kernels(),
+        STEPS=(*steps, parts),
         ACC=ACC,
         LANES=lanes,
         **choice,

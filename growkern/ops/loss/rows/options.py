@@ -20,6 +20,7 @@ from growkern.ops.backend.custom_ops import check_tensors
 IGNORE_INDEX = -100
 REDUCTIONS = ("mean", "sum", "none")
 DIVERGENCES = ("forward", "reverse", "jsd")
+TAILS = ("bucket", "renormalise")
 
 Divergence = Literal["forward", "reverse", "jsd"]
 KLRows = Literal["labels", "all"]
@@ -133,6 +134,16 @@ class Maths(NamedTuple):
     z_loss: float = 0.0
 
     @property
+    def is_forward(self) -> bool:
+        """Whether the divergence is the forward KL, the one without a second reading."""
+        return self.beta == 0
+
+    @property
+    def is_reverse(self) -> bool:
+        """Whether the divergence is the reverse KL, which may be infinite."""
+        return self.beta == 1
+
+    @property
     def is_capped(self) -> bool:
         """Whether any logits are capped."""
         return bool(self.softcap or self.teacher_softcap)
@@ -141,6 +152,19 @@ class Maths(NamedTuple):
     def sums_logits(self) -> bool:
         """Whether the label's term needs the sum of the logits of a row."""
         return self.label_smoothing != 0
+
+    def of_kernels(self) -> tuple[float, ...]:
+        """The numbers in the order of the fields, as kernels take them: 1 / T instead of T."""
+        return tuple(self._replace(temperature=1 / self.temperature))
+
+    def cap_(self, z: Tensor) -> None:
+        """Cap the student's logits, in their memory."""
+        if self.softcap:
+            z.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def slope_of_cap(self, z: Tensor) -> Tensor | float:
+        """(6) of capped logits."""
+        return 1 - (z / self.softcap).square() if self.softcap else 1.0
 
     def of_capped_logits(self) -> "Maths":
         """The same for the sums of logits that are capped already, without the sum of logits."""
@@ -169,17 +193,24 @@ class Options(NamedTuple):
     num_items: tuple[Any, Any] | None
     parts: bool
     row_weights: Tensor | None
+    drop_tail: bool  # the k tokens of a teacher get its remaining probability, and the tail none
+
+    @property
+    def has_teachers(self) -> bool:
+        """Whether there is a term of teachers."""
+        return bool(self.teacher_weights)
 
 
 # ------------------------------------------------------------------------- checks
 
 
-def as_teachers(teacher: Any, alpha: float | Tensor) -> list[Any]:
+def as_teachers(teacher: Any, call: LossCall) -> list[Any]:
     """One teacher, several or none, as a list; empty if ``alpha`` is the float 0.
 
     Raises:
         GrowthError: `alpha` is outside 0..1, or needs a teacher and there is none.
     """
+    alpha = call.alpha
     if isinstance(alpha, Tensor):
         if alpha.ndim != 0 or alpha.requires_grad:
             raise GrowthError("alpha must be a float or a 0-d tensor without gradient: detach it")
@@ -228,9 +259,23 @@ def check_options(call: LossCall, n_teachers: int, labels: Tensor) -> Options:
         **{name: float(getattr(call, name)) for name in LABEL_OPTIONS},
     )
     weights = _checked_teacher_weights(call.teacher_weights, n_teachers)
+    drop_tail = _drops_tail(call.tail, maths)
     return Options(
-        call.alpha, maths, weights, call.reduction, num_items, call.return_parts, row_weights
-    )
+        call.alpha, maths, weights, call.reduction, num_items, call.return_parts, row_weights,
+        drop_tail,
+    )  # fmt: skip
+
+
+def _drops_tail(tail: str, maths: Maths) -> bool:
+    """`Options.drop_tail`."""
+    if tail not in TAILS:
+        raise GrowthError(f"tail must be one of {TAILS}, got {tail!r}")
+    if tail == "renormalise" and maths.is_reverse:
+        raise GrowthError(
+            "divergence='reverse' is infinite with tail='renormalise', which gives probability 0 "
+            "to all but the k tokens: use tail='bucket'"
+        )
+    return tail == "renormalise"
 
 
 def _checked_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:

@@ -80,7 +80,7 @@ class _TopkChunk(Chunk):
         known = [
             teacher_probabilities(
                 [some_rows(x, self.rows_C) for x in pair], kl_C, self.sizes.total,
-                self.settings.drop_tail, self.maths.beta,
+                self.settings.drop_tail, self.maths,
             )
             for pair in _pairs(topk)
         ]  # fmt: skip
@@ -92,11 +92,11 @@ class _TopkChunk(Chunk):
         ]
 
     def tile(self, columns: slice) -> Rows:
-        is_new, cap = self.computed != columns, self.maths.softcap
+        is_new = self.computed != columns
         rows = super().tile(columns)
-        if is_new and cap:
+        if is_new:
             # before -inf marks the tokens: its cap would be a finite number
-            rows.student_NV.div_(cap).tanh_().mul_(cap)
+            self.maths.cap_(rows.student_NV)
         return rows
 
     def _places(self, columns: slice, x_CV: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,9 +141,8 @@ class _TopkChunk(Chunk):
         self.computed = None
         TAIL_GRADIENTS[self.settings.backend](rows, tail_5C.to(rows.student_NV.dtype), dz_CV)
         flat = self.flat.view(dz_CV.dtype) if self.room is None else self.room
-        cap = self.maths.softcap
-        if cap:
-            tokens_CU = tokens_CU * (1 - (self.z_CU / cap).square())
+        if self.maths.is_capped:
+            tokens_CU = tokens_CU * self.maths.slope_of_cap(self.z_CU)
         place_CU, _ = self._places(columns, dz_CV, flat)
         # on a CPU scatter_ would copy all of a narrow `flat`
         flat[place_CU] = tokens_CU.to(flat.dtype)

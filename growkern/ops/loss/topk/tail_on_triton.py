@@ -8,7 +8,7 @@ from torch import Tensor
 
 from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, maths_constant, most_columns
+from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, most_columns
 from growkern.ops.loss.rows.state import Rows
 from growkern.ops.loss.rows.triton_blocks import (
     exponentials,
@@ -103,7 +103,7 @@ def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) ->
         (student_NV.stride(0), dstudent_NV.stride(0)),
         len(student_NV),
         V,
-        MATHS=maths_constant(maths),
+        MATHS=maths.of_kernels(),
         ACC=ACC,
         **choice,
     )

@@ -13,31 +13,15 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.custom_ops import check_tensors
+from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import KL_ROW
 
-TAILS = ("bucket", "renormalise")
 _LOG_HALF = math.log(0.5)
 
 # a teacher may compute l = z - lse(z) in float32. The rounding of lse is the same for a whole row,
 # so it moves the sum of p by up to |lse| / 2^24. This is 2^-14 for logits of up to 2^10. What must
 # be refused is far above it: logits, or log-probs that were divided by a temperature
 _COMPUTED = 2.0**-14
-
-
-def check_tail(tail: str, beta: float) -> bool:
-    """Whether the k tokens get the teacher's remaining probability, and the tail none.
-
-    Raises:
-        GrowthError: `tail` is unknown, or does not go with the divergence.
-    """
-    if tail not in TAILS:
-        raise GrowthError(f"tail must be one of {TAILS}, got {tail!r}")
-    if tail == "renormalise" and beta == 1:
-        raise GrowthError(
-            "divergence='reverse' is infinite with tail='renormalise', which gives probability 0 "
-            "to all but the k tokens: use tail='bucket'"
-        )
-    return tail == "renormalise"
 
 
 def check_topk(ids: Any, given: list[Tensor], hidden: Tensor, vocab: int) -> list[Tensor]:
@@ -131,7 +115,7 @@ def check_topk_values(
 
 
 def teacher_probabilities(
-    pair: Sequence[Tensor], kl_N: Tensor, vocab: int, drop_tail: bool, beta: float
+    pair: Sequence[Tensor], kl_N: Tensor, vocab: int, drop_tail: bool, maths: Maths
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids and log p, (N, k), and log P, (N,), of (1) in float64.
 
@@ -151,7 +135,7 @@ def teacher_probabilities(
     log_tail_N = torch.where(
         log_sum_N > _LOG_HALF, (-log_sum_N.expm1()).log(), (-log_sum_N.exp()).log1p()
     )  # (2)
-    if beta == 1 and not whole:
+    if maths.is_reverse and not whole:
         # the reverse KL has no limit as the tail goes to 0: it counts as no less than the rounding
         lost_N = _rounding(log_p_NK.exp(), logprobs_NK.dtype) / 2
         log_tail_N = torch.maximum(log_tail_N, lost_N.log())
