@@ -1,5 +1,7 @@
 """One model family, as its table describes it: everything that is the same for all its models.
 
+And how config fields are read: conditions on the config, of rows, and on layers, of [kinds].
+
 `growkern.families.model` adds a config and a class, and so sizes and tensors. Everything that
 growth must know about a kind of norm is a field of `NormKind`. Other modules ask for such a field
 and never compare the names of kinds. A new kind is a new entry of `NORM_KINDS`.
@@ -11,13 +13,99 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.fields import OlderKey, condition_of, holds, is_met
-from growkern.families.spec import Attention, ModelClass, Nested, Refusal, Row, Size, SpaceSpec
+from growkern.families.spec import (
+    Attention,
+    Dense,
+    Depth,
+    ModelClass,
+    OlderKey,
+    Refusal,
+    Row,
+    Size,
+    SpaceSpec,
+)
+
+
+def holds(condition: str | None, config: Any) -> bool:
+    """True if a condition holds for a config: "flag", "!flag" or "field != field"; None: always."""
+    if condition is None:
+        return True
+    if " and " in condition:
+        return all(holds(part, config) for part in condition.split(" and "))
+    left, unequal, right = condition.partition(" != ")
+    if unequal:
+        return bool(getattr(config, left) != getattr(config, right))
+    value = bool(getattr(config, condition.removeprefix("!"), False))
+    return value != condition.startswith("!")
+
+
+# of a layer's number, the config's value and the text behind "=" -> whether the layer is meant
+CONDITIONS: Mapping[str, Callable[[int, Any, str], bool]] = {
+    "in": lambda layer, value, _: isinstance(value, list) and layer in value,
+    "every": lambda layer, value, _: type(value) is int and value > 0 and (layer + 1) % value == 0,
+    "from": lambda layer, value, _: type(value) is int and layer >= value,
+    "is": lambda layer, value, text: isinstance(value, list) and value[layer : layer + 1] == [text],
+}
+
+
+def followed(word: str, value: Any, layers: Sequence[int]) -> Any:
+    """The value that such a condition needs where `layers` are copied, one after another."""
+    if word == "in":
+        return [i for i, layer in enumerate(layers) if layer in (value or ())]
+    if word == "from" and type(value) is int:
+        return sum(layer < value for layer in layers)
+    return [*map(value.__getitem__, layers)] if isinstance(value, list) else value
+
+
+def follow_layers(
+    config: Any, source: Any, fields: Mapping[str, str], layers: Sequence[int] | None
+) -> None:
+    """Set the fields of a target's config that say of which kind its layers are.
+
+    Args:
+        fields: names -> the word of the condition of each.
+        layers: the source layer of every target layer. None: the source has no layers, and the
+            config's class fills the lists.
+    """
+    for name, word in fields.items():
+        value = getattr(source, name, None)
+        if layers is not None and hasattr(source, name):
+            setattr(config, name, followed(word, value, layers))
+        elif value == []:
+            given = {key: kept for key, kept in config.to_dict().items() if key != name}
+            setattr(config, name, getattr(type(config).from_dict(given), name))
+
+
+def condition_of(text: str) -> tuple[bool, str, str, str]:
+    """A condition of [kinds]: whether it is negated, its word, the config field and the text."""
+    word, _, rest = text.removeprefix("not ").partition(":")
+    field, _, value = rest.partition("=")
+    return text.startswith("not "), word, field, value
+
+
+def is_met(text: str, layer: int, config: Any, layers: Sequence[int] = ()) -> bool:
+    """True if a layer meets a condition of [kinds]; of a model with copies of `layers`, if any."""
+    negated, word, field, wanted = condition_of(text)
+    value = getattr(config, field)
+    value = followed(word, value, layers) if layers else value
+    return CONDITIONS[word](layer, value, wanted) != negated
+
+
+@dataclass(frozen=True)
+class Nested:
+    """The fields of a config within another: those of the inner one, and `.field` of the whole."""
+
+    inner: Any
+    whole: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return attrgetter(name[1:])(self.whole) if name[0] == "." else getattr(self.inner, name)
 
 
 @dataclass(frozen=True)
@@ -44,7 +132,12 @@ NORM_KINDS = {
 
 @dataclass(frozen=True)
 class Norm:
-    """[norm]: the function that a family's norms compute. `growkern.families.spec` has the keys."""
+    """[norm]: the function that a family's norms compute."""
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "kind": tuple(NORM_KINDS),
+        "placement": ("pre", "post", "sandwich", "output"),
+    }
 
     kind: str
     placement: str
@@ -82,33 +175,17 @@ STATE_PRODUCTS = 4
 
 
 @dataclass(frozen=True)
-class Dense:
-    """[dense]: the dense models that can become a mixture of this family."""
-
-    of: tuple[str, ...]
-    set: Mapping[str, Any] = field(default_factory=dict)
-    refuse: tuple[Refusal, ...] = ()
-    renormalised: str | None = None
-    routed: str | None = None
-    shared: float = 1.0
-
-
-@dataclass(frozen=True)
 class Family:
     """The parsed table of one model family, as `load_family` returns it.
 
-    `growkern.families.spec` explains the sections of a table; most attributes are named after
-    one.
+    `growkern/families/README.md` explains the keys of a table, which the fields are but for two.
 
     Attributes:
-        activation: config field of the activation function between the FFN's matrices.
-        softcap: config field of the soft cap c of the logits, c tanh(z / c).
-        under: the config field that holds the fields of the table; None: they lie in the config.
-        zero_in_identity, inner_norms, outer_norm, refuse_depth, in_place: the entries of [depth].
-        parts: name of a part in [tensors] -> its rows.
         table: content of a table that is not part of the package; None: it is.
         before: this family as it was before `of_class`.
     """
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"runtimes": ("head_dim", "layers", "scale")}
 
     model_type: str
     norm: Norm
@@ -116,24 +193,21 @@ class Family:
     config: Mapping[str, Size]
     spaces: Mapping[str, SpaceSpec]
     classes: Mapping[str, ModelClass]
-    parts: Mapping[str, tuple[Row, ...]] = field(repr=False)
+    tensors: Mapping[str, tuple[Row, ...]] = field(repr=False)
+    depth: Depth = Depth()  # noqa: RUF009
+    extends: str | None = None
+    under: str | None = None
     activation: str | None = None
+    softcap: str | None = None
     ignored: tuple[str, ...] = ()
     per_layer: tuple[str, ...] = ()
-    stacks: Mapping[str, str] = field(default_factory=lambda: {"": "layers"})
-    refuse: tuple[Refusal, ...] = ()
-    zero_in_identity: tuple[str, ...] = ()
-    inner_norms: tuple[str, ...] = ()
-    outer_norm: str | None = None
-    refuse_depth: tuple[Refusal, ...] = ()
-    in_place: str | None = None
-    under: str | None = None
-    softcap: str | None = None
-    older: tuple[OlderKey, ...] = ()
     ties_by_value: bool = False
-    runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=lambda: {"": "layers"})
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    refuse: tuple[Refusal, ...] = ()
+    older: tuple[OlderKey, ...] = ()
     dense: Dense | None = None
     table: Mapping[str, Any] | None = field(default=None, repr=False)
     before: Family | None = field(default=None, repr=False)
@@ -236,12 +310,14 @@ class Family:
     @property
     def carries(self) -> bool:
         """True where the table says which norms carry the mean past themselves."""
-        return any(row.extra == "carry" for rows in self.parts.values() for row in rows)
+        return any(row.extra == "carry" for rows in self.tensors.values() for row in rows)
 
     @property
     def pads_exactly(self) -> bool:
         """True where a stream with empty entries computes the same: no norm outputs the stream."""
-        written = {str(row.norm).partition(">")[2] for rows in self.parts.values() for row in rows}
+        written = {
+            str(row.norm).partition(">")[2] for rows in self.tensors.values() for row in rows
+        }
         is_free = self.norm.has_weight and self.norm.placement == "pre" and "stream" not in written
         return not self.norm.centres or is_free
 
@@ -249,7 +325,7 @@ class Family:
         """The rows of a class: (part of the table, row, stack), one for each stack of a row."""
         model_class = self.classes[class_name]
         for part in model_class.parts:
-            for row in self.parts[part]:
+            for row in self.tensors[part]:
                 every = model_class.stacks or tuple(self.stacks)
                 for stack in every if "{s}" in row.name else [row.stack or next(iter(self.stacks))]:
                     yield part, row, stack
@@ -315,5 +391,5 @@ def field_faults(family: Family, config: Any) -> Iterator[str]:
             close = nearest(name, config.to_dict())
             yield f"{key}: a {config.model_type} has no field {name!r}{close}"
         elif key.startswith("config.") and type(getattr(config, name)) not in (int, float):
-            found = " ".join(reprlib.repr(getattr(config, name)).split())
-            yield f"{key}: {name}={found} of a {config.model_type} is no size: name another field"
+            value = " ".join(reprlib.repr(getattr(config, name)).split())
+            yield f"{key}: {name}={value} of a {config.model_type} is no size: name another field"

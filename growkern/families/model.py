@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, reason
-from growkern.families.family import Family, field_faults
-from growkern.families.fields import holds
+from growkern.families.family import Family, field_faults, holds
 from growkern.families.load import load_family
 from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec
 
@@ -210,12 +209,12 @@ class ModelSpec:
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Every tensor of the state dict, in the table's order, tied ones included."""
-        found: dict[str, TensorSpec] = {}
+        tensors: dict[str, TensorSpec] = {}
         for tensor in self._bound_rows():
             # a dense model has no router; of alternative rows the first that holds wins
             if self.dense is None or tensor.fallback is None:
-                found.setdefault(tensor.name, tensor)
-        return tuple(found.values())
+                tensors.setdefault(tensor.name, tensor)
+        return tuple(tensors.values())
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -263,12 +262,12 @@ class ModelSpec:
                     # a tensor outside the layers serves those of every stack
                     stacks = self.family.stacks if tensor.layer is None else [tensor.stack]
                     for stack in stacks:
-                        found = layers.setdefault((size, stack), {})
-                        found.setdefault(tensor.template, set()).add(tensor.layer)
+                        having = layers.setdefault((size, stack), {})
+                        having.setdefault(tensor.template, set()).add(tensor.layer)
         return frozenset(
             size
-            for (size, _), found in layers.items()
-            if any(have != set().union(*found.values()) for have in found.values())
+            for (size, _), having in layers.items()
+            if any(own != set().union(*having.values()) for own in having.values())
         )
 
     @property
@@ -295,8 +294,8 @@ class ModelSpec:
                 result[t.name] = tuple(map(tuple, parts))
             elif t.files:
                 result[t.name] = t.files[0]
-            elif found := next((f for f in begins.items() if t.name.startswith(f[1])), None):
-                result[t.name] = found[0] + t.name.removeprefix(found[1])
+            elif begin := next((f for f in begins.items() if t.name.startswith(f[1])), None):
+                result[t.name] = begin[0] + t.name.removeprefix(begin[1])
         return result
 
     def _bound_rows(self) -> Iterator[TensorSpec]:

@@ -1,150 +1,23 @@
-"""The parts of a family table: for every axis of every tensor, the activation space it belongs to.
+"""The parts of a family table, as records: their fields are the keys, and have the types of values.
 
-A table is data without code. `growkern.families.load` reads it and checks every key and name.
-Its sections:
+`growkern/families/README.md` explains the keys. A record may name further rules for them:
 
-    extends     name of another family's table. This table adds to it and overrides its entries
-    under       config field with a config of its own, that of the text, where all fields of the
-                table lie. A field that begins with a dot lies in the whole config:
-                ".vision_config.hidden_size"
-    [config]    size -> the field of the Hugging Face config that holds it, or a plain number.
-                `{ field, default, plus, reserved }`: `default` is a formula, or a number, for a
-                field that is null, or for a size without one, `plus` is added to the field,
-                `reserved` counts rows without a position, `follows`: the size that it grows with,
-                "nothing" if it stays unless it is given. Without it, units follow the stream. `[]`:
-                a size of the extended table that this family does not have
-    [stacks]    stack of layers -> the size that counts them. Default: one stack, of `layers`.
-                `{s}` in a row stands for every stack in turn; `stack` in a row names a single one
-    [kinds]     kind of layer -> the conditions under which a layer is of it, all of them: "in:F"
-                if its number is in the config list F, "every:F" if it is the last of F layers,
-                "from:F" from layer F on, "is:F=text" if that is its entry of the list F, and "not "
-                before any of these
-    [states]    kind of layer -> the sizes whose product is how many numbers such a layer keeps. A
-                token meets these instead of all tokens before it
-    [norm]      kind (of `growkern.families.family`), placement (pre, post, sandwich: before and
-                after a block, output: after a block), the config field of eps or eps itself,
-                `plus_one` if the norm multiplies by 1 + weight, `bias`: the config flag that
-                gives it a bias
-    [attention] how scores and positions depend on head_dim
-    [spaces]    the activation spaces. kind = stream   the residual stream
-                                              normed   output of a norm that reads `of`
-                                              heads    `heads` x head_dim (or x `width`, or x the
-                                                       spaces "a|b" of `entries`), once for each
-                                                       `part` of "a|b|c"
-                                              head     one head, where all heads share a norm, or
-                                                       `size` entries of one
-                                              units    `size` independent units, `activated` if
-                                                       an activation comes before the next norm.
-                                                       With `width` or `entries` each they follow
-                                                       the space named after the size
-                                              experts  `size` experts, of which a router takes
-                                                       `chosen` per token. Whole copies of all of
-                                                       them, and `chosen` grows alike. So do
-                                                       `groups`, the number of groups that a router
-                                                       chooses first and how many it takes, if it
-                                                       has several. `averaged`: the config's
-                                                       coefficient of a loss that counts every copy.
-                                                       `asleep`: the bias that only chooses experts
-                                                       and can keep any number of copies from it
-                                              fixed    `size` entries that never grow
-                                              tied_output  output of the norm under a tied LM
-                                                       head; if it is not tied, the space `untied`
-                `part`: the role of a head's entries in attention. `weighted`: all heads, or units,
-                enter one norm together. `scale`: see [tensors.*]
-    [classes]   model class -> prefix of the body's names, parts of the table for body and heads,
-                `output`: the space of its hidden states, `stacks`: the stacks that `{s}` stands
-                for if not all, `repeats`: config fields that must equal a size, `cache`: the
-                size that transformers makes a cache of keys and values for, if a stack of
-                more layers cannot use it, `beside`: parts beside the body, named like it without
-                the last name of its prefix, `files`: how names begin in files -> how they begin in
-                the model. Files are written with the first that fits, and read with any
-    [depth]     tensors that are zero in an identity block; the norms of a post-norm block, `[]` if
-                only the extended table has them. `in_place`: a config list with an entry for each
-                of the first layers, whose numbers must stay
-    [tensors.*] name -> the tensor's axes, in order:
-                "write:S"       an output axis of space S
-                "read:S"        an input axis of space S
-                "factor:S"      one number for each entry of S, which multiplies what is written
-                "write:q|k|v"   several spaces one after another
-                "*"             a size that transformers computes, and that never grows
-                anything else   a size of [config]
-                A first axis of experts before two others: a matrix for each of them. Where the
-                weights of an expert's copies add up to its weight, the last matrix writes the
-                experts; where every copy has that weight, it reads them.
-                "*" in a name stands for any text. All tensors of the class with such a name are
-                meant. Without axes they are copied as they are
-                Keys beside the axes:
-                `norm`      "A>B": the weight (and bias) of a norm from space A to space B
-                `into`      the norm that a written vector enters
-                `extra`     the output of that norm at coordinates beyond whole copies
-                `factor`    the tensor that a written vector is multiplied with, entry by entry
-                `tied`      the tensor whose storage this one shares under tie_word_embeddings
-                `when`      the condition under which it exists: "flag", "!flag", "field != field"
-                            or several of them, with " and " between
-                `only`      the layers that have it: first, last or one of [kinds], or "not_" and
-                            one of these
-                `scale`     a factor of the model that growth must undo
-                `scale_when`  the flag under which it must
-                `fallback`  the tensor to grow if the source has no such tensor, or a word of
-                            `growkern.growth.plan.blueprint.MADE`
-                `dense`     the tensors of a dense model's FFN that make it, one after another.
-                            Experts and shared experts have it: one of both starts with outputs 0
-                `stored`    its full name in files if that is another; a norm's without `.weight`
-                `files`     its names in files where these have one tensor per expert, `{e}`, or
-                            another name. Several: parts of its second axis, one after another
-                `keep`      "float32": its dtype beside weights of 16 bits
-                More than two axes without experts: only one may be of a space, the first or the
-                last that is longer than 1
-                Several rows may have one name: the first whose condition holds counts. A row
-                without axes keeps those of the extended table. No rows, `[]`: a tensor of the
-                extended table that this family never has
-    [refuse]    config fields with a `value` that the table does not cover, or with one that
-                `differs` from another field, and why
-    [dense]     the families `of` dense models that can become such mixtures. `set`: config fields
-                without which the mixture would not compute the same. `refuse`: as [refuse], for
-                the dense model's config. `renormalised`: the config field that divides the weights
-                of chosen experts by their sum, if a growth may leave that out. `routed`: the config
-                field with the factor that the outputs of the chosen experts are multiplied with.
-                `shared`: that factor for an expert that all tokens share, where its gate is zero
-    softcap     config field of the soft cap c of the logits, c tanh(z / c)
-    per_layer   config lists with one entry per layer
-    ties_by_value  true: whatever the file says, the config says tie_word_embeddings=True. A head
-                with values of its own is not tied
-    [older]     key of config.json that older software reads -> where the new form holds the same
-                (`of`), in which `form`, and `when`: the flag without which software ignores it
-                (`growkern.families.fields`)
-    [runtimes]  software that does not read a value, but computes it. `head_dim`: as stream / heads,
-                `layers`: the kind of a layer from its number, `scale`: the scale of the scores from
-                head_dim, not from the `field` of [attention]
-    ignored     tensors in files that models do not read, with `*` for any names, and `{layers}` for
-                the number of a layer behind the last
+- `CHOICES`: key -> the values that it may have.
+- `KEY`: the field that has the name of the entry in the table.
+- `PLAIN`: type of an entry that is no table -> the field that it stands for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from growkern.errors import GrowthError, UnfitError
 
 # a size that transformers computes; in a name: any text
 ANY = "*"
-
-
-@dataclass(frozen=True)
-class Nested:
-    """The fields of a config within another: those of the inner one, and `.field` of the whole."""
-
-    inner: Any
-    whole: Any
-
-    def __getattr__(self, name: str) -> Any:
-        return attrgetter(name[1:])(self.whole) if name[0] == "." else getattr(self.inner, name)
-
-
 # of `Size.follows`
 NOTHING = "nothing"
 
@@ -152,6 +25,8 @@ NOTHING = "nothing"
 @dataclass(frozen=True)
 class Size:
     """One entry of [config]: where a config holds one size."""
+
+    PLAIN: ClassVar[dict[type, str]] = {int: "number", str: "field"}
 
     field: str | None = None
     number: int = 0
@@ -181,9 +56,22 @@ class Size:
         return () if self.field or not self.default else tuple(self.default.split())
 
 
+# the model's own factors, which growth undoes
+ROOTS = ("sqrt(stream)", "rounded(sqrt(stream))")
+
+
 @dataclass(frozen=True)
 class SpaceSpec:
-    """One activation space of a family; the module docstring lists the kinds."""
+    """One activation space of a family."""
+
+    KEY: ClassVar[str] = "name"
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "kind": (
+            *("stream", "normed", "heads", "head", "units", "experts", "fixed", "tied_output"),
+        ),
+        "part": ("value", "query", "key", "before_norm"),
+        "scale": ROOTS,
+    }
 
     name: str
     kind: str
@@ -218,6 +106,8 @@ class SpaceSpec:
 class Refusal:
     """A config value that the table does not cover: this one, also as an entry of a list, or any
     that differs from a field."""
+
+    KEY: ClassVar[str] = "field"
 
     field: str
     why: str
@@ -256,6 +146,12 @@ class Attention:
         clip: config field with the limit that queries, keys and values are clipped to.
     """
 
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "positions": ("rotary", "learned", "relative"),
+        "scale": ("head_dim", "constant"),
+        "pairs": ("halves", "adjacent"),
+    }
+
     positions: str
     scale: str
     when: str | None = None
@@ -272,6 +168,13 @@ class Attention:
 @dataclass(frozen=True)
 class Row:
     """One line of a tensor table."""
+
+    KEY: ClassVar[str] = "name"
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "keep": ("float32",),
+        "extra": ("free", "zero", "carry"),
+        "scale": (*ROOTS, *(f"1/{root}" for root in ROOTS)),
+    }
 
     name: str
     axes: tuple[str, ...] = ()
@@ -383,3 +286,110 @@ class ModelClass:
         if part in self.beside:
             return self.prefix[: self.prefix.rstrip(".").rfind(".") + 1]
         return self.prefix if part in self.body else ""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """[depth]: what inserted layers need."""
+
+    zero: tuple[str, ...] = ()
+    inner_norms: tuple[str, ...] = ()
+    outer_norm: str | None = None
+    in_place: str | None = None
+    refuse: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """[dense]: the dense models that can become a mixture of this family."""
+
+    of: tuple[str, ...]
+    set: Mapping[str, Any] = field(default_factory=dict)
+    refuse: tuple[Refusal, ...] = ()
+    renormalised: str | None = None
+    routed: str | None = None
+    shared: float = 1.0
+
+
+# what a pattern tells apart: layers with full attention, or those without positions (a 0)
+MARKED = ("full_attention", 0)
+
+# form -> whether a layer has full attention, by its number and the key's value
+PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
+    "full_first": lambda layer, period: layer % period == 0,
+    "full_last": lambda layer, period: (layer + 1) % period == 0,
+    "full_until": lambda layer, count: layer < count,
+}
+# a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
+FORMS = ("value", "scaling", "typed_scaling", *PATTERNS)
+# entries of `rope_parameters` with a key of their own beside the table of the scaling
+OWN_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# the only ones that a table with `type` may hold: older versions count them
+TYPED_KEYS = ("factor", "short_factor", "long_factor")
+
+
+@dataclass(frozen=True)
+class OlderKey:
+    """One entry of [older].
+
+    Attributes:
+        of: where the new form holds the same: names separated by dots.
+        form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
+            attention: every n-th, beginning with the first (`full_first`) or ending with the last
+            of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
+            where those have a 0.
+        when: the flag of the config without which software ignores the key.
+    """
+
+    KEY: ClassVar[str] = "field"
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"form": FORMS}
+
+    field: str
+    of: str
+    form: str = "value"
+    when: str | None = None
+
+    @property
+    def is_pattern(self) -> bool:
+        """True if the key says which layers have full attention."""
+        return self.form in PATTERNS
+
+    @property
+    def is_periodic(self) -> bool:
+        """True if the key says after how many layers their kinds repeat."""
+        return self.form in ("full_first", "full_last")
+
+    def value(self, config: Mapping[str, Any], now: Any = None) -> Any:
+        """The value that says the same as the new form in a config's JSON object, if there is one.
+
+        `now`, the value that the key has, stays if it says the same.
+        """
+        result: Any = config
+        for name in self.of.split("."):
+            result = result.get(name) if isinstance(result, Mapping) else None
+        if self.is_pattern:
+            return self._pattern(result, config, now)
+        return result if self.form == "value" else self._scaling(result)
+
+    def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | None:
+        if not kinds or (self.when is not None and not config.get(self.when)):
+            return now
+        if type(now) is int and self.describes(kinds, now):
+            return now
+        return next((n for n in range(len(kinds) + 2) if self.describes(kinds, n)), None)
+
+    def describes(self, kinds: Sequence[str], value: int) -> bool:
+        """True if the value, of a pattern, gives these kinds of layers."""
+        is_full = PATTERNS[self.form]
+        if value < 1 and self.form != "full_until":
+            return False
+        return all((kind in MARKED) == is_full(i, value) for i, kind in enumerate(kinds))
+
+    def _scaling(self, rope: Any) -> dict[str, Any] | None:
+        kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
+        if kind == "default" and "mrope_section" not in rope:
+            return None
+        rest = {key: value for key, value in rope.items() if key not in OWN_KEYS}
+        if self.form == "scaling":
+            return {"rope_type": kind, **rest}
+        return {"type": kind, **{key: rest[key] for key in TYPED_KEYS if key in rest}}

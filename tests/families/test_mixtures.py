@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.families.fields import is_met
+from growkern.families.family import is_met
 from growkern.families.model import ModelSpec
 from growkern.growth.disk import stream
 from growkern.growth.options import GrowthOptions

@@ -329,11 +329,11 @@ def _identity_role(blueprint: Blueprint, tensor: TensorSpec) -> str | None:
     if layer is None or blueprint.options.depth == "random":
         return None
     is_inserted = (tensor.stack, layer) in blueprint.inserted
-    if tensor.is_one_of(family.zero_in_identity):
+    if tensor.is_one_of(family.depth.zero):
         return "zero" if is_inserted else None
-    if tensor.is_one_of(family.inner_norms) and is_inserted:
+    if tensor.is_one_of(family.depth.inner_norms) and is_inserted:
         return "unit"
-    if family.outer_norm is not None and tensor.is_one_of((family.outer_norm,)):
+    if family.depth.outer_norm is not None and tensor.is_one_of((family.depth.outer_norm,)):
         if (tensor.stack, layer + 1) in blueprint.inserted:
             return "unit"
         return "affine" if is_inserted else None

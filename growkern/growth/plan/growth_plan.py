@@ -335,7 +335,7 @@ def _plan_for(
             f"number of {str(dtype).removeprefix('torch.')}: give a larger one, or another dtype"
         )
     if any(small.size(key) != large.size(key) for key in family.stacks.values()):
-        for refusal in family.refuse_depth:
+        for refusal in family.depth.refuse:
             refusal.check(small.fields)
     for stack, layers in layer_maps.items():
         if small.size(family.stacks[stack]):

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from growkern.errors import UnfitError
-from growkern.families.family import Dense
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Row, SpaceSpec
+from growkern.families.spec import Dense, Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
 
 

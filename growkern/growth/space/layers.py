@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 
 from growkern.errors import GrowthError, UnfitError
-from growkern.families.fields import condition_of, is_met
+from growkern.families.family import condition_of, is_met
 from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
@@ -52,7 +52,7 @@ def _repeated(
 ) -> list[int]:
     """The source layer of every target layer, where whole periods of layers are repeated."""
     pick = maps.stack if options.depth == "stack" else maps.interleave
-    in_place = small.family.in_place
+    in_place = small.family.depth.in_place
     # the last of the layers that keep their numbers may be repeated behind itself
     kept = len(getattr(small.fields, in_place)) - 1 if in_place else 0
     kept = max(0, min(kept, old - 1))

@@ -105,7 +105,9 @@ def with_start(family: Family, options: GrowthOptions) -> Family:
         is_zero = is_output(row) and adds_nothing(row, options)
         return replace(row, dense=(), fallback="zero") if is_zero else row
 
-    return replace(family, parts={n: (*map(started, rows),) for n, rows in family.parts.items()})
+    return replace(
+        family, tensors={n: (*map(started, rows),) for n, rows in family.tensors.items()}
+    )
 
 
 def taken_together(view: ModelSpec, options: GrowthOptions) -> int:
@@ -315,7 +317,7 @@ def _set_shared(
 
 def _widths(family: Family) -> tuple[str, ...]:
     """The width of an expert, and that of the expert that all tokens share, if there is one."""
-    rows = [row for rows in family.parts.values() for row in rows if is_output(row)]
+    rows = [row for rows in family.tensors.values() for row in rows if is_output(row)]
     spaces = (row.axes[-1].partition(":")[2] for row in sorted(rows, key=lambda r: -len(r.axes)))
     return tuple(dict.fromkeys(str(family.spaces[name].size) for name in spaces))
 
