@@ -2,9 +2,11 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
+from bench.paper import plans
 from bench.paper.briefs import brief_text
 from bench.paper.compare import best_rate, compared, interval, runs_of, saved, title_of
 from bench.paper.jobs import RATE_SEED, source_of
@@ -112,6 +114,30 @@ def test_shorter_runs_are_in_no_column_but_in_the_savings():
     cells = [line.split(" | ") for line in text.splitlines()[2:9]]
     assert [line[3:6] for line in cells[1:]] == [["3.300", "3.200", "3.100"]] * 6
     assert [line[7] for line in cells] == ["0.0 %", *["≥ 75.0 %"] * 3, *["≥ 96.9 %"] * 3]
+
+
+def test_columns_follow_the_lengths_of_their_line():
+    """Growth inside a run has one between those of the columns, scratch has not."""
+    lines, rows = lines_of("one_run", "tiny")[:3], {}
+    ends = {0.25: "4.000", 0.5: "3.500", 0.75: "3.250", 1.0: "3.000"}
+    for line in lines:
+        rate = line.setting.rates[1]
+        made = [(job, abs(job.rate - rate)) for job in jobs_of_rates(line)]
+        for job in jobs_of_seed(line, 1, rate):
+            made.append((job, float(ends[round(job.steps / line.setting.steps, 2)])))
+        rows |= {job.name: row_of(job, loss) for job, loss in made}
+    text = table("one_run", "tiny", compared(lines, "one_run", rows))
+    cells = [line.split(" | ")[3:6] for line in text.splitlines()[2:5]]
+    assert cells == [["4.000", "3.500", "3.000"]] * 3
+
+
+def test_the_order_of_lengths_changes_no_run(monkeypatch):
+    line = lines_of("depth", "tiny")[-1]
+    jobs = jobs_of_seed(line, 1, 1e-3)
+    assert len(jobs) == 6 and len(line.parts) == 3
+    monkeypatch.setattr(plans, "PARTS", plans.PARTS[::-1])
+    turned = replace(line, parts=line.parts[::-1])
+    assert jobs_of_seed(turned, 1, 1e-3) == jobs
 
 
 def test_the_page_shows_a_picture_of_every_table(tmp_path):
