@@ -17,7 +17,7 @@ import secrets
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -74,18 +74,21 @@ def read_json(file: Path, most_bytes: int, what: str, most_values: int = MOST_VA
         raise GrowthError(f"{file}: not valid JSON: {error}") from error
 
 
-def check_format(file: Path, record: Any, known: int) -> None:
-    """Refuse a file's record in another format than `known`, that of this version of growkern.
+def check_format(file: Path, record: Any, known: int, keys: Collection[str]) -> None:
+    """Refuse a file's record without a format, or in another one than this version's, `known`.
 
-    One that is damaged is left to other checks.
+    What has neither a format nor all `keys` of one is no record: that is left to other checks.
     """
-    found = record.get("format", known) if isinstance(record, dict) else known
-    if found != known:
-        writer = reprlib.repr(record.get("growkern", "that wrote it")).strip("'")
-        raise GrowthError(
-            f"{file}: its format is {reprlib.repr(found)}, and this version of growkern reads "
-            f"{known}: use growkern {writer}"
-        )
+    if not isinstance(record, dict) or record.get("format") == known:
+        return
+    if "format" not in record and not record.keys() >= set(keys):
+        return
+    wrong = f"is {reprlib.repr(record['format'])}" if "format" in record else "is missing"
+    writer = record.get("growkern")
+    name = f"growkern {reprlib.repr(writer)[1:-1]}" if writer else "the version that wrote it"
+    raise GrowthError(
+        f"{file}: its format {wrong}, and this version of growkern reads {known}: use {name}"
+    )
 
 
 def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:

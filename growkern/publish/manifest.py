@@ -64,7 +64,7 @@ def read_manifest(directory: Path) -> Manifest:
         record = read_json(file, MOST_BYTES, "manifest")
     except GrowthError as error:
         raise GrowthError(f"{file}: not a manifest") from error
-    check_format(file, record, FORMAT)
+    check_format(file, record, FORMAT, ("algorithm", "files"))
     try:
         result = {name: (int(f["bytes"]), f["checksum"]) for name, f in record["files"].items()}
         is_known = record["algorithm"] == ALGORITHM and all(map(stays_inside, result))

@@ -207,7 +207,7 @@ def read_checksums(file: Path) -> dict[str, Any]:
         raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
     try:
         record = read_json(file, MOST_BYTES, "record of checksums")
-        check_format(file, record, FORMAT)
+        check_format(file, record, FORMAT, RECORDED)
         kinds = {name: type(record[name]) for name in RECORDED}
     except (KeyError, TypeError) as error:
         raise GrowthError(f"{file}: not a record of checksums: {error!r}") from error

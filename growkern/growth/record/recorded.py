@@ -100,7 +100,7 @@ def read_lineage(path: Path) -> Lineage:
 
 def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
     """A lineage from the content of its file."""
-    check_format(file, data, FORMAT)
+    check_format(file, data, FORMAT, NEEDED)
     try:
         if missing := [name for name in NEEDED if name not in data]:
             raise ValueError(f"it has no {missing[0]!r}")

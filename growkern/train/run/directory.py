@@ -195,7 +195,7 @@ def _marked(output: Path) -> dict[str, Any]:
         )
     found = read_json(marker, MOST_BYTES, "run marker")
     if isinstance(found, dict) and "format" in found and "growkern" in found:
-        check_format(marker, found, FORMAT)
+        check_format(marker, found, FORMAT, ())
         identity = {name: found.get(name) for name in ("run", "inputs")}
         if all(isinstance(table, dict) for table in identity.values()):
             return identity

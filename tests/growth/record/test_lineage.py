@@ -13,6 +13,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.record.lineage import (
+    FORMAT,
     config_dict,
     index_text,
     read_index,
@@ -85,7 +86,7 @@ def test_every_familys_configs_survive_the_record(tmp_path, model_type):
         **width(model_type, "even"),
         **deeper(model_type),
     )
-    record = {**record_of(plan), "settings": {}}
+    record = {"format": FORMAT, **record_of(plan), "settings": {}}
     (tmp_path / "lineage.json").write_text(json.dumps(record))
     lineage = read_lineage(tmp_path)
     assert config_dict(lineage.source_config) == config_dict(plan.source.config)
@@ -304,4 +305,11 @@ def test_a_record_of_another_format_names_who_reads_it(tmp_path):
         read()
         file.write_text(json.dumps({**record, "format": 2, "growkern": "9.1.0"}))
         with pytest.raises(growkern.GrowthError, match=r"format is 2, .* use growkern 9\.1\.0$"):
+            read()
+        without = {key: value for key, value in record.items() if key not in ("format", "growkern")}
+        file.write_text(json.dumps({**without, "growkern": "0.1.0"}))
+        with pytest.raises(growkern.GrowthError, match=r"is missing, .* 1: use growkern 0\.1\.0$"):
+            read()
+        file.write_text(json.dumps(without))
+        with pytest.raises(growkern.GrowthError, match=r"use the version that wrote it$"):
             read()
