@@ -230,7 +230,7 @@ class StreamReader:
         file = Path(checkpoint) / FILE.format(stream.rank)
         file = file if file.is_file() else file.with_name(FILE.format(0))
         state = read_json(file, MOST_BYTES, "place in a stream")
-        check_format(file, state, FORMAT)
+        check_format(file, state, FORMAT, ())
         try:
             processes, lanes, batches = (state[key] for key in ("processes", "lanes", "batches"))
             last = {

@@ -136,8 +136,8 @@ def read_header(directory: Path) -> CacheHeader:
             f"{directory} is not a teacher cache: {error}: give the directory that growkern "
             "cache-teacher made"
         ) from error
-    check_format(file, table, FORMAT)
     names = {field.name for field in fields(CacheHeader)}
+    check_format(file, table, FORMAT, names - {"format"})
     if not isinstance(table, dict) or table.keys() - {WRITER} != names:
         raise GrowthError(f"{file} is not a cache header of format {FORMAT}: make the cache again")
     try:
