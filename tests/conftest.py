@@ -38,7 +38,7 @@ LONGEST = (
 )
 # long paths then break no line of a command's output
 COLUMNS = "1000"
-# where tokenised data goes, see `growkern.train.dataset.files`, whose import takes seconds
+# where tokenised data goes, see `growkern.train.dataset.cache`, whose import takes seconds
 TOKENS = "GROWKERN_TOKENS"
 
 

@@ -315,8 +315,8 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     """
     from growkern.growth.source.loading import longest_of
     from growkern.growth.source.source import open_source
-    from growkern.train.dataset.files import read_text
     from growkern.train.dataset.load import pack_text
+    from growkern.train.dataset.source import read_text
     from growkern.train.model.head import align_labels
     from growkern.train.model.load import load_tokenizer
     from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator

@@ -169,7 +169,7 @@ def plot(
     from growkern.plot.curves import savings_rows, savings_table
     from growkern.plot.losses import lacks, plot_runs
     from growkern.plot.weights import plot_weights
-    from growkern.train.dataset.files import read_text
+    from growkern.train.dataset.source import read_text
 
     is_growth = weights or attention is not None
     if weights and attention is not None:

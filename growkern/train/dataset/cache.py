@@ -1,4 +1,4 @@
-"""Tokenised data on disk, made once and shared by processes and runs.
+"""Tokenised data on disk, made once and shared by processes and runs; fingerprints of files.
 
 A cache is a directory with a name that follows from the data, the tokenizer and the settings:
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import time
 import warnings
@@ -26,13 +28,29 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.files import sync
+from growkern.files import read_bounded, sync, write_whole
 from growkern.publish.calls import Lock, delete, lock_file_of, move
-from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, why_kept, write_manifest
+from growkern.publish.manifest import (
+    ALGORITHM,
+    MANIFEST,
+    checksum,
+    damage_of,
+    read_manifest,
+    why_kept,
+    write_manifest,
+)
 from growkern.publish.workplace import check_space
-from growkern.train.dataset.records import DTYPES, IDS, Tokens, features_of
 from growkern.train.objectives.language_modeling import SOURCE
 
+# Columns of a record or a row, of one length: input_ids int32, and labels int32 and weights
+# float32 if the data has them. The ids of a pair are those that are read and then those that are
+# written; its side is 0 and then 1
+Tokens = dict[str, np.ndarray]
+IDS, LABELS, WEIGHTS, SIDE = "input_ids", "labels", "weights", "side"
+DTYPES: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys((IDS, LABELS), np.dtype("<i4")),
+    **{WEIGHTS: np.dtype("<f4"), SIDE: np.dtype("i1")},
+}
 # of the format and of the way rows are made
 VERSION = 1
 STARTS, KIND = "starts.bin", "part"
@@ -42,6 +60,27 @@ ROWS_AT_ONCE = 256
 # The processes speak to each other this often. A group gives up after some minutes of silence
 SECONDS = 30.0
 WORKING, DONE = "working", "done"
+VARIABLE = "GROWKERN_TOKENS"
+# the checksum of a larger file is noted, so that the next start need not read all of it
+MOST_READ = 8 << 20
+# seconds in which a second change of a file may leave its times as they are
+SETTLED = 2.0
+NOTED_BYTES = 32
+
+
+def features_of(row: Tokens, weights: str | None) -> Tokens:
+    """A row as collators get it. Of a pair, labels and weights are those that are written.
+
+    Weights of tokens get the key `weights`; without one they are left out.
+    """
+    kept = {name: values for name, values in row.items() if name not in (WEIGHTS, SIDE)}
+    if WEIGHTS in row and weights is not None:
+        kept[weights] = row[WEIGHTS]
+    if SIDE not in row:
+        return kept
+    written = row[SIDE] == 1
+    pair = {name: values[written] for name, values in kept.items()}
+    return pair | {LABELS: pair[IDS], IDS: kept[IDS][~written]}
 
 
 class TokenRows(Dataset[dict[str, Any]]):
@@ -154,8 +193,8 @@ def _wrong_with(directory: Path) -> str | None:
         manifest = read_manifest(directory)
     except GrowthError as error:
         return str(error)
-    found = (damage_of(directory, file, manifest) for file in manifest)
-    return next((phrase for phrase in found if phrase is not None), None)
+    damage = (damage_of(directory, file, manifest) for file in manifest)
+    return next((phrase for phrase in damage if phrase is not None), None)
 
 
 def _refuse_foreign(directory: Path) -> None:
@@ -228,9 +267,9 @@ def wait_together(work: Iterator[Any] | None) -> None:
             dist.all_gather_object(states, state)
         if error is not None:
             raise error
-        for one in states:
-            if one not in (WORKING, DONE):
-                raise GrowthError(one)
+        failures = [text for text in states if text not in (WORKING, DONE)]
+        if failures:
+            raise GrowthError(failures[0])
         if WORKING not in states:
             return
 
@@ -248,3 +287,52 @@ def from_first(function: Callable[[], Any]) -> Any:
     if several:
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+# ----------------------------------------------------------- fingerprints
+
+
+def fingerprint(file: Path) -> str:
+    """A checksum of all bytes of a file."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    digest.update(size.to_bytes(8, "little"))
+    digest.update(file.read_bytes() if size <= MOST_READ else _noted(file).encode())
+    return digest.hexdigest()
+
+
+def _noted(file: Path) -> str:
+    """The checksum of a file, which is read if it changed since it was noted."""
+    stamp = _stamp(file)
+    note = user_cache() / "checksums" / digest_of([ALGORITHM, *stamp])
+    with contextlib.suppress(OSError, ValueError):
+        known = read_bounded(note, NOTED_BYTES, "checksum").decode()
+        if len(known) == NOTED_BYTES:
+            return known
+    is_settled = time.time() - file.stat().st_ctime > SETTLED
+    total = checksum(file)
+    if is_settled and _stamp(file) == stamp:
+        # without a note the next start reads the file again
+        with contextlib.suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(note, lambda partial: partial.write_text(total))
+    return total
+
+
+def _stamp(file: Path) -> list[Any]:
+    """Values that change with a file. The time of the last change cannot be set back."""
+    state = file.stat()
+    times = state.st_mtime_ns, state.st_ctime_ns
+    return [str(file.resolve()), state.st_dev, state.st_ino, state.st_size, *times]
+
+
+def digest_of(values: Any) -> str:
+    """A name for values of JSON: the same for the same values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def user_cache() -> Path:
+    """The directory for tokenised data: `GROWKERN_TOKENS`, or a place in the user's cache."""
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "growkern" / "tokens"

@@ -13,16 +13,26 @@ import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, Dataset
 from tqdm import tqdm
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError, clean, human
 from growkern.growth.source.formats import Stamps
-from growkern.train.dataset.cache import VERSION, TokenRows, cached_rows, from_first
-from growkern.train.dataset.files import digest_of, user_cache
+from growkern.train.dataset.cache import (
+    IDS,
+    LABELS,
+    VERSION,
+    TokenRows,
+    Tokens,
+    cached_rows,
+    digest_of,
+    from_first,
+    user_cache,
+)
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.records import IDS, LABELS, Reader, Settings, Tokens, chunks, cut_rows
+from growkern.train.dataset.records import Reader, Settings, cut_rows
 from growkern.train.dataset.source import TEXT, Source, find_sources, plain_errors, text_records
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.model.head import IGNORE_INDEX
@@ -124,20 +134,12 @@ class ColumnCollator(OuterCollator):
         batch = self.inner(features)
         if self.labels:
             # those of pairs have lengths of their own
-            longest = max(len(feature[LABELS]) for feature in features)
-            labels_BS = torch.full((len(features), longest), IGNORE_INDEX, dtype=torch.int64)
-            batch["labels"] = _filled(labels_BS, [feature[LABELS] for feature in features])
+            labels = [torch.as_tensor(feature[LABELS]).long() for feature in features]
+            batch["labels"] = pad_sequence(labels, True, IGNORE_INDEX)
         if self.weights is not None:
-            weights_BS = torch.zeros(batch["labels"].shape)
-            values = [feature[self.weights] for feature in features]
-            batch[self.weights] = _filled(weights_BS, values)
+            weights = [torch.as_tensor(feature[self.weights]).float() for feature in features]
+            batch[self.weights] = pad_sequence(weights, True)
         return batch
-
-
-def _filled(values_BS: torch.Tensor, rows: Sequence[np.ndarray]) -> torch.Tensor:
-    for values_S, row in zip(values_BS, rows, strict=True):
-        values_S[: len(row)] = torch.from_numpy(np.asarray(row))
-    return values_BS
 
 
 class TokenBlocks(Dataset[dict[str, np.ndarray]]):
@@ -196,26 +198,31 @@ def load_data(
     location = user_cache() if data.cache is None else Path(base) / data.cache
     shows = progress and os.environ.get("RANK", "0") == "0"
 
-    def cached(source: Source, weights: str | None, part: str | None = None) -> TokenRows:
+    def reader_of(source: Source, weights: str | None) -> Reader:
         settings = Settings.of(data, source, tokenizer, weights, pairs=encoder_decoder)
-        rows = _rows_of(source, Reader(settings, tokenizer, source.name), shows)
-        directory = location / from_first(lambda: _key(source, settings, tokenizer))
+        return Reader(settings, tokenizer, source.name)
+
+    def cached(key: str, weights: str | None = None, part: str | None = None) -> Any:
+        source = sources[key]
+        if source is None:
+            return None
+        reader = reader_of(source, weights)
+        directory = location / from_first(lambda: _key(source, reader.settings, tokenizer))
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
         files = () if source.dataset else source.files
         size = sum(file.stat().st_size for file in files)
+        rows = _rows_of(source, reader, shows)
         return cached_rows(directory, rows, source.name, size, weights, part)
 
-    sets = {key: one for key, one in sources.items() if one is not None}
+    train = sources.get("train")
     rows: TrainRows
     if data.train_names:
-        names = data.train_names
-        rows = ConcatDataset([cached(sets.pop(f"train.{one}"), row_weights, one) for one in names])
-    elif data.streaming:
-        train = sets.pop("train")
-        settings = Settings.of(data, train, tokenizer, row_weights, pairs=encoder_decoder)
+        parts = [cached(f"train.{part}", row_weights, part) for part in data.train_names]
+        rows = ConcatDataset(parts)
+    elif data.streaming and train is not None:
         rows = TokenStream(
             train.stream(),
-            Reader(settings, tokenizer, train.name),
+            reader_of(train, row_weights),
             rank=int(os.environ.get("RANK", "0")),
             processes=processes,
             window=data.shuffle_window,
@@ -223,11 +230,9 @@ def load_data(
             weights=row_weights,
         )
     else:
-        rows = cached(sets.pop("train"), row_weights)
-    found = {key: cached(one, None) for key, one in sets.items()}
-    evaluation: TokenRows | dict[str, TokenRows] | None = found.get("validation")
-    if data.validation_names:
-        evaluation = {name: found[f"validation.{name}"] for name in data.validation_names}
+        rows = cached("train", row_weights)
+    sets = {part: cached(f"validation.{part}") for part in data.validation_names}
+    evaluation = sets or cached("validation")
     return TrainingData(data, row_weights, encoder_decoder, rows, evaluation)
 
 
@@ -238,7 +243,7 @@ def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows]
     elif isinstance(train, ConcatDataset):
         parts: Any = train.datasets
         text = ", ".join(
-            f"{len(one)} rows, {human(one.tokens)} tokens of {one.source}" for one in parts
+            f"{len(rows)} rows, {human(rows.tokens)} tokens of {rows.source}" for rows in parts
         )
     else:
         text = f"{len(train)} rows, {human(train.tokens)} tokens in {train.directory}"
@@ -252,36 +257,28 @@ def _rows_of(source: Source, reader: Reader, progress: bool) -> Iterator[Tokens]
     """The rows of a source, whose files must stay as they are from now on."""
     files = [Stamps.of(file) for file in source.files]
 
-    def records(shown: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    def records(shown: Iterable[Mapping[str, Any]]) -> Iterator[tuple[None, Mapping[str, Any]]]:
         with plain_errors(source.name):
-            yield from shown
+            for record in shown:
+                yield None, record
 
     def rows() -> Iterator[Tokens]:
-        found: Any = source.records()
+        every: Any = source.records()
         # None: a stream that is no terminal shows no bar; an error clears the bar before its line
         with tqdm(
-            found,
+            every,
             clean(f"tokenising {source.name}"),
-            len(found) if hasattr(found, "__len__") else None,
+            len(every) if hasattr(every, "__len__") else None,
             unit=" records",
             disable=None if progress else True,
             leave=False,
         ) as shown:
-            for _, _, row in cut_rows(_token_runs(records(shown), reader), reader.settings):
+            for _, _, row in cut_rows(reader.runs(records(shown)), reader.settings):
                 yield row
         for stamps in files:
             stamps.check()
 
     return rows()
-
-
-def _token_runs(
-    records: Iterable[Mapping[str, Any]], reader: Reader
-) -> Iterator[tuple[None, Tokens]]:
-    """The tokens of records, as `cut_rows` takes them."""
-    for chunk in chunks((None, record) for record in records):
-        for tokens in reader.read([record for _, record in chunk]):
-            yield None, tokens
 
 
 def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int) -> TokenBlocks:
@@ -300,11 +297,11 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
     )
     settings = Settings.of(data, source, tokenizer, None)
     records = (
-        record
+        (None, record)
         for text in texts
         for record in ([{TEXT: text}] if isinstance(text, str) else text_records([text]))
     )
-    runs = list(_token_runs(records, Reader(settings, tokenizer, source.name)))
+    runs = list(Reader(settings, tokenizer, source.name).runs(records))
     rows = [row[IDS] for _, _, row in cut_rows(runs, settings)]
     if not rows:
         count = sum(len(tokens[IDS]) for _, tokens in runs)

@@ -10,21 +10,13 @@ from typing import Any
 import numpy as np
 
 from growkern.errors import GrowthError
+from growkern.train.dataset.cache import DTYPES, IDS, LABELS, SIDE, WEIGHTS, Tokens
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import CONTINUED, TEXT, Source
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.load import head_of, separator_of
 from growkern.train.rules import check
 
-# Columns of a record or a row, of one length: input_ids int32, and labels int32 and weights
-# float32 if the data has them. The ids of a pair are those that are read and then those that are
-# written; its side is 0 and then 1
-Tokens = dict[str, np.ndarray]
-IDS, LABELS, WEIGHTS, SIDE = "input_ids", "labels", "weights", "side"
-DTYPES: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys((IDS, LABELS), np.dtype("<i4")),
-    **{WEIGHTS: np.dtype("<f4"), SIDE: np.dtype("i1")},
-}
 # records that are tokenised together: so many, or of so many characters
 RECORDS, CHARACTERS = 64, 1 << 20
 
@@ -37,21 +29,6 @@ def cut(tokens: Tokens, start: int, stop: int | None = None) -> Tokens:
 def join(parts: Sequence[Tokens]) -> Tokens:
     """Tokens one after the other."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def features_of(row: Tokens, weights: str | None) -> Tokens:
-    """A row as collators get it. Of a pair, labels and weights are those that are written.
-
-    Weights of tokens get the key `weights`; without one they are left out.
-    """
-    kept = {name: values for name, values in row.items() if name not in (WEIGHTS, SIDE)}
-    if WEIGHTS in row and weights is not None:
-        kept[weights] = row[WEIGHTS]
-    if SIDE not in row:
-        return kept
-    written = row[SIDE] == 1
-    pair = {name: values[written] for name, values in kept.items()}
-    return pair | {LABELS: pair[IDS], IDS: kept[IDS][~written]}
 
 
 @dataclass(frozen=True)
@@ -106,7 +83,7 @@ class Settings:
         check("sides", data=data, pairs=pairs)
         of_text = data.input_ids_column is None
         column = TEXT if source.is_text else data.text_column
-        found = cls(
+        settings = cls(
             text=column if of_text else None,
             target=data.target_column,
             pairs=pairs,
@@ -120,9 +97,9 @@ class Settings:
             length=data.row_length,
             pack=data.pack,
         )
-        if len(found.head) >= found.length:
-            raise GrowthError(f"sequence_length is {found.length}: it must be at least 2")
-        return found
+        if len(settings.head) >= settings.length:
+            raise GrowthError(f"sequence_length is {settings.length}: it must be at least 2")
+        return settings
 
 
 class Reader:
@@ -130,6 +107,14 @@ class Reader:
 
     def __init__(self, settings: Settings, tokenizer: Any, name: str) -> None:
         self.settings, self.tokenizer, self.name = settings, tokenizer, name
+
+    def runs(
+        self, records: Iterable[tuple[Any, Mapping[str, Any]]]
+    ) -> Iterator[tuple[Any, Tokens]]:
+        """The tokens of records, each with its place, as `cut_rows` takes them."""
+        for chunk in _chunks(records):
+            tokens = self.read([record for _, record in chunk])
+            yield from zip((place for place, _ in chunk), tokens, strict=True)
 
     def read(self, records: Sequence[Mapping[str, Any]]) -> list[Tokens]:
         """The tokens of some records.
@@ -142,12 +127,12 @@ class Reader:
             return [self._of_ids(record) for record in records]
         texts = [self._text(record) for record in records]
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        found = []
+        read = []
         for record, ids in zip(records, self.tokenizer(texts, **options)["input_ids"], strict=True):
             end = () if record.get(CONTINUED) is True else self.settings.separator
             tokens = {IDS: np.asarray([*ids, *end], DTYPES[IDS])}
-            found.append(self._weighted(tokens, record))
-        return found
+            read.append(self._weighted(tokens, record))
+        return read
 
     def _column(self, record: Mapping[str, Any], name: str, key: str) -> Any:
         if name not in record:
@@ -163,17 +148,19 @@ class Reader:
         """The tokens of records with two sides."""
         settings = self.settings
         if settings.target is None:
-            found = [(*self._ids(one), self._labels(one)) for one in records]
-            sides = [(ids[is_real], labels) for ids, is_real, labels in found]
+            sides = []
+            for record in records:
+                ids, is_real = self._ids(record)
+                sides.append((ids[is_real], self._labels(record)))
         else:
             names = (
                 (str(settings.text), "data.text_column"),
                 (settings.target, "data.target_column"),
             )
-            texts = [[self._text(one, *name) for one in records] for name in names]
+            texts = [[self._text(record, *name) for record in records] for name in names]
             read, written = (self.tokenizer(side, verbose=False)["input_ids"] for side in texts)
             sides = [*zip(map(np.asarray, read), map(np.asarray, written), strict=True)]
-        return [self._pair(*both, one) for both, one in zip(sides, records, strict=True)]
+        return [self._pair(*both, record) for both, record in zip(sides, records, strict=True)]
 
     def _pair(self, read: np.ndarray, written: np.ndarray, record: Mapping[str, Any]) -> Tokens:
         for side, ids in (("read", read), ("written", written)):
@@ -206,9 +193,9 @@ class Reader:
         values = self._column(record, name, key)
         array = np.asarray(values) if _is_list(values) else None
         if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in "iub"):
-            found = type(values).__name__ if array is None else f"{array.ndim}-d {array.dtype}"
+            kind = type(values).__name__ if array is None else f"{array.ndim}-d {array.dtype}"
             raise GrowthError(
-                f"{self.name}: column {name!r} ({key}) must hold lists of integers, not {found}"
+                f"{self.name}: column {name!r} ({key}) must hold lists of integers, not {kind}"
             )
         return array.astype(np.int64)
 
@@ -285,7 +272,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple | np.ndarray)
 
 
-def chunks(
+def _chunks(
     records: Iterable[tuple[Any, Mapping[str, Any]]],
 ) -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
     """Records, each with its place, in groups that are tokenised together."""

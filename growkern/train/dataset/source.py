@@ -1,21 +1,26 @@
-"""Finds the training data, and opens its records: files of text, files of records, data sets.
+"""Finds the training data, and opens its records.
 
-The `datasets` library is optional. Only text files that are not streamed do without it.
+The data is files of text, files of records, or data sets. The `datasets` library is optional. Only
+text files that are not streamed do without it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import importlib
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from growkern.errors import GrowthError
-from growkern.train.dataset.files import fingerprint, matching_files, text_pieces
+from growkern.errors import GrowthError, GrowthWarning
+from growkern.files import regular_size
+from growkern.train.dataset.cache import fingerprint
 from growkern.train.dataset.options import DataSection
 
 # suffix of a file of records -> loader of `datasets`, and its options
@@ -34,6 +39,10 @@ SAVED = ("dataset_info.json", "dataset_dict.json")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # the columns of a text file: its text in pieces, and whether more of the text follows
 TEXT, CONTINUED = "text", "continued"
+# characters of a text that are read at once
+PIECE = 1 << 24
+# names that a pattern of text files may match; listing them takes half a second
+MOST_NAMES = 100_000
 
 
 @dataclass(frozen=True)
@@ -90,13 +99,12 @@ class Source:
         builder = self._builder()
         with plain_errors(self.name):
             files = (builder.config.data_files or {}).items()
-            found = {str(split): one.origin_metadata for split, one in files}
-        return [self.dataset, builder.config.name, str(builder.hash), self.split, repr(found)]
+            origins = {str(split): of_split.origin_metadata for split, of_split in files}
+        return [self.dataset, builder.config.name, str(builder.hash), self.split, repr(origins)]
 
     def _opened(self, *, streaming: bool) -> Any:
-        datasets = need_datasets(f"reading {self.name}")
         if self.dataset is not None and _is_saved(Path(self.dataset)):
-            return self._saved(datasets, streaming=streaming)
+            return self._saved(streaming=streaming)
         builder = self._builder()
         with plain_errors(self.name):
             if streaming:
@@ -104,23 +112,24 @@ class Source:
             builder.download_and_prepare()
             return builder.as_dataset(split=self.split)
 
-    def _saved(self, datasets: Any, *, streaming: bool) -> Any:
+    def _saved(self, *, streaming: bool) -> Any:
+        datasets = need_datasets(f"reading {self.name}")
         with plain_errors(self.name):
-            found = datasets.load_from_disk(self.dataset)
-        splits = found if isinstance(found, dict) else {"train": found}
+            saved = datasets.load_from_disk(self.dataset)
+        splits = saved if isinstance(saved, dict) else {"train": saved}
         if is_slice(self.split):
             with plain_errors(f"{self.name}, split {self.split!r},"):
-                found = _sliced(datasets, splits, self.split)
+                records = _sliced(datasets, splits, self.split)
         elif self.split in splits:
-            found = splits[self.split]
+            records = splits[self.split]
         else:
-            has = f"it has {', '.join(found)}" if found is splits else "it was saved without any"
+            has = f"it has {', '.join(saved)}" if saved is splits else "it was saved without any"
             raise GrowthError(f"{self.name} has no split {self.split!r}: {has}")
         if not streaming:
-            return found
+            return records
         # as many parts as its files, so that processes and data workers can share them
-        parts = min(len(found), max(1, len(found.cache_files))) or 1
-        return found.to_iterable_dataset(num_shards=parts)
+        parts = min(len(records), max(1, len(records.cache_files))) or 1
+        return records.to_iterable_dataset(num_shards=parts)
 
     def _builder(self) -> Any:
         datasets = need_datasets(f"reading {self.name}")
@@ -147,23 +156,25 @@ def find_sources(
         GrowthError: there is no such file or directory, or files of two kinds are mixed, or a
             slice is to be streamed.
     """
-    if data.dataset is None:
-        found = {}
-        for key, sets in (("train", data.train), ("validation", data.validation)):
-            own = name if key == "train" else f"data.{key}"
-            if not isinstance(sets, dict):
-                found[key] = _of_files(base, own, sets)
-                continue
-            for part, files in sets.items():
-                found[f"{key}.{part}"] = _of_files(base, f"{own}.{part}", tuple(files))
-                if found[f"{key}.{part}"] is None:
-                    raise GrowthError(f"{own}.{part} is empty: give files, or leave the name out")
-        return found
-    # the data for evaluation is cached in any case
-    return {
-        "train": _of_dataset(base, data, data.split, streamed=data.streaming),
-        "validation": _of_dataset(base, data, data.validation_split, streamed=False),
-    }
+    if data.dataset is not None:
+        # the data for evaluation is cached in any case
+        return {
+            "train": _of_dataset(base, data, data.split, streamed=data.streaming),
+            "validation": _of_dataset(base, data, data.validation_split, streamed=False),
+        }
+    sources = {}
+    for key, own, sets in (
+        ("train", name, data.train),
+        ("validation", "data.validation", data.validation),
+    ):
+        if not isinstance(sets, dict):
+            sources[key] = _of_files(base, own, sets)
+            continue
+        for part, files in sets.items():
+            source = sources[f"{key}.{part}"] = _of_files(base, f"{own}.{part}", tuple(files))
+            if source is None:
+                raise GrowthError(f"{own}.{part} is empty: give files, or leave the name out")
+    return sources
 
 
 def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
@@ -182,8 +193,8 @@ def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
     if len({LOADERS.get(suffix, ("text", {}))[0] for suffix in loaders}) > 1 or (
         {".csv", ".tsv"} <= loaders.keys()
     ):
-        one, other = list(loaders.values())[:2]
-        raise GrowthError(f"{key} mixes files of two kinds, {one} and {other}: give one kind")
+        first, second = list(loaders.values())[:2]
+        raise GrowthError(f"{key} mixes files of two kinds, {first} and {second}: give one kind")
     return Source(key, tuple(files), is_text=".txt" in loaders)
 
 
@@ -225,16 +236,7 @@ def need_datasets(work: str) -> Any:
     """The `datasets` library. If it is missing, the message names the command that installs it."""
     if find_spec("datasets") is None:
         raise GrowthError(f"{work} needs the datasets library: pip install datasets")
-    import datasets
-
-    return datasets
-
-
-def text_records(files: Iterable[str | Path]) -> Iterator[dict[str, Any]]:
-    """Text files as records: a long text comes in several pieces."""
-    for file in files:
-        for piece, is_last in text_pieces(Path(file)):
-            yield {TEXT: piece, CONTINUED: not is_last}
+    return importlib.import_module("datasets")
 
 
 def _is_saved(directory: Path) -> bool:
@@ -247,7 +249,7 @@ def is_slice(split: str) -> bool:
 
 
 def _sliced(datasets: Any, splits: Mapping[str, Any], spec: str) -> Any:
-    sizes = {name: len(one) for name, one in splits.items()}
+    sizes = {name: len(records) for name, records in splits.items()}
     parts = [
         splits[part.splitname].select(range(part.from_, part.to))
         for part in datasets.ReadInstruction.from_spec(spec).to_absolute(sizes)
@@ -265,3 +267,86 @@ def plain_errors(name: str) -> Iterator[None]:
     except Exception as error:
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise GrowthError(f"{name} cannot be loaded: {why}") from error
+
+
+# ------------------------------------------------------------------- text
+
+
+def text_records(files: Iterable[str | Path]) -> Iterator[dict[str, Any]]:
+    """Text files as records: a long text comes in several pieces."""
+    for file in files:
+        for piece, is_last in text_pieces(Path(file)):
+            yield {TEXT: piece, CONTINUED: not is_last}
+
+
+def text_pieces(file: Path) -> Iterator[tuple[str, bool]]:
+    """A text file in pieces, and whether each is the last. All but the last end with a line.
+
+    A file of up to 16 million characters is one piece.
+    """
+    with _text_stream(file) as stream:
+        held = stream.read(PIECE)
+        _note_nul(held, file)
+        while more := stream.read(PIECE):
+            _note_nul(more, file)
+            cut = held.rfind("\n") + 1
+            if cut:
+                yield held[:cut], False
+            held = held[cut:] + more
+    yield held, True
+
+
+@contextlib.contextmanager
+def _text_stream(file: Path) -> Iterator[TextIO]:
+    try:
+        regular_size(file)
+        with file.open(encoding="utf-8") as stream:
+            yield stream
+    except GrowthError as error:
+        raise GrowthError(f"cannot read the text file {error}") from error
+    except UnicodeDecodeError as error:
+        raise GrowthError(
+            f"cannot read the text file {file}: {error}: give a text file, saved as UTF-8"
+        ) from error
+    except OSError as error:
+        raise GrowthError(f"cannot read the text file {file}: {error.strerror or error}") from error
+
+
+def read_text(file: Path, most: int = -1) -> str:
+    """A text file, or its first `most` characters."""
+    with _text_stream(file) as stream:
+        text = stream.read(most)
+    _note_nul(text, file)
+    return text
+
+
+def _note_nul(text: str, file: Path) -> None:
+    """Warn of NUL characters, which no text has: UTF-16 without a mark, or a binary file."""
+    if "\0" in text:
+        warnings.warn(
+            GrowthWarning(
+                f"{file} has NUL characters, so it may be no text: they become tokens like others. "
+                "If it is UTF-16 or binary, save it as UTF-8, or leave it out"
+            ),
+            stacklevel=3,
+        )
+
+
+def matching_files(base: Path, pattern: str, key: str = "text") -> list[Path]:
+    """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
+
+    A relative pattern begins in the folder `base`. Brackets and stars in the own name of that are
+    no pattern. If a file has the very name of the pattern, it is the only one. The key is that of
+    the pattern, for messages.
+    """
+    escaped, shown = Path(glob.escape(str(base))) / pattern, base / pattern
+    exact = glob.glob(glob.escape(str(shown)))
+    names = exact or list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
+    if len(names) > MOST_NAMES:
+        raise GrowthError(
+            f"{key}: {shown} matches more than {MOST_NAMES} names: give a narrower one"
+        )
+    files = [Path(name) for name in sorted(names) if Path(name).is_file()]
+    if not files:
+        raise GrowthError(f"{key}: no file matches {shown}")
+    return files

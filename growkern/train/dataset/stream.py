@@ -23,7 +23,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.files import check_format, read_json
 from growkern.package import version
-from growkern.train.dataset.records import Reader, Tokens, chunks, cut_rows, features_of
+from growkern.train.dataset.cache import IDS, Tokens, features_of
+from growkern.train.dataset.records import Reader, cut_rows
 from growkern.train.dataset.source import need_datasets, plain_errors
 from growkern.train.objectives.language_modeling import PASS, OuterCollator
 
@@ -145,13 +146,11 @@ class TokenStream(IterableDataset[dict[str, Any]]):
         """The tokens of the records from a place on, pass after pass."""
         number, state = start.number, start.records
         while True:
-            found = state is not None
-            for chunk in chunks(self._records(number, state)):
-                tokens = self.reader.read([record for _, record in chunk])
-                for (place, _), one in zip(chunk, tokens, strict=True):
-                    found = found or len(one["input_ids"]) > 0
-                    yield place, one
-            if not found:
+            has_tokens = state is not None
+            for place, tokens in self.reader.runs(self._records(number, state)):
+                has_tokens = has_tokens or len(tokens[IDS]) > 0
+                yield place, tokens
+            if not has_tokens:
                 raise GrowthError(
                     f"{self.reader.name} has no tokens for process {self.rank} of "
                     f"{self.processes}: it has no records, or fewer than there are processes and "

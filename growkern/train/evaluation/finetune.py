@@ -25,8 +25,8 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 from growkern.arguments import MOST_NUMPY_SEED
 from growkern.errors import GrowthError
 from growkern.growth.source.hub import located
-from growkern.train.dataset.files import matching_files
 from growkern.train.dataset.load import pack_text
+from growkern.train.dataset.source import matching_files
 from growkern.train.evaluation.evaluate import (
     check_confidence,
     ratio_interval,

@@ -21,7 +21,7 @@ from growkern.files import PARTIAL, check_format, read_json, write_whole
 from growkern.package import version
 from growkern.publish.calls import LOCK_FILE, move
 from growkern.publish.manifest import MANIFEST, recorded_in, why_kept
-from growkern.train.dataset.files import fingerprint
+from growkern.train.dataset.cache import fingerprint
 from growkern.train.run.file import Run, TrainingSection
 from growkern.train.safety.checkpoints import (
     MARKER,

@@ -37,6 +37,7 @@ from torch import Tensor
 from growkern.arguments import Limit, between, check_fields
 from growkern.errors import GrowthError
 from growkern.files import read_bounded
+from growkern.train.dataset.source import need_datasets
 from growkern.train.topk_teacher.teacher import MOST_IDS, CausalRows, Rows, causal_facts, fault_of
 
 CONFIG_FILE = "compression_config.yaml"
@@ -85,11 +86,7 @@ class DistillKitTeacher(CausalRows):
         vocab_size: int | None = None,
         tokenizer: Any | None = None,
     ) -> None:
-        try:
-            import datasets
-        except ImportError as error:
-            raise GrowthError("DistillKit's files need datasets: pip install datasets") from error
-
+        datasets = need_datasets("reading DistillKit's files")
         folder = Path(directory)
         self.name = str(directory)
         files = sorted(map(str, folder.glob("*.parquet")))
@@ -124,14 +121,14 @@ class DistillKitTeacher(CausalRows):
 
     def of_texts(self, texts: list[list[int]]) -> list[Rows]:
         """The rows of several texts, which must hold the same number of tokens each."""
-        found = [self._rows_of(text) for text in texts]
-        counts = {ids_Rk.shape[-1] for ids_Rk, _ in found}
+        rows = [self._rows_of(text) for text in texts]
+        counts = {ids_Rk.shape[-1] for ids_Rk, _ in rows}
         if len(counts) > 1:
             raise GrowthError(
                 f"{self.name}: texts have rows of {min(counts)} to {max(counts)} tokens: "
                 f"{self.remedy}, with one k for all texts"
             )
-        return found
+        return rows
 
     def _rows_of(self, tokens: list[int]) -> Rows:
         """The ids (len(tokens) - 1, k) and log-probs of one text."""
@@ -168,12 +165,12 @@ def _key(tokens: np.ndarray) -> bytes:
 
 def _lists(table: Any, name: str) -> Sequence[np.ndarray]:
     """The lists of integers of a column, without copying their values."""
-    found = []
+    lists = []
     for chunk in table.data.column(name).chunks:
         values = _numbers(chunk)
         _check_integers(values)
-        found += np.split(values, np.cumsum(chunk.value_lengths().to_numpy())[:-1])
-    return found
+        lists += np.split(values, np.cumsum(chunk.value_lengths().to_numpy())[:-1])
+    return lists
 
 
 def _flat(column: Any) -> Any:

@@ -272,11 +272,11 @@ def run_apart(call: Callable[[X], Awaitable[Y]], items: Sequence[X], at_once: in
 async def _gather(call: Callable[[X], Awaitable[Y]], items: Sequence[X], at_once: int) -> list[Y]:
     turns = asyncio.Semaphore(at_once)
 
-    async def one(item: X) -> Y:
+    async def in_turn(item: X) -> Y:
         async with turns:
             return await call(item)
 
-    tasks = [asyncio.create_task(one(item)) for item in items]
+    tasks = [asyncio.create_task(in_turn(item)) for item in items]
     try:
         return await asyncio.gather(*tasks)
     finally:

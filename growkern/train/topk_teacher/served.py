@@ -61,7 +61,7 @@ ServedRows = list[list[tuple[float, int]]]
 
 def _row(entry: Iterable[tuple[Any, Any]]) -> list[tuple[float, int]]:
     """The log-probs and ids of one row. Numbers that only look like some are refused."""
-    found = []
+    row = []
     for logprob, token in entry:
         if type(token) is not int or not 0 <= token < MOST_IDS:
             raise ValueError(f"{reprlib.repr(token)} is no token id")
@@ -73,15 +73,15 @@ def _row(entry: Iterable[tuple[Any, Any]]) -> list[tuple[float, int]]:
             )
         if type(logprob) not in (int, float):
             raise ValueError(f"{reprlib.repr(logprob)} is no log-prob")
-        found.append((float(logprob), token))
-    return found
+        row.append((float(logprob), token))
+    return row
 
 
 def _check_prompt(entries: Sequence[Any], own: Sequence[Any], tokens: Sequence[int]) -> None:
     """Compare the prompt of an answer, and its tokens where they are known, with the one sent."""
-    for found in (len(entries), len(own)):
-        if found != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens were sent, and {found} came back")
+    for count in (len(entries), len(own)):
+        if count != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens were sent, and {count} came back")
     if entries[0]:
         raise ValueError("the first token has a row, so the rows are shifted")
     places = [i for i, (x, y) in enumerate(zip(own, tokens, strict=True)) if x != y]
@@ -93,17 +93,18 @@ def _check_own(row: list[tuple[float, int]], own: Any, place: int) -> None:
     """Compare a row with the log-prob that the answer gives for the prompt's own token there."""
     logprob, token, *_ = own
     # JSON has no number for the log-prob of the probability 0
-    found = -math.inf if logprob is None else _row([(logprob, token)])[0][0]
-    if found > ROUNDING:
-        raise ValueError(f"its token {place} has the log-prob {found:g}, which is above 0")
+    own_logprob = -math.inf if logprob is None else _row([(logprob, token)])[0][0]
+    if own_logprob > ROUNDING:
+        raise ValueError(f"its token {place} has the log-prob {own_logprob:g}, which is above 0")
     in_row = [p for p, other in row if other == token]
     # a token beside the row is no likelier than the last in it
     for expected in in_row or [p for p, _ in row]:
         rounding = ROUNDING * max(1.0, -expected)
-        if found > expected + rounding or (in_row and found < expected - rounding):
+        is_lower = in_row and own_logprob < expected - rounding
+        if is_lower or own_logprob > expected + rounding:
             raise ValueError(
-                f"its token {place} has the log-prob {found:g}, which its row lacks: the rows are "
-                "shifted"
+                f"its token {place} has the log-prob {own_logprob:g}, which its row lacks: the "
+                "rows are shifted"
             )
 
 
@@ -120,8 +121,8 @@ class Vllm:
 
     def most_tokens(self, refusal: str) -> int | None:
         """The most tokens per row, if the server refused the request for asking for more."""
-        found = re.search(r"greater than max allowed: (\d+)", refusal)
-        return int(found[1]) if found else None
+        limit = re.search(r"greater than max allowed: (\d+)", refusal)
+        return int(limit[1]) if limit else None
 
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
         """The request for one prompt. At least one token must be generated."""
@@ -144,7 +145,7 @@ class Vllm:
         own = [x if str(x) in entry else None for x, entry in zip(tokens[1:], entries[1:])]  # noqa: B905
         _check_prompt(entries, [tokens[0], *own], tokens)
         return [
-            _row((found["logprob"], _id_of(token)) for token, found in entry.items())
+            _row((values["logprob"], _id_of(token)) for token, values in entry.items())
             for entry in entries[1:]
         ]
 
@@ -171,9 +172,8 @@ class Sglang:
 
     def rows(self, answer: Any, tokens: Sequence[int]) -> ServedRows:
         """The rows of an answer to the request for these tokens."""
-        one = answer[0] if isinstance(answer, list) else answer
-        entries = one["meta_info"]["input_top_logprobs"]
-        own = one["meta_info"]["input_token_logprobs"]
+        facts = (answer[0] if isinstance(answer, list) else answer)["meta_info"]
+        entries, own = facts["input_top_logprobs"], facts["input_token_logprobs"]
         _check_prompt(entries, [token for _, token, *_ in own], tokens)
         rows = [_row((logprob, token) for logprob, token, *_ in entry) for entry in entries[1:]]
         for place, row in enumerate(rows, 1):
@@ -300,12 +300,12 @@ class ServedTeacher(CausalRows):
         read = [list(takewhile(lambda token: token < limit, text)) for text in texts]
         asked = [text for text in read if len(text) > 1]
         answers = iter(run_apart(self._rows_of, asked, self.concurrency))
-        found = []
+        rows = []
         for text, known in zip(texts, read, strict=True):
             ids, logprobs = next(answers) if len(known) > 1 else no_rows((0, self.k), torch.float32)
             rest = no_rows((len(text) - 1 - len(ids), self.k), torch.float32)
-            found.append((torch.cat([ids, rest[0]]), torch.cat([logprobs, rest[1]])))
-        return found
+            rows.append((torch.cat([ids, rest[0]]), torch.cat([logprobs, rest[1]])))
+        return rows
 
     async def _rows_of(self, tokens: Sequence[int]) -> Rows:
         """The rows (len(tokens) - 1, k) of one prompt."""
@@ -325,7 +325,7 @@ class ServedTeacher(CausalRows):
             more = schema.more.format(k=self.k)
             raise GrowthError(f"{error}: {more}, or give k = {limit}") from error
         try:
-            found = schema.rows(answer, tokens)
+            rows = schema.rows(answer, tokens)
         except GrowthError as error:
             raise GrowthError(f"{self.name} gives {error}") from error
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -334,18 +334,18 @@ class ServedTeacher(CausalRows):
                 f"{self.name}{schema.path}: the answer lacks a prompt's log-probs in the schema of "
                 f"{schema.name} ({why}): give server, one of {sorted(SCHEMAS)}"
             ) from error
-        return self._checked(found)
+        return self._checked(rows)
 
-    def _checked(self, found: list[list[tuple[float, int]]]) -> Rows:
+    def _checked(self, rows: ServedRows) -> Rows:
         """The k likeliest tokens of each row, likeliest first."""
-        fewest = min(map(len, found))
+        fewest = min(map(len, rows))
         if fewest < self.k:
             raise GrowthError(
                 f"{self.name} gives {fewest} tokens per row, not k={self.k}: "
                 f"{self._schema.more.format(k=self.k)}"
             )
         # the prompt's own token may stand beside the k
-        kept = [sorted(row, reverse=True)[: self.k] for row in found]
+        kept = [sorted(row, reverse=True)[: self.k] for row in rows]
         logprobs = torch.tensor([[logprob for logprob, _ in row] for row in kept])
         ids = torch.tensor([[token for _, token in row] for row in kept], dtype=torch.int32)
         fault = fault_of(ids, logprobs, self.facts.vocab_size)

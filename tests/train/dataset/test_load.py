@@ -108,7 +108,7 @@ def test_text_files_give_the_rows_they_gave_before(load, tmp_path, monkeypatch):
     expected = pack_text(files, TOKENIZER, LENGTH).tokens_NS.tolist()
     assert expected == plain_rows([file.read_text() for file in files], LENGTH)[0]
     assert rows_of(load(train=("*.txt",)).train) == expected
-    monkeypatch.setattr("growkern.train.dataset.files.PIECE", 50)
+    monkeypatch.setattr("growkern.train.dataset.source.PIECE", 50)
     again = load(train=("*.txt",), cache="in_pieces").train
     assert rows_of(again) == expected
     assert pack_text(files, TOKENIZER, LENGTH).tokens_NS.tolist() == expected

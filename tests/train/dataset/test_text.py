@@ -9,9 +9,9 @@ from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
 from growkern.errors import GrowthWarning
-from growkern.train.dataset import files
-from growkern.train.dataset.files import matching_files
+from growkern.train.dataset import source
 from growkern.train.dataset.load import TokenBlocks, pack_text
+from growkern.train.dataset.source import matching_files
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     MaskedLMCollator,
@@ -205,9 +205,9 @@ def test_nul_characters_are_named(tmp_path):
     file = tmp_path / "text"
     file.write_bytes("a text".encode("utf-16-le"))
     with pytest.warns(GrowthWarning, match="NUL .*UTF-16"):
-        assert files.read_text(file) == "a\0 \0t\0e\0x\0t\0"
+        assert source.read_text(file) == "a\0 \0t\0e\0x\0t\0"
     with pytest.warns(GrowthWarning, match=str(file)):
-        list(files.text_pieces(file))
+        list(source.text_pieces(file))
 
 
 def test_pipes_are_refused_unopened(tmp_path):
@@ -228,6 +228,6 @@ def test_a_pattern_of_too_many_names_is_refused(tmp_path, monkeypatch):
     for i in range(5):
         (tmp_path / f"{i}.txt").touch()
     assert len(matching_files(tmp_path, "*.txt")) == 5
-    monkeypatch.setattr(files, "MOST_NAMES", 4)
+    monkeypatch.setattr(source, "MOST_NAMES", 4)
     with pytest.raises(GrowthError, match="more than 4 names"):
         matching_files(tmp_path, "**")

@@ -7,8 +7,8 @@ import torch
 
 from growkern import GrowthError
 from growkern import run as train
-from growkern.train.dataset import files as fingerprints
-from growkern.train.dataset.files import MOST_READ, fingerprint
+from growkern.train.dataset import cache as fingerprints
+from growkern.train.dataset.cache import MOST_READ, fingerprint
 from growkern.train.run.directory import changes
 from tests.train.run.test_run import RUN, save_tokenizer, workplace  # noqa: F401
 from tests.train.tiny import build
