@@ -28,10 +28,10 @@ def clean(text: str, kept: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(
-        one.encode("unicode_escape").decode()
-        if unicodedata.category(one) in CONTROLS and one not in kept
-        else one
-        for one in text
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in CONTROLS and letter not in kept
+        else letter
+        for letter in text
     )
 
 

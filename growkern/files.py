@@ -55,13 +55,13 @@ def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
 def regular_size(file: Path) -> int:
     """The size of a file in bytes; a pipe or a device could make the process wait for ever."""
     try:
-        found = file.stat()
+        state = file.stat()
     except (OSError, ValueError) as error:
         # ValueError: a null byte in the name
         raise GrowthError(f"{file}: {getattr(error, 'strerror', error)}") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(state.st_mode):
         raise GrowthError(f"{file}: not a regular file")
-    return found.st_size
+    return state.st_size
 
 
 def read_json(file: Path, most_bytes: int, what: str, most_values: int = MOST_VALUES) -> Any:
@@ -153,11 +153,11 @@ def no_collections() -> Iterator[None]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without repeated names: readers disagree on which of them counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{name!r} is given twice")
-    return found
+    return table
 
 
 # what an interrupted `write_whole` leaves beside its file

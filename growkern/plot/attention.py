@@ -98,7 +98,7 @@ def plot_attention(
     if len(checkpoints) > 2:
         raise GrowthError("attention is drawn for one model, or for a source and one grown from it")
     is_pair = len(checkpoints) == 2
-    checkpoints = [located(one) for one in checkpoints]
+    checkpoints = [located(checkpoint) for checkpoint in checkpoints]
     plan = recorded_growth(checkpoints[0], checkpoints[1], lineage) if is_pair else None
     tokenizer = load_tokenizer(Path(checkpoints[0]))
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)["input_ids"]
@@ -107,7 +107,7 @@ def plot_attention(
     maps = [attention_maps(model, ids).numpy() for model in models]
     heads = maps[-1].shape[1]
     rows = _alone(maps[0]) if plan is None else paired_rows(plan)
-    names = [plain(name_of(one)) for one in checkpoints]
+    names = [plain(name_of(checkpoint)) for checkpoint in checkpoints]
     pair = f"small ({names[0]}), and below it grown ({names[-1]})"
     title = names[0] if plan is None else pair
     shown = len(rows[0].cells)
@@ -147,16 +147,13 @@ def paired_rows(plan: GrowthPlan) -> list[Row]:
     rows = []
     for layer in shown_layers(len(layers), inserted):
         heads, below = heads_of(plan, space, stack, layer), layers[layer]
-        found = list(zip(heads.source.tolist(), heads.is_next.tolist(), strict=True))
+        origins = zip(heads.source.tolist(), heads.is_next.tolist(), strict=True)
         # heads that come from no head are last
-        order = sorted(range(len(found)), key=lambda h: (found[h][0] == NOTHING, *found[h], h))
+        ordered = sorted((x == NOTHING, x, is_next, i) for i, (x, is_next) in enumerate(origins))
         above, own = [], []
-        for head in order[:MOST_HEADS]:
-            source, is_next = found[head]
-            where = f"layer {below + 1}, " if is_next else ""
-            is_copy = source != NOTHING
-            title = f"{where}head {source}"
-            above.append(Cell(below + is_next, source, title) if is_copy else None)
+        for is_new, source, is_next, head in ordered[:MOST_HEADS]:
+            title = f"layer {below + 1}, head {source}" if is_next else f"head {source}"
+            above.append(None if is_new else Cell(below + is_next, source, title))
             own.append(Cell(layer, head, f"head {head}"))
         is_inserted = layer in inserted
         note = "\ninserted" if is_inserted else ""
@@ -212,17 +209,17 @@ def _draw(
     figure = new_figure(height)
     size = (width * cell / WIDTH, bottom * cell / height)
     axes = figure.add_axes((LEFT / WIDTH, BOTTOM / height, *size))
-    shown = [
-        (one, row, (left, top))
-        for row, top in zip(rows, tops, strict=True)
-        for left, one in zip(lefts, row.cells, strict=False)
-        if one is not None
-    ]
-    pictures = [maps[-1 if row.grown else 0][one.layer, one.head] for one, row, _ in shown]
+    shown: list[tuple[Any, ...]] = []
+    for row, top in zip(rows, tops, strict=True):
+        of_model = maps[-1 if row.grown else 0]
+        for left, drawn in zip(lefts, row.cells, strict=False):
+            if drawn is not None:
+                look = drawn.title, row.grown and row.inserted
+                shown.append((of_model[drawn.layer, drawn.head], (left, top), *look))
     # with a root, weak attention is seen beside strong
-    norm = PowerNorm(0.5, vmin=0, vmax=max(float(picture.max()) for picture in pictures))
-    for (one, row, corner), picture in zip(shown, pictures, strict=True):
-        image = _draw_map(axes, picture, norm, corner, one.title, row.grown and row.inserted)
+    norm = PowerNorm(0.5, vmin=0, vmax=max(float(picture.max()) for picture, *_ in shown))
+    for picture, corner, title_of, is_inserted in shown:
+        image = _draw_map(axes, picture, norm, corner, title_of, is_inserted)
     _write_tokens(axes, words, cell, lefts, tops)
     for row, top in zip(rows, tops, strict=True):
         color = INSERTED if row.grown and row.inserted else "black"

@@ -156,17 +156,17 @@ class Group:
     def reached(self) -> list[tuple[float, float]]:
         """FLOPs, without `before`, and the mark, of each run that reaches its mark."""
         pairs = zip(self.curves, self.marks, strict=True)
-        found = [(first_crossing(one.flops, one.losses, mark), mark) for one, mark in pairs]
-        return [(cost, mark) for cost, mark in found if cost is not None]
+        costs = [(first_crossing(curve.flops, curve.losses, mark), mark) for curve, mark in pairs]
+        return [(cost, mark) for cost, mark in costs if cost is not None]
 
     def cost(self) -> float | None:
         """FLOPs, without `before`, to reach the marks: the mean over the runs if all of them do.
 
         Else it is that of their mean, and None if that does not reach the mean mark either.
         """
-        found = self.reached()
-        if len(found) == len(self.curves):
-            return float(np.mean([cost for cost, _ in found]))
+        reached = self.reached()
+        if len(reached) == len(self.curves):
+            return float(np.mean([cost for cost, _ in reached]))
         flops, losses = self.mean()
         mark = float(np.mean(self.marks))
         cost = first_crossing((flops - self.before).tolist(), losses.mean(0).tolist(), mark)
@@ -236,19 +236,18 @@ def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
 def _numbers(group: Group, reference: Group) -> list[list[float]]:
     """The numbers of KEYS, one for each seed; none where there are none."""
     costs = [cost for cost, _ in group.reached()]
-    found = [[curve.losses[0] for curve in group.curves]]
+    starts = [curve.losses[0] for curve in group.curves]
     if len(costs) < len(group.curves):
-        return [*found, [], [], []]
-    found.append(costs)
+        return [starts, [], [], []]
     if len(set(group.marks)) > 1:
         full = [cost for cost, _ in reference.reached()]
     else:
         full = [reference.cost() or 0.0] * len(costs)
     if group is reference or not all(full):
-        return [*found, [], []]
+        return [starts, costs, [], []]
     saved = [1 - cost / whole for cost, whole in zip(costs, full, strict=True)]
     counted = [x - group.before / whole for x, whole in zip(saved, full, strict=True)]
-    return [*found, saved, counted if group.before else []]
+    return [starts, costs, saved, counted if group.before else []]
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -106,8 +106,7 @@ def check_format(out: Path) -> None:
 
 
 def save(figure: Any, out: Path) -> None:
-    """Write a figure, in the format that the file's name ends with."""
-    check_format(out)
+    """Write a figure, in the format that the file's name ends with, see `check_format`."""
     kind = out.suffix.lower().removeprefix(".")
     try:
         write_whole(out, lambda partial: figure.savefig(partial, format=kind, dpi=DPI))
@@ -125,6 +124,8 @@ def curves_in(axes: Any) -> list[Any]:
 
 def overview(axes: Any) -> None:
     """Draw all of the curves small, in a corner, if the axes leave out some and there is room."""
+    from matplotlib.transforms import Bbox
+
     lines = curves_in(axes)
     low, high = axes.get_ylim()
     if max(np.max(line.get_ydata()) for line in lines) <= high:
@@ -134,7 +135,8 @@ def overview(axes: Any) -> None:
     points = axes.transAxes.inverted().transform(paths)
     left, below = NUMBERS
     for x, y, w, h in ((x - w, y - h, w, h) for w, h in SIZES for x, y in ENDS):
-        if not _inside(points, x - left, y - below, w + left, h + below):
+        room = Bbox.from_bounds(x - left, y - below, w + left, h + below)
+        if not room.count_contains(points):
             break
     else:
         return
@@ -170,7 +172,7 @@ def draw_mark(axes: Any, mark: float, name: str) -> None:
         text.xy = (along, mark)
         box = text.get_window_extent(renderer)
         is_in = box.x1 <= room.x1 and room.y0 <= box.y0
-        if is_in and not _inside(paths, box.x0, box.y0, box.width, box.height):
+        if is_in and not box.count_contains(paths):
             return
 
 
@@ -200,25 +202,16 @@ def _fitting(axes: Any, line: Any, paths: Any, taken: Any, renderer: Any) -> Ite
     for offset, ha, va in PLACES:
         text = axes.annotate(line.get_label(), end, xytext=offset, ha=ha, va=va, **kind)
         box, room = text.get_window_extent(renderer), axes.get_window_extent(renderer)
-        near = _inside(paths, box.x0 - GAP, box.y0 - GAP, box.width + 2 * GAP, box.height + 2 * GAP)
-        is_in = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
+        is_in = room.count_contains(box.corners()) == 4
         is_free = not any(box.overlaps(other) for other in taken)
-        if is_in and is_free and not near:
+        if is_in and is_free and not box.padded(GAP).count_contains(paths):
             yield text
         text.remove()
 
 
 def _path(line: Any) -> Any:
     """Points along a line, close together, in pixels, (points, 2)."""
-    corners = line.get_transform().transform(np.column_stack(line.get_data()))
+    path = line.get_path()
     # a mark is one long segment
-    share = np.linspace(0, 1, 40 if len(corners) > 2 else 400)[:, None, None]
-    between = corners[:-1] + share * (corners[1:] - corners[:-1])
-    return np.concatenate([corners, between.reshape(-1, 2)])
-
-
-def _inside(points: Any, left: float, bottom: float, width: float, height: float) -> int:
-    """How many points lie in a rectangle."""
-    x, y = points.T
-    within = (left <= x) & (x <= left + width) & (bottom <= y) & (y <= bottom + height)
-    return int(within.sum())
+    steps = 40 if len(path.vertices) > 2 else 400
+    return line.get_transform().transform(path.interpolated(steps).vertices)

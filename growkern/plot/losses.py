@@ -195,7 +195,7 @@ def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[floa
         settled = float(np.interp(curve.flops[0] + span / 10, curve.flops, curve.losses))
         early = curve.losses[0] - low <= FAR_START * (settled - low)
         tops.append(max(settled, curve.losses[0]) if early else settled)
-    tops += [max(one.losses[-1] for one in drawn)]
+    tops += [max(curve.losses[-1] for curve in drawn)]
     top = low + 1.35 * (max(tops) - low)
     if top - low > (1 - LEAST_ZOOM) * (high - low):
         top = high + 0.03 * (high - low)
@@ -250,7 +250,7 @@ def _saved(group: Group, cost: float | None, reference: float) -> str:
         return "not reached"
     # a curve may begin below the mark, and after some training
     pairs = zip(group.curves, group.marks, strict=True)
-    early = any(one.flops[0] > 0 and one.losses[0] <= mark for one, mark in pairs)
+    early = any(curve.flops[0] > 0 and curve.losses[0] <= mark for curve, mark in pairs)
     least, most = ("at least ", "at most ") if early else ("", "")
 
     def share(spent: float) -> str:

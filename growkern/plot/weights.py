@@ -64,10 +64,10 @@ def recorded_growth(
     changes = plan.size_changes().items()
     for which, directory in enumerate((source, grown)):
         for name, sizes in changes:
-            found = getattr(configs[which], name, None)
-            if found not in (sizes[which], None):
+            own = getattr(configs[which], name, None)
+            if own not in (sizes[which], None):
                 raise GrowthError(
-                    f"{directory}: {name}={found}, the growth record says {sizes[which]}: give the "
+                    f"{directory}: {name}={own}, the growth record says {sizes[which]}: give the "
                     "small model first, and then the model grown from it"
                 )
     return plan
@@ -91,10 +91,10 @@ def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
 
     A unit of several entries counts once.
     """
-    found = plan.layout.space(space, _source_layer(plan, stack, layer))
+    units = plan.layout.space(space, _source_layer(plan, stack, layer))
     old, _ = plan.layout.sizes(str(plan.small.family.spaces[space].size or "stream"))
-    width = found.source // old
-    source = torch.where(found.is_extra, NOTHING, found.read_index // width)[::width]
+    width = units.source // old
+    source = torch.where(units.is_extra, NOTHING, units.read_index // width)[::width]
     if plan.options.is_baseline:
         source = _only_old(source, old)
     return Units(source, _is_next(plan, space, stack, layer)[::width])
@@ -155,7 +155,7 @@ def plot_weights(
         lineage: the lineage file, or its directory; None: that of `grown`.
     """
     check_format(Path(out))
-    source, grown = (located(one, weights=False) for one in (source, grown))
+    source, grown = (located(model, weights=False) for model in (source, grown))
     plan = recorded_growth(source, grown, lineage)
     if plan.options.method == "random":
         raise GrowthError(
@@ -206,9 +206,9 @@ def _panel(plan: GrowthPlan, name: str, title: str, old: int, of: Callable[..., 
     first = next(iter(plan.layer_maps))
     stack = next((s for s in plan.layer_maps if s and name.startswith(s)), first)
     layers = range(len(plan.layer_maps[stack]))
-    found = [of(plan, name, stack, layer) for layer in layers]
-    sources = np.array([units.source.numpy() for units in found])
-    is_next = np.array([units.is_next.numpy() for units in found])
+    origins = [of(plan, name, stack, layer) for layer in layers]
+    sources = np.array([units.source.numpy() for units in origins])
+    is_next = np.array([units.is_next.numpy() for units in origins])
     # layers that are all alike are one row
     pairs = [(s.tobytes(), n.tobytes()) for s, n in zip(sources, is_next, strict=True)]
     firsts = [i for i, pair in enumerate(pairs) if pair not in pairs[:i]]

@@ -153,13 +153,13 @@ def open_ours(path: Path, *, private: bool) -> int:
             f"{path} must be a directory, but is a link or a file: remove it"
         ) from error
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() and found.st_uid != _owner_of_ours(path.parent):
+        state = os.fstat(descriptor)
+        if state.st_uid != os.geteuid() and state.st_uid != _owner_of_ours(path.parent):
             raise GrowthError(f"{path} belongs to another user: give another directory")
-        if private and stat.S_IMODE(found.st_mode) & 0o077:
+        if private and stat.S_IMODE(state.st_mode) & 0o077:
             # where the mount decides on modes, they cannot be changed
             with contextlib.suppress(PermissionError):
-                os.fchmod(descriptor, found.st_mode & stat.S_ISGID | 0o700)
+                os.fchmod(descriptor, state.st_mode & stat.S_ISGID | 0o700)
     except BaseException:
         os.close(descriptor)
         raise
@@ -265,7 +265,7 @@ def make_folder(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        file = next(one for one in (directory, *directory.parents) if one.exists())
+        file = next(path for path in (directory, *directory.parents) if path.exists())
         raise GrowthError(f"{directory}: {file} is a file: give another directory") from error
 
 

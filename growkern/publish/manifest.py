@@ -137,8 +137,8 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
         manifest = read_manifest(part)
         # a reader may take weights that were added for recorded ones
         compared = sorted({*manifest, *of_model})
-        found = (damage_of(part, name, manifest) for name in compared)
-        wrong += [f"{part}: {phrase}" for phrase in found if phrase is not None]
+        damage = (damage_of(part, name, manifest) for name in compared)
+        wrong += [f"{part}: {phrase}" for phrase in damage if phrase is not None]
         count += len(compared)
         seen |= {part / name for name in (*compared, MANIFEST)}
     left = (path for path in directory.rglob("*") if path.is_file() and path not in seen)
@@ -210,10 +210,10 @@ def recorded_in(directory: Path) -> set[str]:
 def _has_foreign_manifest(directory: Path) -> bool:
     """Whether another program wrote the manifest. One of ours may be damaged or empty."""
     try:
-        found = read_json(directory / MANIFEST, MOST_BYTES, "manifest")
+        record = read_json(directory / MANIFEST, MOST_BYTES, "manifest")
     except GrowthError:
         return False
-    return bool(found) and not (isinstance(found, dict) and found.get("algorithm") == ALGORITHM)
+    return bool(record) and not (isinstance(record, dict) and record.get("algorithm") == ALGORITHM)
 
 
 def _files(directory: Path) -> Iterator[Path]:
