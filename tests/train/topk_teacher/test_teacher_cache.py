@@ -581,7 +581,8 @@ def test_a_cache_without_checksums_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", '{"format": 1, "algorithm": "md5", "files": {}}', "{", '{"files": {"../x": {}}}']
+    "text",
+    ["{}", "[]", '{"format": 1, "algorithm": "md5", "files": {}}', "{", '{"files": {"../x": {}}}'],
 )
 def test_a_manifest_that_says_nothing_is_refused(tmp_path, text):
     make(tmp_path / "c")
