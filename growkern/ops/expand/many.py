@@ -25,8 +25,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.expand.call import ExpandCall, Inputs
-from growkern.ops.expand.checks import check_sizes
+from growkern.ops.expand.call import ExpandCall, check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import EXACT, ROUTED_COLS, ROUTED_ROWS, block_of, expand_block
 from growkern.ops.expand.op import expand_call
@@ -359,9 +358,9 @@ class OneByOne(Work):
     def _carry_out(self, calls: list[ExpandCall]) -> None:
         for call in calls:
             # the weight stays: a backend may read it from the host
-            given, device = call.inputs._replace(weight=None), call.out.device
-            moved = Inputs._make(x.to(device) if isinstance(x, Tensor) else x for x in given)
-            here = ExpandCall.of_inputs(call.out, moved._replace(weight=call.weight))
+            weight, *rest = call.inputs
+            moved = [x.to(call.out.device) if isinstance(x, Tensor) else x for x in rest]
+            here = ExpandCall.of_inputs(call.out, (weight, *moved))
             expand_call(here, None, self.backend)
 
 

@@ -29,10 +29,10 @@ Routing takes the place of (3) and (4). A hash gives every element to one of the
 sum is x for any number of copies and any dtype: (5) of `hashes.py`.
 
 Reading order: the public function `expand` at the end of this file packs its arguments into one
-record (`call.py`), checks it (`checks.py`) and calls the registered op. The op picks a backend, and
-every backend takes the record: the reference in this file; `on_cpu.py` with
+record, checks it (`call.py`) and calls the registered op. The op picks a backend, and every
+backend takes the record: the reference in this file; `on_cpu.py` with
 `csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
-`hashes.py` draws the noise and computes routing. That is at most 6 files for one call;
+`hashes.py` draws the noise and computes routing. That is at most 5 files for one call;
 CONTRIBUTING.md says how they are counted. To carry out many calls, `many.py` collects them and
 launches them together.
 
@@ -48,8 +48,13 @@ from torch import Tensor, library
 from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.custom_ops import NAMESPACE, Rules, apply
 from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
-from growkern.ops.expand.call import ExpandCall, Inputs, Routing
-from growkern.ops.expand.checks import check_expand, check_no_overlap, check_ranges
+from growkern.ops.expand.call import (
+    ExpandCall,
+    Routing,
+    check_expand,
+    check_no_overlap,
+    check_ranges,
+)
 from growkern.ops.expand.hashes import noise_of_columns, routed, routed_gradient, with_noise
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.on_cuda import expand_on_cuda
@@ -133,7 +138,7 @@ def _run(call: ExpandCall, backend: str) -> None:
         KERNELS[choose_backend(backend, call.out.device, BACKENDS)](call)
 
 
-# `Inputs` in PyTorch's schema language
+# `ExpandCall.inputs` in PyTorch's schema language
 _INPUTS = (
     "Tensor weight, Tensor? upper, Tensor? rows, Tensor? cols, "
     "Tensor? row_scale, Tensor? col_scale, Tensor? row_noise, Tensor? col_noise, "
@@ -142,11 +147,11 @@ _INPUTS = (
 )
 
 
-def _empty_result(given: Inputs, dtype: torch.dtype) -> Tensor:
-    R, C = given.weight.shape
-    M = R if given.rows is None else given.rows.shape[0]
-    N = C if given.cols is None else given.cols.shape[0]
-    return given.weight.new_empty((M, N), dtype=dtype)
+def _empty_result(inputs: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    weight, _, rows, cols, *_ = inputs
+    R, C = weight.shape
+    M, N = (R if rows is None else rows.shape[0]), (C if cols is None else cols.shape[0])
+    return cast(Tensor, weight.new_empty((M, N), dtype=dtype))
 
 
 @library.custom_op(
@@ -156,17 +161,16 @@ def _empty_result(given: Inputs, dtype: torch.dtype) -> Tensor:
 )
 def expand_op(*inputs_dtype_backend: Any) -> Tensor:
     *inputs, out_dtype, backend = inputs_dtype_backend
-    given = Inputs._make(inputs)
-    out_MN = _empty_result(given, out_dtype)
+    out_MN = _empty_result(inputs, out_dtype)
     advise_huge_pages(out_MN)
-    _run(ExpandCall.of_inputs(out_MN, given), backend)
+    _run(ExpandCall.of_inputs(out_MN, inputs), backend)
     return out_MN
 
 
 @expand_op.register_fake
 def _(*inputs_dtype_backend):
     *inputs, out_dtype, _ = inputs_dtype_backend
-    return _empty_result(Inputs._make(inputs), out_dtype)
+    return _empty_result(inputs, out_dtype)
 
 
 @library.custom_op(
@@ -176,7 +180,7 @@ def _(*inputs_dtype_backend):
 )
 def expand_out_op(*call_backend: Any) -> None:
     out, *inputs, backend = call_backend
-    _run(ExpandCall.of_inputs(out, Inputs._make(inputs)), backend)
+    _run(ExpandCall.of_inputs(out, inputs), backend)
 
 
 @expand_out_op.register_fake
@@ -206,23 +210,28 @@ def folded(x: Tensor, dim: int, index: Tensor, n: int) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *call_inputs, ctx.out_dtype, ctx.backend = inputs
-    given = Inputs._make(call_inputs)
-    weight_RC, ctx.has_upper = given.weight, given.upper is not None
+    *given, ctx.out_dtype, ctx.backend = inputs
     call = ExpandCall.of_inputs(output, given)
-    ctx.shape, ctx.dtype, ctx.acc = weight_RC.shape, weight_RC.dtype, acc_torch_dtype(call.wider)
+    ctx.shape, ctx.dtype = call.weight.shape, call.weight.dtype
+    ctx.acc = acc_torch_dtype(call.wider)
+    ctx.has_upper = call.upper is not None
     # (1) is linear in S: backward does not read weight and upper, so they are not kept alive
-    given = given._replace(weight=None, upper=None)
-    saved = {name: x for name, x in given._asdict().items() if isinstance(x, Tensor)}
-    ctx.save_for_backward(*saved.values())
-    ctx.save_for_forward(*saved.values())
-    ctx.saved_names, ctx.others = tuple(saved), given._replace(**dict.fromkeys(saved))
+    tensors = [x if isinstance(x, Tensor) else None for x in given[2:]]
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.others = [None if isinstance(x, Tensor) else x for x in given[2:]]
+
+
+def _inputs(ctx: Any, weight: Tensor, upper: Tensor | None = None) -> list[Any]:
+    """The inputs of the op, with others for weight and upper."""
+    pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+    return [weight, upper, *(other if x is None else x for x, other in pairs)]
 
 
 def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     # (1) on the gradient instead of S; weight and out are not read
-    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
-    call = ExpandCall.of_inputs(dout_MN, ctx.others._replace(weight=dout_MN, **saved))
+    inputs = _inputs(ctx, dout_MN)
+    call = ExpandCall.of_inputs(dout_MN, inputs)
     (R, C), (M, N) = ctx.shape, dout_MN.shape
     x, noise_MN = _scaled(dout_MN.to(ctx.acc), call)
     x = x if noise_MN is None else x * (1 + noise_MN)
@@ -238,18 +247,14 @@ def _backward(ctx: Any, dout_MN: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.has_upper:
         dupper_RC = (x[:R, C:] + x[R:, :C] + x[R:, C:]).to(ctx.dtype)
     # those after weight and upper have none
-    return dweight_RC, dupper_RC, *[None] * len(Inputs._fields)
+    return dweight_RC, dupper_RC, *[None] * len(inputs)
 
 
 def _jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
     # (1) is linear in S: the tangent of the result is (1) of the tangents
-    given = Inputs._make(tangents[: len(Inputs._fields)])
-    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
-    like = given.upper if given.weight is None else given.weight
-    parts = {"weight": like.new_zeros(ctx.shape) if given.weight is None else given.weight}
-    if ctx.has_upper:
-        parts["upper"] = like.new_zeros(ctx.shape) if given.upper is None else given.upper
-    inputs = ctx.others._replace(**saved, **parts)
+    like = next(x for x in tangents[:2] if x is not None)
+    zeros = [like.new_zeros(ctx.shape) if x is None else x for x in tangents[:2]]
+    inputs = _inputs(ctx, zeros[0], zeros[1] if ctx.has_upper else None)
     return cast(Tensor, apply(EXPAND, *inputs, ctx.out_dtype, ctx.backend))
 
 

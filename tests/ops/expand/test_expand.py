@@ -12,7 +12,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand import MOST_ENTRIES, op
-from growkern.ops.expand.call import DTYPES, ExpandCall, Inputs, Routing
+from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
 from growkern.ops.expand.hashes import line_keys, signed
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
@@ -481,9 +481,11 @@ def test_opcheck(name, upper, noise, device):
 
 def test_the_ops_take_the_fields_of_the_record():
     """In the record's order: in another one, scales or noises would be swapped."""
-    inputs = list(Inputs._fields)
-    tensors = inputs[: inputs.index("copies")]
-    assert tensors == list(ExpandCall._fields[1 : ExpandCall._fields.index("routing")])
+    tensors = list(ExpandCall._fields[1 : ExpandCall._fields.index("routing")])
+    inputs = [*tensors, "copies", "routed_dim", "amplitude", "seed", "row_offset", "col_offset"]
+    call = ExpandCall.of_inputs("out", inputs)
+    assert call.inputs == tuple(inputs)
+    assert call.routing == ("routed_dim", "copies", "amplitude")
     wanted = {expand_op: [*inputs, "out_dtype", "backend"]}
     wanted[expand_out_op] = ["out", *inputs, "backend"]
     for registered, names in wanted.items():
