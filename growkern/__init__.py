@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from growkern.growth.freeze import freeze_old as freeze_old
     from growkern.growth.grow import grow as grow
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
+    from growkern.growth.grow import replay as replay
     from growkern.growth.optimizer.adamw import GrowthAdamW as GrowthAdamW
     from growkern.growth.optimizer.adamw import decay_groups as decay_groups
     from growkern.growth.optimizer.clip import growth_clip_norm_ as growth_clip_norm_
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from growkern.growth.record.recorded import growth_plan_of as growth_plan_of
     from growkern.growth.record.verify import VerifyReport as VerifyReport
     from growkern.growth.record.verify import verify as verify
-    from growkern.growth.replay import replay as replay
     from growkern.growth.sharded import grow_into as grow_into
     from growkern.growth.widen import widen as widen
     from growkern.growth.widen import widening as widening
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "errors": "GrowthError",
     "growth.freeze": "freeze_old",
-    "growth.grow": "grow grow_checkpoint",
+    "growth.grow": "grow grow_checkpoint replay",
     "growth.optimizer.adamw": "GrowthAdamW decay_groups",
     "growth.optimizer.clip": "growth_clip_norm_",
     "growth.optimizer.findings": "moment_findings",
@@ -81,7 +81,6 @@ _NAMES = {
     "growth.record.fold": "FoldReport fold",
     "growth.record.recorded": "growth_plan_of",
     "growth.record.verify": "VerifyReport verify",
-    "growth.replay": "replay",
     "growth.sharded": "grow_into",
     "growth.widen": "widen widening",
     "ops.expand.call": "Routing",

@@ -63,7 +63,6 @@ PARTS = {
         "record",
         "optimizer",
         "grow",
-        "replay",
         "own_table",
         "freeze",
     ),

@@ -21,7 +21,6 @@ import torch
 import growkern.growth.grow
 import growkern.growth.record.fold
 import growkern.growth.record.verify
-import growkern.growth.replay
 import growkern.plot.curves
 import growkern.train.loop.growing
 import growkern.train.run.start

@@ -163,7 +163,7 @@ def replay(
     no_resume: NoResume = False,
 ) -> None:
     """Repeat the growth that LINEAGE records: grow SRC into DST, byte for byte the same."""
-    from growkern.growth.replay import replay as make
+    from growkern.growth.grow import replay as make
 
     silence_transformers()
     print_growth(

@@ -1,4 +1,4 @@
-"""`growkern.grow` and `growkern.grow_checkpoint`: grow a model in memory or from files to files."""
+"""Growth in memory (`grow`), from files to files (`grow_checkpoint`), and repeated (`replay`)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.plan.tensors.tensor import build_tensor
+from growkern.growth.record.compare import contradictions, version_notes
 from growkern.growth.record.lineage import (
+    RECORD,
     Settings,
     identity,
     lineage_text,
     source_files,
     write_lineage,
 )
+from growkern.growth.record.recorded import plan_from_lineage, read_lineage
 from growkern.growth.record.save import card_text, record_when_saved, write_card
 from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
 from growkern.growth.source.hub import located
-from growkern.growth.source.source import refuse_unreadable
+from growkern.growth.source.source import open_source, refuse_unreadable
 from growkern.ops.expand.many import work_on
 
 if TYPE_CHECKING:
@@ -146,10 +149,7 @@ def grow(
 
 
 def _warn_of_changes(grown: GrowthPlan, calls: int = 2) -> None:
-    """Say in one line which parts of the source's function are lost, and why.
-
-    `calls`: how many lie between this one and the user's.
-    """
+    """Say in one line what is lost of the source's function; `calls` lie between here and users."""
     changes = [f"{f.what} ({f.why})" for f in grown.findings if f.level == "changed"]
     if changes:
         warnings.warn(
@@ -195,10 +195,10 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
 
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
     """The shape of every target tensor, in the order of the model's `state_dict`."""
-    found = class_shapes(grown.large, grown.dtype)
-    check_names_and_shapes(grown.large, found, grown.large.class_name)
+    shapes = class_shapes(grown.large, grown.dtype)
+    check_names_and_shapes(grown.large, shapes, grown.large.class_name)
     own = {task.name for task in grown.tasks}
-    return {name: shape for name, shape in found.items() if name in own}
+    return {name: shape for name, shape in shapes.items() if name in own}
 
 
 def grow_checkpoint(
@@ -271,26 +271,18 @@ def grow_checkpoint(
         _warn_of_changes(grown, calls=4)
         return grown
 
-    return carry_out(
-        make_plan,
-        settings,
-        source_path,
-        target_path,
-        overwrite=overwrite,
-        memory_limit=memory_limit,
-        resume=resume,
-        progress=progress,
-        optimizer=None if optimizer is None else path_of("optimizer", optimizer, "its file"),
-        moments=moments,
+    state = None if optimizer is None else path_of("optimizer", optimizer, "its file")
+    return _carry_out(
+        *(make_plan, settings, source_path, target_path),
+        *(overwrite, memory_limit, resume, progress, state, moments),
     )
 
 
-def carry_out(
+def _carry_out(
     make_plan: Callable[[], GrowthPlan],
     settings: Settings,
     source_dir: Path,
     target_dir: Path,
-    *,
     overwrite: bool,
     memory_limit: int | str,
     resume: bool,
@@ -323,10 +315,7 @@ def carry_out(
         record = lineage_text(grown, settings, made_of["source"])
         with Journal(place.journal, made_of) as journal:
             stream = Stream(
-                grown,
-                layout,
-                directory,
-                journal,
+                *(grown, layout, directory, journal),
                 allow_nonfinite=settings.allow_nonfinite,
                 backend=settings.backend,
             )
@@ -338,9 +327,12 @@ def carry_out(
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        _refuse_changed(grown, made_of["source"], journal)
+        source, known = grown.source, journal.source_checksums
+        source.refuse_changed(
+            lambda: source_files(source) == made_of["source"] and are_stored(source.headers, known)
+        )
         # after all others, so that the checksums cover them
-        write_checksums(directory, journal.source_checksums, stream.tensor_checksums(), copied)
+        write_checksums(directory, known, stream.tensor_checksums(), copied)
         # but not that of the card, which is there to be edited
         write_card(card, directory)
         place.publish(overwrite=overwrite)
@@ -348,9 +340,53 @@ def carry_out(
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
 
 
-def _refuse_changed(grown: GrowthPlan, files: dict[str, Any], journal: Journal) -> None:
-    """Refuse a source that is not the one that was read, with `files` as they were then."""
-    source, known = grown.source, journal.source_checksums
-    source.refuse_changed(
-        lambda: source_files(source) == files and are_stored(source.headers, known)
+def replay(
+    lineage: str | Path,
+    source_dir: str | Path,
+    target_dir: str | Path,
+    *,
+    overwrite: bool = False,
+    memory_limit: int | str = MEMORY_LIMIT,
+    resume: bool = True,
+    progress: bool = True,
+    revision: str | None = None,
+) -> GrowthReport:
+    """Repeat a growth: the same source gives the same files, byte for byte.
+
+    It warns if package versions or the source differ from the first time. The result may then
+    differ.
+
+    Args:
+        lineage: the lineage file of a grown checkpoint, or the checkpoint's directory.
+        source_dir: the source checkpoint, or a model on the Hub, `ORGANISATION/NAME`.
+        target_dir: directory to create.
+        overwrite, memory_limit, resume, progress, revision: as in `growkern.grow_checkpoint`.
+
+    Returns:
+        The report of the growth.
+
+    Raises:
+        GrowthError: the lineage is missing, damaged or does not fit the source; and as in
+            `growkern.grow_checkpoint`.
+    """
+    record = read_lineage(path_of("lineage", lineage, RECORD))
+    source_path, target = path_of("source_dir", source_dir), path_of("target_dir", target_dir)
+    notes = version_notes(record)
+
+    def make_plan() -> GrowthPlan:
+        place = located(source_path, revision)
+        source = open_source(
+            place,
+            allow_nonfinite=True,
+            family=record.family,
+            dequantize=record.options.dequantize,
+        )
+        plan = plan_from_lineage(source, record)
+        for line in [*notes, *contradictions(record, plan)]:
+            warnings.warn(line, stacklevel=4)
+        return plan
+
+    return _carry_out(
+        *(make_plan, record.settings, source_path, target),
+        *(overwrite, memory_limit, resume, progress),
     )

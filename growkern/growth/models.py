@@ -179,19 +179,12 @@ _patching = threading.Lock()
 
 @dataclass(frozen=True)
 class Initial:
-    """How a tensor is initialised: constant, or normal around `value`.
-
-    Attributes:
-        value: the constant, or the mean of the normal distribution.
-        deviation: its standard deviation; 0 for a constant.
-        cutoff: distance from the mean, in standard deviations, beyond which numbers are redrawn.
-        zero_rows: rows that are set to 0 afterwards (padding tokens).
-    """
+    """How a tensor is initialised: constant, or normal around `value`."""
 
     value: float
     deviation: float = 0.0
-    cutoff: float = math.inf
-    zero_rows: tuple[int, ...] = ()
+    cutoff: float = math.inf  # in deviations: numbers beyond are drawn again
+    zero_rows: tuple[int, ...] = ()  # set to 0 afterwards (padding tokens)
 
 
 def initial_tensors(spec: ModelSpec, needed: Collection[str]) -> dict[str, Initial]:
@@ -200,22 +193,22 @@ def initial_tensors(spec: ModelSpec, needed: Collection[str]) -> dict[str, Initi
         model = untrained_model(spec)
     every = chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False))
     tensors = {name: tensor for name, tensor in every if name in needed}
-    found: dict[int, Initial] = {}
-    with _recorded_calls(found, {id(tensor) for tensor in tensors.values()}):
+    initial: dict[int, Initial] = {}
+    with _recorded_calls(initial, {id(tensor) for tensor in tensors.values()}):
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()
-    unknown = [name for name, tensor in tensors.items() if id(tensor) not in found]
+    unknown = [name for name, tensor in tensors.items() if id(tensor) not in initial]
     if unknown:
         raise GrowthError(
             f"{unknown[0]}: how {spec.class_name} initialises it is not known: use method='fpi'"
         )
-    return {name: found[id(tensor)] for name, tensor in tensors.items()}
+    return {name: initial[id(tensor)] for name, tensor in tensors.items()}
 
 
 @contextmanager
-def _recorded_calls(found: dict[int, Initial], ours: set[int]) -> Iterator[None]:
-    """Record initialisation calls on our tensors in `found`, both by their `id`; run all others."""
+def _recorded_calls(known: dict[int, Initial], ours: set[int]) -> Iterator[None]:
+    """Record initialisation calls on our tensors in `known`, both by their `id`; run all others."""
 
     def recording(name: str, run: Callable[..., Tensor]) -> Any:
         read = _READERS.get(name)
@@ -225,12 +218,12 @@ def _recorded_calls(found: dict[int, Initial], ours: set[int]) -> Iterator[None]
             if id(base) not in ours:
                 return run(tensor, *args, **kwargs)
             if read is None:
-                found.pop(id(base), None)
+                known.pop(id(base), None)
                 return tensor
             initial = read(*args, **kwargs)
             if base is not tensor:
-                initial = _with_row(found[id(base)], base, tensor, initial)
-            found[id(base)] = initial
+                initial = _with_row(known[id(base)], base, tensor, initial)
+            known[id(base)] = initial
             return tensor
 
         return call

@@ -199,10 +199,10 @@ UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 def parse_size(name: str, value: int | str) -> int:
     """Bytes, from a number or from a text such as "512MB" (10^6) or "1GiB" (2^30)."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    if isinstance(value, bool) or not found or found[2].upper() not in UNITS:
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if isinstance(value, bool) or not parts or parts[2].upper() not in UNITS:
         raise GrowthError(f"{name}={value!r}: give bytes or a text like '512MB' or '1GiB'")
-    size = int(float(found[1]) * UNITS[found[2].upper()])
+    size = int(float(parts[1]) * UNITS[parts[2].upper()])
     if size < 1:
         raise GrowthError(f"{name}={value!r} must be positive")
     return size

@@ -42,31 +42,22 @@ SPREAD, GAIN = 0.3, 0.4
 
 @dataclass(frozen=True)
 class SizeCheck:
-    """One growth of the tiny model.
+    """One growth of the tiny model."""
 
-    Attributes:
-        sizes: what grew, such as "hidden_size 32 -> 64".
-        verdict: "exact", "approximate" or "changed" as planned and measured; "wrong" if the plan is
-            contradicted; "refused".
-        error: largest difference of outputs over the largest output; None if refused.
-        why: of "wrong" and "refused".
-    """
-
-    sizes: str
+    sizes: str  # that grew, such as "hidden_size 32 -> 64"
+    # "exact", "approximate" or "changed" as planned and measured; "wrong" if the plan is
+    # contradicted; "refused"
     verdict: str
+    # largest difference of outputs over the largest output
     error: float | None = None
     why: str = ""
 
 
 @dataclass(frozen=True)
 class TableReport:
-    """Result of `check_table`.
+    """Result of `check_table`."""
 
-    Attributes:
-        faults: where the table differs from the model, one line each; nothing grows then.
-        growths: of the tiny model.
-    """
-
+    # where the table differs from the model, one line each; nothing grows then
     faults: tuple[str, ...]
     growths: tuple[SizeCheck, ...]
 
@@ -88,10 +79,11 @@ class TableReport:
         for name in ("growth", "verdict", "error of outputs"):
             table.add_column(name, justify="right" if name.startswith("error") else "left")
         colors = {"exact": "green", "wrong": "red", "refused": ""}
-        for one in self.growths:
-            error = "" if one.error is None else f"{one.error:.1e}"
-            table.add_row(one.sizes, Text(one.verdict, colors.get(one.verdict, "yellow")), error)
-        notes = [f"{one.sizes}: {one.why}" for one in self.growths if one.why]
+        for check in self.growths:
+            error = "" if check.error is None else f"{check.error:.1e}"
+            verdict = Text(check.verdict, colors.get(check.verdict, "yellow"))
+            table.add_row(check.sizes, verdict, error)
+        notes = [f"{check.sizes}: {check.why}" for check in self.growths if check.why]
         return Group(table, *(Text(note) for note in notes))
 
 
@@ -128,26 +120,26 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
         model = untrained_model(spec)
     # some classes change a field
     spec = spec.with_config(model.config)
-    found = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     rows = {tensor.name: tensor for tensor in spec.tensors}
     seen: set[str] = set()
     for name, tensor in rows.items():
         row, axes = f"row {tensor.row.name!r}", ", ".join(tensor.axes)
-        if tensor.template in seen or found.get(name) == spec.shapes[name]:
+        if tensor.template in seen or shapes.get(name) == spec.shapes[name]:
             continue
         seen.add(tensor.template)
-        if name not in found:
-            yield f"{spec.class_name}: {row} gives {name}, which it lacks{nearest(name, found)}"
+        if name not in shapes:
+            yield f"{spec.class_name}: {row} gives {name}, which it lacks{nearest(name, shapes)}"
         else:
             yield (
                 f"{spec.class_name}: {row}, axes [{axes}], gives {list(spec.shapes[name])}, but "
-                f"{name} has {list(found[name])}"
+                f"{name} has {list(shapes[name])}"
             )
-    for name in found.keys() - rows.keys():
+    for name in shapes.keys() - rows.keys():
         like = ".".join("{l}" if part.isdigit() else part for part in name.split("."))
         if like not in seen:
             seen.add(like)
-            yield f"{spec.class_name}: no row for {name} {list(found[name])}: add {like!r}"
+            yield f"{spec.class_name}: no row for {name} {list(shapes[name])}: add {like!r}"
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name in {*ties} ^ {*spec.ties} if spec.shares else ():
         owner = ties.get(name)

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
     from growkern.growth.options import GrowthKeywords
 
+# a part of a tensor, one slice per axis
+Part = tuple[slice, ...]
+
 
 @torch.no_grad()
 @models.on_cpu_by_default
@@ -142,12 +145,7 @@ def grow_into(
 
 
 def _fill(
-    grown: GrowthPlan,
-    task: Task,
-    part: tuple[slice, ...],
-    local: Tensor,
-    backend: str | None,
-    work: Work,
+    grown: GrowthPlan, task: Task, part: Part, local: Tensor, backend: str | None, work: Work
 ) -> None:
     """Build this process's part of a tensor; `local` is filled after `work.run()`."""
     if not local.numel():
@@ -162,9 +160,7 @@ def _fill(
             work.then(partial(place.copy_, out))
 
 
-def _pieces(
-    part: tuple[slice, ...], local: Tensor
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def _pieces(part: Part, local: Tensor) -> Iterator[tuple[Part, Part]]:
     """Cut a part by rows, so that few source rows at a time are in memory.
 
     It yields the place of a piece in the whole tensor, and its place in `local`.
@@ -217,13 +213,13 @@ def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
     # findings would run the whole source in every process
     grown = plan_growth(opened, options, {}, model.config, dtype, judged=False)
     for field in followed_fields(grown.small.family):
-        found, expected = (
+        value, expected = (
             getattr(grown.small.family.text(config), field, None)
             for config in (model.config, grown.target_config)
         )
-        if found != expected:
+        if value != expected:
             raise GrowthError(
-                f"the model was built with {field}={found}, this growth needs {expected}: build it "
+                f"the model was built with {field}={value}, this growth needs {expected}: build it "
                 "from growkern.plan(source, ...).target_config"
             )
     refuse_idle_options(grown)
@@ -233,7 +229,7 @@ def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
 
 def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensor for every task. All other tensors must be tied to one of these."""
-    targets = {}
+    targets: dict[str, Tensor] = {}
     for task in grown.tasks:
         parameter = parameters.get(task.name)
         if parameter is None:
@@ -265,7 +261,7 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
     return targets
 
 
-def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
+def local_part(name: str, parameter: Tensor) -> Part:
     """The place of `local_tensor(parameter)` in the whole tensor, one slice per axis.
 
     Every mesh dimension that shards an axis divides it as `torch.chunk` does. If FSDP2 shards an
@@ -292,10 +288,10 @@ def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
         step = -(-(stop - first) // mesh.size(mesh_dim))
         start = min(first + coordinate[mesh_dim] * step, stop)
         bounds[dim] = (start, min(start + step, stop))
-    found = tuple(parameter.to_local().shape)
-    if tuple(b - a for a, b in bounds) != found and 0 not in found:
+    held = tuple(parameter.to_local().shape)
+    if tuple(b - a for a, b in bounds) != held and 0 not in held:
         raise GrowthError(
-            f"{name}: this rank holds {list(found)} of {list(parameter.shape)}, placed as "
+            f"{name}: this rank holds {list(held)} of {list(parameter.shape)}, placed as "
             f"{parameter.placements}: shard it with fully_shard and parallelize_module"
         )
     return tuple(slice(a, b) for a, b in bounds)
@@ -308,10 +304,7 @@ def local_tensor(parameter: Tensor) -> Tensor:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the parameters that FSDP2 has gathered, so that `model.parameters()` are the shards.
-
-    After a forward pass, the root module keeps its parameters gathered.
-    """
+    """Free what FSDP2 gathered: after a forward pass the root module keeps its parameters whole."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

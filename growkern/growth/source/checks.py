@@ -65,26 +65,23 @@ def refuse_overflow(name: str, tensor: Tensor) -> None:
     )
 
 
-def check_number_of_tensors(model: ModelSpec, found: int, where: str) -> None:
+def check_number_of_tensors(model: ModelSpec, count: int, where: str) -> None:
     """Refuse a checkpoint with far more tensors than its model: names are compared one by one."""
     # old files name buffers in every layer, and tensors of other heads
     most = 4 * len(model.shapes) + 1000
-    if found > most:
+    if count > most:
         raise GrowthError(
-            f"{where}: {found} tensors, but {model.class_name} has {len(model.shapes)}; is "
+            f"{where}: {count} tensors, but {model.class_name} has {len(model.shapes)}; is "
             "config.json that of another model?"
         )
 
 
 def check_names_and_shapes(
-    model: ModelSpec, found: Mapping[str, tuple[int, ...]], where: str
+    model: ModelSpec, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Refuse missing tensors, unknown ones, and shapes that contradict the config.
-
-    Of the tensors that were `found`, tied ones may be missing.
-    """
+    """Refuse missing tensors but tied ones, unknown ones, and shapes that contradict the config."""
     expected = model.shapes
-    missing = [name for name in expected if name not in found and name not in model.ties]
+    missing = [name for name in expected if name not in shapes and name not in model.ties]
     if missing:
         stored = model.stored_names.get(missing[0])
         named = missing[0] if stored is None else f"{missing[0]}, {stored} in files,"
@@ -93,7 +90,7 @@ def check_names_and_shapes(
             f"{where}: tensor {named} is missing{more}: {OTHER_CHECKPOINT}, and that "
             '"architectures" names the class that was saved'
         )
-    for name, shape in found.items():
+    for name, shape in shapes.items():
         if name not in expected:
             raise GrowthError(
                 f"{where}: no rule for tensor {name} {list(shape)}, which the class of the config "
@@ -106,18 +103,17 @@ def check_names_and_shapes(
             )
 
 
-def check_ties(model: ModelSpec, found: Set[str], read: Callable[[str], Tensor]) -> ModelSpec:
+def check_ties(model: ModelSpec, names: Set[str], read: Callable[[str], Tensor]) -> ModelSpec:
     """Refuse tensors with different values that the config calls tied.
 
     Returns the model, with heads of its own where its table lets values decide.
     """
     differ = {}
     for name, owner in model.ties.items():
-        if not {name, owner} <= found:
-            continue
-        one, other = read(name), read(owner)
-        if one.data_ptr() != other.data_ptr() and not torch.equal(one, other):
-            differ[name] = owner
+        if {name, owner} <= names:
+            values, others = read(name), read(owner)
+            if values.data_ptr() != others.data_ptr() and not torch.equal(values, others):
+                differ[name] = owner
     model = model.with_own_heads(differ)
     for name in differ.keys() - model.untied:
         raise GrowthError(
@@ -131,13 +127,13 @@ def check_values(file: Path, model: ModelSpec) -> None:
     """Refuse sizes that no model has, and activations that transformers does not know."""
     check_sizes(str(file), model)
     activation = model.family.activation
-    found = activation and getattr(model.text, activation)
-    if activation is None or found in USUAL_ACTIVATIONS:
+    name = activation and getattr(model.text, activation)
+    if activation is None or name in USUAL_ACTIVATIONS:
         return
     from transformers.activations import ACT2FN
 
-    if found not in ACT2FN:
-        raise GrowthError(f"{file}: {activation}={found!r}{nearest(str(found), ACT2FN)}")
+    if name not in ACT2FN:
+        raise GrowthError(f"{file}: {activation}={name!r}{nearest(str(name), ACT2FN)}")
 
 
 def check_sizes(where: str, model: ModelSpec) -> None:
@@ -282,8 +278,7 @@ def _of_sizes(
 ) -> Iterator[str]:
     """Sizes beyond any model: transformers makes a list entry for every layer.
 
-    Args:
-        aliases: other name of a field -> the field.
+    `aliases` has other names of fields -> the fields.
     """
     fields = {size.field: key for key, size in family.config.items()} if family else {}
     for name, value in (inner(data, family.under) if family else {}).items():

@@ -233,15 +233,14 @@ def read_distributed(directory: Path, expected: Mapping[str, str]) -> dict[str, 
     names and those in files.
     """
     reader = SafeReader(directory)
-    entries, found = reader.metadata.state_dict_metadata, dict[str, str]()
+    entries = reader.metadata.state_dict_metadata
     stored = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
-    for prefix in PREFIXES:
-        tensors = {k: prefix + v for k, v in expected.items() if prefix + v in stored}
-        found = max(found, tensors, key=len)
-    if not found:
+    named = ({k: p + v for k, v in expected.items() if p + v in stored} for p in PREFIXES)
+    names = max(named, key=len)
+    if not names:
         some = ", ".join(list(entries)[:3])
         raise GrowthError(f"{directory}: it has none of the model's tensors; it holds {some}")
-    return {name: DistributedTensor(reader, raw, stored[raw]) for name, raw in found.items()}
+    return {name: DistributedTensor(reader, raw, stored[raw]) for name, raw in names.items()}
 
 
 def read_distributed_optimizer(
@@ -254,20 +253,20 @@ def read_distributed_optimizer(
     """
     reader = SafeReader(directory)
     stored = reader.metadata.state_dict_metadata
-    found: dict[str, dict[str, dict[str, DistributedTensor]]] = {}
+    states: dict[str, dict[str, dict[str, DistributedTensor]]] = {}
     for raw, entry in stored.items():
         before, separator, rest = raw.partition("state.")
         name, _, key = rest.rpartition(".")
         bare = next((n for p in PREFIXES if (n := name.removeprefix(p)) in parameters), None)
         if separator and bare is not None and isinstance(entry, TensorStorageMetadata):
-            state = found.setdefault(before, {}).setdefault(parameters[bare], {})
+            state = states.setdefault(before, {}).setdefault(parameters[bare], {})
             state[key] = DistributedTensor(reader, raw, entry)
-    if not found:
+    if not states:
         some = ", ".join(list(stored)[:3])
         raise GrowthError(f"{directory}: no optimizer state of this model; it holds {some}")
-    if len(found) > 1:
-        raise GrowthError(f"{directory}: several optimizers ({', '.join(found)}): save one")
-    return next(iter(found.values()))
+    if len(states) > 1:
+        raise GrowthError(f"{directory}: several optimizers ({', '.join(states)}): save one")
+    return next(iter(states.values()))
 
 
 def runs_of(index: Tensor) -> list[Run]:

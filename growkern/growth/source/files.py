@@ -145,8 +145,7 @@ def read_headers(
         return (read_shard or _read_shard)(single)
     weight_map, headers, files = _read_index(directory), dict[str, Header](), dict[str, str]()
     for shard in sorted(set(weight_map.values())):
-        found = (read_shard or _read_shard)(directory / shard)
-        for name, header in found.items():
+        for name, header in (read_shard or _read_shard)(directory / shard).items():
             if name in headers:
                 raise GrowthError(f"{directory}: {name} is in {headers[name].file} and in {shard}")
             headers[name], files[name] = header, shard
@@ -263,8 +262,8 @@ def _header(file: str, data_start: int, name: str, entry: Mapping[str, Any]) -> 
     try:
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError) as error:
-        found = reprlib.repr(entry)
-        raise ValueError(f"{name} needs dtype, shape and data_offsets, got {found}") from error
+        given = reprlib.repr(entry)
+        raise ValueError(f"{name} needs dtype, shape and data_offsets, got {given}") from error
     if len(entry) > 3:
         # other readers may refuse extra fields
         raise ValueError(f"{name} has more than dtype, shape and data_offsets")
@@ -305,8 +304,9 @@ def _check_places(entries: Mapping[str, Mapping[str, Any]], data_start: int, siz
     end = 0
     for start, stop, name in sorted((*e["data_offsets"], name) for name, e in entries.items()):
         if start != end:
-            found, expected = data_start + start, data_start + end
-            raise ValueError(f"{name} starts at byte {found}, expected {expected}")
+            raise ValueError(
+                f"{name} starts at byte {data_start + start}, expected {data_start + end}"
+            )
         end = stop
     if data_start + end != size:
         raise ValueError(f"it has {size} bytes, its header says {data_start + end}")

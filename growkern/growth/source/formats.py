@@ -91,11 +91,8 @@ def _has_any(directory: Path) -> bool:
 
 
 def _read_safetensors(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
-    return files.read_headers(directory)
-
-
-def _read_remote(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
-    return read_remote_headers(directory)
+    # for a plan, only the config of a model on the Hub was downloaded
+    return (read_remote_headers if lacks_weights(directory) else files.read_headers)(directory)
 
 
 def _has_no_weights(directory: Path) -> bool:
@@ -150,9 +147,7 @@ SAFETENSORS = Format(
     weights=("*.safetensors", "*.safetensors.index.json"),
     suffix=".safetensors",
 )
-# a model on the Hub of which only the config was downloaded, for a plan
-REMOTE = Format(lacks_weights, _read_remote, files.read_header_bytes)
-FORMATS = (DISTRIBUTED, REMOTE, SAFETENSORS)
+FORMATS = (DISTRIBUTED, SAFETENSORS)
 # a config alone, for a plan
 BARE = SAFETENSORS._replace(recognises=_has_no_weights, read=_read_bare, suffix=None)
 
@@ -192,10 +187,10 @@ def beside_weights(directory: Path) -> Iterator[Path]:
     inside = (
         islice(templates.rglob("*"), MOST_FILES) if files.stays_in(templates, directory) else ()
     )
-    found = [*named, *sorted(file for file in inside if not file.is_dir())]
-    if len(found) >= MOST_FILES:
+    beside = [*named, *sorted(file for file in inside if not file.is_dir())]
+    if len(beside) >= MOST_FILES:
         raise GrowthError(f"{directory}: more than {MOST_FILES} files beside the weights")
-    yield from found
+    yield from beside
 
 
 CONFIG_FILE, MODULES_FILE = "config.json", "modules.json"
@@ -283,14 +278,9 @@ def _stamps(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _of_system(file: Path) -> dict[str, Any]:
-    found = file.stat()
-    return {
-        "size": found.st_size,
-        "modified": found.st_mtime_ns,
-        "changed": found.st_ctime_ns,
-        "device": found.st_dev,
-        "inode": found.st_ino,
-    }
+    known = file.stat()
+    times = {"modified": known.st_mtime_ns, "changed": known.st_ctime_ns}
+    return {"size": known.st_size, **times, "device": known.st_dev, "inode": known.st_ino}
 
 
 def _of_bytes(file: Path) -> dict[str, Any]:

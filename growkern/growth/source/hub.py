@@ -62,8 +62,8 @@ class HubModel(NamedTuple):
 
 def hub_model(directory: Path | None) -> HubModel | None:
     """The model whose snapshot in the Hub's cache a directory is; None: it is another directory."""
-    found = SNAPSHOT.search(directory.absolute().as_posix()) if directory else None
-    return HubModel(f"{found[1]}/{found[2]}", found[3]) if found else None
+    parts = SNAPSHOT.search(directory.absolute().as_posix()) if directory else None
+    return HubModel(f"{parts[1]}/{parts[2]}", parts[3]) if parts else None
 
 
 def name_of(directory: Path) -> str:
@@ -195,10 +195,10 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
 
     # without an index there is no other file
     is_single = not (directory / files.INDEX_FILE).is_file() or _has_file(model, files.WEIGHTS_FILE)
-    found = files.read_headers(directory, read_shard, is_single)
+    headers = files.read_headers(directory, read_shard, is_single)
     return {
         name: RemoteTensor(**dataclasses.asdict(header), model=model)
-        for name, header in found.items()
+        for name, header in headers.items()
     }
 
 

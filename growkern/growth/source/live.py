@@ -138,9 +138,9 @@ def check_live(model: Any, spec: ModelSpec) -> tuple[str, ...]:
     modules = {own_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
     for name, built in fresh.named_modules():
         live = modules.get(name, _value_of(model, name))
-        for what, found, expected in _differences(live, built):
+        for what, value, expected in _differences(live, built):
             raise GrowthError(
-                f"{name or spec.class_name}: {what} is {found}, but a model of this config has "
+                f"{name or spec.class_name}: {what} is {value}, but a model of this config has "
                 f"{expected}: undo the change of the config or of the model, or save the model "
                 "and grow its directory"
             )
@@ -169,15 +169,15 @@ def check_live(model: Any, spec: ModelSpec) -> tuple[str, ...]:
 def _rounded_frequencies(live: nn.Module | None, built: nn.Module) -> Iterator[str]:
     """The rotary frequencies of a live module that lost digits when it was cast, by name."""
     for key in sorted(built._non_persistent_buffers_set):
-        found = live._buffers.get(key) if live is not None else None
+        buffer = live._buffers.get(key) if live is not None else None
         # the originals only serve to restore the ones in use
         in_use = key.endswith("inv_freq") and not key.startswith("original")
-        if in_use and isinstance(found, Tensor) and found.dtype in NARROW:
-            exact = built.get_buffer(key)
-            if not found.is_meta and not is_dtensor(found):
-                lost = found.cpu().double() != exact.double()
-                if found.shape == exact.shape and bool(lost.any()):
-                    yield key
+        if not in_use or not isinstance(buffer, Tensor) or buffer.dtype not in NARROW:
+            continue
+        exact = built.get_buffer(key).double()
+        is_here = not buffer.is_meta and not is_dtensor(buffer) and buffer.shape == exact.shape
+        if is_here and bool((buffer.cpu().double() != exact).any()):
+            yield key
 
 
 def _value_of(model: Any, name: str) -> Any:
@@ -215,17 +215,15 @@ def _differences(live: Any, built: nn.Module) -> Iterator[tuple[str, Any, Any]]:
         is_value = isinstance(expected, int | float | str | tuple | None)
         if not is_value or key.startswith("_") or key in NO_FUNCTION or "drop" in key:
             continue
-        if isinstance(built, nn.Dropout):
-            continue
-        found = getattr(live, key, expected)
-        if found != expected:
-            yield key, found, expected
+        value = getattr(live, key, expected)
+        if value != expected and not isinstance(built, nn.Dropout):
+            yield key, value, expected
     if any(kind in str(getattr(built, "rope_type", "")) for kind in CHANGING_ROTARY):
         return
     for key in sorted(built._non_persistent_buffers_set):
-        expected, found = built.get_buffer(key), live._buffers.get(key)
-        if isinstance(found, Tensor) and not _agree(found, expected):
-            low = next((d for d in NARROW if _agree(found, expected.to(d))), None)
+        expected, buffer = built.get_buffer(key), live._buffers.get(key)
+        if isinstance(buffer, Tensor) and not _agree(buffer, expected):
+            low = next((d for d in NARROW if _agree(buffer, expected.to(d))), None)
             what = "another buffer" if low is None else f"rounded to {str(low)[6:]}"
             yield key, what, "one that follows from it"
 
@@ -242,12 +240,12 @@ def _title(value: Any) -> str:
     return getattr(value, "__name__", None) or type(value).__name__
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    if found.is_meta or is_dtensor(found) or found.shape != expected.shape:
+def _agree(buffer: Tensor, expected: Tensor) -> bool:
+    if buffer.is_meta or is_dtensor(buffer) or buffer.shape != expected.shape:
         # of another shape: the model may have resized its own tables
         return True
     # `model.to(dtype)` also casts buffers
-    return torch.allclose(found.cpu().double(), expected.to(found.dtype).double(), rtol=1e-6)
+    return torch.allclose(buffer.cpu().double(), expected.to(buffer.dtype).double(), rtol=1e-6)
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -228,10 +228,10 @@ def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
             inputs["decoder_input_ids"] = inputs["input_ids"]
     output = model(**inputs)
-    found = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
-    if not found:
+    given = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
+    if not given:
         raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")
-    return {name: x.double().cpu() for name, x in found.items()}
+    return {name: x.double().cpu() for name, x in given.items()}
 
 
 def largest_difference(new: Tensor, old: Tensor, least: float = 0.0) -> float:

@@ -110,14 +110,14 @@ def dequantised(
 def _scales_of(
     headers: dict[str, StoredTensor], name: str, shape: tuple[int, ...], where: str
 ) -> StoredTensor:
-    found = headers.pop(name, None)
-    if found is None or found.shape != shape:
-        have = "missing" if found is None else f"{list(found.shape)}"
+    scales = headers.pop(name, None)
+    if scales is None or scales.shape != shape:
+        have = "missing" if scales is None else f"{list(scales.shape)}"
         raise GrowthError(
             f"{where}: {name} is {have}, and its weight needs scales of the shape {list(shape)}: "
             "check that config.json and the weights are of one checkpoint"
         )
-    return found
+    return scales
 
 
 NUMBERED = re.compile(r"(.*)\.(\d+)\.(.*)")
@@ -198,8 +198,8 @@ class StackedParts(Filled):
         return self.parts[0][0].file
 
     def fill(self, out: Tensor, start: int, stop: int) -> None:
-        for one, parts in zip(out, self.parts[start:stop], strict=True):
-            torch.cat([part.read() for part in parts], out=one)
+        for row, parts in zip(out, self.parts[start:stop], strict=True):
+            torch.cat([part.read() for part in parts], out=row)
 
 
 @dataclass(frozen=True)
@@ -213,12 +213,12 @@ class Parts:
 
     def of_experts(self, tensors: Sequence[Tensor], numbers: Sequence[int] | None = None) -> Tensor:
         """The matrices of these experts, or of all, from the dense tensors."""
-        found = []
+        matrices = []
         for expert in range(self.experts) if numbers is None else numbers:
             own = [x.chunk(self.experts, self.axis)[expert] for x in tensors]
-            found.append(own[0].contiguous() if len(own) == 1 else torch.cat(own))
+            matrices.append(own[0].contiguous() if len(own) == 1 else torch.cat(own))
         # of a single tensor nothing is copied
-        return found[0][None] if len(found) == 1 else torch.stack(found)
+        return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def files_of(tensor: StoredTensor) -> set[str]:
         return {file for file, _, _ in tensor.places(0, len(tensor.runs))}
     parts = chain.from_iterable(tensor.parts) if isinstance(tensor, StackedParts) else [tensor]
     pairs = ([p.values, p.scales] if isinstance(p, Dequantised) else [p] for p in parts)
-    return {one.file for pair in pairs for one in pair}
+    return {stored.file for pair in pairs for stored in pair}
 
 
 def stacked(
@@ -265,7 +265,7 @@ def stacked(
         return next((known[n] for n in spellings(model, key) if n in known), None)
 
     result: dict[str, StoredTensor] = {}
-    found: dict[str, dict[tuple[int, int], StoredTensor]] = {}
+    joined: dict[str, dict[tuple[int, int], StoredTensor]] = {}
     for raw, header in headers.items():
         # the last number in a name is that of the expert
         number = NUMBERED.fullmatch(raw) if known else None
@@ -274,12 +274,12 @@ def stacked(
         place = place or place_of(raw)
         if place is None:
             result[raw] = header
-        elif (
-            found.setdefault(place[0].name, {}).setdefault((expert, place[1]), header) is not header
-        ):
+            continue
+        parts = joined.setdefault(place[0].name, {})
+        if parts.setdefault((expert, place[1]), header) is not header:
             raise GrowthError(f"{where}: {raw} is there twice: remove the one that is out of date")
     tensors = {t.name: t for t, _ in known.values()}
-    for name, parts in found.items():
+    for name, parts in joined.items():
         if name in result:
             raise GrowthError(
                 f"{where}: {name} is there as a whole and in parts: remove what is out of date"
@@ -289,10 +289,7 @@ def stacked(
 
 
 def _joined(
-    model: ModelSpec,
-    tensor: TensorSpec,
-    found: Mapping[tuple[int, int], StoredTensor],
-    where: str,
+    model: ModelSpec, tensor: TensorSpec, parts: Mapping[tuple[int, int], StoredTensor], where: str
 ) -> StoredTensor:
     """One tensor of the model from the tensors in files, by expert and part."""
     files = tensor.files or (str(tensor.stored),)
@@ -302,14 +299,14 @@ def _joined(
         return f"{where}: tensor {files[part].replace('{e}', str(expert))}"
 
     for place in product(range(experts), range(len(files))):
-        if place not in found:
+        if place not in parts:
             raise GrowthError(
                 f"{name(*place)} is missing: check that config.json and the weights are of one "
                 "checkpoint"
             )
-    first = [found[0, part] for part in range(len(files))]
+    first = [parts[0, part] for part in range(len(files))]
     kinds = [(part.shape, part.dtype) for part in first]
-    for place, header in found.items():
+    for place, header in parts.items():
         if place[0] >= experts:
             raise GrowthError(f"{name(*place)} is there, but the config has {experts}")
         if (header.shape, header.dtype) != kinds[place[1]]:
@@ -325,8 +322,8 @@ def _joined(
         raise GrowthError(f"{where}: {names} have other shapes or dtypes than each other")
     shape, dtype = (experts, sum(s[0] for s, _ in kinds), *kinds[0][0][1:]), kinds[0][1]
     of_expert = [[(e, part) for part in range(len(files))] for e in range(experts)]
-    places = {p: (x.file, x.start, x.nbytes) for p, x in found.items() if isinstance(x, Header)}
-    if len(places) < len(found):
-        return StackedParts(shape, dtype, tuple(tuple(found[p] for p in own) for own in of_expert))
+    places = {p: (x.file, x.start, x.nbytes) for p, x in parts.items() if isinstance(x, Header)}
+    if len(places) < len(parts):
+        return StackedParts(shape, dtype, tuple(tuple(parts[p] for p in own) for own in of_expert))
     runs = ([places[p] for p in own] for own in of_expert)
     return Stacked.of(shape, dtype, files[0].replace("{e}", "0"), runs)

@@ -112,9 +112,9 @@ class _Unpickler(_InPython):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) == ("torch", "Size"):
             return getattr(torch, name)
-        for one in INSTANCES:
-            if (module, name) == (one.__module__, one.__name__):
-                return one
+        for cls in INSTANCES:
+            if (module, name) == (cls.__module__, cls.__name__):
+                return cls
         if name not in OTHERS.get(module, ()):
             raise pickle.UnpicklingError(f"it holds a {module}.{name}")
         return super().find_class(module, name)
@@ -172,7 +172,7 @@ for _opcode in pickletools.opcodes:
 def _is_plain(value: Any) -> bool:
     """Whether a value is a text, a number or a tuple of those."""
     inner = value if type(value) in (tuple, torch.Size) else (value,)
-    return all(one is None or type(one) in (str, int, bool) for one in inner)
+    return all(x is None or type(x) in (str, int, bool) for x in inner)
 
 
 def _is_index(key: Any) -> bool:

@@ -138,13 +138,13 @@ def refuse_files(place: str, names: Collection[str], directory: Path | None = No
     """
     is_whole = any(fnmatch(name, pattern) for name in names for pattern in WHOLE)
     for kind in KINDS:
-        found = [n for n in sorted(names) for pattern in kind.files if fnmatch(n, pattern)]
-        if not found or (is_whole and not kind.always):
+        files = [n for n in sorted(names) for pattern in kind.files if fnmatch(n, pattern)]
+        if not files or (is_whole and not kind.always):
             continue
         code = ((directory and kind.here) or kind.code).format(
             place=place,
             new=f"{Path(place).name}-whole",
-            file=found[0],
+            file=files[0],
             model_class=_class_of(directory, kind.model_class),
             peft_class=_peft_class(directory),
         )
@@ -177,15 +177,15 @@ def _as_command(code: str) -> str:
 def _read(file: Path) -> Mapping[str, Any]:
     """A small JSON file; empty if it cannot be read, as only a name for a message is wanted."""
     try:
-        found = read_json(file, MOST_BYTES, "config")
+        content = read_json(file, MOST_BYTES, "config")
     except GrowthError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _class_of(directory: Path | None, default: str) -> str:
-    found = _read(directory / CONFIG_FILE).get("architectures") if directory else None
-    name = found[0] if isinstance(found, list) and found else default
+    names = _read(directory / CONFIG_FILE).get("architectures") if directory else None
+    name = names[0] if isinstance(names, list) and names else default
     return name if isinstance(name, str) and name.isidentifier() else default
 
 
@@ -223,10 +223,10 @@ def quantised_advice(method: str = "", place: str = "", model_class: str = "") -
 
 def quantisation_of(config: Any) -> tuple[str, dict[str, Any]]:
     """The method by which a model was quantised, and its settings; "" if it was not."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
         return "", {}
-    values = found if isinstance(found, dict) else vars(found)
+    values = settings if isinstance(settings, dict) else vars(settings)
     return str(getattr(values.get("quant_method"), "value", values.get("quant_method"))), values
 
 

@@ -214,9 +214,9 @@ def _open_model(model: Any, family: Family | None) -> Source:
         live.refuse_flattened(name)
     live.refuse_computed(model)
     state = {live.own_name(name): tensor for name, tensor in model.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in state.items()}
-    checks.check_sizes(f"{spec.class_name} in memory", spec)
-    checks.check_names_and_shapes(spec, found, f"{spec.class_name} in memory")
+    where = f"{spec.class_name} in memory"
+    checks.check_sizes(where, spec)
+    checks.check_names_and_shapes(spec, {n: tuple(t.shape) for n, t in state.items()}, where)
     warned = live.check_live(model, spec)
     spec = checks.check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
@@ -258,8 +258,8 @@ def _open_directory(
         # the files may hold a tensor under its tied name alone
         if name in names and owner not in names:
             names[owner] = names.pop(name)
-    found = {name: headers[raw].shape for name, raw in names.items()}
-    checks.check_names_and_shapes(spec, found, str(directory))
+    shapes = {name: headers[raw].shape for name, raw in names.items()}
+    checks.check_names_and_shapes(spec, shapes, str(directory))
     spec = checks.check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
     own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
     for name, header in own.items():
@@ -310,7 +310,7 @@ def _canonical_names(
     layers = str(model.size(next(iter(model.family.stacks.values()))))
     wild = {"{l}": r"\d+", "{layers}": layers, ANY: ".*"}
     parts = [re.split(r"(\{l\}|\{layers\}|\*)", name) for name in model.family.ignored]
-    ignored = ["".join(wild.get(part) or re.escape(part) for part in one) for one in parts]
+    ignored = ["".join(wild.get(part) or re.escape(part) for part in name) for name in parts]
     names: dict[str, str] = {}
     for raw in headers:
         name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))

@@ -112,8 +112,8 @@ def consecutive(entries: Sequence[int] | Tensor) -> list[tuple[int, int]]:
 
 def joined_rows(rows: Callable[[int, int], Tensor], entries: Sequence[int]) -> Tensor:
     """Some entries of a tensor's first axis, in rising order; `rows` returns a run of them."""
-    found = [rows(*run) for run in consecutive(entries)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    runs = [rows(*run) for run in consecutive(entries)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 def read_entries(tensor: StoredTensor, entries: Sequence[int] | None) -> Tensor:

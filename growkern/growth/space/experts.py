@@ -165,9 +165,9 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
         copied = followers(space, small)
         for key in others:
             needed = small.size(key) * (new // old if key in copied else 1)
-            if (found := large.size(key)) != needed:
+            if (size := large.size(key)) != needed:
                 raise UnfitError(
-                    f"{small.family.config_field(key)}={found}: with {field}={new} it must be "
+                    f"{small.family.config_field(key)}={size}: with {field}={new} it must be "
                     f"{needed}, so that the router chooses every copy of an expert or none"
                     f"{_or_asleep(space, small, large)}"
                 )

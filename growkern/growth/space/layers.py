@@ -73,19 +73,19 @@ def whole_depths(small: ModelSpec, key: str, new: int, period: int) -> str:
 def _period_of_kinds(small: ModelSpec) -> int:
     """After how many layers kinds repeat that the config gives by a number."""
     conditions = chain.from_iterable(small.family.kinds.values())
-    found = (condition_of(text)[1:3] for text in conditions)
+    fields = (condition_of(text)[1:3] for text in conditions)
     # a period of 0 means no layer
-    return math.lcm(*(getattr(small.text, field) or 1 for word, field in found if word == "every"))
+    return math.lcm(*(getattr(small.text, name) or 1 for word, name in fields if word == "every"))
 
 
 def check_kinds(
     small: ModelSpec, stack: str, layers: Sequence[int], options: GrowthOptions
 ) -> None:
     """Refuse a depth at which a layer copies one of another kind, by the layers of `layers_of`."""
-    found = _first_other(small, layers)
-    if found is None:
+    other = _first_other(small, layers)
+    if other is None:
         return
-    layer, kind = found
+    layer, kind = other
     field = small.family.config_field(small.family.stacks[stack])
     old, new = small.size(small.family.stacks[stack]), len(layers)
     near = [

@@ -278,8 +278,8 @@ class Layout:
     def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
         if spec.width or spec.blocks:
             # the map of the space that is called like the size, whose units have one entry
-            one = SpaceSpec(str(spec.size), "units", size=spec.size)
-            return outer_product(self._units(one, layer), self._entries(spec, layer))
+            units = SpaceSpec(str(spec.size), "units", size=spec.size)
+            return outer_product(self._units(units, layer), self._entries(spec, layer))
         source, target = self.sizes(spec.size or "stream")
         if spec.size == "stream":
             # a norm may connect this space to a tied head's input: same copies in the same order

@@ -126,9 +126,9 @@ def check_router(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> N
     (space,) = view.family.mixtures
     why = _why_together(together, options)
     for key in (str(space.size), str(space.chosen)):
-        if (found := large.size(key)) % together:
+        if (size := large.size(key)) % together:
             field = view.family.config_field(key)
-            raise GrowthError(f"{field}={found}: {why}: give a multiple of {together}")
+            raise GrowthError(f"{field}={size}: {why}: give a multiple of {together}")
     if options.router == "zero":
         # rows of 0 would tie all experts
         raise GrowthError(

@@ -78,16 +78,14 @@ class Factors:
         Each is (M,) or (N,), contiguous, of the dtype of `lr`. They are made once, because every
         step needs them.
         """
-        found = {}
         like = self.lr[0]
-        for name, vectors in (("lr", self.lr), ("eps", self.eps), ("old", self.old)):
-            flat = [x.reshape(-1).to(like.dtype).contiguous() for x in vectors]
-            found[f"row_{name}"] = flat[0] if len(flat) == 2 else like.new_ones(1)
-            found[f"col_{name}"] = flat[-1]
-        columns = found["col_lr"]
-        centre = self.centre[0] if self.centre else torch.zeros_like(columns)
-        found["col_centre"] = centre.reshape(-1).to(like.dtype).contiguous()
-        return {name: found[name] for name in VECTORS}
+        every = (self.lr, self.eps, self.old)
+        flat = [[x.reshape(-1).to(like.dtype).contiguous() for x in vectors] for vectors in every]
+        rows = (vectors[0] if len(vectors) == 2 else like.new_ones(1) for vectors in flat)
+        columns = [vectors[-1] for vectors in flat]
+        centre = self.centre[0] if self.centre else torch.zeros_like(columns[0])
+        columns.append(centre.reshape(-1).to(like.dtype).contiguous())
+        return dict(zip(VECTORS, (*rows, *columns), strict=True))
 
     @cached_property
     def folded(self) -> dict[str, Tensor | None]:
@@ -96,14 +94,14 @@ class Factors:
         A column vector of equal numbers is None, and the vector of the rows has their product. So
         is a centre of zeros.
         """
-        found: dict[str, Tensor | None] = dict(self.matrix)
+        vectors: dict[str, Tensor | None] = dict(self.matrix)
         for name in ("lr", "eps", "old"):
             rows, columns = (self.matrix[f"{axis}_{name}"] for axis in ("row", "col"))
             if bool((columns == columns[0]).all()):
-                found |= {f"row_{name}": rows * columns[0], f"col_{name}": None}
+                vectors |= {f"row_{name}": rows * columns[0], f"col_{name}": None}
         if not self.centre:
-            found["col_centre"] = None
-        return found
+            vectors["col_centre"] = None
+        return vectors
 
 
 # the vectors of `Factors.matrix`, in the order in which kernels take them
