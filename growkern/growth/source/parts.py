@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,9 +235,6 @@ class Assembled:
         if not part.experts:
             return tensors[0].narrow(part.axis, 0, part.size)
         return part.of_experts(tensors, entries)
-
-    def __deepcopy__(self, memo: Any) -> Assembled:
-        return self
 
 
 def files_of(tensor: StoredTensor) -> set[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,6 @@ from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bi
 from growkern.growth.source.formats import BARE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
 from growkern.growth.source.stored import Read, StoredTensor, entries_of, read_entries, spellings
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,16 @@ class Source:
     dense: Source | None = field(default=None, repr=False)
     parts: Mapping[str, Parts] = field(default_factory=dict, repr=False)
 
-    def refuse_changed(self, is_same: Callable[[], bool] = lambda: False) -> None:
-        """Refuse files that changed since the source was opened, see `Stamps.check`.
+    def __deepcopy__(self, memo: Any) -> Source:
+        # tensors are only read: copies of a grown model share the source in its plan
+        return self
 
-        Call it after they were read.
-        """
+    def __getstate__(self) -> dict[str, Any]:
+        # a pickle leaves out tensors in memory: they are another model's
+        return {**vars(self), "read": no_weights if self.directory is None else self.read}
+
+    def refuse_changed(self, is_same: Callable[[], bool] = lambda: False) -> None:
+        """Refuse files that changed since the source was opened, after they were read."""
         if self.stamps is not None:
             self.stamps.check(is_same)
 
@@ -123,7 +125,9 @@ def open_source(
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
         )
-    return opened if allow_nonfinite else dataclasses.replace(opened, read=_Checked(opened.read))
+    if allow_nonfinite:
+        return opened
+    return dataclasses.replace(opened, read=partial(_read_checked, opened.read, set()))
 
 
 def refuse_unreadable(source: Source) -> None:
@@ -149,55 +153,30 @@ def refuse_unreadable(source: Source) -> None:
             )
 
 
-# ------------------------------------------------------------------ readers
+# readers: functions of a module, as a grown model carries its plan, and so a reader, into a pickle
 
 
-class _Reader:
-    """name -> tensor. A grown model carries its plan, and so this: it can be pickled.
-
-    Copies of the model share it, as tensors are only read.
-    """
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return self
+def _read_stored(
+    headers: Mapping[str, StoredTensor], name: str, entries: Sequence[int] | None = None
+) -> Tensor:
+    return read_entries(headers[name], entries)
 
 
-@dataclass(frozen=True)
-class _Stored(_Reader):
-    """Reads tensors of files."""
-
-    headers: Mapping[str, StoredTensor]
-
-    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
-        return read_entries(self.headers[name], entries)
+def _read_live(
+    tensors: Mapping[str, Tensor], name: str, entries: Sequence[int] | None = None
+) -> Tensor:
+    return entries_of(tensors[name].detach(), entries)
 
 
-@dataclass(frozen=True)
-class _Live(_Reader):
-    """Reads tensors of a model in memory. A pickle leaves them out: they are another model's."""
-
-    tensors: Mapping[str, Tensor]
-
-    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
-        return entries_of(self.tensors[name].detach(), entries)
-
-    def __reduce__(self) -> tuple[type[partial[Any]], tuple[Callable[[str], Any]]]:
-        return partial, (no_weights,)
-
-
-class _Checked(_Reader):
-    """Refuses NaN and Inf when a tensor is read for the first time."""
-
-    def __init__(self, read: Read) -> None:
-        self._read = read
-        self._checked: set[tuple[str, tuple[int, ...]]] = set()
-
-    def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
-        tensor, key = self._read(name, entries), (name, tuple(entries or ()))
-        if key not in self._checked:
-            checks.refuse_nonfinite(name, tensor)
-        self._checked.add(key)
-        return tensor
+def _read_checked(
+    read: Read, known: set[Any], name: str, entries: Sequence[int] | None = None
+) -> Tensor:
+    """Refuse NaN and Inf when a tensor is read for the first time; `known` has the others."""
+    tensor, key = read(name, entries), (name, tuple(entries or ()))
+    if key not in known:
+        checks.refuse_nonfinite(name, tensor)
+    known.add(key)
+    return tensor
 
 
 # ------------------------------------------------------------------- models
@@ -228,7 +207,7 @@ def _open_model(model: Any, family: Family | None) -> Source:
             )
     dtypes = {name: t.dtype for name, t in own.items()}
     return Source(
-        *(spec, dtypes, _Live(own)),
+        *(spec, dtypes, partial(_read_live, own)),
         device=next(iter(own.values())).device,
         generation=getattr(model, "generation_config", None),
         history=history_of(model),
@@ -267,7 +246,7 @@ def _open_directory(
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
     dtypes = {name: header.dtype for name, header in own.items()}
     return Source(
-        *(spec, dtypes, _Stored(own), directory, format, own),
+        *(spec, dtypes, partial(_read_stored, own), directory, format, own),
         generation=read_generation(beside),
         history=history_in(beside, spec.config),
         keys=keys,
