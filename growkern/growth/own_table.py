@@ -32,7 +32,7 @@ from growkern.growth.record.verdict import measured_level
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import Float64, random_inputs
 from growkern.growth.source.source import Source, open_source
-from growkern.growth.space.layers import period_of
+from growkern.growth.space.rules import period_of
 
 # of the tiny model: layers, heads and groups of them, their entries, units, ids of tokens
 LAYERS, HEADS, KEY_HEADS, HEAD_DIM, UNITS, TOKENS = 2, 4, 2, 8, 24, 64

@@ -24,7 +24,7 @@ from growkern.growth.disk import stream
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.space.layers import check_kinds
+from growkern.growth.space.rules import check_kinds
 from growkern.ops.expand.many import OneByOne
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks

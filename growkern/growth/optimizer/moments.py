@@ -59,7 +59,7 @@ from growkern.growth.plan.axes import AxisMap, asleep, axis_map, gradient_map, o
 from growkern.growth.plan.blueprint import RANDOM, Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import plan_of_source, unknown_growth
-from growkern.growth.space.experts import adds_nothing
+from growkern.growth.space.rules import adds_nothing
 from growkern.ops.expand.op import expand
 
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule

@@ -28,7 +28,7 @@ from growkern.growth.history import forgotten
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
-from growkern.growth.space.layers import (
+from growkern.growth.space.rules import (
     computed_head_dim,
     is_undeclared,
     period_of,

@@ -23,8 +23,8 @@ from growkern.families.spec import TensorSpec
 from growkern.growth.models import Initial, initial_tensors
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source.source import Source
-from growkern.growth.space.experts import are_asleep
 from growkern.growth.space.layout import Layer, Layout
+from growkern.growth.space.rules import are_asleep
 
 # names for tensors that no tensor of the source becomes. Without them a layer computes x (identity)
 # or 0 (zero); a random one is initialised as its class does it

@@ -45,7 +45,7 @@ from growkern.growth.source.loading import (
     largest_difference,
     random_inputs,
 )
-from growkern.growth.space.experts import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
+from growkern.growth.space.rules import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:

@@ -32,7 +32,7 @@ from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_c
 from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
-from growkern.growth.space.layers import check_kinds, inserted_in, layers_of, refuse_unportable
+from growkern.growth.space.rules import check_kinds, inserted_in, layers_of, refuse_unportable
 from growkern.growth.space.upcycling import check_router, mixture_config, mixture_of, upcycled
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version

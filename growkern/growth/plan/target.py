@@ -19,8 +19,8 @@ from growkern.families.family import Family, follow_layers, growable_fields
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB
-from growkern.growth.space.experts import check_copies, copies_of, followers
 from growkern.growth.space.maps import pair_step, rotary_entries
+from growkern.growth.space.rules import check_copies, copies_of, followers
 
 # types of rotary positions whose frequencies depend on head_dim only through theta ** (-2 i / R)
 PLAIN_ROTARY = ("default", "linear", "llama3")

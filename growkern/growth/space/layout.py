@@ -20,7 +20,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
-from growkern.growth.space.experts import are_asleep, is_output, output_scale, sleeping_map
+from growkern.growth.space.rules import are_asleep, is_output, output_scale, sleeping_map
 from growkern.growth.space.spaces import (
     CARRY_UNITS,
     LINEAR_PAIR_ACTIVATIONS,

@@ -26,7 +26,7 @@ from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source.parts import Assembled, Parts
 from growkern.growth.source.source import Source
-from growkern.growth.space.experts import adds_nothing, has_pairs, is_output
+from growkern.growth.space.rules import adds_nothing, has_pairs, is_output
 
 # fields that say what a config is of
 NAMES = ("model_type", "architectures", "transformers_version")

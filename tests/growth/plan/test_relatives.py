@@ -17,7 +17,7 @@ from growkern.families.family import inner
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
 from growkern.growth.source.loading import image_shape
-from growkern.growth.space.experts import followers
+from growkern.growth.space.rules import followers
 from tests.growth.models import outputs, random_model, relative_error
 from tests.growth.plan.test_matrix import EXACT, FAMILIES, grown_on_disk
 from tests.growth.relatives import RELATIVES, with_sizes

@@ -9,7 +9,7 @@ Noise cancels between two copies. A weight w of the down matrix becomes w (1 + n
 and 2 w - w (1 + noise) in the other. The larger of the two is rounded, and the difference then
 is a number of the dtype. So their sum is 2 w, bit for bit.
 
-Copies of a mixture's experts sleep behind their bias, (1) of `growkern.growth.space.experts`.
+Copies of a mixture's experts sleep behind their bias, (1) of `growkern.growth.space.rules`.
 Nothing reads the scores of experts that sleep. With equal rows, an expert and its copy would always
 be chosen together once the copy is awake. So a copy's row gets noise that is as long as the row.
 
@@ -32,7 +32,7 @@ from growkern.growth.plan.axes import asleep, axis_maps
 from growkern.growth.plan.blueprint import Blueprint, Part, Task
 from growkern.growth.plan.tensors.untrained import TILE, fill_random, philox_key
 from growkern.growth.source.stored import Read
-from growkern.growth.space.experts import depth_of_sleep, is_output
+from growkern.growth.space.rules import depth_of_sleep, is_output
 from growkern.growth.space.upcycling import taken_together
 
 # units that are in memory in wide numbers at once
