@@ -23,9 +23,9 @@ import torch.distributed as dist
 import transformers
 
 from bench.shared.system import reset_peak, status_mb, warm_up
+from growkern.growth.models import local_tensor
 from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.sharded import local_tensor
 from growkern.ops.backend import native
 from growkern.train.distributed.checkpoint import create_optimizer_state
 from growkern.train.distributed.shard import DistributedOptions

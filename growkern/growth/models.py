@@ -40,6 +40,11 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return hasattr(tensor, "device_mesh")
 
 
+def local_tensor(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter: it shares memory and is detached from autograd."""
+    return (parameter.to_local() if is_dtensor(parameter) else parameter).detach()
+
+
 def untrained_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> Any:
     """A new model whose weights are neither initialised nor tied (`tie`), on the default device."""
     # copy the config, as some classes change it: BART for question answering sets num_labels

@@ -33,10 +33,10 @@ from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, as_mixtur
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
-from growkern.growth.source.files import row_blocks
 from growkern.growth.source.hub import located
 from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
 from growkern.growth.source.source import Source, open_source, refuse_unreadable
+from growkern.growth.source.stored import row_blocks
 from growkern.ops.expand.many import Work, work_on
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def grow_into(
         # the class may have built it in the dtype of the weights
         targets[task.name].data = targets[task.name].data.to(grown.dtype_of(task))
     written = 0
-    locals_of = {task.name: local_tensor(targets[task.name]) for task in grown.tasks}
+    locals_of = {task.name: models.local_tensor(targets[task.name]) for task in grown.tasks}
     works = {
         # a CPU or a CUDA GPU computes its own parts, and the CPU those of other devices
         device: work_on(device if device.type == "cuda" else torch.device("cpu"), backend)
@@ -295,12 +295,6 @@ def local_part(name: str, parameter: Tensor) -> Part:
             f"{parameter.placements}: shard it with fully_shard and parallelize_module"
         )
     return tuple(slice(a, b) for a, b in bounds)
-
-
-def local_tensor(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter: it shares memory and is detached from autograd."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.detach()
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -23,12 +23,12 @@ from growkern.arguments import NOT_NEGATIVE, Limit, check_steps
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import History, history_of
-from growkern.growth.models import materialise, restore_buffers
+from growkern.growth.models import local_tensor, materialise, restore_buffers
 from growkern.growth.optimizer.checks import Moments
 from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.recorded import growth_plan_of
-from growkern.growth.sharded import device_of, grow_into, local_tensor, named_tensors, plan_into
+from growkern.growth.sharded import device_of, grow_into, named_tensors, plan_into
 from growkern.growth.source.source import Source, open_source
 from growkern.train.distributed.shard import DistributedOptions, shard
 from growkern.train.model.sub_model import Part

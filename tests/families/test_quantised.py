@@ -11,9 +11,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import growkern
 from growkern.errors import GrowthError
 from growkern.growth.disk.checksums import verify_checksums
-from growkern.growth.source.files import row_blocks
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
+from growkern.growth.source.stored import row_blocks
 from tests.growth.models import random_model
 from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
 

@@ -1,9 +1,10 @@
 """Writes the target's files within a memory limit.
 
-Every target tensor is cut into pieces of whole rows (`growth.source.files.row_blocks`). Each worker
-takes a piece. It maps the source rows that the piece needs, builds it in its own buffer, computes
-its checksum and writes it to its place. So reading, expanding and writing overlap between workers.
-A background thread syncs finished pieces and then notes them in the journal.
+Every target tensor is cut into pieces of whole rows (`growth.source.stored.row_blocks`).
+Each worker takes a piece. It maps the source rows that the piece needs, builds it in its own
+buffer, computes its checksum and writes it to its place. So reading, expanding and writing overlap
+between workers. A background thread syncs finished pieces and
+then notes them in the journal.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.pieces import Piece, pieces_of
 from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
 from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
-from growkern.growth.source.files import row_blocks
 from growkern.growth.source.parts import Assembled
 from growkern.growth.source.source import Source
-from growkern.growth.source.stored import entries_of, read_entries
+from growkern.growth.source.stored import entries_of, read_entries, row_blocks
 
 
 class SourceReader:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from growkern.errors import GrowthError, GrowthWarning
+from growkern.growth.models import local_tensor
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.checks import COUNTS
 from growkern.growth.optimizer.moments import (
@@ -32,7 +33,7 @@ from growkern.growth.optimizer.moments import (
 )
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan.growth_plan import PlanOfModel
-from growkern.growth.sharded import local_part, local_tensor
+from growkern.growth.sharded import local_part
 from growkern.ops.adamw.factors import Factors, Part, Rule
 from growkern.ops.adamw.op import adamw_step
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
+from growkern.growth.models import local_tensor
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.file import (
     can_be_mapped,
@@ -39,7 +40,7 @@ from growkern.growth.optimizer.state import (
 from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import growth_plan_of
-from growkern.growth.sharded import local_part, local_tensor, named_tensors
+from growkern.growth.sharded import local_part, named_tensors
 from growkern.growth.source.formats import Stamps, format_of
 from growkern.growth.source.live import unwrapped
 

@@ -59,7 +59,6 @@ from torch import Tensor
 from growkern.families.model import ModelSpec
 from growkern.growth.models import is_dtensor
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.source.files import row_blocks
 from growkern.growth.source.loading import (
     LARGEST,
     Float64,
@@ -68,6 +67,7 @@ from growkern.growth.source.loading import (
     fits,
     random_inputs,
 )
+from growkern.growth.source.stored import row_blocks
 from growkern.growth.space.maps import pair_step
 
 # parameters of a model that is measured: beyond `LARGEST` in float32

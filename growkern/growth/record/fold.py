@@ -48,9 +48,9 @@ from growkern.growth.plan.blueprint import dtype_of
 from growkern.growth.record.lineage import Origin, keep_lineage, read_index
 from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
 from growkern.growth.source.config import config_directory
-from growkern.growth.source.files import row_blocks
 from growkern.growth.source.parts import Parts, Stacked
 from growkern.growth.source.source import Source, open_source
+from growkern.growth.source.stored import row_blocks
 from growkern.growth.space.spaces import Space
 from growkern.growth.space.upcycling import parts_of
 from growkern.ops.expand.op import folded

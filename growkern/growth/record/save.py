@@ -22,11 +22,11 @@ from growkern.growth.disk.companions import complete_config
 from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.disk.staging import STAMPED, is_unedited, read_card, stamped
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
+from growkern.growth.models import local_tensor
 from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings, lineage_text, source_files, write_lineage
 from growkern.growth.record.recorded import misfit
-from growkern.growth.sharded import local_tensor
 from growkern.growth.source.hub import ID, hub_model, name_of
 
 # every card of a growth has this tag

@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -86,8 +86,10 @@ def check_config(
             f'{file}: "model_type" is {kind[:100]!r}, and the table is one of '
             f"{family.model_type!r}: give the table of this model"
         )
-    if family is None and (not any_family or kind in supported_families()):
-        family = family_of(kind, data)
+    if family is None and kind in supported_families():
+        family = load_family(kind)
+    elif family is None and not any_family:
+        refuse_unknown(kind, data)
     if kind not in transformers.CONFIG_MAPPING:
         raise GrowthError(
             f"{file}: transformers {transformers.__version__} has no model_type {kind[:100]!r}; "
@@ -154,11 +156,8 @@ def read_generation(directory: Path) -> Any | None:
         return None
 
 
-def family_of(model_type: str, config: Any) -> Family:
-    """The family of a config or of its JSON; without a table, the error says what is known."""
-    if model_type in supported_families():
-        return load_family(model_type)
-    data = config if isinstance(config, Mapping) else config.to_dict()
+def refuse_unknown(model_type: str, data: Mapping[str, Any]) -> NoReturn:
+    """Refuse the JSON of a config without a table; the error says what is known of such a model."""
     known = _what_it_is(model_type, data) or f"supported: {', '.join(supported_families())}"
     raise GrowthError(f"model_type {model_type!r} has no family table; {known}")
 

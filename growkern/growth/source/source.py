@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from growkern.errors import GrowthError
 from growkern.families.family import Family
-from growkern.families.load import load_family
+from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.families.spec import ANY
 from growkern.files import no_collections
@@ -30,9 +30,9 @@ from growkern.growth.models import is_dtensor
 from growkern.growth.source import checks, live, refused
 from growkern.growth.source.config import (
     config_directory,
-    family_of,
     read_config_file,
     read_generation,
+    refuse_unknown,
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, Format, Stamps, format_of
@@ -184,10 +184,11 @@ def _read_checked(
 
 def _open_model(model: Any, family: Family | None) -> Source:
     refused.refuse_quantised(model.config)
-    if family is None:
-        plan = getattr(model, "growth_plan", None)
-        kind = model.config.model_type
-        family = plan.small.family.whole if plan else family_of(kind, model.config)
+    kind, plan = model.config.model_type, getattr(model, "growth_plan", None)
+    if family is None and plan:
+        family = plan.small.family.whole
+    elif family is None and kind not in supported_families():
+        refuse_unknown(kind, model.config.to_dict())
     spec = ModelSpec.of(model.config, live.class_name_of(model), family)
     for name, _ in model.named_parameters():
         live.refuse_flattened(name)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.trainer import SCHEDULER_NAME
 
-from growkern.growth.sharded import free_gathered, local_tensor
+from growkern.growth.models import local_tensor
+from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.checkpoint import (
     Parts,
     copy_to_host,

@@ -20,7 +20,7 @@ from growkern import (
     TwoStageTrainer,
     shard,
 )
-from growkern.growth.sharded import local_tensor
+from growkern.growth.models import local_tensor
 from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import (
     check_replicas,
