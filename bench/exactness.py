@@ -17,7 +17,7 @@ import torch
 
 import growkern
 from bench.shared import loss_measure
-from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.harness import measure_all, name_of
 from growkern.families.model import ModelSpec
 from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
 from tests.growth.plan.test_relatives import alone, at_once, grown_by, largest_error
@@ -58,7 +58,7 @@ def exact() -> Iterator[dict[str, Any]]:
             compare = relative_error if dtype == torch.float64 else _logits_error
             error = compare(source, grown)
             words = ", ".join(f"{key} {value}" for key, value in how.items())
-            yield {"what": name, "sizes": words, "dtype": _name(dtype), "error": error}
+            yield {"what": name, "sizes": words, "dtype": name_of(dtype), "error": error}
 
 
 @torch.no_grad()
@@ -104,20 +104,13 @@ def losses() -> Iterator[dict[str, Any]]:
             for name in ("growkern", "plain"):
                 fn = getattr(loss_measure, name)
                 error = loss_measure.error_of(fn, 1.0, 30_522, 768, 512, dtype, drift=drift)
-                row = {"what": f"linear loss, {name}", "drift": drift, "dtype": _name(dtype)}
+                row = {"what": f"linear loss, {name}", "drift": drift, "dtype": name_of(dtype)}
                 yield row | {"error": error}
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def main() -> int:
-    facts, rows = machine(), Rows()
-    for part in (carried, exact, mixtures, losses):
-        for row in part():
-            rows.append(row)
-    print(show_and_save("exactness", facts, rows))
+    parts = (carried, exact, mixtures, losses)
+    measure_all("exactness", (row for part in parts for row in part()))
     return 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.distributed.start_memory import KINDS
-from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.harness import machine, measure_all
 from bench.shared.results import ROOT
 from tests.shared.forked_ranks import on_ranks
 from tests.train.distributed.parity import Case, differences, moved_apart
@@ -42,7 +42,7 @@ MOST_SECONDS = 3600
 
 def cases() -> list[Case]:
     """All families with every variant in two dtypes, and once in bfloat16."""
-    found = [
+    made = [
         Case(family, dtype, **variant)
         for family in FAMILIES
         for dtype in ("float64", "float32")
@@ -50,7 +50,7 @@ def cases() -> list[Case]:
     ]
     # Adam divides by the size of a gradient, so its steps do not tell how large an error was
     narrow = {"accumulation": 2, "teacher": "sharded", "optim": "sgd"}
-    return found + [Case(family, "bf16", **narrow) for family in FAMILIES]
+    return made + [Case(family, "bf16", **narrow) for family in FAMILIES]
 
 
 def parity(sources: str) -> Iterator[dict[str, Any]]:
@@ -75,10 +75,10 @@ def parity(sources: str) -> Iterator[dict[str, Any]]:
             torch.load(WORK / sources / f"on{n}" / f"{number}.pt", weights_only=True)
             for n in PROCESSES
         )
-        for processes, found in zip(PROCESSES[1:], others, strict=True):
-            apart = differences(found, alone)
+        for processes, weights in zip(PROCESSES[1:], others, strict=True):
+            apart = differences(weights, alone)
             if case.dtype == "bf16":
-                apart["weights, of their change"] = moved_apart(found, alone)
+                apart["weights, of their change"] = moved_apart(weights, alone)
             yield {"what": case.name, "processes": processes, **apart}
 
 
@@ -94,13 +94,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", choices=("all", "parity", "memory"), default="all")
     part = parser.parse_args().part
-    facts, rows = machine(), Rows()
-    for row in parity(facts["sources"]) if part in ("all", "parity") else ():
-        rows.append(row)
-    if part in ("all", "memory"):
-        for kind in KINDS:
-            rows.append(memory(2, kind))
-    print(show_and_save("distributed", facts, rows) if part == "all" else rows)
+    facts = machine()
+    parts = {"parity": parity(facts["sources"]), "memory": (memory(2, kind) for kind in KINDS)}
+    if part == "all":
+        measure_all("distributed", (row for rows in parts.values() for row in rows), facts)
+    else:
+        print(list(parts[part]))
     return 0
 
 

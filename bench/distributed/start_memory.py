@@ -110,11 +110,11 @@ def run_rank(rank: int, processes: int, folder: Path, kind: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
-    found = measure(folder, kind)
+    figures = measure(folder, kind)
     gathered: list[Any] = [None] * processes
-    dist.all_gather_object(gathered, found)
+    dist.all_gather_object(gathered, figures)
     if rank == 0:
-        worst = {name: max(one[name] for one in gathered) for name in found}
+        worst = {name: max(rank[name] for rank in gathered) for name in figures}
         print(json.dumps(worst), flush=True)
 
 

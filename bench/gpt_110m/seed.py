@@ -29,8 +29,8 @@ from bench.gpt_110m.training import (
 from bench.paper.compare import is_early, saved
 from bench.paper.models import SEPARATOR, Size
 from bench.paper.settings import GPT_110M, Setting
+from bench.shared.harness import now
 from bench.shared.recorder import Recorder
-from bench.shared.trainer_runs import now
 from examples.demo.corpus import library_files, read_corpus, train_tokenizer
 
 TOY = GPT_110M.variant(

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import growkern
 from bench.paper.models import Size
 from bench.paper.settings import Setting
+from bench.shared.harness import now
 from bench.shared.recorder import Recorder
-from bench.shared.trainer_runs import now
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks
 

@@ -11,12 +11,13 @@ Only the logits of both heads are computed like this, the rest in float64. The e
 the KL gradients at temperature 1.
 """
 
-import argparse
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.harness import measure_all, parser_of
 from bench.shared.loss_measure import frobenius, make_inputs
 
 SHAPE = (256, 32_000, 768, 512)
@@ -49,11 +50,11 @@ def rounded(x: Tensor, bits: int) -> Tensor:
 
 def split(x: Tensor, bits: int, parts: int) -> list[Tensor]:
     """Numbers of so many bits whose sum is nearly `x`, the largest first."""
-    found = []
+    numbers = []
     for _ in range(parts):
-        found.append(rounded(x, bits))
-        x = x - found[-1]
-    return found
+        numbers.append(rounded(x, bits))
+        x = x - numbers[-1]
+    return numbers
 
 
 def product(
@@ -73,20 +74,20 @@ def gradients(heads: list[list[Tensor]], logits: list[Tensor]) -> tuple[Tensor, 
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    facts, rows = machine(), Rows()
+    parser_of(__doc__).parse_args()
+    measure_all("split_products", measured())
+
+
+def measured() -> Iterator[dict[str, Any]]:
     for drift in DRIFTS:
         student, teacher, _ = make_inputs(*SHAPE, torch.float32, drift=drift)
         heads = [[x.detach() for x in student], teacher]
         truth = gradients(heads, [x.double() @ weight.double().t() for x, weight in heads])
         for name, (bits, pairs, rate) in WAYS.items():
-            found = gradients(heads, [product(*head, bits, pairs) for head in heads])
-            dx, dw = (frobenius(x, exact) for x, exact in zip(found, truth, strict=True))
+            made = gradients(heads, [product(*head, bits, pairs) for head in heads])
+            dx, dw = (frobenius(x, exact) for x, exact in zip(made, truth, strict=True))
             row = {"drift": drift, "products": name, "error of dX": dx, "error of dW": dw}
-            rows.append(row | {"TFLOP/s": round(RATES[rate] / len(pairs), 1)})
-    show_and_save("split_products", facts, rows)
+            yield row | {"TFLOP/s": round(RATES[rate] / len(pairs), 1)}
 
 
 if __name__ == "__main__":

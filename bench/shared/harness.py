@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,25 +33,26 @@ observer: Callable[[list[dict[str, Any]]], None] | None = None
 compiler = "inductor"
 
 
-class Rows(list[dict[str, Any]]):
-    """The rows of a benchmark. Each is also handed to `collector`, so that a crash loses none."""
-
-    def append(self, row: dict[str, Any]) -> None:
-        super().append(row)
-        if collector is not None:
-            collector(row)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help shows the module's docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
-def benchmark_parser(description: str | None, *, repeats: int | None) -> argparse.ArgumentParser:
+def benchmark_parser(
+    description: str | None, *, repeats: int | None, threads: bool = False
+) -> argparse.ArgumentParser:
     """The options that all benchmarks have.
 
     Args:
-        description: the text of --help: the module's docstring, shown as it is written.
         repeats: default of --repeats; None leaves the option out.
+        threads: whether there is an option --threads.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(description)
+    if threads:
+        words = "threads of PyTorch"
+        parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help=words)
     if repeats is not None:
         words = "timed runs of each case; medians are reported (default: %(default)s)"
         parser.add_argument("--repeats", type=int, default=repeats, help=words)
@@ -68,17 +68,13 @@ def options_of(parser: argparse.ArgumentParser, tests: str) -> argparse.Namespac
     `tests` is the path of a test file. Children of a benchmark skip it, as with --no-test.
     """
     args = parser.parse_args()
+    torch.set_num_threads(getattr(args, "threads", torch.get_num_threads()))
     if not args.no_test and not getattr(args, "child", None):
-        require_green(tests)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", tests]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if subprocess.run(command, cwd=ROOT, env=env).returncode:
+            sys.exit(f"{tests} fails. The benchmark does not run on wrong code.")
     return args
-
-
-def require_green(tests: str) -> None:
-    """Run a test file, named from the root of the repository; the benchmark ends if it fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", tests]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if subprocess.run(command, cwd=ROOT, env=env).returncode:
-        sys.exit(f"{tests} fails. The benchmark does not run on wrong code.")
 
 
 def compiled(call: Callable[..., Any], shapes: int = 8) -> Callable[..., Any]:
@@ -123,13 +119,17 @@ def turns_ms(
     return {name: [read() for read in reads] for name, reads in times.items()}
 
 
+def now() -> float:
+    """The time in seconds, after the device has finished its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _wall_ms(call: Callable[[], Any]) -> Callable[[], float]:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    start = time.perf_counter()
+    start = now()
     result = call()
-    wait()
-    elapsed = 1e3 * (time.perf_counter() - start)
+    elapsed = 1e3 * (now() - start)
     # Freeing the result takes time that belongs to the caller, not to the op.
     del result
     return lambda: elapsed
@@ -181,6 +181,11 @@ def largest_error(errors: Iterable[float]) -> float:
     return torch.tensor(list(errors), dtype=torch.float64).max().item()
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype as rows name it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Print rows as one table. A row without a column's value shows "-" there."""
     table = Table(*dict.fromkeys(key for row in rows for key in row))
@@ -189,24 +194,28 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def show_and_save(op: str, facts: dict[str, Any], rows: list[dict[str, Any]]) -> Path | None:
+def measure_all(
+    op: str, rows: Iterable[dict[str, Any]], facts: dict[str, Any] | None = None
+) -> None:
     """Print the rows as a table and save them as bench/results/[<gpu>/]<op>.json.
 
     Args:
-        facts: the machine, as `machine()` describes it.
-
-    Returns:
-        The file that was written; None if `collector` took the rows instead.
+        rows: measured one by one. If there is a `collector`, it gets each at once, so that a crash
+            loses none, and nothing is saved.
+        facts: the machine, before anything was measured.
     """
+    facts, made = facts or machine(), list[dict[str, Any]]()
+    for row in rows:
+        made.append(row)
+        if collector is not None:
+            collector(row)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print("  ".join(f"{key} {value}" for key, value in facts.items()))
-    show(rows, console)
+    show(made, console)
     if collector is not None:
-        for row in [] if isinstance(rows, Rows) else rows:
-            collector(row)
-        return None
+        return
     path = results.RESULTS / results.slug(facts) / f"{op}.json"
-    kept = results.keep(path, {"op": op, "status": "ok", "machine": facts, "rows": rows})
+    kept = results.keep(path, {"op": op, "status": "ok", "machine": facts, "rows": made})
     if kept != path:
         console.print(f"{path} is better documented than this run: see {kept.name}")
-    return kept
+    console.print(str(kept))

@@ -154,16 +154,22 @@ def make_logits(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> tup
 
 
 def make_heads(
-    N: int, V: int, H: int, H_t: int, dtype: torch.dtype, rng: torch.Generator
+    N: int,
+    V: int,
+    H: int,
+    H_t: int,
+    dtype: torch.dtype,
+    rng: torch.Generator,
+    drift: float = DRIFT,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """A student and its teacher, each as [hidden, weight].
 
-    The student is its teacher widened from H_t to H, then moved by DRIFT.
+    The student is its teacher widened from H_t to H, then moved by `drift`.
     """
     made = {"generator": rng, "device": rng.device}
     extra = torch.randint(H_t, (H - H_t,), **made)
     columns = torch.cat([torch.arange(H_t, device=rng.device), extra])
     hidden, weight = torch.randn(N, H_t, **made), 3 / H_t**0.5 * torch.randn(V, H_t, **made)
     wide = [hidden[:, columns], weight[:, columns] / columns.bincount()[columns]]
-    student = [x + DRIFT * x.std() * torch.randn(x.shape, **made) for x in wide]
+    student = [x + drift * x.std() * torch.randn(x.shape, **made) for x in wide]
     return [x.to(dtype) for x in student], [x.to(dtype) for x in (hidden, weight)]

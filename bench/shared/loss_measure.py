@@ -18,35 +18,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.shared import harness
-from bench.shared.harness import benchmark_parser, largest_error, require_green
-from bench.shared.inputs import DRIFT
+from bench.shared.harness import benchmark_parser, largest_error
+from bench.shared.inputs import DRIFT, make_heads
 from bench.shared.peers import DEVICE, Peer, why_failed
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 
 def loss_parser(description: str | None, *, compiled: bool = True) -> argparse.ArgumentParser:
-    """The options that all benchmarks of losses have.
-
-    Args:
-        compiled: whether there is a --compile option.
-    """
-    parser = benchmark_parser(description, repeats=3)
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch"
-    )
+    """The options of benchmarks of losses; `compiled`: whether there is an option --compile."""
+    parser = benchmark_parser(description, repeats=3, threads=True)
     if compiled:
         parser.add_argument(
             "--compile", action=argparse.BooleanOptionalAction, default=True,
             help="also measure torch.compile of the plain loss",
         )  # fmt: skip
     return parser
-
-
-def prepare(args: argparse.Namespace, op: str) -> None:
-    """Set the threads, and run the op's tests unless --no-test was given."""
-    torch.set_num_threads(args.threads)
-    if not args.no_test:
-        require_green(f"tests/ops/loss/test_{op}.py")
 
 
 class _PeakResident(threading.Thread):
@@ -106,7 +92,6 @@ class Provider(NamedTuple):
 def in_turns(
     providers: Sequence[Provider],
     repeats: int,
-    each: Callable[[dict[str, Any]], Any] = lambda row: None,
     facts: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure all providers in turns.
@@ -116,7 +101,6 @@ def in_turns(
     is a row of every provider as soon as possible.
 
     Args:
-        each: called with every row when all turns are over.
         facts: stand before the figures of each row.
 
     Returns:
@@ -137,8 +121,6 @@ def in_turns(
     rows = [
         one.row() | one.beside(by_name.get(_compiled_of(one.provider.name))) for one in measured
     ]
-    for row in rows:
-        each(row)
     if harness.observer is not None:
         harness.observer([])
     return rows
@@ -259,21 +241,20 @@ def gradient_error(actual: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 
 
 def make_inputs(N, V, H, H_t, dtype, bias=False, drift=DRIFT):
-    """A teacher, and a student made from it: widened, then moved by `drift`."""
+    """Heads of a student and its teacher, as `make_heads` has them, and a label for every row."""
     rng = torch.Generator(DEVICE).manual_seed(0)
-    columns = torch.cat([torch.arange(H_t), torch.randint(H_t, (H - H_t,))]).to(DEVICE)
-    hidden_t, weight_t = (torch.randn(rows, H_t, generator=rng, device=DEVICE) for rows in (N, V))
-    weight_t *= 3 / H_t**0.5
-    hidden, weight = hidden_t[:, columns], weight_t[:, columns] / columns.bincount()[columns]
-    student = [
-        (x + drift * x.std() * torch.randn(x.shape, generator=rng, device=DEVICE)).to(dtype)
-        for x in (hidden, weight)
-    ]
+    student, teacher = make_heads(N, V, H, H_t, dtype, rng, drift)
     labels = torch.randint(V, (N,), generator=rng, device=DEVICE)
-    teacher = [hidden_t.to(dtype), weight_t.to(dtype)]
     for head in (student, teacher) if bias else ():
         head.append(torch.randn(V, generator=rng, device=DEVICE).to(dtype))
     return [x.requires_grad_() for x in student], teacher, labels
+
+
+def run_step(loss, student, *rest):
+    """A forward and backward pass that leaves no gradient behind."""
+    loss(student, *rest).backward()
+    for x in student:
+        x.grad = None
 
 
 def plain(student, teacher, labels, alpha):

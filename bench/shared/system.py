@@ -1,16 +1,20 @@
 """Memory, files and child processes, for the benchmarks that grow checkpoints on disk."""
 
+import contextlib
 import json
 import mmap
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.shared.results import ROOT
+import growkern
+from bench.shared.results import ROOT, machine
 
 
 def status_mb(field: str) -> float:
@@ -31,6 +35,28 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+@contextlib.contextmanager
+def metered() -> Iterator[dict[str, float]]:
+    """Measure the block: seconds and peaks of memory, which are there after it."""
+    before, figures = status_mb("VmHWM"), dict[str, float]()
+    reset_peak()
+    base, start, used = status_mb("VmRSS"), time.perf_counter(), time.process_time()
+    yield figures
+    peak = status_mb("VmHWM")
+    figures |= {
+        "seconds": time.perf_counter() - start,
+        "processor s": time.process_time() - used,
+        "base MB": base,
+        "peak over base MB": peak - base,
+        "process peak MB": max(before, peak),
+    }
+
+
+def facts(memory_limit: str) -> dict[str, Any]:
+    """The machine, and what growth on disk depends on."""
+    return machine() | {"growkern": growkern.__version__, "memory_limit": memory_limit}
+
+
 def warm_up(source: str | Path, model_class: Any, **how: Any) -> None:
     """Load all that a growth imports, so that it counts neither as time nor as memory of it.
 
@@ -39,7 +65,6 @@ def warm_up(source: str | Path, model_class: Any, **how: Any) -> None:
     """
     import transformers
 
-    import growkern
     import growkern.growth.grow
 
     growkern.plan(source, **how).to_dict()

@@ -3,13 +3,14 @@
 import copy
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+
+from bench.shared.harness import now
 
 
 class RandomRows(torch.utils.data.Dataset):
@@ -96,13 +97,6 @@ class ClockInTurns(Clock):
     def seconds(self) -> list[float]:
         """The time of each step but the first, without the turns of the others."""
         return self._taken
-
-
-def now() -> float:
-    """The time in seconds, after the device has finished its work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def trained(

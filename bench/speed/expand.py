@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from bench.shared.harness import (
-    Rows,
     benchmark_parser,
     compiled,
     interleaved_ms,
-    machine,
+    measure_all,
+    name_of,
     options_of,
     relative_error,
-    show_and_save,
     turns_ms,
 )
 from bench.shared.inputs import routing_of, truth_rows
@@ -176,7 +175,7 @@ def measure(
     part = torch.arange(64, device=DEVICE)
     truth = truth_rows(case, part)
     return {
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": name_of(dtype),
         "maps": kind,
         "scaled": scaled,
         **{f"{name} ms": ms[name] for name in others},
@@ -206,13 +205,13 @@ def main() -> None:
         "--growth", action="store_true", help="only what growth calls, in bfloat16 and float32"
     )
     args = options_of(parser, "tests/ops/expand/test_expand.py")
-    facts = machine()
-    rows = Rows()
-    for dtype in DTYPES[: 2 if args.growth else None]:
-        for kind, index in index_maps(SOURCE, TARGET).items():
-            for scaled in GROWTH if args.growth else SCALED:
-                rows.append(measure(dtype, kind, index, scaled, args))
-    print(show_and_save("expand", facts, rows))
+    rows = (
+        measure(dtype, kind, index, scaled, args)
+        for dtype in DTYPES[: 2 if args.growth else None]
+        for kind, index in index_maps(SOURCE, TARGET).items()
+        for scaled in (GROWTH if args.growth else SCALED)
+    )
+    measure_all("expand", rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ graph.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,14 @@ import torch
 
 from bench.shared import llama_growth, peers
 from bench.shared.harness import (
-    Rows,
     benchmark_parser,
+    captured,
     compiled,
     interleaved_ms,
     largest_error,
-    machine,
+    measure_all,
     options_of,
     relative_error,
-    show_and_save,
     turns_ms,
 )
 from growkern.ops.expand.call import ExpandCall
@@ -58,9 +57,7 @@ def device_ms(call: Callable[[], Any], repeats: int) -> float | None:
     """Median time of the device alone, ms, by replaying a CUDA graph. None on a CPU."""
     if DEVICE == "cpu":
         return None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = captured(call)
     return interleaved_ms({"replay": graph.replay}, repeats)["replay"]
 
 
@@ -104,8 +101,8 @@ class Model:
         )
 
 
-def measure(method: str, repeats: int, rows: Rows) -> None:
-    """Add one row for every way to grow the model, beside a copy of as many bytes."""
+def measure(method: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """One row for every way to grow the model, beside a copy of as many bytes."""
     model = Model(method)
     there, back = (torch.empty(model.moved // 2, dtype=torch.int8, device=DEVICE) for _ in "ab")
     there.random_(-128, 127)
@@ -141,12 +138,12 @@ def measure(method: str, repeats: int, rows: Rows) -> None:
         row = {"growth": SIZES[DEVICE], "method": method, "provider": name}
         row |= {"tensors": len(model.cases), "GB moved": model.moved / 1e9, "limit ms": limit}
         try:
-            rows.append(row | figures())
+            yield row | figures()
         except Exception as error:
             if name != "torch.compile":
                 raise
             # If the compiler is missing or fails, the other rows are still worth having.
-            rows.append(row | {"why not": peers.why_failed(error)})
+            yield row | {"why not": peers.why_failed(error)}
 
 
 def _in_float64(case: dict[str, Any]) -> dict[str, Any]:
@@ -155,11 +152,9 @@ def _in_float64(case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     args = options_of(benchmark_parser(__doc__, repeats=3), "tests/ops/expand/test_expand.py")
-    facts = machine()
-    rows = Rows()
-    for method in METHODS:
-        measure(method, args.repeats, rows)
-    show_and_save("expand_model", facts, rows)
+    measure_all(
+        "expand_model", (row for method in METHODS for row in measure(method, args.repeats))
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import transformers
 
 import growkern
 from bench.shared import system
-from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
+from bench.shared.harness import benchmark_parser, measure_all, options_of
 
 # hidden size of source and target, layers, vocabulary
 SIZES = {
@@ -67,23 +67,14 @@ def make_source(directory: Path, hidden: int, layers: int, vocabulary: int) -> N
 def child(way: str, source: str, target: str, hidden: int) -> None:
     """Grow in one of two ways. Prints seconds, and peak memory above what the imports take."""
     system.warm_up(source, transformers.LlamaForCausalLM, hidden_size=hidden)
-    system.reset_peak()
-    base, start, used = system.status_mb("VmRSS"), time.perf_counter(), time.process_time()
-    if way == "stream":
-        growkern.grow_checkpoint(
-            source,
-            target,
-            hidden_size=hidden,
-            memory_limit=MEMORY_LIMIT,
-            max_shard_size=SHARD,
-            progress=False,
-        )
-    else:
-        grown = growkern.grow(source, hidden_size=hidden)
-        grown.save_pretrained(target, max_shard_size=SHARD)
-    seconds = time.perf_counter() - start
-    used = time.process_time() - used
-    print(json.dumps({"seconds": seconds, "used": used, "peak": system.status_mb("VmHWM") - base}))
+    with system.metered() as figures:
+        if way == "stream":
+            how = {"memory_limit": MEMORY_LIMIT, "max_shard_size": SHARD, "progress": False}
+            growkern.grow_checkpoint(source, target, hidden_size=hidden, **how)
+        else:
+            grown = growkern.grow(source, hidden_size=hidden)
+            grown.save_pretrained(target, max_shard_size=SHARD)
+    print(json.dumps(figures))
 
 
 # ------------------------------------------------------------------- measuring
@@ -121,8 +112,8 @@ def measure(where: Path, size: str, cold: bool, repeats: int) -> dict[str, Any]:
                 system.evict(source)
             result = system.run_child("bench.speed.grow_checkpoint", way, source, target, wide)
             times[way].append(result["seconds"])
-            times[f"{way} used"].append(result["used"])
-            peaks[way].append(result["peak"])
+            times[f"{way} used"].append(result["processor s"])
+            peaks[way].append(result["peak over base MB"])
         weights = sorted(file.name for file in grown.glob("*.safetensors"))
         differ = filecmp.cmpfiles(grown, other, weights, shallow=False)[1:]
         shutil.rmtree(other)
@@ -166,19 +157,11 @@ def main() -> None:
         way, source, target, hidden = args.child
         child(way, source, target, int(hidden))
         return
-    facts = {
-        **machine(),
-        "growkern": growkern.__version__,
-        "transformers": transformers.__version__,
-    }
-    facts["memory_limit"] = MEMORY_LIMIT
+    runs = [(size, False, args.repeats) for size in args.sizes]
+    runs += [] if args.no_cold else [(args.sizes[-1], True, 1)]
     with tempfile.TemporaryDirectory(dir=args.dir) as where:
-        rows = Rows()
-        for size in args.sizes:
-            rows.append(measure(Path(where), size, False, args.repeats))
-        if not args.no_cold:
-            rows.append(measure(Path(where), args.sizes[-1], True, 1))
-    print(show_and_save("grow_checkpoint", facts, rows))
+        rows = (measure(Path(where), *run) for run in runs)
+        measure_all("grow_checkpoint", rows, system.facts(MEMORY_LIMIT))
 
 
 if __name__ == "__main__":

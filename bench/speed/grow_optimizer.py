@@ -24,7 +24,7 @@ import transformers
 
 import growkern
 from bench.shared import system
-from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
+from bench.shared.harness import benchmark_parser, measure_all, options_of
 
 WIDTHS, LAYERS = (640, 1280), 12
 MEMORY_LIMIT = "100MB"
@@ -46,57 +46,43 @@ def make_source(directory: Path) -> None:
 
 def child(way: str, source: Path, target: Path) -> None:
     """Grow in one of WAYS. Prints seconds and peaks of memory."""
-    how = {"n_embd": WIDTHS[1]}
+    how: dict[str, Any] = {"n_embd": WIDTHS[1]}
     system.warm_up(source, transformers.GPT2LMHeadModel, **how)
-    before = system.status_mb("VmHWM")
-    system.reset_peak()
-    base, start, used = system.status_mb("VmRSS"), time.perf_counter(), time.process_time()
     file = source / "optimizer.pt"
-    if way.endswith("in memory"):
-        grown = growkern.grow(source, **how)
-        grown.save_pretrained(target)
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        grown_state = growkern.grow_optimizer(state, grown.growth_plan)
-        torch.save(grown_state, target / "optimizer.pt")
-    else:
-        growkern.grow_checkpoint(
-            source,
-            target,
-            memory_limit=MEMORY_LIMIT,
-            progress=False,
-            optimizer=None if way == WAYS[0] else file,
-            **how,
-        )
-    result = {
-        "seconds": time.perf_counter() - start,
-        "processor s": time.process_time() - used,
-        "base MB": base,
-        "peak over base MB": system.status_mb("VmHWM") - base,
-        "process peak MB": max(before, system.status_mb("VmHWM")),
-    }
-    print(json.dumps(result))
+    with system.metered() as figures:
+        if way.endswith("in memory"):
+            grown = growkern.grow(source, **how)
+            grown.save_pretrained(target)
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            grown_state = growkern.grow_optimizer(state, grown.growth_plan)
+            torch.save(grown_state, target / "optimizer.pt")
+        else:
+            state = None if way == WAYS[0] else file
+            how |= {"memory_limit": MEMORY_LIMIT, "progress": False, "optimizer": state}
+            growkern.grow_checkpoint(source, target, **how)
+    print(json.dumps(figures))
 
 
 def timed_child(way: str, source: Path, target: Path) -> dict[str, float]:
     start = time.perf_counter()
-    found = system.run_child("bench.speed.grow_optimizer", way, source, target)
-    return {"process seconds": time.perf_counter() - start} | found
+    figures = system.run_child("bench.speed.grow_optimizer", way, source, target)
+    return {"process seconds": time.perf_counter() - start} | figures
 
 
 def measure(where: Path, repeats: int) -> list[dict[str, Any]]:
     """One row per way, each run `repeats` times in the directory `where`."""
     source, target = where / "source", where / "grown"
     make_source(source)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     sizes = {}
     for _ in range(repeats):
         for way in WAYS:
             shutil.rmtree(target, ignore_errors=True)
             system.settle(system.bytes_of(source) * 5)
-            found[way].append(timed_child(way, source, target))
+            taken[way].append(timed_child(way, source, target))
             sizes[way] = system.bytes_of(target) / 1e9
     rows = []
-    for way, runs in found.items():
+    for way, runs in taken.items():
         row: dict[str, Any] = {"way": way, "written GB": sizes[way], "repeats": repeats}
         for name in runs[0]:
             pick = max if name.endswith("MB") else statistics.median
@@ -114,13 +100,9 @@ def main() -> None:
         way, source, target = args.child
         child(way, Path(source), Path(target))
         return
-    versions = {"growkern": growkern.__version__, "transformers": transformers.__version__}
-    facts = {**machine(), **versions, "memory_limit": MEMORY_LIMIT}
-    rows = Rows()
+    facts = system.facts(MEMORY_LIMIT)
     with tempfile.TemporaryDirectory(dir=args.dir) as where:
-        for row in measure(Path(where), args.repeats):
-            rows.append(row)
-    print(show_and_save("grow_optimizer", facts, rows))
+        measure_all("grow_optimizer", measure(Path(where), args.repeats), facts)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,15 @@ above what the weights, gradients and moments take.
 """
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
 
 import growkern
-from bench.shared.harness import (
-    Rows,
-    benchmark_parser,
-    machine,
-    options_of,
-    show_and_save,
-    turns_ms,
-)
+from bench.paper.models import FAMILIES, Size
+from bench.shared.harness import benchmark_parser, measure_all, name_of, options_of, turns_ms
 from bench.shared.loss_measure import measure
 from bench.shared.peers import DEVICE
 
@@ -35,14 +30,7 @@ BASE = "AdamW(fused=True)"
 def grown_model(widths: tuple[int, int], dtype: torch.dtype) -> Any:
     """A grown model with a gradient everywhere."""
     source, target = widths
-    config = transformers.GPT2Config(
-        n_embd=source,
-        n_layer=LAYERS,
-        n_head=source // 64,
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    config = FAMILIES["gpt2"].config(Size(LAYERS, source, source // 64), VOCABULARY, 1024, 0.1)
     model = growkern.grow(transformers.GPT2LMHeadModel(config), n_embd=target, symmetry="none")
     model.to(DEVICE, dtype)
     for p in model.parameters():
@@ -60,43 +48,36 @@ def optimizers_for(model: Any) -> dict[str, torch.optim.Optimizer]:
     }
 
 
-def rows_of(growth: str, dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
+def rows_of(growth: str, dtype: torch.dtype, repeats: int) -> Iterator[dict[str, Any]]:
     """One row per optimizer."""
     torch.manual_seed(0)
     model = grown_model(GROWTHS[growth], dtype)
     optimizers = optimizers_for(model)
-    found = turns_ms({name: o.step for name, o in optimizers.items()}, repeats, wall=True)
-    rows = []
-    for name, times in found.items():
-        ratios = [a / b for a, b in zip(times, found[BASE], strict=True)]
-        rows.append(
-            {
-                "growth": growth,
-                "dtype": str(dtype).removeprefix("torch."),
-                "optimizer": name,
-                "ms": statistics.median(times),
-                "times fused AdamW": statistics.median(ratios),
-                "extra MiB": measure(optimizers[name].step, 3)["extra MiB"],
-                "weights MiB": sum(p.nbytes for p in model.parameters()) / 2**20,
-                "repeats": repeats,
-            }
-        )
-    return rows
+    taken = turns_ms({name: o.step for name, o in optimizers.items()}, repeats, wall=True)
+    for name, times in taken.items():
+        ratios = [a / b for a, b in zip(times, taken[BASE], strict=True)]
+        yield {
+            "growth": growth,
+            "dtype": name_of(dtype),
+            "optimizer": name,
+            "ms": statistics.median(times),
+            "times fused AdamW": statistics.median(ratios),
+            "extra MiB": measure(optimizers[name].step, 3)["extra MiB"],
+            "weights MiB": sum(p.nbytes for p in model.parameters()) / 2**20,
+            "repeats": repeats,
+        }
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, repeats=15)
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch"
-    )
+    parser = benchmark_parser(__doc__, repeats=15, threads=True)
     args = options_of(parser, "tests/growth/optimizer/test_steps.py")
-    torch.set_num_threads(args.threads)
-    rows = Rows()
-    for growth in GROWTHS:
-        for dtype in (torch.float32, torch.bfloat16):
-            for row in rows_of(growth, dtype, args.repeats):
-                rows.append(row)
-    print(show_and_save("growth_adamw", machine(), rows))
+    rows = (
+        row
+        for growth in GROWTHS
+        for dtype in (torch.float32, torch.bfloat16)
+        for row in rows_of(growth, dtype, args.repeats)
+    )
+    measure_all("growth_adamw", rows)
 
 
 if __name__ == "__main__":

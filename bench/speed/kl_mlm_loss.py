@@ -20,14 +20,13 @@ import torch
 from torch.nn import functional as F
 
 from bench.shared import peers
-from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.harness import measure_all, name_of, options_of
 from bench.shared.loss_measure import (
     DEVICE,
     Provider,
     gradient_error,
     in_turns,
     loss_parser,
-    prepare,
 )
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 
@@ -138,10 +137,11 @@ def cases(threads):
 
 
 def main():
-    args = loss_parser(__doc__).parse_args()
-    prepare(args, "kl_mlm_loss")
-    facts = machine()
-    rows = Rows()
+    args = options_of(loss_parser(__doc__), "tests/ops/loss/test_kl_mlm_loss.py")
+    measure_all("kl_mlm_loss", all_rows(args))
+
+
+def all_rows(args):
     for shape, labelled, dtype, threads in cases(args.threads):
         torch.set_num_threads(threads)
         # After 8 shapes the cache is full, and PyTorch runs all others uncompiled.
@@ -149,12 +149,11 @@ def main():
         what = {
             "shape": "{}x{}".format(*shape),
             "labelled": labelled,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": name_of(dtype),
             "threads": threads,
         }
         for row in measured(shape, labelled, dtype, args.compile, args.repeats):
-            rows.append(what | row)
-    show_and_save("kl_mlm_loss", facts, rows)
+            yield what | row
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from bench.shared import peers
-from bench.shared.harness import Rows, captured, machine, show_and_save
+from bench.shared.harness import captured, measure_all, name_of, options_of
 from bench.shared.loss_measure import (
     DEVICE,
     Provider,
@@ -31,7 +31,7 @@ from bench.shared.loss_measure import (
     loss_parser,
     make_inputs,
     plain,
-    prepare,
+    run_step,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
@@ -130,18 +130,13 @@ def graphed(step):
 
 def providers(shape, dtype, with_compile, bias=False):
     student, teacher, labels = make_inputs(*shape, dtype, bias)
-
-    def step(fn, alpha):
-        fn(student, teacher, labels, alpha).backward()
-        for x in student:
-            x.grad = None
-
-    gemms = partial(gemms_alone, student, teacher, labels)
-    graph = graphed(partial(step, growkern, 0.5))
+    given = (student, teacher, labels)
+    gemms = partial(gemms_alone, *given)
+    graph = graphed(partial(run_step, growkern, *given, 0.5))
     graphs = [Provider("growkern, CUDA graph", graph, replays=True)]
     named = [
         Provider(
-            name, partial(step, fn, alpha),
+            name, partial(run_step, fn, *given, alpha),
             partial(error_of, fn, error_alpha, *shape[1:], dtype, bias), peer,
             ours=name.startswith("growkern"),
         )
@@ -181,10 +176,11 @@ def main():
         help="only its first shape, in bfloat16, compiled losses last",
     )
     parser.add_argument("--bias", action="store_true", help="heads with biases")
-    args = parser.parse_args()
-    prepare(args, "linear_kl_mlm_loss")
-    facts = machine()
-    rows = Rows()
+    args = options_of(parser, "tests/ops/loss/test_linear_kl_mlm_loss.py")
+    measure_all("linear_kl_mlm_loss", all_rows(args))
+
+
+def all_rows(args):
     shapes = [shape for shape in SHAPES[DEVICE] if args.vocabulary in (None, shape[1])]
     for shape in shapes[:1] if args.first else shapes:
         for dtype in DTYPES[:1] if args.first else DTYPES:
@@ -192,12 +188,11 @@ def main():
             torch._dynamo.reset()
             what = {
                 "shape": "{}x{}x{}/{}".format(*shape),
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": name_of(dtype),
             } | ({"heads": "with bias"} if args.bias else {})
             named = providers(shape, dtype, args.compile, args.bias)
             for group in apart(named) if args.first else (named,):
-                in_turns(group, args.repeats, rows.append, what)
-    show_and_save("linear_kl_mlm_loss", facts, rows)
+                yield from in_turns(group, args.repeats, what)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import json
 import shutil
 import statistics
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import transformers
 
 import growkern
 from bench.shared import system
-from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
+from bench.shared.harness import benchmark_parser, measure_all, options_of
 from bench.speed.grow_checkpoint import MEMORY_LIMIT, copy
 
 EXPERTS, LAYERS = 128, 52
@@ -77,13 +77,11 @@ def child(source: str, target: str, times: int, how: dict[str, Any]) -> None:
     runs = []
     for _ in range(times):
         shutil.rmtree(target, ignore_errors=True)
-        system.reset_peak()
-        base, start, used = system.status_mb("VmRSS"), time.perf_counter(), time.process_time()
-        growkern.grow_checkpoint(
-            source, target, memory_limit=MEMORY_LIMIT, progress=False, resume=False, **how
-        )
-        clock, used = time.perf_counter() - start, time.process_time() - used
-        runs.append((clock, used, system.status_mb("VmHWM") - base))
+        with system.metered() as figures:
+            growkern.grow_checkpoint(
+                source, target, memory_limit=MEMORY_LIMIT, progress=False, resume=False, **how
+            )
+        runs.append([figures[x] for x in ("seconds", "processor s", "peak over base MB")])
     print(json.dumps({"runs": runs}))
 
 
@@ -99,23 +97,23 @@ def measure_experts(where: Path, repeats: int) -> list[dict[str, Any]]:
     ways = {"mixture": where / "mixture", "dense": where / "dense"}
     make_experts(*ways.values())
     how = {"hidden_size": 2 * SMALL[0], "max_shard_size": "50MB"}
-    found: dict[str, list[Any]] = {way: [] for way in ways}
+    taken: dict[str, list[Any]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way, source in ways.items():
-            found[way].append(grown(source, where / "grown", 2, **how))
+            taken[way].append(grown(source, where / "grown", 2, **how))
     size = system.bytes_of(where / "grown") / 1e9
     rows = []
     for number, kind in enumerate(("fresh", "warm")):
         median = {
             way: [statistics.median(run[number][i] for run in runs) for i in range(3)]
-            for way, runs in found.items()
+            for way, runs in taken.items()
         }
         rows.append(row(f"experts, {kind}", size, median["mixture"], median["dense"][:2]))
     return rows
 
 
-def measure_upcycling(where: Path, repeats: int) -> dict[str, Any]:
-    """Growth of a dense model into a mixture, in turns with `cp` of what it wrote."""
+def measure_upcycling(where: Path, repeats: int) -> list[dict[str, Any]]:
+    """One row: growth of a dense model into a mixture, in turns with `cp` of what it wrote."""
     source, target, other = where / "wide", where / "grown", where / "other"
     make(source, transformers.Qwen3Config(**WIDE), 1)
     runs, copies = [], []
@@ -127,7 +125,7 @@ def measure_upcycling(where: Path, repeats: int) -> dict[str, Any]:
         shutil.rmtree(other)
     size = system.bytes_of(target) / 1e9
     grow, cp = ([statistics.median(x) for x in zip(*y, strict=True)] for y in (runs, copies))
-    return row("upcycle", size, grow, cp)
+    return [row("upcycle", size, grow, cp)]
 
 
 def row(what: str, size: float, own: list[float], other: list[float]) -> dict[str, Any]:
@@ -155,16 +153,14 @@ def main() -> None:
         source, target, times, how = args.child
         child(source, target, int(times), json.loads(how))
         return
-    facts = {**machine(), "growkern": growkern.__version__, "memory_limit": MEMORY_LIMIT}
-    rows = Rows()
-    if args.only != "upcycle":
-        with tempfile.TemporaryDirectory(dir=args.dir) as where:
-            for one in measure_experts(Path(where), args.repeats):
-                rows.append(one)
-    if args.only != "experts":
-        with tempfile.TemporaryDirectory(dir=args.dir) as where:
-            rows.append(measure_upcycling(Path(where), args.repeats))
-    print(show_and_save("mixtures", facts, rows))
+
+    def measured() -> Iterator[dict[str, Any]]:
+        for name, measure in (("experts", measure_experts), ("upcycle", measure_upcycling)):
+            if args.only in (None, name):
+                with tempfile.TemporaryDirectory(dir=args.dir) as where:
+                    yield from measure(Path(where), args.repeats)
+
+    measure_all("mixtures", measured(), system.facts(MEMORY_LIMIT))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.shared import results
-from bench.shared.harness import interleaved_ms
-from bench.shared.loss_measure import growkern, make_inputs
+from bench.shared.harness import interleaved_ms, now
+from bench.shared.loss_measure import growkern, make_inputs, run_step
 from bench.shared.recorder import Recorder
 from bench.speed.linear_kl_mlm_loss import SHAPES, gemms_alone, growkern_labels
 from growkern.ops.loss.linear import gemm
@@ -30,17 +30,12 @@ ON_HOST = ("Synchronize", "Memcpy", "cudaMalloc", "cudaFree")
 def run(recorder: Recorder) -> None:
     shape = recorder.pick(SHAPES["cuda"][3], (6, 40, 8, 8))
     student, teacher, labels = make_inputs(*shape, torch.bfloat16, False)
-
-    def step(loss: Callable[..., Any], alpha: float) -> None:
-        loss(student, teacher, labels, alpha).backward()
-        for x in student:
-            x.grad = None
-
+    given = (student, teacher, labels)
     ways = {
-        "GEMMs alone": partial(gemms_alone, student, teacher, labels, 0.5),
-        "growkern": partial(step, growkern, 0.5),
-        "GEMMs alone, labels alone": partial(gemms_alone, student, teacher, labels, 0.0),
-        "labels alone": partial(step, growkern_labels, 0.0),
+        "GEMMs alone": partial(gemms_alone, *given, 0.5),
+        "growkern": partial(run_step, growkern, *given, 0.5),
+        "GEMMs alone, labels alone": partial(gemms_alone, *given, 0.0),
+        "labels alone": partial(run_step, growkern_labels, *given, 0.0),
     }
     with recorder.attempt("steps"):
         _times(recorder, ways, recorder.pick(5, 1))
@@ -73,31 +68,26 @@ def _halves(student: Any, teacher: Any, labels: Any) -> Mapping[str, Callable[[]
         for (own, other, targets), stream in zip(parts, streams, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
-                growkern(own, other, targets, 0.5).backward()
-                for x in own:
-                    x.grad = None
+                run_step(growkern, own, other, targets, 0.5)
         for stream in streams:
             main.wait_stream(stream)
 
-    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
     return {
-        "two halves, one stream": partial(run_on, [one, one]),
-        "two halves, two streams": partial(run_on, [one, other]),
+        "two halves, one stream": partial(run_on, [first, first]),
+        "two halves, two streams": partial(run_on, [first, second]),
     }
 
 
 def _times(recorder: Recorder, ways: Mapping[str, Callable[[], Any]], repeats: int) -> None:
     """Queueing, device and wall time of steps, which take turns."""
     on_gpu = recorder.device == "cuda"
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
     samples: dict[str, list[dict[str, float]]] = defaultdict(list)
     for turn in range(repeats + 1):
         for name, call in ways.items():
-            wait()
-            start = time.perf_counter()
+            start = now()
             call()
-            wait()
-            sample = {"wall ms": 1e3 * (time.perf_counter() - start)}
+            sample = {"wall ms": 1e3 * (now() - start)}
             if on_gpu:
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda._sleep(LEAD)
@@ -106,19 +96,14 @@ def _times(recorder: Recorder, ways: Mapping[str, Callable[[], Any]], repeats: i
                 call()
                 sample["queue ms"] = 1e3 * (time.perf_counter() - start)
                 end.record()
-                wait()
+                end.synchronize()
                 sample["device ms"] = begin.elapsed_time(end)
             if turn:
                 samples[name].append(sample)
     for name, taken in samples.items():
         medians = {key: median(x[key] for x in taken) for key in taken[0]}
-        recorder.add(
-            {
-                "step": name,
-                **medians,
-                "clock": results.clocks().get("clocks.sm") if on_gpu else None,
-            }
-        )
+        clock = results.clocks().get("clocks.sm") if on_gpu else None
+        recorder.add({"step": name, **medians, "clock": clock})
 
 
 def _kernels(recorder: Recorder, name: str, call: Callable[[], Any]) -> None:
@@ -129,8 +114,7 @@ def _kernels(recorder: Recorder, name: str, call: Callable[[], Any]) -> None:
     call()
     with profile(activities=activities) as seen:
         call()
-        if recorder.device == "cuda":
-            torch.cuda.synchronize()
+        now()
     kernels: dict[str, list[float]] = defaultdict(list)
     on_host: dict[str, list[float]] = defaultdict(list)
     spans = []

@@ -17,10 +17,12 @@ of the table, for each k:
 import time
 
 import torch
+import transformers
 from torch import Tensor
 
 import growkern
-from bench.shared.harness import benchmark_parser, machine, options_of, show_and_save
+from bench.paper.models import FAMILIES, Size
+from bench.shared.harness import benchmark_parser, machine, measure_all, options_of
 from bench.shared.loss_measure import gradient_error
 from examples.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.train.dataset.load import pack_text
@@ -29,8 +31,7 @@ from growkern.train.topk_teacher.rows import topk_of_head
 from growkern.train.topk_teacher.write import CacheHeader
 
 VOCABULARY, LENGTH, BATCH = 4096, 64, 16
-TEACHER = {"n_embd": 128, "n_layer": 3, "n_head": 4}
-STUDENT = {"n_embd": 192, "n_layer": 4, "n_head": 6}
+TEACHER, STUDENT = Size(3, 128, 4), Size(4, 192, 6)
 KS = (1, 4, 16, 64, 256)
 STORED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -50,13 +51,8 @@ def train(model, tokens_NS: Tensor, steps: int, rate: float) -> None:
     model.eval()
 
 
-def gpt2(tokenizer, sizes):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    ids = {"bos_token_id": tokenizer.sep_token_id, "eos_token_id": tokenizer.sep_token_id}
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=LENGTH, **sizes, **none, **ids)
-    return GPT2LMHeadModel(config)
+def gpt2(size):
+    return transformers.GPT2LMHeadModel(FAMILIES["gpt2"].config(size, VOCABULARY, LENGTH, 0.0))
 
 
 @torch.no_grad()
@@ -121,11 +117,12 @@ def main():
         torch.from_numpy(pack_text(texts, tokenizer, LENGTH).tokens_NS).long() for texts in corpus
     )
     start = time.perf_counter()
-    teacher = gpt2(tokenizer, TEACHER)
+    teacher = gpt2(TEACHER)
     train(teacher, train_NS, args.steps, 3e-3)
+    sizes = {"n_embd": STUDENT.width, "n_layer": STUDENT.layers, "n_head": STUDENT.heads}
     students = {
-        "grown + 50 steps": growkern.grow(teacher, **STUDENT, depth="identity"),
-        "random + 150 steps": gpt2(tokenizer, STUDENT),
+        "grown + 50 steps": growkern.grow(teacher, depth="identity", **sizes),
+        "random + 150 steps": gpt2(STUDENT),
     }
     for (name, student), steps in zip(students.items(), (50, 150), strict=True):
         train(student, train_NS.flip(0), steps, 1e-4 if "grown" in name else 1e-3)
@@ -136,13 +133,13 @@ def main():
     facts["vocabulary"], facts["rows"] = len(tokenizer), tokens_BS[:, 1:].numel()
     facts["training seconds"] = round(time.perf_counter() - start)
     teacher_head = head_of(teacher, tokens_BS)
-    rows = [
+    rows = (
         row
         for name, student in students.items()
         for temperature in (1.0, 2.0)
         for row in rows_of(name, head_of(student, tokens_BS), teacher_head, temperature)
-    ]
-    show_and_save("topk", facts, rows)
+    )
+    measure_all("topk", rows, facts)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from its teacher. The truth is float64 on the same k entries. So the error is th
 arithmetic only. `bench.speed.topk` measures the loss of accuracy by storing k entries.
 """
 
+from functools import partial
+
 import torch
 from torch.nn import functional as F
 
-from bench.shared.harness import Rows, machine, show_and_save
+from bench.shared.harness import machine, measure_all, name_of, options_of
 from bench.shared.inputs import DRIFT
 from bench.shared.loss_measure import (
     DEVICE,
@@ -22,7 +24,7 @@ from bench.shared.loss_measure import (
     loss_parser,
     make_inputs,
     measure,
-    prepare,
+    run_step,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
@@ -48,56 +50,51 @@ def plain(student, topk, labels, alpha):
     return (1 - alpha) * F.nll_loss(log_q, labels) + alpha * kl.mean()
 
 
-def growkern(student, topk, labels, alpha):
-    return topk_kl_mlm_loss(*student, *topk, labels, alpha=alpha)
+def growkern(student, topk, labels, alpha, backend=None):
+    return topk_kl_mlm_loss(*student, *topk, labels, alpha=alpha, backend=backend)
 
 
-def exact(student, topk, labels, alpha):
-    return topk_kl_mlm_loss(*student, *topk, labels, alpha=alpha, backend="reference")
+def live(student, teacher, labels, alpha):
+    return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha)
 
 
-def main():
-    args = loss_parser(__doc__, compiled=False).parse_args()
-    prepare(args, "topk_kl_mlm_loss")
-    facts = machine() | {"drift": DRIFT}
-    rows = Rows()
+def error_of(fn, student, topk, labels):
+    """The gradient error on the first 64 rows."""
+    hidden, *rest = (x.detach() for x in student)
+    kept, gradients = [x[:64] for x in topk], []
+    for loss, dtype in (
+        (fn, hidden.dtype),
+        (partial(growkern, backend="reference"), torch.float64),
+    ):
+        head = [x.to(dtype).requires_grad_() for x in (hidden[:64], *rest)]
+        gradients.append(torch.autograd.grad(loss(head, kept, labels[:64], 1.0), head))
+    return gradient_error(*gradients)
+
+
+def all_rows(repeats):
     for N, V, H, H_t in SHAPES[DEVICE]:
         for dtype in (torch.float32, torch.bfloat16):
             student, teacher, labels = make_inputs(N, V, H, H_t, dtype)
-            near = [(student[0][:64], student[1]), labels[:64]]
-            named = {"live teacher": (None, linear_kl_mlm_loss)}
+            named = {"live teacher": (live, teacher)}
             for k in KS:
                 kept = topk_of_head(*teacher, None, V, k, 1.0)
-                named |= {f"plain, k {k}": (kept, plain), f"growkern, k {k}": (kept, growkern)}
-            for name, (topk, fn) in named.items():
-
-                def step(fn=fn, topk=topk, student=student, teacher=teacher, labels=labels):
-                    if topk is None:
-                        fn(*student, *teacher, labels, alpha=0.5).backward()
-                    else:
-                        fn(student, topk, labels, 0.5).backward()
-                    for x in student:
-                        x.grad = None
-
-                error = None
-                if topk is not None:
-                    first = [x[:64] for x in topk]
-                    heads = [[x.detach().to(d).requires_grad_() for x in near[0]]
-                             for d in (dtype, torch.float64)]  # fmt: skip
-                    gradients = [
-                        torch.autograd.grad(f(head, first, near[1], 1.0), head)
-                        for f, head in zip((fn, exact), heads, strict=True)
-                    ]
-                    error = gradient_error(*gradients)
-                row = {
+                named |= {f"plain, k {k}": (plain, kept), f"growkern, k {k}": (growkern, kept)}
+            for name, (fn, beside) in named.items():
+                step = partial(run_step, fn, student, beside, labels, 0.5)
+                is_live = fn is live
+                yield {
                     "shape": f"{N}x{V}x{H}/{H_t}",
-                    "dtype": str(dtype).removeprefix("torch."),
+                    "dtype": name_of(dtype),
                     "provider": name,
-                    **measure(step, args.repeats),
-                    "gradient error": error,
+                    **measure(step, repeats),
+                    "gradient error": None if is_live else error_of(fn, student, beside, labels),
                 }
-                rows.append(row)
-    show_and_save("topk_kl_mlm_loss", facts, rows)
+
+
+def main():
+    parser = loss_parser(__doc__, compiled=False)
+    args = options_of(parser, "tests/ops/loss/test_topk_kl_mlm_loss.py")
+    measure_all("topk_kl_mlm_loss", all_rows(args.repeats), machine() | {"drift": DRIFT})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ ratios of neighbouring steps. For stage 1 it is the mean over depths of these me
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.shared.harness import Rows, benchmark_parser, machine, options_of, show_and_save
+from bench.paper.models import FAMILIES, Size
+from bench.shared.harness import benchmark_parser, measure_all, options_of
 from bench.shared.trainer_runs import step_times
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.model.flops import ModelCost
@@ -60,18 +61,8 @@ class DistillingTrainer(transformers.Trainer):
 
 def gpt2(width: int, layers: int, vocab: int, length: int) -> Any:
     """A GPT-2 with random weights and without dropout, which the teacher would not share."""
-    config = transformers.GPT2Config(
-        vocab_size=vocab,
-        n_positions=length,
-        n_embd=width,
-        n_layer=layers,
-        n_head=max(1, width // 64),
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    size = Size(layers, width, max(1, width // 64))
+    config = FAMILIES["gpt2"].config(size, vocab, length, 0.0)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -108,7 +99,7 @@ def flops_share(model: Any, stages: TwoStageConfig, shape: tuple[int, int], step
     return statistics.mean(some) / (cost.train(batch, length) + head)
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of the table: one per comparison."""
     torch.manual_seed(0)
     student = gpt2(options.width, options.layers, options.vocab, options.length)
@@ -122,7 +113,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     size = f"{options.layers} x {options.width}, V {options.vocab}"
     share = flops_share(student, stages, (options.batch, options.length), options.steps)
-    rows = Rows()
     for case, ours, theirs in (
         ("no teacher", OURS, PLAIN),
         ("teacher", BESIDE_TEACHER, DISTILLING),
@@ -140,8 +130,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         if case == "stage 1":
             row |= {"FLOP share": share, "ratio / FLOP share": row["ratio"] / share}
-        rows.append(row)
-    return rows
+        yield row
 
 
 def main() -> None:
@@ -152,7 +141,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = options_of(parser, "tests/train/test_trainer.py")
-    show_and_save("trainer", machine(), measure(options))
+    measure_all("trainer", measure(options))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,7 @@ def test_rows_are_there_before_all_turns_are_over(monkeypatch):
     (row,) = seen[-1]
     assert {"shape": "2x3", "provider": "first", "gradient error": 0.25}.items() <= row.items()
     assert row["wall s"] >= 0 and row["turns"] == 0
-    made = []
-    in_turns([first], 2, made.append)
+    made = in_turns([first], 2)
     assert (
         seen[-2][0]["turns"] == 2 and seen[-1] == [] and len(made) == 1 and "turns" not in made[0]
     )

@@ -14,7 +14,7 @@ from growkern import TwoStageConfig
 
 def test_the_benchmark_has_a_row_per_comparison():
     sizes = {"width": 32, "layers": 2, "vocab": 50, "batch": 2, "length": 8}
-    rows = bench_trainer.measure(argparse.Namespace(**sizes, steps=3))
+    rows = list(bench_trainer.measure(argparse.Namespace(**sizes, steps=3)))
     assert [row["case"] for row in rows] == ["no teacher", "teacher", "stage 1"]
     assert all(row["ratio"] > 0 for row in rows)
     assert 0 < rows[-1]["FLOP share"] < 1
