@@ -139,10 +139,10 @@ def _usage_of_cubin(cubin: bytes) -> tuple[dict[str, int], HotCode]:
 
 def _usage_of_gcn(text: str) -> dict[str, int]:
     def number(field: str) -> int:
-        found = re.search(rf"\.{field}:\s+(\d+)", text)
-        if found is None:
+        match = re.search(rf"\.{field}:\s+(\d+)", text)
+        if match is None:
             raise RuntimeError(f"the assembly has no {field}")
-        return int(found[1])
+        return int(match[1])
 
     return {
         "registers": number("vgpr_count"),
@@ -153,20 +153,20 @@ def _usage_of_gcn(text: str) -> dict[str, int]:
 def faults(row: dict[str, Any]) -> list[str]:
     """The faults of a kernel: spills, too many registers, narrow accesses without a reason."""
     name = f"{row['kernel']} on {row['arch']}"
-    found = [f"{name}: {row['spilled_bytes']} bytes spilled"] if row["spilled_bytes"] else []
+    wrong = [f"{name}: {row['spilled_bytes']} bytes spilled"] if row["spilled_bytes"] else []
     if row["registers"] > row.get("most registers", 255):
-        found.append(f"{name}: {row['registers']} registers, at most {row['most registers']}")
+        wrong.append(f"{name}: {row['registers']} registers, at most {row['most registers']}")
     shares = [least for of, least in OTHER_SHARES.items() if row["kernel"].startswith(of)]
     least = min(shares, default=WIDE_SHARE)
     if row["wide_share"] < least and not row["narrow"]:
-        found.append(
+        wrong.append(
             f"{name}: narrow loads {row['loads']} in the hot code, not {row['wide']} bytes"
         )
     if row["wide_store_share"] < least and not row["narrow_stores"]:
-        found.append(
+        wrong.append(
             f"{name}: narrow stores {row['stores']} in the hot code, not {row['wide']} bytes"
         )
-    return found
+    return wrong
 
 
 @functools.cache
@@ -294,8 +294,8 @@ def main(argv: list[str]) -> int:
     kept = [] if args.again else before.get("rows", [])
     rows = compile_all(args.only, args.arch, kept)
     harness.show(rows, Console(width=None if sys.stdout.isatty() else 200))
-    found = [fault for row in rows for fault in faults(row)]
-    for fault in found:
+    wrong = [fault for row in rows for fault in faults(row)]
+    for fault in wrong:
         print(fault)
     if not args.only and not args.arch:
         document = {"op": "aot", "machine": compilers(), "rows": rows}
@@ -303,7 +303,7 @@ def main(argv: list[str]) -> int:
         if any(before.get(key) != value for key, value in document.items()):
             said = {**results.git_facts(), "sources": results.source_digest()}
             results.write(args.json, {"op": "aot", **said, "date": results.today(), **document})
-    return int(bool(found))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -91,8 +91,10 @@ def mixtures() -> Iterator[dict[str, Any]]:
             grown = growkern.grow(source, **grown_by(model, sizes))
             error = largest_error(source, grown, grown.growth_plan)
             # new tokens take a share of every output, which the error leaves out
-            found = (f for f in grown.growth_plan.findings if not f.what.startswith("vocab_size"))
-            said = " and ".join(sorted({f.level for f in found})) or "exact"
+            findings = (
+                f for f in grown.growth_plan.findings if not f.what.startswith("vocab_size")
+            )
+            said = " and ".join(sorted({f.level for f in findings})) or "exact"
             row = {"what": model_type, "sizes": what, "said": said, "dtype": "float64"}
             yield row | {"error": error}
 

@@ -128,7 +128,7 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
     running = where / RUNNING
     prepare(running, where, args.archive)
 
-    def one(piece: Piece) -> dict[str, Any]:
+    def run_piece(piece: Piece) -> dict[str, Any]:
         kept = where / f"{piece.name}.json"
         if not args.again and results.is_done(kept, facts):
             return {"status": "done"}
@@ -151,7 +151,7 @@ def run_all(args: argparse.Namespace, scratch: Path, console: Console) -> int:
 
     failed, statuses, cpu_seconds = [], set(), 0.0
     with packed(where, args.archive, console) as again, ThreadPoolExecutor(args.jobs) as pool:
-        for piece, document in zip(pieces, pool.map(one, pieces), strict=True):
+        for piece, document in zip(pieces, pool.map(run_piece, pieces), strict=True):
             try:
                 _report(piece, document, where / f"{piece.name}.json", console)
                 (running / f"{piece.name}.json").unlink(missing_ok=True)

@@ -78,17 +78,17 @@ def _loss_figure(shape: str) -> Callable[[Sequence[Row]], str | None]:
     """Time and memory beside plain PyTorch, in bfloat16, for shapes that start with `shape`."""
 
     def figure(rows: Sequence[Row]) -> str | None:
-        found = [r for r in rows if r["shape"].startswith(shape) and r["dtype"] == "bfloat16"]
-        ours, plain = _first(found, provider="growkern"), _first(found, provider="plain")
+        same = [r for r in rows if r["shape"].startswith(shape) and r["dtype"] == "bfloat16"]
+        ours, plain = _first(same, provider="growkern"), _first(same, provider="plain")
         if not ours or not plain:
             return None
         words = [f"{plain['wall s'] / ours['wall s']:.1f} x plain"]
-        if (compiled := _first(found, provider="torch.compile")) and "wall s" in compiled:
+        if (compiled := _first(same, provider="torch.compile")) and "wall s" in compiled:
             words.append(f"{compiled['wall s'] / ours['wall s']:.1f} x torch.compile")
         words.append(f"{ours['extra MiB'] / plain['extra MiB']:.2f} of plain's memory")
-        if copy := _first(found, provider="copy"):
+        if copy := _first(same, provider="copy"):
             words.append(f"{ours['GB/s'] / copy['GB/s']:.2f} of a copy")
-        if gemms := _first(found, provider="GEMMs alone"):
+        if gemms := _first(same, provider="GEMMs alone"):
             words.append(f"{ours['wall s'] / gemms['wall s']:.2f} x its GEMMs alone")
         return f"{', '.join(words)}; gradient error {ours['gradient error']:.1e}"
 
@@ -107,10 +107,10 @@ def _step_figure(rows: Sequence[Row]) -> str | None:
 
 def _gemm_figure(rows: Sequence[Row]) -> str | None:
     """Time of the loss over that of its GEMMs, at the largest number of rows."""
-    found = [row for row in rows if row["op"] == "linear"]
-    size = max((row["size"] for row in found), default=0)
-    ours = _first(found, provider="growkern", size=size)
-    gemms = _first(found, provider="GEMMs alone", size=size)
+    same = [row for row in rows if row["op"] == "linear"]
+    size = max((row["size"] for row in same), default=0)
+    ours = _first(same, provider="growkern", size=size)
+    gemms = _first(same, provider="GEMMs alone", size=size)
     return f"{ours['ms'] / gemms['ms']:.2f} x its GEMMs alone" if ours and gemms else None
 
 
@@ -167,8 +167,8 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
 
 def gpus(results: Path) -> list[Path]:
     """The directories with results of a GPU."""
-    found = sorted({path.parent for path in results.glob("*/*.json")})
-    return [folder for folder in found if any("gpu" in _facts(p) for p in folder.glob("*.json"))]
+    folders = sorted({path.parent for path in results.glob("*/*.json")})
+    return [folder for folder in folders if any("gpu" in _facts(p) for p in folder.glob("*.json"))]
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -93,8 +93,8 @@ def _sweep(
 
 
 def _products(**values: tuple[int, ...]) -> Iterator[Choice]:
-    for found in itertools.product(*values.values()):
-        yield dict(zip(values, found, strict=True))
+    for choice in itertools.product(*values.values()):
+        yield dict(zip(values, choice, strict=True))
 
 
 def _expand_choices(toy: bool) -> list[Choice]:
@@ -258,7 +258,7 @@ def best_choices(documents: list[dict[str, Any]]) -> dict[str, tuple[Choice, str
             choice = {k: v for k, v in row.items() if k in CHOICES}
             words = f"{facts['gpu']}, {row['default ms']:.3g} to {row['ms']:.3g} ms"
             best[row["key"]] = share, choice, f"{words}, {facts['commit']}, {facts['date'][:10]}"
-    return {key: found[1:] for key, found in sorted(best.items())}
+    return {key: entry[1:] for key, entry in sorted(best.items())}
 
 
 CHOICES = ("BLOCK_M", "BLOCK_N", "BLOCK_V", "num_warps", "maxnreg")
@@ -273,13 +273,13 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     documents = [results.read(path) for path in sorted(args.results.glob("tune_*.json"))]
     documents = [d for d in documents if not d.get("toy") and d.get("machine", {}).get("gpu")]
-    found = best_choices(documents)
+    faster = best_choices(documents)
     table = json.loads(args.table.read_text())
-    for key, (choice, words) in found.items():
+    for key, (choice, words) in faster.items():
         table["choices"][key], table["measured"][key] = choice, words
         print(f"{key}: {choice}  {words}")
     results.write(args.table, table)
-    if not found:
+    if not faster:
         print("no choice was measured to be faster than the default")
     return 0
 

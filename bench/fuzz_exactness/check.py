@@ -81,7 +81,7 @@ def _planned(source: Any, how: dict[str, Any]) -> tuple[dict[str, Any], GrowthPl
             return how, growkern.plan(source, **how)
         except growkern.GrowthError as error:
             advised = _advised(str(error), how)
-            both = all("sizes that fit" in one for one in (refused, str(error)))
+            both = all("sizes that fit" in words for words in (refused, str(error)))
             # of two sizes that have nothing to do with each other, both may be wrong
             assert not both or (advised and _changed(how, advised).isdisjoint(changed)), (
                 f"{refused}; then {error}"
@@ -227,13 +227,13 @@ def _outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     """Outputs by name; those per token at unmasked positions only."""
     with Float64():
         result = model(**inputs)
-    found = {name: x for name in OUTPUTS if (x := getattr(result, name, None)) is not None}
-    if len(found) > 1:
-        found.pop("last_hidden_state", None)
+    outputs = {name: x for name in OUTPUTS if (x := getattr(result, name, None)) is not None}
+    if len(outputs) > 1:
+        outputs.pop("last_hidden_state", None)
     at = inputs.get("attention_mask", torch.ones(0)).bool()
     per_token = {"decoder_input_ids"}.isdisjoint(inputs)
     return {
-        name: x[at] if per_token and x.shape[:2] == at.shape else x for name, x in found.items()
+        name: x[at] if per_token and x.shape[:2] == at.shape else x for name, x in outputs.items()
     }
 
 
@@ -319,8 +319,8 @@ def _generated(
     """Scores of every step, (batch, steps, vocabulary), and the tokens, (batch, steps)."""
     how = {"max_new_tokens": STEPS, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
     with Float64():
-        found = model.generate(
+        generated = model.generate(
             prompts, attention_mask=mask, return_dict_in_generate=True, output_scores=True, **how
         )
-    scores = torch.stack(found.scores, 1)
-    return scores, found.sequences[:, -scores.shape[1] :]
+    scores = torch.stack(generated.scores, 1)
+    return scores, generated.sequences[:, -scores.shape[1] :]

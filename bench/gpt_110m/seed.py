@@ -77,8 +77,8 @@ def read_text(recorder: Recorder, setting: Setting) -> Text:
         ids = []
         # whole files at a time: all encodings together would fill the memory
         for i in range(0, len(texts), 256):
-            for one in tokenizer.encode_batch_fast(texts[i : i + 256]):
-                ids += [np.array([*one.ids, SEPARATOR], dtype=np.int64)]
+            for encoding in tokenizer.encode_batch_fast(texts[i : i + 256]):
+                ids += [np.array([*encoding.ids, SEPARATOR], dtype=np.int64)]
         joined = torch.from_numpy(np.concatenate(ids)).to(recorder.device)
         return joined[: len(joined) // setting.length * setting.length].view(-1, setting.length)
 
@@ -127,7 +127,7 @@ def probe(place: Place) -> tuple[float, float, float]:
 
     It compiles all that the trainings will call.
     """
-    source, found = place.untrained(place.setting.source), []
+    source, seconds = place.untrained(place.setting.source), []
     least_s = place.recorder.pick(5.0, 0.2)
     for model in (source, place.grown(source, **place.setting.target_sizes())):
         training = Training(place, "probe", model, UNIT)
@@ -137,10 +137,10 @@ def probe(place: Place) -> tuple[float, float, float]:
         while (took := now() - start) < least_s:
             training.step(number)
             number += 1
-        found.append(took / number)
+        seconds.append(took / number)
     start = now()
     training.validate()
-    return found[0], found[1], now() - start
+    return seconds[0], seconds[1], now() - start
 
 
 def prepared(recorder: Recorder, seed: int) -> tuple[Place, Row]:

@@ -71,5 +71,5 @@ def emulate(
 ) -> None:
     """Runs a kernel; `eager` turns the order of threads round and lets copies arrive at once."""
     lib = _compiled(kernel)
-    found = lib.emulate(ctypes.byref(args), *(ctypes.c_uint(n) for n in grid), eager)
-    assert found is None, found.decode()
+    error = lib.emulate(ctypes.byref(args), *(ctypes.c_uint(n) for n in grid), eager)
+    assert error is None, error.decode()

@@ -36,14 +36,14 @@ def cache_variables(directory: Path) -> dict[str, str]:
 
 def _of_the_loss(launches: list[Any]) -> list[tuple[int, float, str, str]]:
     """Number of teachers, temperature, and dtypes of logits and gradient, of the row kernel."""
-    found = set()
+    kinds_of = set()
     for _, source, _ in launches:
         kinds, place = source.signature, source.fn.arg_names.index
         if "logit_ptrs" in kinds:
             temperature = 1 / source.constants[(place("MATHS"),)][0]
             logits = kinds["logit_ptrs"]
-            found.add((len(logits) - 1, temperature, logits[0], kinds["dstudent_ptr"]))
-    return sorted(found)
+            kinds_of.add((len(logits) - 1, temperature, logits[0], kinds["dstudent_ptr"]))
+    return sorted(kinds_of)
 
 
 def _compile_some(arch: str, only: str, first: int, step: int) -> list[dict[str, Any]]:

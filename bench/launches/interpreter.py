@@ -53,14 +53,14 @@ class _Launch:
 
 def _once_per_dtype(find: Callable) -> Callable:
     """A function of a Triton dtype that keeps its results. A dtype's name tells all of it."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     @functools.wraps(find)
     def kept(dtype: Any) -> Any:
         name = dtype.name
-        if name not in found:
-            found[name] = find(dtype)
-        return found[name]
+        if name not in results:
+            results[name] = find(dtype)
+        return results[name]
 
     return kept
 

@@ -67,8 +67,8 @@ def _products(recorder: Recorder) -> None:
     """Whether this PyTorch has them. Without them the loss is right, but slower."""
     device = torch.device(recorder.device, 0 if recorder.device == "cuda" else None)
     for dtype in (torch.bfloat16, torch.float16):
-        found = {"mm": multiplies_wide(device, dtype), "addmm": adds_wide(device, dtype)}
-        recorder.add({"case": f"out_dtype=float32 of {dtype}", **found})
+        products = {"mm": multiplies_wide(device, dtype), "addmm": adds_wide(device, dtype)}
+        recorder.add({"case": f"out_dtype=float32 of {dtype}", **products})
 
 
 def _nan_in_the_last_row(recorder: Recorder) -> None:

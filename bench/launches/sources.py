@@ -60,11 +60,11 @@ def source_of(case: AotCase) -> ASTSource:
     signature = {name: _typed(case.signature.get(name)) for name in names}
     constants, attrs = dict(case.constexprs), {}
     for name, kind in case.signature.items():
-        for place, one in _places(kind):
+        for place, member in _places(kind):
             path = (names.index(name), *place)
-            if not isinstance(one, str):
-                constants[path] = one
-            elif one[0] in "*i" and name not in case.unaligned:
+            if not isinstance(member, str):
+                constants[path] = member
+            elif member[0] in "*i" and name not in case.unaligned:
                 attrs[path] = [["tt.divisibility", 16]]
     return ASTSource(case.kernel, signature, constants, attrs)
 
@@ -84,7 +84,7 @@ def is_same(case: AotCase, source: ASTSource, launched: ASTSource, metadata: Any
 
     def parts(of: ASTSource) -> tuple[Any, ...]:
         # the launcher lists arguments without an attribute, too
-        attributes = {path: found for path, found in of.attrs.items() if found}
+        attributes = {path: values for path, values in of.attrs.items() if values}
         constants = {path: str(value) for path, value in of.constants.items()}
         return {k: str(v) for k, v in of.signature.items()}, constants, attributes
 

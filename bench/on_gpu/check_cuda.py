@@ -33,12 +33,12 @@ class _Noted(Exception):
 def run(recorder: Recorder) -> None:
     fill_new_memory()
     with _kernels(recorder):
-        found = planned(recorder)
+        kernels = planned(recorder)
         if recorder.device == "cuda":
             arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                pool.map(lambda kernel: nvrtc.cached_cubin(kernel, arch), found)
-        recorder.add({"case": "kernels", "number": len(found)})
+                pool.map(lambda kernel: nvrtc.cached_cubin(kernel, arch), kernels)
+        recorder.add({"case": "kernels", "number": len(kernels)})
         _checks(recorder)
 
 
@@ -50,10 +50,10 @@ def _checks(recorder: Any) -> None:
 
 def planned(recorder: Recorder) -> list[nvrtc.Kernel]:
     """The kernels that the checks launch. Every launch is noted, and ends its case."""
-    found: dict[nvrtc.Kernel, None] = {}
+    kernels: dict[nvrtc.Kernel, None] = {}
 
     def note(kernel: nvrtc.Kernel, *rest: Any, **options: Any) -> None:
-        found[kernel] = None
+        kernels[kernel] = None
         raise _Noted
 
     nothing = SimpleNamespace(
@@ -63,7 +63,7 @@ def planned(recorder: Recorder) -> list[nvrtc.Kernel]:
     )
     with mock.patch.object(nvrtc, "launch", note):
         _checks(nothing)
-    return list(found)
+    return list(kernels)
 
 
 @contextlib.contextmanager

@@ -110,9 +110,9 @@ def check_result(recorder: Recorder, name: str, case: dict[str, Any], out: Tenso
     at = sample.unique().to(out.device)
     error = worst_error(out[at], truth_rows(case, at))
     gaps = base.numel() - out.numel()
-    if (found := count_nan(base)) != gaps:
+    if (unwritten := count_nan(base)) != gaps:
         recorder.fail(
-            f"{name}: {found} NaN after the call, but {gaps} elements lie outside of the output"
+            f"{name}: {unwritten} NaN after the call, but {gaps} elements lie outside of the output"
         )
     shape = "x".join(map(str, (*case["weight"].shape, *out.shape)))
     parted = any(case.get(name) is not None for name in ("row_noise", "col_noise"))

@@ -38,11 +38,11 @@ def run(recorder: Recorder) -> None:
             text = log.read_text() if log.is_file() else ""
         if FORBIDDEN in text:
             raise Skip(f"ncu may not read the counters of this GPU: {FORBIDDEN}")
-        found = list(shares(text))
-        for row in found:
+        kernels = list(shares(text))
+        for row in kernels:
             recorder.add({"piece": piece, **row})
-        if code or not found:
-            recorder.fail(f"ncu over {piece}: exit code {code}, {len(found)} kernels")
+        if code or not kernels:
+            recorder.fail(f"ncu over {piece}: exit code {code}, {len(kernels)} kernels")
 
 
 def shares(text: str) -> Iterator[dict[str, Any]]:

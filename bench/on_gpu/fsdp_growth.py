@@ -33,10 +33,10 @@ def run(recorder: Recorder) -> None:
         source = Path(scratch) / "source"
         _make_source(size, source)
         for way in WAYS:
-            found = _in_child(way, size, source, Path(scratch))
-            wrong = found.pop("wrong tensors")
-            grown = max(found["host MB"], 0) + found["device MB"]
-            facts = {"growth": size, **found, "over the shard MB": grown - found["shard MB"]}
+            figures = _in_child(way, size, source, Path(scratch))
+            wrong = figures.pop("wrong tensors")
+            grown = max(figures["host MB"], 0) + figures["device MB"]
+            facts = {"growth": size, **figures, "over the shard MB": grown - figures["shard MB"]}
             recorder.check(way, wrong, 0, **facts, **{"allowed MB": ALLOWED_MB})
         if recorder.document["rows"][0]["collectives"]:
             recorder.fail("grow_into communicates between ranks, which it should not need")

@@ -25,10 +25,10 @@ def cuda_tool(name: str) -> str:
     """The path of a tool that comes with CUDA."""
     homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    found = shutil.which(name, path=os.pathsep.join(places))
-    if found is None:
+    tool = shutil.which(name, path=os.pathsep.join(places))
+    if tool is None:
         raise Skip(f"{name} is neither under CUDA_HOME nor on the PATH")
-    return found
+    return tool
 
 
 def run(recorder: Recorder) -> None:

@@ -105,13 +105,13 @@ def _stage_one(recorder: Recorder, model: Any, batch: Batch, whole_s: float) -> 
         part = stages.part_of(depth) if depth else None
         return cost.train(B, S, part) + rows * cost.head_row(train=True)
 
-    found: dict[int, list[float]] = {}
+    by_depth: dict[int, list[float]] = {}
     # the first interval is that of the second step
     for step, seconds in enumerate(clock.seconds, start=1):
         depth = stages.depth(step, layers)
         assert depth is not None
-        found.setdefault(depth, []).append(seconds)
-    for depth, seconds in sorted(found.items()):
+        by_depth.setdefault(depth, []).append(seconds)
+    for depth, seconds in sorted(by_depth.items()):
         step_s, share = statistics.median(seconds), flops(depth) / flops(None)
         facts = {"ms per step": 1e3 * step_s, "x alone": step_s / whole_s, "FLOP share": share}
         recorder.add({"case": f"stage 1, {depth} of {layers} layers", **facts})

@@ -217,15 +217,15 @@ def onnxruntime(directory: Path) -> torch.Tensor:
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             kept = {} if "Masked" in type(self.model).__name__ else {"use_cache": False}
-            found: torch.Tensor = self.model(input_ids=ids, **kept).logits
-            return found
+            logits: torch.Tensor = self.model(input_ids=ids, **kept).logits
+            return logits
 
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "model.onnx"
         torch.onnx.export(Logits(_model(directory)), (_ids(),), file, dynamo=True, verbose=False)
         session = runtime.InferenceSession(str(file))
-        (found,) = session.run(None, {session.get_inputs()[0].name: _ids().numpy()})
-    return torch.from_numpy(found)
+        (outputs,) = session.run(None, {session.get_inputs()[0].name: _ids().numpy()})
+    return torch.from_numpy(outputs)
 
 
 RUNTIMES: dict[str, Callable[[Path], torch.Tensor]] = {
@@ -243,8 +243,8 @@ def read(place: Path) -> Iterator[dict[str, Any]]:
             expected = torch.load(family / EXPECTED)
             for growth in ("source", *made):
                 try:
-                    found = run(family / growth)
-                    off = (found - expected).abs().max() / expected.abs().max()
+                    outputs = run(family / growth)
+                    off = (outputs - expected).abs().max() / expected.abs().max()
                     yield _row(family.name, growth, runtime, off=off.item())
                 except Exception as error:
                     yield _row(family.name, growth, runtime, why=_line(error))
@@ -252,7 +252,7 @@ def read(place: Path) -> Iterator[dict[str, Any]]:
                         break
                 else:
                     # a runtime may compute something else of the source: targets must do the same
-                    expected = found if growth == "source" else expected
+                    expected = outputs if growth == "source" else expected
 
 
 def _line(error: Exception) -> str:

@@ -61,15 +61,17 @@ def compare(place: Workplace, lines: Sequence[Line], seeds: int) -> list[Job]:
         rate = line.rate or best_rate(place.make(tried[line]))
         say(f"{line.setting.name}, {SYSTEMS[line.system].title}: learning rate {rate:g}")
         runs += [jobs_of_seed(line, seed, rate) for seed in SEEDS[:seeds]]
-    place.make([job for one in sorted(runs, key=lambda one: one[0].seed) for job in one])
-    return [one[-1] for one in runs]
+    place.make(
+        [job for of_seed in sorted(runs, key=lambda of_seed: of_seed[0].seed) for job in of_seed]
+    )
+    return [of_seed[-1] for of_seed in runs]
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a call."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.paper",
-        description=__doc__ + "\n".join(f"    {k:12} {one.title}" for k, one in TABLES.items()),
+        description=__doc__ + "\n".join(f"    {k:12} {table.title}" for k, table in TABLES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("table", choices=[*TABLES, "report", "maps"])
@@ -197,7 +199,7 @@ def named_job(lines: Sequence[Line], name: str) -> Job:
 def repeat(place: Workplace, job: Job) -> None:
     """Train a run, and what it needs before, and print its loss beside the committed one."""
     (row,) = place.make([job])
-    known = {one["name"]: one for one in read(RESULTS / "paper.json").get("rows", ())}
+    known = {run["name"]: run for run in read(RESULTS / "paper.json").get("rows", ())}
     print(f"{job.name}: loss {row['losses'][-1]:.4f}, {row['flops'][-1]:.4g} FLOPs")
     if job.name in known:
         print(f"in bench/results/paper.json: loss {known[job.name]['losses'][-1]:.4f}")

@@ -159,8 +159,8 @@ def savings(rows: Mapping[str, Row], where: Where | None) -> tuple[str, str]:
     if where is None:
         return "-", "-"
     name, system, label = where
-    found = compared(lines_of(name, "tiny") or [], name, rows)
-    for line, pairs in found.items():
+    lines = compared(lines_of(name, "tiny") or [], name, rows)
+    for line, pairs in lines.items():
         if (line.system, line.label) == (system, label):
             runs = list(pairs.values())
             return savings_text(runs), savings_text(runs, with_source=True)

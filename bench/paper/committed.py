@@ -45,8 +45,8 @@ def save(results: Path, rows: Iterable[Row]) -> None:
     """Merge rows into paper.json, but not those of the size for tests."""
     told = [row for row in rows if size_of(row["name"]) != UNSAVED]
     if told:
-        found = list(merged(results, told).values())
-        write(results / FILE, {"op": "paper", "status": "ok", "rows": found})
+        kept = list(merged(results, told).values())
+        write(results / FILE, {"op": "paper", "status": "ok", "rows": kept})
 
 
 def of_text(results: Path, facts: Facts, size: str) -> list[Row]:
@@ -82,11 +82,11 @@ def _check(
             )
 
 
-def _same(one: Text, other: Text) -> bool:
+def _same(text: Text, other: Text) -> bool:
     """Whether two texts are the same: by their hashes, or by their bytes in old rows."""
     # settings use more or less of the validation text, so that its bytes say nothing
-    key = HASH if HASH in one and HASH in other else "train_bytes"
-    return one[key] == other[key]
+    key = HASH if HASH in text and HASH in other else "train_bytes"
+    return text[key] == other[key]
 
 
 def _said(text: Text) -> str:

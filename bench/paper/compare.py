@@ -79,12 +79,12 @@ def runs_of(line: Line, rows: Mapping[str, Row]) -> dict[int, list[Row]]:
     done = [row for row in tried if row is not None]
     if len(done) < len(tried):
         return {}
-    rate, found = line.rate or best_rate(done), {}
+    rate, by_seed = line.rate or best_rate(done), {}
     for seed in range(1, RATE_SEED):
         names = [job.name for job in jobs_of_seed(line, seed, rate)]
         if all(name in rows for name in names):
-            found[seed] = [rows[name] for name in names]
-    return found
+            by_seed[seed] = [rows[name] for name in names]
+    return by_seed
 
 
 def points_of(runs: Sequence[Row]) -> tuple[tuple[Any, ...], ...]:
@@ -97,26 +97,26 @@ def compared(lines: Sequence[Line], name: str, rows: Mapping[str, Row]) -> dict[
 
     A line of the baseline's system at a given rate is no baseline.
     """
-    found, baseline = {}, dict[int, list[Row]]()
+    by_line, baseline = {}, dict[int, list[Row]]()
     for line in lines:
         runs = runs_of(line, rows)
         if line.system == TABLES[name].baseline and line.rate is None:
             baseline = runs
         if seeds := sorted(runs.keys() & baseline.keys()):
-            found[line] = {seed: (runs[seed], baseline[seed]) for seed in seeds}
-    return found
+            by_line[line] = {seed: (runs[seed], baseline[seed]) for seed in seeds}
+    return by_line
 
 
-def whole(found: Mapping[Line, Pairs]) -> dict[Line, Pairs]:
+def whole(by_line: Mapping[Line, Pairs]) -> dict[Line, Pairs]:
     """The lines that have all seeds of the first one, with these seeds.
 
     Others cannot be compared: losses and savings of seeds differ by more than those of most
     methods.
     """
-    seeds = next(iter(found.values())).keys()
+    seeds = next(iter(by_line.values())).keys()
     return {
         line: {seed: pairs[seed] for seed in seeds}
-        for line, pairs in found.items()
+        for line, pairs in by_line.items()
         if pairs.keys() >= seeds
     }
 

@@ -53,13 +53,15 @@ TEXTS: dict[str, Callable[[], list[Path]]] = {"corpus": library_files, "domain":
 
 def files_of(patterns: Sequence[str]) -> list[Path]:
     """The text files that glob patterns name."""
-    found = set()
-    for one in patterns:
-        named = {path for path in map(Path, glob(one, recursive=True)) if path.is_file()}
+    files = set()
+    for pattern in patterns:
+        named = {path for path in map(Path, glob(pattern, recursive=True)) if path.is_file()}
         if not named:
-            raise GrowthError(f"{one}: no such file: give text files, or patterns such as '*.txt'")
-        found |= named
-    return sorted(found)
+            raise GrowthError(
+                f"{pattern}: no such file: give text files, or patterns such as '*.txt'"
+            )
+        files |= named
+    return sorted(files)
 
 
 def split(files: Sequence[Path]) -> Iterator[Piece]:
@@ -208,7 +210,9 @@ def _write_parts(pieces: Iterable[Piece], train: Path, validation: Path) -> str:
                     "more text"
                 )
 
-    write_whole(train, lambda one: write_whole(validation, lambda other: fill(one, other)))
+    write_whole(
+        train, lambda train_part: write_whole(validation, lambda other: fill(train_part, other))
+    )
     return _short(hashed)
 
 

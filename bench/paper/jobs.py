@@ -42,7 +42,7 @@ class Job:
 
 def all_needs(job: Job) -> set[Job]:
     """The jobs that a job needs, and those that these need."""
-    return {one for need in job.needs for one in (need, *all_needs(need))}
+    return {other for need in job.needs for other in (need, *all_needs(need))}
 
 
 def source_of(setting: Setting, seed: int) -> Job:
@@ -173,7 +173,7 @@ def rewarmed(job: Job, source: str) -> dict[str, Any]:
 def taught(job: Job, source: str) -> dict[str, Any]:
     """An untrained model that learns from its sources (Knowledge Inheritance)."""
     end = round(job.setting.inheritance_share * job.steps)
-    teachers = TeacherSection(paths=tuple(one.name for one in job.needs))
+    teachers = TeacherSection(paths=tuple(need.name for need in job.needs))
     if job.kept:
         teachers = TeacherSection(cache=kept_folder(job))
     return {
@@ -187,7 +187,7 @@ def going_on(job: Job, source: str) -> dict[str, Any]:
     """The model of the job that is needed first, trained on. Others teach it."""
     end = round(job.setting.inheritance_share * job.steps)
     sections: dict[str, Any] = {"model": ModelSection(path=source)}
-    teachers = tuple(one.name for one in job.needs[1:])
+    teachers = tuple(need.name for need in job.needs[1:])
     if not teachers:
         return sections
     sections["inheritance"] = InheritanceSchedule(rate=1.0, end_step=end)

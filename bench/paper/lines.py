@@ -63,10 +63,10 @@ def _variants_of_sources(setting: Setting) -> dict[str, Setting]:
         replace(own, layers=own.layers // 2),
     )
     return {
-        f"source {one.name}": setting
-        if one == own
-        else setting.variant(f"from{one.name}", source=one)
-        for one in sizes
+        f"source {size.name}": setting
+        if size == own
+        else setting.variant(f"from{size.name}", source=size)
+        for size in sizes
     }
 
 
@@ -104,7 +104,7 @@ def narrow_sources(setting: Setting) -> list[Line]:
     as long.
     """
     variants = _variants_of_sources(setting)
-    lines = [Line(one, "fpi_padded", label) for label, one in variants.items()]
+    lines = [Line(variant, "fpi_padded", label) for label, variant in variants.items()]
     halves = _half_as_wide(setting)
     grown = [Line(halves[times][0], "aki", halves[times][1]) for times in (1, 4)]
     return [Line(setting, "scratch"), *lines, *grown]
@@ -114,7 +114,7 @@ def ages(setting: Setting) -> list[Line]:
     """StackBERT, which has no source, beside growth from sources of three ages."""
     lines = [Line(setting, name) for name in ("scratch", "stackbert")]
     for name in ("direct_copy", "aki"):
-        lines += [Line(one, name, label) for one, label in _half_as_wide(setting).values()]
+        lines += [Line(variant, name, label) for variant, label in _half_as_wide(setting).values()]
     return lines
 
 
@@ -162,7 +162,7 @@ def progressive(setting: Setting) -> list[Line]:
     MSLT saves FLOPs in every step, so that it ends with 0.69 of those of as many steps.
     """
     longer = setting.variant("longer", steps=round(setting.steps * 1.45))
-    scratch, stackbert, mslt = (Line(setting, one) for one in ("scratch", "stackbert", "mslt"))
+    scratch, stackbert, mslt = (Line(setting, name) for name in ("scratch", "stackbert", "mslt"))
     label = "as many FLOPs as scratch"
     return [scratch, stackbert, mslt, Line(longer, mslt.system, label, mslt)]
 
@@ -173,8 +173,8 @@ def more_layers(setting: Setting) -> list[Line]:
     StackBERT and MSLT then begin with four layers. In the papers they begin with three of twelve.
     """
     source, target = (
-        replace(one, layers=4 * one.layers, width=one.width // 2, heads=one.heads // 2)
-        for one in (setting.source, setting.target)
+        replace(size, layers=4 * size.layers, width=size.width // 2, heads=size.heads // 2)
+        for size in (setting.source, setting.target)
     )
     deep = setting.variant(target.name, target=target)
     grown = deep.variant(f"from{source.name}", source=source)
@@ -214,12 +214,12 @@ def depth(setting: Setting) -> list[Line]:
     deep = setting.variant("deep", target=target)
     young = deep.variant("young", source_steps=max(1, setting.source_steps // 10))
     lines = [Line(deep, "scratch")]
-    for one, parts in ((young, ()), (deep, SHORTER)):
-        label = f"source of {one.source_steps:,} steps"
+    for variant, parts in ((young, ()), (deep, SHORTER)):
+        label = f"source of {variant.source_steps:,} steps"
         lines += [
-            Line(one, "fpi_identity", label, parts=parts),
-            Line(one, "fpi", f"stack, {label}", parts=parts),
-            Line(one, "fpi_interleave", label, parts=parts),
+            Line(variant, "fpi_identity", label, parts=parts),
+            Line(variant, "fpi", f"stack, {label}", parts=parts),
+            Line(variant, "fpi_interleave", label, parts=parts),
         ]
     return lines
 
@@ -238,8 +238,10 @@ def directions(setting: Setting) -> list[Line]:
         ("depth", deep, "fpi_identity", SHORTER),
         ("both", both, "padded_identity", ()),
     ):
-        one = setting if target == setting.target else setting.variant(target.name, target=target)
-        lines += [Line(one, "scratch", label), Line(one, system, label, parts=parts)]
+        variant = (
+            setting if target == setting.target else setting.variant(target.name, target=target)
+        )
+        lines += [Line(variant, "scratch", label), Line(variant, system, label, parts=parts)]
     return lines
 
 
@@ -256,9 +258,9 @@ def moment(setting: Setting) -> list[Line]:
         whole = steps == setting.source_steps
         ages.append(setting if whole else setting.variant(f"at{share}", source_steps=steps))
     grown = [
-        Line(one, name, f"source of {one.source_steps:,} steps")
+        Line(variant, name, f"source of {variant.source_steps:,} steps")
         for name in ("fpi_padded", "direct_copy")
-        for one in ages
+        for variant in ages
     ]
     return [Line(setting, "scratch"), *grown]
 
@@ -333,19 +335,19 @@ def one_run_search(setting: Setting) -> list[Line]:
     """
     setting = replace(_deep(setting), rates=_deep(setting).rates[1:2])
     layers, start = setting.target.layers, setting.source
-    one, two, four = (replace(start, layers=layers // n) for n in (8, 4, 2))
+    eighth, quarter, half = (replace(start, layers=layers // n) for n in (8, 4, 2))
     narrow = replace(setting.target, width=start.width // 2, heads=start.heads // 2)
-    half = replace(narrow, layers=layers // 2)
+    narrow_half = replace(narrow, layers=layers // 2)
     line = partial(_start, setting)
     return [
         Line(setting, "scratch"),
-        *(line(two, "stack", percent) for percent in (30, 50, 70)),
-        *(line(two, depth, 50) for depth in ("random", "identity")),
-        *(line(start, "random", 70) for start in (one, two, four)),
-        line(four, "stack", 50),
-        *(line(four, depth, 70) for depth in ("stack", "identity")),
-        *(line(narrow, "stack", percent) for percent in (50, 70)),
+        *(line(quarter, "stack", percent) for percent in (30, 50, 70)),
+        *(line(quarter, depth, 50) for depth in ("random", "identity")),
+        *(line(start, "random", 70) for start in (eighth, quarter, half)),
         line(half, "stack", 50),
+        *(line(half, depth, 70) for depth in ("stack", "identity")),
+        *(line(narrow, "stack", percent) for percent in (50, 70)),
+        line(narrow_half, "stack", 50),
     ]
 
 
@@ -355,14 +357,14 @@ def one_run(setting: Setting) -> list[Line]:
     target = deep.target
     narrow = replace(target, width=target.width // 2, heads=target.heads // 2)
     lines = []
-    for one in (deep, deep.variant(narrow.name, target=narrow)):
+    for sized in (deep, deep.variant(narrow.name, target=narrow)):
         for optimizer in ("adamw", "muon"):
-            same = optimizer == one.optimizer
-            variant = one if same else one.variant(optimizer, optimizer=optimizer)
-            label = f"{one.target.name}, {optimizer}"
+            same = optimizer == sized.optimizer
+            variant = sized if same else sized.variant(optimizer, optimizer=optimizer)
+            label = f"{sized.target.name}, {optimizer}"
             lines.append(Line(variant, "scratch", label))
             for parts, depth in ((2, "stack"), (4, "random")):
-                start = replace(one.target, layers=one.target.layers // parts)
+                start = replace(sized.target, layers=sized.target.layers // parts)
                 lines.append(_start(variant, start, depth, 70, f", {label}"))
     return lines
 
@@ -380,19 +382,24 @@ def upcycling(setting: Setting) -> list[Line]:
     """
 
     def mixture(name: str, part: float, experts: int = 8, parts: int = 1) -> Setting:
-        target = replace(one.target, experts=experts, parts=parts)
-        return one.variant(name, target=target, steps=round(part * one.steps))
+        target = replace(dense_run.target, experts=experts, parts=parts)
+        return dense_run.variant(name, target=target, steps=round(part * dense_run.steps))
 
     lines = []
     rates = setting.rates[-1], setting.rates[len(setting.rates) // 2]
     for number, rate in enumerate(rates):
-        one, label, twice = replace(setting, rates=(rate,)), f"at {rate:g}", "twice the FLOPs"
+        dense_run, label, twice = replace(setting, rates=(rate,)), f"at {rate:g}", "twice the FLOPs"
         copies = Line(mixture("experts", OF_MIXTURE), "upcycled", label)
         halves = Line(mixture("halves", OF_HALVES, 16, parts=2), "upcycled_halves", label)
         mixed = Line(mixture("twice", 2 * OF_MIXTURE), "scratch", f"mixture, {twice}")
-        dense = Line(one.variant("once", steps=2 * one.steps), "scratch", f"dense, {twice}", mixed)
+        dense = Line(
+            dense_run.variant("once", steps=2 * dense_run.steps),
+            "scratch",
+            f"dense, {twice}",
+            mixed,
+        )
         drop = replace(copies, system="upcycled_drop")
         taught = Line(mixture("taught", TAUGHT * OF_MIXTURE), "upcycled_taught", label, copies)
-        lines += [Line(one, "continued", label), copies, halves]
+        lines += [Line(dense_run, "continued", label), copies, halves]
         lines += [taught] if number else [drop, mixed, dense]
     return lines

@@ -77,13 +77,13 @@ def page_text(results: Path) -> str:
         return ""
     tables = list(tables_in(rows, least=LEAST_LINES))
     parts = [PAGE, _settings([SETTINGS[size, TABLES[name].family] for name, size, _ in tables])]
-    parts.append(_systems({line.system for _, _, found in tables for line in found}))
-    for name, size, found in tables:
-        parts.append(section(name, size, found))
+    parts.append(_systems({line.system for _, _, by_line in tables for line in by_line}))
+    for name, size, by_line in tables:
+        parts.append(section(name, size, by_line))
         minutes = minutes_of(lines_of(name, size) or [], rows)
         if minutes is not None:
             parts.append(f"One seed took {minutes:.0f} minutes, its rates and sources included.\n")
-        if _has_picture(found):
+        if _has_picture(by_line):
             parts.append(f"![{heading(name, size)}]({_picture(name, size)})\n")
     return "\n".join([*parts, maps_text(results)]).rstrip() + "\n"
 
@@ -95,31 +95,33 @@ def write_page(results: Path) -> list[Path]:
         return []
     made = [results / "paper.md"]
     made[0].write_text(page_text(results))
-    for name, size, found in tables_in(rows, least=LEAST_LINES):
-        if _has_picture(found):
+    for name, size, by_line in tables_in(rows, least=LEAST_LINES):
+        if _has_picture(by_line):
             made.append(results / _picture(name, size))
-            draw(found, made[-1], title=heading(name, size))
+            draw(by_line, made[-1], title=heading(name, size))
     return made
 
 
-def _settings(found: Iterable[Setting]) -> str:
+def _settings(settings: Iterable[Setting]) -> str:
     """What the tables of each family have in common."""
     lines = ["| setting | class | source | target | steps of each | tokens in a step |"]
     lines.append(f"|{'---|' * 6}")
-    for one in dict.fromkeys(found):
+    for setting in dict.fromkeys(settings):
         sizes = " | ".join(
-            f"{size.layers} layers, width {size.width}" for size in (one.source, one.target)
+            f"{size.layers} layers, width {size.width}" for size in (setting.source, setting.target)
         )
-        tokens = one.batch * one.length
-        kind = FAMILIES[one.family].model
-        lines.append(f"| {one.name} | {kind} | {sizes} | {one.steps:,} | {tokens:,} |")
+        tokens = setting.batch * setting.length
+        kind = FAMILIES[setting.family].model
+        lines.append(f"| {setting.name} | {kind} | {sizes} | {setting.steps:,} | {tokens:,} |")
     return "\n".join(["## Settings", "", *lines, ""])
 
 
 def _systems(names: Container[str]) -> str:
     """What each system does."""
     lines = ["| system | what it is |", "|---|---|"]
-    lines += [f"| {one.title} | {one.about} |" for key, one in SYSTEMS.items() if key in names]
+    lines += [
+        f"| {system.title} | {system.about} |" for key, system in SYSTEMS.items() if key in names
+    ]
     return "\n".join(["## Systems", "", *lines, ""])
 
 
@@ -131,17 +133,17 @@ def minutes_of(lines: Sequence[Line], rows: Mapping[str, Row]) -> float | None:
     """
     needed = set[Job]()
     for line in lines:
-        if 1 not in (found := runs_of(line, rows)):
+        if 1 not in (runs := runs_of(line, rows)):
             return None
-        rate = float(found[1][0]["rate"])
+        rate = float(runs[1][0]["rate"])
         jobs = {*jobs_of_rates(line), *jobs_of_seed(line, 1, rate)}
         needed |= jobs.union(*map(all_needs, jobs))
     times = [rows.get(job.name, {}).get("seconds") for job in needed]
     return None if None in times else sum(times) / 2 / 60
 
 
-def _has_picture(found: Mapping[Line, Pairs]) -> bool:
-    return not all(map(is_base, whole(found).values()))
+def _has_picture(by_line: Mapping[Line, Pairs]) -> bool:
+    return not all(map(is_base, whole(by_line).values()))
 
 
 def _picture(name: str, size: str) -> str:
@@ -151,7 +153,7 @@ def _picture(name: str, size: str) -> str:
 def report(rows: Iterable[Row]) -> str:
     """All tables in markdown, at every size of which there are rows of two lines."""
     by_name = {row["name"]: row for row in rows}
-    return "\n".join(section(*one) for one in tables_in(by_name, least=2))
+    return "\n".join(section(*lines) for lines in tables_in(by_name, least=2))
 
 
 def tables_in(
@@ -161,14 +163,14 @@ def tables_in(
     for name in TABLES:
         for size in SIZES:
             lines = lines_of(name, size) or []
-            found = compared(lines, name, rows)
-            if found and len(found) >= min(least, len(lines)):
-                yield name, size, found
+            by_line = compared(lines, name, rows)
+            if by_line and len(by_line) >= min(least, len(lines)):
+                yield name, size, by_line
 
 
-def section(name: str, size: str, found: Mapping[Line, Pairs]) -> str:
+def section(name: str, size: str, by_line: Mapping[Line, Pairs]) -> str:
     """A table in markdown, below its title and above its command."""
-    return f"## {heading(name, size)}\n\n{table(name, size, found)}\n"
+    return f"## {heading(name, size)}\n\n{table(name, size, by_line)}\n"
 
 
 def heading(name: str, size: str) -> str:
@@ -176,23 +178,23 @@ def heading(name: str, size: str) -> str:
     return f"{TABLES[name].title}, {size}"
 
 
-def table(name: str, size: str, found: Mapping[Line, Pairs]) -> str:
+def table(name: str, size: str, by_line: Mapping[Line, Pairs]) -> str:
     """A table in markdown, above its command. Lines that lack seeds are named below it."""
-    shown = whole(found)
+    shown = whole(by_line)
     parts = [_table(shown, TABLES[name].classifies)]
-    if missing := [title_of(line) for line in found if line not in shown]:
+    if missing := [title_of(line) for line in by_line if line not in shown]:
         parts.append(f"Seeds are missing of: {'; '.join(missing)}.")
     parts.append(f"`python -m bench.paper {name} --size {size} --known`")
     return "\n\n".join(parts)
 
 
-def _table(found: Mapping[Line, Pairs], classifies: bool) -> str:
+def _table(by_line: Mapping[Line, Pairs], classifies: bool) -> str:
     """Lines in markdown, with the accuracies of classifiers if the table has them."""
     accuracies = [
-        [own[-1].get("accuracy") for own, _ in pairs.values()] for pairs in found.values()
+        [own[-1].get("accuracy") for own, _ in pairs.values()] for pairs in by_line.values()
     ]
-    lines = [list(TITLES), *(_cells(line, list(found[line].values())) for line in found)]
-    if classifies and any(one is not None for accuracy in accuracies for one in accuracy):
+    lines = [list(TITLES), *(_cells(line, list(by_line[line].values())) for line in by_line)]
+    if classifies and any(share is not None for accuracy in accuracies for share in accuracy):
         for cells, text in zip(lines, ["accuracy", *map(_accuracy, accuracies)], strict=True):
             cells.insert(-1, text)
     head, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
@@ -221,9 +223,9 @@ def _cells(line: Line, pairs: Sequence[tuple[list[Row], list[Row]]]) -> list[str
     ]
 
 
-def _accuracy(found: Sequence[float | None]) -> str:
-    known = [100 * one for one in found if one is not None]
+def _accuracy(accuracies: Sequence[float | None]) -> str:
+    known = [100 * accuracy for accuracy in accuracies if accuracy is not None]
     if not known:
         return "-"
-    some = "" if len(known) == len(found) else f" ({len(known)} of {len(found)} seeds)"
+    some = "" if len(known) == len(accuracies) else f" ({len(known)} of {len(accuracies)} seeds)"
     return f"{interval(known, 1)} %{some}"

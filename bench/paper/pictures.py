@@ -44,14 +44,14 @@ COLUMNS = (4, 3)
 PANEL, LINE, MARGIN = 1.95, 0.36, 1.05
 
 
-def draw(found: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
+def draw(by_line: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
     """Draw the lines of a table, all with the same seeds.
 
     Args:
         found: lines, each with its runs and those of its baseline. One of those that are drawn is
             no baseline.
     """
-    shown = whole(found)
+    shown = whole(by_line)
     others = {line: list(pairs.values()) for line, pairs in shown.items() if not is_base(pairs)}
     columns = min(COLUMNS, key=lambda n: (-len(others) % n, -n)) if len(others) > 2 else 2
     rows = math.ceil(len(others) / columns)
@@ -86,7 +86,8 @@ def _draw_losses(axes: Any, title: str, pairs: Sequence[tuple[list[Row], list[Ro
         ([own for own, _ in pairs], OWN, {"marker": "s"}),
     ):
         points = [
-            (_shares(one, base), points_of(one)[2]) for one, base in zip(runs, bases, strict=True)
+            (_shares(line_runs, base), points_of(line_runs)[2])
+            for line_runs, base in zip(runs, bases, strict=True)
         ]
         for shares, losses in points if len(points) > 1 else ():
             axes.plot(shares, losses, color=color, linewidth=0.5, alpha=0.6)
@@ -188,12 +189,12 @@ def draw_maps(folder: Path, rows: Mapping[str, Any], size: str, out: Path) -> li
     for line in drawn_lines(size):
         setting = line.setting
         jobs = (job_of(setting, line.system, 1, rate, setting.steps) for rate in setting.rates)
-        found = [job for job in jobs if job.name in rows and _has_models(folder, job)]
-        if not found:
+        drawable = [job for job in jobs if job.name in rows and _has_models(folder, job)]
+        if not drawable:
             continue
-        source, grown = folder / found[0].needs[0].name, folder / f"{found[0].name}-before"
-        _grow_again(found[0], folder, grown)
-        for moment, model in zip(MOMENTS, (grown, folder / found[0].name), strict=True):
+        source, grown = folder / drawable[0].needs[0].name, folder / f"{drawable[0].name}-before"
+        _grow_again(drawable[0], folder, grown)
+        for moment, model in zip(MOMENTS, (grown, folder / drawable[0].name), strict=True):
             made.append(out / picture_of(setting, moment))
             plot_attention([source, model], SHOWN, made[-1], lineage=grown)
     return made
@@ -213,14 +214,14 @@ def maps_text(results: Path) -> str:
 
 
 def _has_models(folder: Path, job: Job) -> bool:
-    return all((folder / one.name / "model.safetensors").is_file() for one in (job, *job.needs))
+    return all((folder / each.name / "model.safetensors").is_file() for each in (job, *job.needs))
 
 
 def _grow_again(job: Job, folder: Path, target: Path) -> None:
     """Write the model with which a job began."""
     step = run_of(job).growth
     assert isinstance(step, GrowthStep)
-    options = {one.name: getattr(step, one.name) for one in fields(GrowthOptions)}
+    options = {option.name: getattr(step, option.name) for option in fields(GrowthOptions)}
     how: dict[str, Any] = {**step.sizes, **options}
     source = folder / job.needs[0].name
     growkern.grow_checkpoint(source, target, overwrite=True, progress=False, **how)

@@ -96,7 +96,7 @@ def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
     """The runs of a line with one seed, the shortest first."""
     setting = line.setting
     steps = sorted(max(1, round(part * setting.steps)) for part in (*line.parts, *PARTS))
-    return [job_of(setting, line.system, seed, rate, one) for one in steps]
+    return [job_of(setting, line.system, seed, rate, length) for length in steps]
 
 
 def lines_of(name: str, size: str) -> list[Line] | None:

@@ -119,7 +119,7 @@ class Workplace:
     def _with_needs(self, jobs: Iterable[Job]) -> list[Job]:
         """`jobs`, and first those that they need and whose models are not there."""
         # rows may come from another machine, models do not
-        needs = [one for job in jobs for one in job.needs if not self.has_model(one.name)]
+        needs = [need for job in jobs for need in job.needs if not self.has_model(need.name)]
         return list(dict.fromkeys([*(self._with_needs(needs) if needs else ()), *jobs]))
 
     def has_model(self, name: str) -> bool:
@@ -150,7 +150,7 @@ class Workplace:
         waiting, running, undone = list(jobs), dict[Future[float], Job](), set(jobs)
         with ProcessPoolExecutor(at_once, context, _begin_worker, (threads,)) as pool:
             while undone:
-                for job in [one for one in waiting if undone.isdisjoint(one.needs)]:
+                for job in [other for other in waiting if undone.isdisjoint(other.needs)]:
                     waiting.remove(job)
                     running[pool.submit(prepared(job))] = job
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -172,7 +172,7 @@ class Workplace:
             "seed": job.seed,
             "rate": job.rate,
             "source flops": self._flops_before(job),
-            "needs": {one.name: self.rows[one.name]["losses"][-1] for one in job.needs},
+            "needs": {need.name: self.rows[need.name]["losses"][-1] for need in job.needs},
             "steps": list(curve.steps),
             "flops": list(curve.flops),
             "losses": list(curve.losses),
@@ -198,7 +198,10 @@ class Workplace:
 
     def _flops_before(self, job: Job) -> float:
         """The FLOPs of the models that a job needs, and of predictions that were kept for it."""
-        trained = {one: float(self.rows[one.name]["flops"][-1]) for one in all_needs(job)}
+        trained = {
+            trained_job: float(self.rows[trained_job.name]["flops"][-1])
+            for trained_job in all_needs(job)
+        }
         before = sum(trained.values())
         if job.kept:
             teacher = job.needs[0]
@@ -290,9 +293,9 @@ def take_over(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     """The rows so far by the names of their jobs."""
     rows = read_rows(folder / ROWS, lambda row: str(row["name"]))
-    for name, found in read_rows(folder / ACCURACIES, lambda row: str(row["name"])).items():
+    for name, fine_tuned in read_rows(folder / ACCURACIES, lambda row: str(row["name"])).items():
         if name in rows:
-            rows[name]["accuracy"] = found["accuracy"]
+            rows[name]["accuracy"] = fine_tuned["accuracy"]
     return rows
 
 
@@ -324,8 +327,8 @@ def to_toml(run: Any) -> str:
         if table is None:
             continue
         if isinstance(table, tuple):
-            for one in table:
-                lines += [f"[[{section.name}]]", *_toml_lines(one), ""]
+            for item in table:
+                lines += [f"[[{section.name}]]", *_toml_lines(item), ""]
         else:
             lines += [f"[{section.name}]", *_toml_lines(table), ""]
     return "\n".join(lines)

@@ -101,7 +101,7 @@ class Setting:
         """The setting of which this is a variant, if only ignored fields differ."""
         if self.origin is None:
             return self
-        names = {one.name for one in fields(self)} - ignored
+        names = {field.name for field in fields(self)} - ignored
         same = all(getattr(self, name) == getattr(self.origin, name) for name in names)
         return self.origin._origin_without(ignored) if same else self
 
@@ -123,8 +123,8 @@ class Setting:
         """The sizes of the target by the names of its config, without those that stay."""
         small, large = self.config(self.source), self.config(self.target)
         names = FAMILIES[self.family].sizes
-        found = {name: (getattr(small, name, None), getattr(large, name, None)) for name in names}
-        return {name: new for name, (old, new) in found.items() if new != old}
+        sizes = {name: (getattr(small, name, None), getattr(large, name, None)) for name in names}
+        return {name: new for name, (old, new) in sizes.items() if new != old}
 
     @property
     def layers_name(self) -> str:
@@ -295,10 +295,13 @@ SETTINGS = {
     ("small", "gpt2"): SMALL_GPT,
     ("small", "bert"): SMALL_BERT,
     **{
-        (one.name.split("-")[0], "qwen3"): replace(
-            one, name=one.name.replace("gpt", "qwen3"), family="qwen3", target=one.source
+        (setting.name.split("-")[0], "qwen3"): replace(
+            setting,
+            name=setting.name.replace("gpt", "qwen3"),
+            family="qwen3",
+            target=setting.source,
         )
-        for one in (MICRO_GPT, SMALL_GPT)
+        for setting in (MICRO_GPT, SMALL_GPT)
     },
     ("small", "t5"): replace(SMALL_BERT, name="small-t5", family="t5"),
     ("base", "bert"): BASE_BERT,

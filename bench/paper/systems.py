@@ -56,7 +56,7 @@ def _one_source(setting: Setting, seed: int) -> tuple[Job, ...]:
 
 def _two_sources(setting: Setting, seed: int) -> tuple[Job, ...]:
     # other sources of the same table have seeds far from those of the runs
-    return tuple(source_of(setting, one) for one in (seed, seed + 1000))
+    return tuple(source_of(setting, source_seed) for source_seed in (seed, seed + 1000))
 
 
 def _middle(setting: Setting, seed: int) -> tuple[Job, ...]:

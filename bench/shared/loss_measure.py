@@ -110,16 +110,16 @@ def in_turns(
     """
     measured = [_Measured(provider, facts or {}) for provider in providers]
     for turn in range(repeats + 1):
-        for one in measured:
+        for each in measured:
             if turn == 0:
-                one.warm_up(harness.observer is not None)
+                each.warm_up(harness.observer is not None)
             else:
-                one.take()
+                each.take()
             if harness.observer is not None:
                 harness.observer([x.row() | {"turns": x.turns} for x in measured if x.is_begun])
-    by_name = {one.provider.name: one for one in measured}
+    by_name = {each.provider.name: each for each in measured}
     rows = [
-        one.row() | one.beside(by_name.get(_compiled_of(one.provider.name))) for one in measured
+        each.row() | each.beside(by_name.get(_compiled_of(each.provider.name))) for each in measured
     ]
     if harness.observer is not None:
         harness.observer([])

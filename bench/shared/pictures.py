@@ -78,11 +78,11 @@ def draw_early(folder: Path) -> list[Path]:
     return [folder / "early.png"]
 
 
-def _demo_curves(found: Row) -> tuple[list[Curve], list[Curve]]:
+def _demo_curves(demo: Row) -> tuple[list[Curve], list[Curve]]:
     """The curves of the large models and of the small ones."""
     names = [field.name for field in fields(Curve)]
     large, small = (
-        [Curve(**{name: curve[name] for name in names}) for curve in found[key]]
+        [Curve(**{name: curve[name] for name in names}) for curve in demo[key]]
         for key in ("curves", "sources")
     )
     return large, small
@@ -90,33 +90,33 @@ def _demo_curves(found: Row) -> tuple[list[Curve], list[Curve]]:
 
 def demo_table(results: Path) -> str:
     """The table of the demo."""
-    if not (found := read(results / "demo.json")):
+    if not (demo := read(results / "demo.json")):
         return "not measured yet"
     heads = [head.replace("\n", " ") for head in HEADS]
-    return table(heads, savings_cells(groups_of(*_demo_curves(found), paired=True)))
+    return table(heads, savings_cells(groups_of(*_demo_curves(demo), paired=True)))
 
 
 def draw_demo(results: Path) -> list[Path]:
     """Draw the picture of the demo beside its JSON. Without a result there is none."""
-    if not (found := read(results / "demo.json")):
+    if not (demo := read(results / "demo.json")):
         return []
-    curves, sources = _demo_curves(found)
-    title = f"GPT-2, 4 layers of width 128, {found['machine']['devices'][0]}"
+    curves, sources = _demo_curves(demo)
+    title = f"GPT-2, 4 layers of width 128, {demo['machine']['devices'][0]}"
     draw_losses(curves, results / "demo.png", title=title, sources=sources, paired=True)
     return [results / "demo.png"]
 
 
-def _demo_savings(found: Row) -> Iterator[float]:
+def _demo_savings(demo: Row) -> Iterator[float]:
     """The mean share of FLOPs that growth saved, without and with those of the small model."""
-    rows = [row for row in found["rows"] if row["run"] == "FPI"]
+    rows = [row for row in demo["rows"] if row["run"] == "FPI"]
     return (sum(row[key] for row in rows) / len(rows) for key in ("saving", "saving_with_source"))
 
 
 def demo_saving(results: Path) -> str:
     """The first sentence of the README that has a number."""
-    if not (found := read(results / "demo.json")):
+    if not (demo := read(results / "demo.json")):
         return "The demo was not measured yet."
-    saved, counted = _demo_savings(found)
+    saved, counted = _demo_savings(demo)
     return (
         f"In the demo, growth takes a GPT-2 to the loss of training from scratch with {saved:.0%} "
         f"fewer FLOPs,\nor {counted:.0%} fewer if training the small model counts too."
@@ -125,18 +125,18 @@ def demo_saving(results: Path) -> str:
 
 def draw_readme(results: Path) -> list[Path]:
     """Draw the README's picture: losses of the demo, and where grown units come from."""
-    if not (found := read(results / "demo.json")):
+    if not (demo := read(results / "demo.json")):
         return []
     figure = new_figure(4.4)
-    _draw_demo_losses(figure.add_axes((0.06, 0.15, 0.53, 0.70)), found)
+    _draw_demo_losses(figure.add_axes((0.06, 0.15, 0.53, 0.70)), demo)
     _draw_units(figure)
     figure.savefig(results / "readme.png")
     return [results / "readme.png"]
 
 
-def _draw_demo_losses(axes: Any, found: Row) -> None:
+def _draw_demo_losses(axes: Any, demo: Row) -> None:
     """Means over the seeds of the small model, the grown one and the one from scratch."""
-    large, small = _demo_curves(found)
+    large, small = _demo_curves(demo)
     spent = small[0].flops[-1]
     for name, start, color, dashes, words, place in (
         ("source", 0.0, GREY, "-", "small model", (0.05, 4.15)),
@@ -154,7 +154,7 @@ def _draw_demo_losses(axes: Any, found: Row) -> None:
     axes.tick_params(labelsize=READABLE - 2)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    saved, counted = _demo_savings(found)
+    saved, counted = _demo_savings(demo)
     words = f"validation loss: {saved:.0%} fewer FLOPs to the loss from scratch,\n"
     words += f"{counted:.0%} fewer with the small model's own training counted"
     axes.set_title(words, fontsize=READABLE, loc="left")
@@ -186,10 +186,10 @@ def _draw_units(figure: Any) -> None:
 
 
 def _curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    found: dict[tuple[str, str], list[Row]] = {}
+    curves: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["op"], row["provider"]), []).append(row)
-    return found
+        curves.setdefault((row["op"], row["provider"]), []).append(row)
+    return curves
 
 
 def slope(rows: Sequence[Row]) -> float:

@@ -78,11 +78,11 @@ def _version(package: str) -> str | None:
 
 def _packages() -> dict[str, str]:
     """Versions of the installed libraries that are compared, read without importing them."""
-    found = {}
+    versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _gpu_facts() -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _gpu_facts() -> dict[str, Any]:
 def clocks() -> dict[str, str]:
     """The GPU's clocks, temperature and power as they are now; empty without a GPU."""
     names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    found = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
-    return dict(zip(names, found.splitlines()[0].split(", "), strict=False)) if found else {}
+    values = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
+    return dict(zip(names, values.splitlines()[0].split(", "), strict=False)) if values else {}
 
 
 def git_facts() -> dict[str, Any]:

@@ -69,8 +69,8 @@ class HotCode:
         """
         counts = self.stores if stores else self.loads
         total = sum(width * count for width, count in counts.items())
-        found = sum(width * count for width, count in counts.items() if width >= wide)
-        return found / total if total else 1.0
+        wide_bytes = sum(width * count for width, count in counts.items() if width >= wide)
+        return wide_bytes / total if total else 1.0
 
     @property
     def bytes(self) -> int:
@@ -101,26 +101,26 @@ def read_sass(text: str) -> HotCode:
     A loop that reads shared memory 8 bytes or more at a time is hot, too: it reads the data that
     an earlier loop has put there.
     """
-    found = _SASS.findall(text)
+    instructions = _SASS.findall(text)
     lines = []
-    for _, _, operation, _ in found:
+    for _, _, operation, _ in instructions:
         base, *parts = operation.split(".")
         width = next((_SASS_WIDTHS[p] for p in parts if p in _SASS_WIDTHS), 4)
         if base == "LDS" and width >= 8:
             operation = "LDG from shared memory"
         lines.append(_Line(operation, width if base in _SASS_ACCESSES else 0))
-    loops = _natural_loops(_successors(found))
+    loops = _natural_loops(_successors(instructions))
     exchanges = ("BAR", "SHFL", "STS", "LDS")
     return _hot(lines, loops, load="LDG", store="STG", special=("MUFU",), exchanges=exchanges)
 
 
-def _successors(found: Sequence[tuple[str, str, str, str]]) -> list[list[int]]:
+def _successors(instructions: Sequence[tuple[str, str, str, str]]) -> list[list[int]]:
     """For each instruction the ones that may run next."""
-    at = {int(address, 16): i for i, (address, *_) in enumerate(found)}
+    at = {int(address, 16): i for i, (address, *_) in enumerate(instructions)}
     after = []
-    for i, (_, predicate, operation, rest) in enumerate(found):
+    for i, (_, predicate, operation, rest) in enumerate(instructions):
         base, target = operation.split(".")[0], re.search(r"0x([0-9a-f]+)", rest)
-        follows = [i + 1] if i + 1 < len(found) else []
+        follows = [i + 1] if i + 1 < len(instructions) else []
         if base in ("BRA", "CALL", "WARPSYNC") and target and int(target[1], 16) in at:
             # "BRA 0x90" always jumps; "BRA !P2, 0x90" may also continue with the next line
             always = base == "BRA" and not predicate and rest.strip() == target[0]
@@ -214,8 +214,8 @@ def _hot(
     code = [lines[i] for i in sorted(hot)] if hot else lines
 
     def widths(kind: str) -> dict[int, int]:
-        found = [x.width for x in code if x.width and x.operation.startswith(kind)]
-        return {width: found.count(width) for width in sorted(set(found), reverse=True)}
+        sizes = [x.width for x in code if x.width and x.operation.startswith(kind)]
+        return {width: sizes.count(width) for width in sorted(set(sizes), reverse=True)}
 
     return HotCode(
         len(code),

@@ -71,9 +71,9 @@ def expand(results: Path) -> str:
             ("arbitrary maps: writes a padded hidden state", ("arbitrary",), written),
         ):
             same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
-            found = [row for row in same if row["scaled"] in scaled]
-            if found:
-                cells = [range_of(found, "x eager", 1), range_of(found, "of limit", 2)]
+            chosen = [row for row in same if row["scaled"] in scaled]
+            if chosen:
+                cells = [range_of(chosen, "x eager", 1), range_of(chosen, "of limit", 2)]
                 lines.append([f"{dtype}, {words}", *cells])
     head = [
         "`expand`, 4096 x 4096 to 8192 x 8192, 2 threads",
@@ -198,17 +198,17 @@ def beside_compile(results: Path) -> str:
         op, _, other = name.partition("-")
         for words, end in COMPARED:
             for threads in (1, 2):
-                found = [
+                ours = [
                     row | {"of plain": row["extra MiB"] / _beside(rows, row, end)["extra MiB"]}
                     for row in rows
                     if row["provider"] == f"growkern{end}"
                     and row.get("threads", machine.get("threads")) == threads
                 ]
-                if found:
-                    above = sum(row["x compile"] > 1 for row in found)
-                    cells = (range_of(found, key, 2) for key in ("x compile", "of plain"))
+                if ours:
+                    above = sum(row["x compile"] > 1 for row in ours)
+                    cells = (range_of(ours, key, 2) for key in ("x compile", "of plain"))
                     title = f"`{op}`, {words}, threads: {threads}{', Intel' if other else ''}"
-                    lines.append([title, *cells, f"{above} of {len(found)}"])
+                    lines.append([title, *cells, f"{above} of {len(ours)}"])
     head = ["every shape and dtype", "times of `torch.compile`", "memory, of plain"]
     return table([*head, "slower than `torch.compile`"], lines)
 
@@ -226,15 +226,15 @@ def _beside(rows: Iterable[Row], ours: Row, end: str) -> Row:
 def drift(results: Path) -> str:
     """The error of the KL gradient, by how far the student is from its teacher."""
     rows = [row for row in rows_of(results, "exactness") if "drift" in row]
-    found = {(row["drift"], row["dtype"], row["what"]): f"{row['error']:.1e}" for row in rows}
+    errors = {(row["drift"], row["dtype"], row["what"]): f"{row['error']:.1e}" for row in rows}
     ways = [
         (dtype, f"linear loss, {who}")
         for dtype in ("float32", "bfloat16")
         for who in ("growkern", "plain")
     ]
     lines = [
-        [f"{one:.0%}", *(found[(one, *way)] for way in ways)]
-        for one in dict.fromkeys(row["drift"] for row in rows)
+        [f"{distance:.0%}", *(errors[(distance, *way)] for way in ways)]
+        for distance in dict.fromkeys(row["drift"] for row in rows)
     ]
     names = ("`linear_kl_mlm_loss`", "plain PyTorch")
     return table(
@@ -324,12 +324,12 @@ def early(results: Path) -> str:
             ends = early_runs(rows, system, ends=True)
             spent = [f"{(flops_before(rows, system) + row['flops']) / whole:.2f}" for row in ends]
             losses = [f"{row['loss']:.2f}" for row in ends]
-            found = next(
+            saving = next(
                 (r for r in early_runs(rows, system) if r.get("what") == "early saving"), {}
             )
-            at_least = "≥ " if found.get("words", "").startswith("at least") else ""
+            at_least = "≥ " if saving.get("words", "").startswith("at least") else ""
             saved = [
-                f"{at_least}{share:.0%}" if (share := found.get(key)) is not None else "-"
+                f"{at_least}{share:.0%}" if (share := saving.get(key)) is not None else "-"
                 for key in ("saved", "source counted")
             ]
             lines.append([words, *(", ".join(x) for x in (spent, losses)), *saved])
@@ -341,9 +341,9 @@ def early_saving(results: Path) -> list[list[str]]:
     """The README's line: the first seed's run that needs no small model."""
     for rows in early_seeds(results):
         plan, system = rows[0], EARLY_SYSTEMS[-1][0]
-        found = [row for row in early_runs(rows, system) if row.get("saved") is not None]
-        if found:
+        savings = [row for row in early_runs(rows, system) if row.get("saved") is not None]
+        if savings:
             what = f"the same early in training, {plan['parameters'] / 1e6:.0f} million parameters"
             what += f", one seed: {system} in one run"
-            return [[what, f"{found[0]['saved']:.0%}", "no small model needed"]]
+            return [[what, f"{savings[0]['saved']:.0%}", "no small model needed"]]
     return []

@@ -156,7 +156,7 @@ def step_times(
         By name, the seconds of each step but the first.
     """
     turns = Turns(len(makers))
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     errors: list[BaseException] = []
 
     def run(me: int, name: str) -> None:
@@ -164,7 +164,7 @@ def step_times(
             turns.wait(me)
             own = copy.deepcopy(model)
             _, clock = trained(makers[name], own, ids, labels, steps, ClockInTurns(turns, me))
-            found[name] = clock.seconds
+            seconds[name] = clock.seconds
         except BaseException as error:
             errors.append(error)
         finally:
@@ -177,4 +177,4 @@ def step_times(
         thread.join()
     if errors:
         raise errors[0]
-    return {name: found[name] for name in makers}
+    return {name: seconds[name] for name in makers}

@@ -125,8 +125,8 @@ def _kernels(recorder: Recorder, name: str, call: Callable[[], Any]) -> None:
             spans.append((start, end))
         elif any(word in event.name for word in ON_HOST):
             on_host[event.name].append((end - start) / 1e3)
-    for what, found in (("kernel", kernels), ("host", on_host)):
-        for label, times in sorted(found.items(), key=lambda item: -sum(item[1]))[:14]:
+    for what, events in (("kernel", kernels), ("host", on_host)):
+        for label, times in sorted(events.items(), key=lambda item: -sum(item[1]))[:14]:
             row = {"of": name, what: label[:90], "calls": len(times), "ms": sum(times)}
             recorder.add(row | {"longest ms": max(times)})
     spans.sort()
