@@ -86,27 +86,6 @@ BRIEFS = {
             "BERT of an eighth of the width, 2,000": _one("table3", "aki", "source 4x16"),
         },
     ),
-    "axes": Brief(
-        "a GPT-2 grows",
-        ("",),
-        {
-            "4 x 64 to 4 x 128": _one("directions", "fpi_padded", "width"),
-            "16 x 32 to 16 x 64": _one("layers", "fpi_padded"),
-            "4 x 64 to 8 x 96": _one("directions", "padded_identity", "both"),
-            "4 x 64 to 16 x 64": _one("directions", "fpi_identity", "depth"),
-            **{
-                f"4 x 64 to 8 x 64, `{depth}`, small model of {steps} steps": _one(
-                    "depth", system, f"{label}source of {steps} steps"
-                )
-                for steps in ("2,000", "200")
-                for depth, system, label in (
-                    ("identity", "fpi_identity", ""),
-                    ("stack", "fpi", "stack, "),
-                    ("interleave", "fpi_interleave", ""),
-                )
-            },
-        },
-    ),
     "one-run": Brief(
         "8 layers, of which the run begins with",
         ("width 64", "width 32"),

@@ -142,7 +142,7 @@ def test_the_order_of_lengths_changes_no_run(monkeypatch):
 
 def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
-    assert set(brief_text(tmp_path, "axes").splitlines()[2].split(" | ")[1:]) == {"-", "- |"}
+    assert set(brief_text(tmp_path, "sources").splitlines()[2].split(" | ")[1:]) == {"-", "- |"}
     rows = list(rows_for(lines_of("moment", "tiny")[:5], MOMENT))
     write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
     page, *pictures = write_page(tmp_path)
