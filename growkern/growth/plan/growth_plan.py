@@ -90,19 +90,18 @@ class GrowthPlan(Blueprint):
         return estimate(self, ranks, tokens, source_tokens)
 
     def measurements(self) -> tuple[dict[str, str], ...]:
-        """What growth along these axes saved elsewhere (`plan.advice.measurements`)."""
+        """What growth along these axes saved where it was measured; see `measurements.toml`."""
         return measurements(self)
 
     def advice(
         self, tokens: float | None = None, source_tokens: float | None = None
     ) -> tuple[str, ...]:
         """At most three warnings from papers; see `growkern.growth.plan.advice`."""
-        notes = warnings_of(self, tokens, source_tokens)
-        return tuple(f"{note.text} ({note.paper})" for note in notes)
+        return tuple(warnings_of(self, tokens, source_tokens))
 
     def portability(self) -> tuple[str, ...]:
         """What other software, and generation, make of the target (`plan.advice`)."""
-        return portability(self)
+        return tuple(portability(self))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable summary. Together with the source it can repeat the growth.
@@ -146,14 +145,13 @@ class GrowthPlan(Blueprint):
         Args:
             verbose: also show maps, the source of each layer, and every measurement.
         """
-        notes = warnings_of(self, tokens, source_tokens)
         return plan_table(
             self,
             self.findings,
             self.estimate(ranks, tokens, source_tokens),
             ranks,
             self.measurements(),
-            (*self.portability(), *(note.text for note in notes)),
+            (*self.portability(), *self.advice(tokens, source_tokens)),
             verbose,
         )
 
