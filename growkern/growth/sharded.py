@@ -100,9 +100,13 @@ def grow_into(
     options, sizes = GrowthOptions.split_off({**how})
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
-    own = None if family is None else read_family(family)
-    place = located(source, revision)
-    opened = open_source(place, allow_nonfinite=True, family=own, dequantize=options.dequantize)
+    if isinstance(source, Source):
+        # a run opened it to plan the growth
+        opened = source
+    else:
+        own = None if family is None else read_family(family)
+        place = located(source, revision)
+        opened = open_source(place, allow_nonfinite=True, family=own, dequantize=options.dequantize)
     refuse_unreadable(opened)
     grown = plan_into(model, opened, options)
     parameters = named_tensors(model)

@@ -291,6 +291,11 @@ def _of_bytes(file: Path) -> dict[str, Any]:
         return {"size": opened.tell(), "bytes": total.hexdigest()}
 
 
+def model_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint that the model in it is made of."""
+    return [x for x, is_large in _files(directory) if is_large or x.name in MODEL_FILES]
+
+
 def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
     """The files of a checkpoint that are read or copied, and whether they are weights.
 

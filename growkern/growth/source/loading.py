@@ -9,6 +9,7 @@ Sources run in float64 where a real difference must stand out.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from growkern.growth.models import is_dtensor, restore_buffers, tie, untrained_m
 from growkern.growth.source.checks import check_layers
 from growkern.growth.source.config import config_directory, read_config, read_generation
 from growkern.growth.source.files import read_headers, refuse_eight_bits
-from growkern.growth.source.formats import Stamps
+from growkern.growth.source.formats import Stamps, model_files
 from growkern.growth.source.parts import dequantised
 from growkern.growth.source.refused import scale_block
 from growkern.growth.source.source import Source
@@ -36,17 +37,21 @@ MOST_NAMED = 3
 
 
 def load_model(
-    directory: Path, dtype: torch.dtype | None = None, *, attention: str | None = None
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    attention: str | None = None,
+    config: Any = None,
 ) -> Any:
     """The model of a checkpoint directory, in evaluation mode, on the CPU.
 
     Weights in fp8 with block scales or in mxfp4 are read as the numbers that they stand for.
     `dtype` is that of the checkpoint by default, and `attention` that of transformers. What is
     damaged or hostile is refused, and a tensor that is missing or has another shape than the config
-    says.
+    says. `config` is that of the directory, if it was read already; it is not changed.
     """
-    stamps = Stamps.of(directory)
-    config = read_config(directory, any_family=True)
+    stamps = [Stamps.of(file) for file in model_files(directory)]
+    config = read_config(directory, any_family=True) if config is None else copy.deepcopy(config)
     block = scale_block(config, str(directory), dequantize=True)
     cls = class_of(directory, config)
     headers = dequantised(read_headers(directory), block, str(directory))
@@ -58,7 +63,8 @@ def load_model(
     dtype = dtype or config.dtype or next(floating, torch.float32)
     model = _built(directory, cls, config, dtype, headers)
     _own_memory(model)
-    stamps.check()
+    for stamp in stamps:
+        stamp.check()
     model.name_or_path = model.config._name_or_path = str(directory)
     if model.can_generate():
         generation = read_generation(config_directory(directory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,9 +18,9 @@ from growkern.growth.plan.advice import refuse_idle_options
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.source.config import read_config
 from growkern.growth.source.hub import located
-from growkern.growth.source.loading import class_of
+from growkern.growth.source.loading import class_of, load_model
 from growkern.growth.source.refused import scale_block
-from growkern.growth.source.source import open_source
+from growkern.growth.source.source import Source, open_source
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import find_sources
 from growkern.train.distributed.shard import check_replicas
@@ -49,8 +50,13 @@ class Checkpoint:
         """Open a directory."""
         check_directory(directory)
         config = read_config(directory, any_family=True)
-        scale_block(config, str(directory), dequantize=True)
+        # takes the quantisation out of the config that it is given, and the weights need it
+        scale_block(copy.copy(config), str(directory), dequantize=True)
         return cls(directory, config)
+
+    def load(self, dtype: torch.dtype | None = None) -> Any:
+        """The model; `dtype` is that of the checkpoint by default."""
+        return load_model(self.directory, dtype, config=self.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,7 +121,13 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     sources = find_sources(run.data, base)
     texts = {name: list(source.files) if source else [] for name, source in sources.items()}
     growth, section = run.first_growth, run.model
-    model = Checkpoint.of(locate(base, run.checkpoint, run.revision))
+    place, source = locate(base, run.checkpoint, run.revision), None
+    if run.growths and section.generator is None:
+        dequantize = growth is not None and options_of(growth).dequantize
+        check_directory(place)
+        # grown values are checked, not those of the source
+        source = open_source(place, allow_nonfinite=True, dequantize=dequantize)
+    model = Checkpoint.of(place) if source is None else Checkpoint(place, source.config)
     generator = section.generator and Checkpoint.of(locate(base, section.generator))
     names = run.teacher.directories if run.teacher else ()
     teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
@@ -140,7 +152,8 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     opened = {one.directory: one.config for one in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
     words = tuple(_words_of(one) for one in teachers)
-    plan, length = _plan(run, model, base), run.data.sequence_length
+    plan = None if source is None else _plan(run, source, model.training_dtype, base)
+    length = run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
     for one, own in zip(teachers, words, strict=True):
         # the run's tokenizer may have tokens that a teacher lacks
@@ -207,19 +220,14 @@ def _check_words(generator: Checkpoint, tokenizer: Any) -> None:
         )
 
 
-def _plan(run: Run, model: Checkpoint, base: Path) -> GrowthPlan | None:
+def _plan(run: Run, source: Source, dtype: torch.dtype, base: Path) -> GrowthPlan | None:
     """The growth at the start; all growths are planned against each other."""
-    if not run.growths or run.model.generator is not None:
-        return None
-    first = run.first_growth
-    dequantize = first is not None and options_of(first).dequantize
-    opened = open_source(model.directory, dequantize=dequantize)
-    small, history, planned = opened.spec, opened.history, None
+    first, planned = run.first_growth, None
+    small, history = source.spec, source.history
     if first is not None:
         how = options_of(first.inside(base))
-        planned = plan_growth(opened, how, first.sizes, judged=False)
+        planned = plan_growth(source, how, first.sizes, judged=False)
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)
-    later = [one.inside(base) for one in run.later_growths]
-    later_sizes(small, history, model.training_dtype, later)
+    later_sizes(small, history, dtype, [growth.inside(base) for growth in run.later_growths])
     return planned

@@ -17,7 +17,6 @@ from transformers.trainer_utils import TrainOutput
 from growkern.arguments import path_of
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.source.loading import load_model
 from growkern.publish.calls import locked
 from growkern.train.dataset.load import load_data
 from growkern.train.distributed.shard import DistributedOptions, join_processes, shard
@@ -206,21 +205,22 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     # None: the weights are not rounded, whatever their config says
     wanted = dtype if dtype != start.dtype else None
     if run.generator is not None:
-        pair = [load_model(one.directory, wanted) for one in (run.generator, start)]
+        pair = [checkpoint.load(wanted) for checkpoint in (run.generator, start)]
         shares = run.settings.model.shared_embeddings
         return ReplacedTokenDetection(*pair, shared_embeddings=shares)
     if growth is None or run.plan is None:
-        return shard(load_model(start.directory, wanted), options)
+        return shard(start.load(wanted), options)
     if first_start:
-        growth = growth.inside(run.base)
-        return grown_model(start.directory, growth, options, dtype, planned=run.plan)
+        # of a mixture, the dense model that it shows
+        source = run.plan.source.dense or run.plan.source
+        return grown_model(source, growth.inside(run.base), options, dtype, planned=run.plan)
     size = Size(run.plan.target_config, run.plan)
     return unfilled_model(run.plan.large.class_name, size, options, dtype)
 
 
 def _build_teacher(run: ResolvedRun, teacher: Checkpoint) -> Any:
     """A teacher, spread over the processes as the student is."""
-    model, options = load_model(teacher.directory).requires_grad_(False), run.settings.distributed
+    model, options = teacher.load().requires_grad_(False), run.settings.distributed
     if options is None or not run.settings.is_sharded:
         return model
     # its activations are not kept, and it is not worth compiling
