@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from growkern.train.growth import GrowthStep as GrowthStep
     from growkern.train.loop.callbacks import ExpertBalancing as ExpertBalancing
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
-    from growkern.train.loss.inheritance import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.inherited import count_labels as count_labels
-    from growkern.train.loss.losses import LossOptions as LossOptions
     from growkern.train.loss.losses import inherited_loss as inherited_loss
     from growkern.train.loss.losses import kl_mlm_loss as kl_mlm_loss
     from growkern.train.loss.losses import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.train.loss.losses import topk_kl_mlm_loss as topk_kl_mlm_loss
+    from growkern.train.loss.options import InheritanceSchedule as InheritanceSchedule
+    from growkern.train.loss.options import LossOptions as LossOptions
     from growkern.train.model.centroids import centroids as centroids
     from growkern.train.model.sub_model import TwoStageConfig as TwoStageConfig
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
@@ -93,10 +93,9 @@ _NAMES = {
     "train.growth": "GrowthStep",
     "train.loop.callbacks": "ExpertBalancing",
     "train.loop.trainer": "TwoStageTrainer",
-    "train.loss.inheritance": "InheritanceSchedule",
     "train.loss.inherited": "count_labels",
-    "train.loss.losses": "LossOptions inherited_loss kl_mlm_loss linear_kl_mlm_loss "
-    "topk_kl_mlm_loss",
+    "train.loss.losses": "inherited_loss kl_mlm_loss linear_kl_mlm_loss topk_kl_mlm_loss",
+    "train.loss.options": "InheritanceSchedule LossOptions",
     "train.model.centroids": "centroids",
     "train.model.sub_model": "TwoStageConfig",
     "train.objectives.electra": "ReplacedTokenDetection",

@@ -126,11 +126,13 @@ PUBLIC_OPS = {
     "growkern.ops.loss.rows.options.Divergence",
     "growkern.ops.loss.rows.options.IGNORE_INDEX",
     "growkern.ops.loss.rows.options.KLRows",
+    "growkern.ops.loss.rows.options.KL_OPTIONS",
     "growkern.ops.loss.rows.options.LABEL_OPTIONS",
     "growkern.ops.loss.rows.options.LIMITS",
     "growkern.ops.loss.rows.options.LossCall",
     "growkern.ops.loss.rows.options.Reduction",
     "growkern.ops.loss.rows.options.Tail",
+    "growkern.ops.loss.rows.options.check_inheritance",
     "growkern.ops.loss.topk_kl_mlm_loss.topk_kl_mlm_loss",
 }
 

@@ -250,6 +250,7 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     from growkern.train.model.load import load_tokenizer
     from growkern.train.run.file import load_run
     from growkern.train.run.resolve import locate
+    from growkern.train.topk_teacher.teacher import cache_arguments
 
     base = file.parent
     run = load_run(file)
@@ -271,8 +272,7 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
         "dataset": found.train,
         "collator": found.collator(reader, causal=causal, seed=run.training.seed),
         "tokenizer": reader,
-        "temperature": run.inheritance.temperature,
-        "rows": run.inheritance.kl_rows,
+        **cache_arguments(run.inheritance),
     }
 
 

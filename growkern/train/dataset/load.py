@@ -87,7 +87,7 @@ class TrainingData:
         if objective == "auto":
             objective = "clm" if causal else "mlm"
         inner = self._plain("clm" if has_labels else objective, tokenizer, seed)
-        check("weights", row_weights=self.row_weights, objective=objective)
+        check("weights", weights=self.row_weights, objective=objective)
         if not has_labels and self.row_weights is None:
             return inner
         return ColumnCollator(inner, labels=has_labels, weights=self.row_weights)

@@ -20,8 +20,8 @@ from growkern.train.distributed.checkpoint import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loss.batches import Batches
-from growkern.train.loss.inheritance import InheritanceSchedule
 from growkern.train.loss.inherited import unwrapped
+from growkern.train.loss.options import InheritanceSchedule
 from growkern.train.model.flops import is_experts
 from growkern.train.objectives.language_modeling import EpochCollator
 from growkern.train.optimizer import bare

@@ -21,9 +21,9 @@ from growkern.train.distributed.shard import (
     refuse_replicas,
 )
 from growkern.train.growth import GrowthStep
-from growkern.train.loss.inheritance import InheritanceSchedule, Teachers, TeachersOfSources
+from growkern.train.loss.inheritance import Teachers, TeachersOfSources
 from growkern.train.loss.inherited import is_two_stacks
-from growkern.train.loss.losses import LossOptions
+from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerOptions
 from growkern.train.rules import check, refuse_first
@@ -160,10 +160,8 @@ def choose_teachers(
         refuse_replicas(model, "teacher")
         check_sharding(model, "teacher")
     if not by_source:
-        return Teachers(models, inheritance.teacher_weights)
-    if inheritance.teacher_weights is not None:
-        raise GrowthError("teachers of one source each share no rows: leave teacher_weights out")
-    return TeachersOfSources(teacher)
+        return Teachers(models, inheritance)
+    return TeachersOfSources(teacher, inheritance)
 
 
 def check_objectives(teachers: Teachers | TopKTeacher, model: Any, causal: bool) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from growkern.train.loop.checks import check_objectives
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import FlopCounter, Meter
-from growkern.train.loss.inheritance import InheritanceSchedule, Teachers
+from growkern.train.loss.inheritance import Teachers
 from growkern.train.loss.inherited import check_model, inputs_of, is_two_stacks, unwrapped
-from growkern.train.loss.losses import LossOptions
+from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.rows import (
     ROW_COUNTS,
     TAUGHT_BY,
@@ -42,8 +42,8 @@ from growkern.train.model.head import (
     IGNORE_INDEX,
     check_head,
     check_row_length,
+    head_options,
     head_swap,
-    softcap_of,
     take_logits,
 )
 from growkern.train.model.load import is_causal
@@ -64,6 +64,11 @@ class Plan(NamedTuple):
 
     part: Part | None = None  # that trains; None: the whole model
     alpha: float = 0.0  # share of the KL divergence
+
+    @property
+    def taught(self) -> bool:
+        """Whether there is a KL term."""
+        return self.alpha > 0
 
 
 WHOLE = Plan()
@@ -124,7 +129,7 @@ class Objective:
         """Look at the model that will be trained from now on."""
         check_model(model, self.causal)
         check_head(model)
-        self._softcap = softcap_of(model)
+        self._head_options = head_options(model)
         find = layer_stacks if self._in_stages else find_stacks
         self._stacks = find(text_model(model))
         self.layers = model_depth(self._stacks) or model.config.num_hidden_layers
@@ -226,15 +231,15 @@ class Objective:
         # accelerate looks at every module to unwrap a model
         inner, inputs = unwrapped(model), dict(inputs)
         targets = None if self.side is None else self.side.take(inputs)
-        rows = self._take_rows(inputs, plan.alpha, weighted=training)
+        rows = self._take_rows(inputs, plan, weighted=training)
         inputs = inputs_of(inner, inputs, rows.labels_BS)
         check_row_length("model", inner, inputs)
-        options |= self._options(inputs, rows, plan.alpha, items)
+        options |= self._options(inputs, rows, plan, items)
         if training:
             options |= self._loss_arguments
         taught_by = inputs.get(TAUGHT_BY)
-        with accelerator.autocast() if plan.alpha > 0 else contextlib.nullcontext():
-            loss_function = self.teachers.loss_function(inputs, plan.alpha)
+        with accelerator.autocast() if plan.taught else contextlib.nullcontext():
+            loss_function = self.teachers.loss_function(inputs, plan.taught)
         seen = []
 
         def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -248,9 +253,9 @@ class Objective:
         side = None if self.side is None else self.side.parts(outputs, targets, loss.device)
         return _Run(loss, rows, seen[0], outputs, side, taught_by)
 
-    def _take_rows(self, inputs: dict[str, Any], alpha: float, *, weighted: bool) -> LossRows:
+    def _take_rows(self, inputs: dict[str, Any], plan: Plan, *, weighted: bool) -> LossRows:
         """Remove the labels and row weights from a batch, and align them."""
-        kl_rows = self.inheritance.kl_rows if self.inheritance and alpha > 0 else "labels"
+        kl_rows = self.inheritance.kl_rows if self.inheritance and plan.taught else "labels"
         column = self.loss.row_weights
         if column is not None and not weighted:
             inputs.pop(column, None)
@@ -260,20 +265,16 @@ class Objective:
             kl_rows=kl_rows,
             row_weights=column if weighted else None,
             decoder=self.decoder,
-            known=self.teachers.known if alpha > 0 else None,
+            known=self.teachers.known if plan.taught else None,
         )
 
     def _options(
-        self, inputs: dict[str, Any], rows: LossRows, alpha: float, items: Tensor | int | None
+        self, inputs: dict[str, Any], rows: LossRows, plan: Plan, items: Tensor | int | None
     ) -> dict[str, Any]:
         """The arguments of the loss. The counts of the rows are removed from `inputs`."""
         counts: RowCounts | None = inputs.pop(ROW_COUNTS, None)
-        options: dict[str, Any] = rows.options() | {
-            "alpha": alpha,
-            "vocab_size": self._vocabulary,
-            "softcap": self._softcap,
-            "return_parts": True,
-        }
+        options: dict[str, Any] = rows.options() | self._head_options
+        options |= {"alpha": plan.alpha, "vocab_size": self._vocabulary, "return_parts": True}
         masked = isinstance(rows.kl_rows, Tensor)
         every = self.inheritance is not None and self.inheritance.kl_rows == "all"
         if counts is not None:
@@ -281,32 +282,27 @@ class Objective:
             options["max_rows"] = max(1, counts.live if masked and every else counts.labelled)
         if items is not None:
             options["num_items"] = torch.as_tensor(items)
-        if alpha > 0 and self.inheritance is not None:
-            schedule = self.inheritance
-            options["temperature"] = schedule.temperature
-            options["divergence"], options["beta"] = schedule.divergence, schedule.beta
+        if plan.taught and self.inheritance is not None:
+            options |= self.inheritance.arguments()
             options["teacher_vocab_size"] = self.teachers.known
             if masked and items is not None and self._kl_items is not None:
                 options["num_items"] = (options["num_items"], self._kl_items)
         return options
 
     def _record(self, run: _Run, plan: Plan, meter: Meter) -> None:
-        rows, taught = run.rows, plan.alpha > 0
-        labelled_BS = rows.labels_BS != IGNORE_INDEX
-        kl_BS = rows.kl_rows if isinstance(rows.kl_rows, Tensor) else labelled_BS
+        rows = run.rows
+        _, kl_BS = rows.masks()
         if rows.untaught is not None:
             before = rows.untaught + kl_BS.sum()
             meter.add("kl_rows_lost", rows.untaught / before.clamp(min=1), before)
-        if rows.weights_BS is not None:
-            # the parts leave these rows out
-            labelled_BS, kl_BS = (mask & (rows.weights_BS != 0) for mask in (labelled_BS, kl_BS))
+        labelled_BS, kl_BS = rows.measured()
         labelled = labelled_BS.sum()
         is_same = not isinstance(rows.kl_rows, Tensor)
         meter.add_parts(run.parts, labelled, labelled if is_same else kl_BS.sum())
         meter.add("alpha", plan.alpha)
         meter.add("depth", float(plan.part.depth if plan.part else self.layers))
-        live_BS = labelled_BS if is_same or not taught else labelled_BS | kl_BS
-        self.flops.add_rows(live_BS.sum(1), run.taught_by, taught=taught)
+        live_BS = labelled_BS if is_same or not plan.taught else labelled_BS | kl_BS
+        self.flops.add_rows(live_BS.sum(1), run.taught_by, taught=plan.taught)
 
 
 def add_up(accelerator: Any, x: Tensor) -> Tensor:

@@ -37,12 +37,11 @@ from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import Objective, add_up
 from growkern.train.loss.batches import Batches, LabelledSteps
 from growkern.train.loss.inheritance import (
-    InheritanceSchedule,
     SourceCollator,
     Teachers,
     TeachersOfSources,
 )
-from growkern.train.loss.losses import LossOptions
+from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.passes import are_sent
 from growkern.train.loss.side import check_side, side_loss_of
 from growkern.train.loss.vocabulary import check_vocabularies
@@ -146,7 +145,7 @@ def complete(
     steps = StepWatch(settings.steps, accelerator, stops, saver)
     meter = Meter(partial(add_up, accelerator))
     # the data loader of the run counts its rows
-    trainer.batches = Batches(accelerator, objective.loss.row_weights, **kind)
+    trainer.batches = Batches(accelerator, objective.loss.columns, **kind)
     trainer.two_stage = stages = stages_in_steps(settings.two_stage, trainer)
     check_step_numbers(trainer, stages, settings.inheritance, trainer.optimizers.own.rewarm_steps)
     for one in settings.growth:

@@ -28,8 +28,7 @@ from growkern.train.loop import runs
 from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import Settings, complete, prepare
 from growkern.train.loss.batches import Batches, unchanged_random_state
-from growkern.train.loss.inheritance import InheritanceSchedule
-from growkern.train.loss.losses import LossOptions
+from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.passes import stream_loader
 from growkern.train.loss.side import EvaluationSums, side_loss_of
 from growkern.train.model.head import setting
@@ -137,9 +136,9 @@ class TwoStageTrainer(Trainer):
         # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = self.objective.causal
-        columns = (self.loss.row_weights, SOURCE if isinstance(teacher, dict) else None)
+        sources = [SOURCE] if isinstance(teacher, dict) else []
         # so that they are not removed from the data
-        self.label_names = [*self.label_names, *filter(None, columns)]
+        self.label_names = [*self.label_names, *self.loss.columns, *sources]
         self.labelled, self.meter, self.stops, self.saver, self.steps = complete(self, settings)
 
     def get_train_dataloader(self) -> Any:
@@ -385,7 +384,7 @@ class TwoStageTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """0: the FLOPs of this batch are counted later, with those of the others."""
         plan = self.objective.plan(self.state.global_step, self.two_stage, self.growths)
-        self.objective.flops.add(inputs, plan.part, self.meter, taught=plan.alpha > 0)
+        self.objective.flops.add(inputs, plan.part, self.meter, taught=plan.taught)
         return 0.0
 
     def init_hf_repo(self, *args: Any, **options: Any) -> None:

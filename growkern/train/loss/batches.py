@@ -5,7 +5,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -42,7 +42,7 @@ class Batches:
     they do not fill an accumulated batch.
 
     Args:
-        row_weights: key of the row weights; None without them.
+        columns: of training data beside the labels.
         kind: whether the model is `causal` and a `decoder`, see `growkern.train.loss.rows`.
 
     Attributes:
@@ -52,8 +52,8 @@ class Batches:
         stream: reads the training data if that is a `TokenStream`.
     """
 
-    def __init__(self, accelerator: Any, row_weights: str | None = None, **kind: bool) -> None:
-        self._accelerator, self._row_weights, self._kind = accelerator, row_weights, kind
+    def __init__(self, accelerator: Any, columns: Sequence[str] = (), **kind: bool) -> None:
+        self._accelerator, self._columns, self._kind = accelerator, columns, kind
         self.unlabelled: int | None = 0
         self.done = 0
         self.source: Any = None
@@ -87,7 +87,7 @@ class Batches:
                 if not isinstance(batch, Mapping):
                     kind = type(batch).__name__
                     raise GrowthError(f"the data collator makes a {kind}, not a dict")
-                check_keys(batch, "labels", self._row_weights if training else None)
+                check_keys(batch, "labels", *(self._columns if training else ()))
                 labels_BS = align_labels(torch.as_tensor(batch["labels"]), causal=causal)
                 has_label = bool((labels_BS != IGNORE_INDEX).any())
                 if has_label:
@@ -178,7 +178,7 @@ class Batches:
         The list is changed in place. A process has `size` examples per batch.
         """
         for batch in batches:
-            check_keys(batch, "labels", self._row_weights)
+            check_keys(batch, "labels", *self._columns)
         if self._accelerator.num_processes == 1:
             return
         sent = are_sent(dataset, self._accelerator)

@@ -20,111 +20,30 @@ the sources add up to the loss of the batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from growkern.arguments import POSITIVE, SHARE, Limit, check_fields
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.inputs import LossParts
-from growkern.ops.loss.rows.options import Divergence, KLRows, Tail
 from growkern.train.distributed.shard import is_sharded
-from growkern.train.loss.rows import TAUGHT_BY, as_known, check_keys, examples_of
+from growkern.train.loss.options import InheritanceSchedule
+from growkern.train.loss.rows import TAUGHT_BY, LossRows, as_known, check_keys, examples_of
 from growkern.train.model.head import (
-    IGNORE_INDEX,
     check_causal,
     check_head,
-    common_softcap,
-    softcap_of,
     teacher_inputs,
+    teacher_options,
 )
 from growkern.train.model.load import is_causal
 from growkern.train.model.projection import HeadInputs
 from growkern.train.objectives.language_modeling import SOURCE, Collator, OuterCollator
 
-Decay = Literal["linear", "constant", "switch"]
 # the loss of some examples, and where they are in the batch
 Share = tuple[list[int], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class InheritanceSchedule:
-    """How strongly, for how long and on which rows the student follows its teachers.
-
-    Args:
-        rate: the share of the KL term at step 0, in [0, 1]. Below 1 for a student that was grown
-            from its teacher; the paper takes 1 for a student that begins at random.
-        end_step: the optimizer step from which the share is 0; None with "constant".
-        decay: of the share: "linear" falls in a straight line from `rate` to 0 at `end_step`;
-            "constant" stays at `rate` to the end of the run; "switch" stays at `rate` up to
-            `end_step`.
-        temperature: of the softmax in the KL term.
-        kl_rows: rows with a KL term: "labels" (rows with a label) or "all" (every real token).
-        teacher_weights: one weight per teacher, with sum 1; None weighs all alike.
-        divergence: between teacher p and student q: "forward" is KL(p || q), "reverse" is
-            KL(q || p), "jsd" is the Jensen-Shannon divergence.
-        beta: of "jsd", in (0, 1): small values are close to "forward". None takes 0.5.
-        tail: of a teacher that is known by its k likeliest tokens, the use of its remaining
-            probability. "bucket" compares it as a whole with the student's. "renormalise"
-            distributes it over the k tokens, as Knowledge Inheritance does; its gradient is wrong
-            where k is small. None is "bucket".
-
-    Raises:
-        GrowthError: a value is out of range.
-    """
-
-    LIMITS: ClassVar[dict[str, Limit]] = {
-        "rate": SHARE,
-        "temperature": POSITIVE,
-        "beta": Limit(lambda x: 0 < x < 1, "lie in (0, 1)"),
-    }
-
-    rate: float = 0.5
-    end_step: int | None = None
-    temperature: float = 2.0
-    kl_rows: KLRows = "labels"
-    teacher_weights: tuple[float, ...] | None = None
-    divergence: Divergence = "forward"
-    beta: float | None = None
-    decay: Decay = "linear"
-    tail: Tail | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.decay == "constant":
-            if self.end_step is not None:
-                raise GrowthError(
-                    "inheritance end_step is given, but a constant rate has no end: leave it out, "
-                    "or set decay to 'switch'"
-                )
-        elif self.end_step is None or self.end_step < 1:
-            raise GrowthError(
-                f"inheritance end_step is {self.end_step}: give the optimizer step at which the "
-                "rate reaches 0, for example 0.44 of all steps"
-            )
-        if self.teacher_weights is not None and not (abs(sum(self.teacher_weights) - 1) <= 1e-6):
-            raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
-        if self.beta is not None and self.divergence != "jsd":
-            raise GrowthError(
-                f"beta is {self.beta} with divergence {self.divergence!r}: beta belongs to 'jsd'"
-            )
-        if self.tail == "renormalise" and self.divergence == "reverse":
-            raise GrowthError(
-                "divergence 'reverse' is infinite with tail 'renormalise', which gives probability "
-                "0 to all but the k tokens: set tail to 'bucket'"
-            )
-
-    def rate_at(self, step: int) -> float:
-        """The share of the KL term at an optimizer step, counted from 0. (1)"""
-        if self.end_step is None:
-            return self.rate
-        if self.decay == "switch":
-            return self.rate if step < self.end_step else 0.0
-        return max(0.0, self.rate * (1 - step / self.end_step))
 
 
 class Teachers:
@@ -134,17 +53,18 @@ class Teachers:
         known: tokens that all models know, if the student has further ones; else None.
     """
 
-    def __init__(self, models: Sequence[Any], weights: Sequence[float] | None) -> None:
+    def __init__(self, models: Sequence[Any], schedule: InheritanceSchedule | None) -> None:
         self.models = list(models)
+        weights = None if schedule is None else schedule.teacher_weights
         if weights is not None and len(weights) != len(self.models):
             teachers = "1 teacher" if len(self.models) == 1 else f"{len(self.models)} teachers"
             raise GrowthError(
                 f"{len(weights)} teacher_weights for {teachers}: give one weight per teacher"
             )
-        self.weights = None if weights is None or len(self.models) == 1 else list(weights)
         for model in self.models:
             check_head(model)
-        self.softcap = common_softcap(map(softcap_of, self.models))
+        self.options = teacher_options(self.models)
+        self.options["teacher_weights"] = weights if len(self.models) > 1 else None
         self.known: int | None = None
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
@@ -198,12 +118,12 @@ class Teachers:
         """The collator as it is: teachers that run read the batches of the student."""
         return collator
 
-    def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
+    def loss_function(self, inputs: dict[str, Any], taught: bool) -> Callable[..., Any]:
         """`linear_kl_mlm_loss` for a batch, after running the teachers on its inputs.
 
-        At `alpha` 0, the share of the KL term, no teacher runs.
+        Without a KL term no teacher runs.
         """
-        return loss_beside(self.predict(inputs) if alpha > 0 else [], self.weights, self.softcap)
+        return loss_beside(self.predict(inputs) if taught else [], self.options)
 
     def predict(self, inputs: dict[str, Any]) -> list[HeadInputs]:
         """Run the teachers; hidden states, weight and bias of each output projection."""
@@ -214,21 +134,27 @@ class Teachers:
 class TeachersOfSources(Teachers):
     """Frozen models, one for the examples of each source, by the names of these."""
 
-    def __init__(self, models: Mapping[str, Any]) -> None:
+    def __init__(
+        self, models: Mapping[str, Any], schedule: InheritanceSchedule | None = None
+    ) -> None:
+        if schedule is not None and schedule.teacher_weights is not None:
+            raise GrowthError(
+                "teachers of one source each share no rows: leave teacher_weights out"
+            )
         super().__init__(list(models.values()), None)
         self.names = tuple(models)
 
-    def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
+    def loss_function(self, inputs: dict[str, Any], taught: bool) -> Callable[..., Any]:
         """The loss for a batch, after running each teacher on its examples.
 
-        The numbers of the teachers are removed from the inputs. At `alpha` 0 no teacher runs.
+        The numbers of the teachers are removed from the inputs. Without a KL term no teacher runs.
         """
-        if alpha > 0:
+        if taught:
             check_keys(inputs, TAUGHT_BY)
         by = inputs.get(TAUGHT_BY) or ()
         shares: list[Share] = []
-        for number, model in enumerate(self.models if alpha > 0 else ()):
-            examples = [i for i, one in enumerate(by) if one == number]
+        for number, model in enumerate(self.models if taught else ()):
+            examples = [i for i, teacher in enumerate(by) if teacher == number]
             # all processes have to run a sharded teacher, also one without examples
             if not examples and not is_sharded(model):
                 continue
@@ -236,32 +162,24 @@ class TeachersOfSources(Teachers):
             del own[TAUGHT_BY]
             prediction = teacher_inputs(model, as_known(own, self.known))
             if examples:
-                shares.append((examples, loss_beside([prediction], softcap=self.softcap)))
+                shares.append((examples, loss_beside([prediction], self.options)))
         inputs.pop(TAUGHT_BY, None)
-        return partial(_sum, shares) if alpha > 0 else loss_beside([])
+        return partial(_sum, shares) if taught else loss_beside([])
 
 
 def _sum(
     shares: Sequence[Share], hidden_BSH: Tensor, weight_VH: Tensor, **options: Any
 ) -> tuple[Tensor, LossParts]:
     """The loss of a batch from those of its shares, and the means of its parts."""
-    labelled_BS = options["labels"] != IGNORE_INDEX
-    kl_rows, weights_BS = options["kl_rows"], options["row_weights"]
-    kl_BS = kl_rows if isinstance(kl_rows, Tensor) else labelled_BS
-    counts = [mask_BS.sum().clamp(min=1) for mask_BS in (labelled_BS, kl_BS)]
+    rows = LossRows.of(options)
+    counts = [mask_BS.sum().clamp(min=1) for mask_BS in rows.masks()]
     options = {"num_items": tuple(counts)} | options
-    if weights_BS is not None:
-        # the parts leave these rows out
-        labelled_BS, kl_BS = (mask & (weights_BS != 0) for mask in (labelled_BS, kl_BS))
-    of_rows = {"labels", "kl_rows", "row_weights"}
+    labelled_BS, kl_BS = rows.measured()
     total: Any = 0.0
     parts, sizes = [], []
     for examples, loss_of in shares:
-        own = {
-            name: x[examples] if name in of_rows and isinstance(x, Tensor) else x
-            for name, x in options.items()
-        }
-        loss, part = loss_of(hidden_BSH[examples], weight_VH, **own)
+        own = rows.of_examples(examples).options()
+        loss, part = loss_of(hidden_BSH[examples], weight_VH, **options | own)
         total = total + loss
         parts.append(torch.stack([part.mlm, part.kl, part.top1_agreement, part.entropy]))
         mlm, kl = labelled_BS[examples], kl_BS[examples]
@@ -272,11 +190,12 @@ def _sum(
 
 
 def loss_beside(
-    predictions: Sequence[HeadInputs],
-    weights: Sequence[float] | None = None,
-    softcap: float | None = None,
+    predictions: Sequence[HeadInputs], options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """`linear_kl_mlm_loss` with the arguments of the teachers filled in; it may be none."""
+    """`linear_kl_mlm_loss` with the arguments of the teachers filled in; it may be none.
+
+    The options are those that depend on the teachers.
+    """
     if not predictions:
         return partial(linear_kl_mlm_loss, teacher_hidden=None, teacher_weight=None)
     hidden, weight, bias = (list(column) for column in zip(*predictions, strict=True))
@@ -285,8 +204,7 @@ def loss_beside(
         teacher_hidden=hidden,
         teacher_weight=weight,
         teacher_bias=bias,
-        teacher_weights=weights,
-        teacher_softcap=softcap,
+        **options or {},
     )
 
 
@@ -321,8 +239,8 @@ class SourceCollator(OuterCollator):
         )
         if not self.numbers:
             return batch
-        found: list[Any] = [feature.get(SOURCE) for feature in features]
-        strange = [name for name in found if name not in self.numbers]
+        sources: list[Any] = [feature.get(SOURCE) for feature in features]
+        strange = [name for name in sources if name not in self.numbers]
         if strange:
             raise GrowthError(
                 f"an example has the {SOURCE!r} {strange[0]!r}, which no teacher has: give each "
@@ -333,4 +251,4 @@ class SourceCollator(OuterCollator):
                 f"{len(features)} examples make a batch of {len(batch['labels'])} rows: teachers "
                 "of one source each need one row per example, so leave out packing by the collator"
             )
-        return batch | {TAUGHT_BY: [self.numbers[name] for name in found]}
+        return batch | {TAUGHT_BY: [self.numbers[name] for name in sources]}

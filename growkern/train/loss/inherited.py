@@ -19,10 +19,10 @@ from growkern.arguments import as_list, check_kind
 from growkern.errors import GrowthError
 from growkern.growth.source.live import QUANTISED
 from growkern.ops.loss.rows.inputs import LossParts, check_columns
-from growkern.ops.loss.rows.options import KLRows, LossCall
+from growkern.ops.loss.rows.options import LossCall
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.inheritance import check_same_objective, loss_beside
-from growkern.train.loss.rows import LossRows, as_known, real_rows, take_rows
+from growkern.train.loss.rows import ROW_OPTIONS, LossRows, as_known, real_rows, take_rows
 from growkern.train.loss.side import check_router, router_inputs, router_term, router_weight
 from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, columns_of, least
 from growkern.train.model.head import (
@@ -31,12 +31,12 @@ from growkern.train.model.head import (
     check_causal,
     check_head,
     check_row_length,
-    common_softcap,
     evaluating,
+    head_options,
     head_swap,
-    softcap_of,
     take_logits,
     teacher_inputs,
+    teacher_options,
 )
 from growkern.train.model.load import PRETRAINING, is_causal
 from growkern.train.model.projection import HeadInputs, is_linear, projected
@@ -53,9 +53,6 @@ def inherited_loss(
     batch: Mapping[str, Any],
     *,
     alpha: float | Tensor,
-    kl_rows: KLRows,
-    teacher_weights: Sequence[float] | None,
-    row_weights: Tensor | None,
     vocab_size: int | None,
     teacher_vocab_size: int | None,
     causal: bool | None,
@@ -71,22 +68,18 @@ def inherited_loss(
     if not teachers:
         alpha = 0.0
     inputs = dict(batch)
-    if row_weights is not None:
-        inputs["row_weights"] = row_weights
-    weights = None if row_weights is None else "row_weights"
     runs = isinstance(alpha, Tensor) or alpha != 0
     known = known if runs else None
-    rows = take_rows(
-        inputs, causal=causal, kl_rows=kl_rows, row_weights=weights,
-        decoder=is_two_stacks(model), known=known,
-    )  # fmt: skip
+    of_rows = {name: options[name] for name in ROW_OPTIONS}
+    decoder = is_two_stacks(model)
+    rows = take_rows(inputs, **of_rows, causal=causal, decoder=decoder, known=known)
     # without a KL term no teacher runs
-    read = [predict(one, inputs, rows.labels_BS, known) for one in teachers] if runs else []
-    loss_function = loss_beside(read, teacher_weights, common_softcap(map(softcap, teachers)))
+    read = [predict(x, inputs, rows.labels_BS, known) for x in teachers] if runs else []
+    loss_function = loss_beside(read, teacher_options(map(_inner, teachers)))
     options |= {
         **rows.options(),
-        **{"alpha": alpha, "vocab_size": vocab_size, "softcap": softcap(model)},
-        "teacher_vocab_size": known,
+        **head_options(_inner(model)),
+        **{"alpha": alpha, "vocab_size": vocab_size, "teacher_vocab_size": known},
         "return_parts": True,
     }
     seen: list[LossParts] = []
@@ -201,9 +194,9 @@ def shifts_labels(model: Any, causal: bool | None) -> bool:
     return not is_two_stacks(model) and is_causal(unwrapped(model))
 
 
-def softcap(model: Any) -> float | None:
-    """The softcap of a model's logits; None without one and for a pair."""
-    return None if is_pair(model) else softcap_of(unwrapped(model))
+def _inner(model: Any) -> Any | None:
+    """The model inside; None for a pair."""
+    return None if is_pair(model) else unwrapped(model)
 
 
 def inputs_of(model: Any, inputs: dict[str, Any], labels_BS: Tensor) -> dict[str, Any]:

@@ -6,22 +6,17 @@ words of the docstrings are written here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from growkern.arguments import Limit, check_fields
-from growkern.errors import GrowthError
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as of_logits
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as of_heads
 from growkern.ops.loss.rows.inputs import LossParts
 from growkern.ops.loss.rows.options import (
     IGNORE_INDEX,
-    LABEL_OPTIONS,
-    LIMITS,
     Divergence,
     KLRows,
     Reduction,
@@ -543,51 +538,3 @@ def inherited_loss(
         max_rows=max_rows, causal=causal, return_parts=return_parts,
         label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Options of the training loss. The loss of an evaluation is always plain cross-entropy.
-
-    The options that concern a teacher are those of `growkern.InheritanceSchedule`.
-
-    Args:
-        label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
-        z_loss: factor of the squared log of the softmax's denominator.
-        row_weights: name of the key of the batches that holds one weight per label, (B, S) float.
-            The loss is still divided by the number of labels, those of weight 0 included. To
-            leave a label out of that number, mask it. None weighs all labels alike.
-
-    Raises:
-        GrowthError: a value is out of range.
-    """
-
-    LIMITS: ClassVar[dict[str, Limit]] = {name: LIMITS[name] for name in LABEL_OPTIONS}
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    row_weights: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def arguments(self) -> dict[str, float]:
-        """The arguments of `growkern.inherited_loss`: all options but the name of the weights."""
-        options = asdict(self)
-        del options["row_weights"]  # the rows of a batch bring the weights themselves
-        return options
-
-    def with_smoothing(self, factor: float) -> "LossOptions":
-        """These options with the `label_smoothing_factor` of `transformers.TrainingArguments`.
-
-        Raises:
-            GrowthError: both are given and differ.
-        """
-        if factor in (0, self.label_smoothing):
-            return self
-        if self.label_smoothing:
-            raise GrowthError(
-                f"label_smoothing is {self.label_smoothing} in the options of the loss, but "
-                f"label_smoothing_factor is {factor}: give one of them"
-            )
-        return replace(self, label_smoothing=factor)

@@ -25,6 +25,8 @@ ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
 TEACHER_IDS = "teacher_topk_ids"
 # of teachers that have examples of their own: the number of the teacher of each example, a list
 TAUGHT_BY = "taught_by"
+# options of a loss that say something about each row
+ROW_OPTIONS = ("kl_rows", "row_weights")
 
 # ------------------------------------------------------------------- aligned
 
@@ -38,9 +40,31 @@ class LossRows(NamedTuple):
     # rows that lost their KL term to a token that the teachers lack, 0-d; None: they know all
     untaught: Tensor | None = None
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "LossRows":
+        """The inverse of `options`."""
+        return cls(*(options[name] for name in ("labels", *ROW_OPTIONS)))
+
     def options(self) -> dict[str, Any]:
         """The rows as arguments of the loss."""
-        return {"labels": self.labels_BS, "kl_rows": self.kl_rows, "row_weights": self.weights_BS}
+        return dict(zip(("labels", *ROW_OPTIONS), self, strict=False))
+
+    def of_examples(self, examples: list[int]) -> "LossRows":
+        """The rows of some examples."""
+        fields = zip(self._fields[:3], self, strict=False)
+        return self._replace(**{k: x[examples] for k, x in fields if isinstance(x, Tensor)})
+
+    def masks(self) -> tuple[Tensor, Tensor]:
+        """The rows with a label, and those with a KL term, (B, S) bool each."""
+        labelled_BS = self.labels_BS != IGNORE_INDEX
+        return labelled_BS, self.kl_rows if isinstance(self.kl_rows, Tensor) else labelled_BS
+
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """The `masks` of the rows that `LossParts` measures: those of weight 0 are left out."""
+        if self.weights_BS is None:
+            return self.masks()
+        labelled_BS, kl_BS = (mask_BS & (self.weights_BS != 0) for mask_BS in self.masks())
+        return labelled_BS, kl_BS
 
 
 def take_rows(
@@ -48,7 +72,7 @@ def take_rows(
     *,
     causal: bool,
     kl_rows: KLRows,
-    row_weights: str | None = None,
+    row_weights: str | Tensor | None = None,
     decoder: bool = False,
     known: int | None = None,
 ) -> LossRows:
@@ -60,11 +84,13 @@ def take_rows(
 
     Args:
         kl_rows: rows with a KL term: "labels", or "all" for every real token.
-        row_weights: key of the weights; None if there are none.
+        row_weights: the weights (B, S), or their key in the batch; None if there are none.
         decoder: whether the rows belong to a decoder beside an encoder, whose tokens differ. For
             "all" it needs the mask of the decoder's real tokens.
         known: tokens that the teachers know; None: all.
     """
+    if row_weights is not None and not isinstance(row_weights, str):
+        inputs["row_weights"], row_weights = row_weights, "row_weights"
     check_keys(inputs, "labels", row_weights)
     labels_BS = align_labels(inputs.pop("labels"), causal=causal)
     weights_BS = None
@@ -113,11 +139,8 @@ def real_rows(
 
 def count_kl_rows(batch: Mapping[str, Any], kl_rows: KLRows, **kind: Any) -> Tensor:
     """The number of rows with a KL term in a batch with its labels, 0-d; nothing waits for it."""
-    rows = take_rows(dict(batch), kl_rows=kl_rows, **kind)
-    kl_rows_BS = (
-        rows.kl_rows if isinstance(rows.kl_rows, Tensor) else rows.labels_BS != IGNORE_INDEX
-    )
-    return kl_rows_BS.sum()
+    _, kl_BS = take_rows(dict(batch), kl_rows=kl_rows, **kind).masks()
+    return kl_BS.sum()
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
@@ -145,7 +168,7 @@ def examples_of(batch: Mapping[str, Any], teacher: int) -> dict[str, Any]:
     by = batch.get(TAUGHT_BY)
     if by is None:
         return dict(batch)
-    own = [i for i, one in enumerate(by) if one == teacher]
+    own = [i for i, number in enumerate(by) if number == teacher]
     own_batch = {
         name: x[own] if isinstance(x, Tensor) and x.ndim and len(x) == len(by) else x
         for name, x in batch.items()

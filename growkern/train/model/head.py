@@ -53,18 +53,25 @@ def _changes(model: Any) -> Changes:
     ]
 
 
-def common_softcap(softcaps: Iterable[float | None]) -> float | None:
-    """The softcap of several teachers, None without one."""
-    different = set(softcaps) or {None}
-    if len(different) > 1:
-        raise GrowthError(f"the teachers have different softcaps: {different}. They must be equal")
-    return different.pop()
-
-
 def softcap_of(model: Any) -> float | None:
-    """The c of the model's c * tanh(logits / c), for the loss's `softcap`."""
+    """The c of the model's c * tanh(logits / c); None stands for a head without a model."""
+    if model is None:
+        return None
     values = {name: value for _, name, value in _changes(model)}
     return values.get("final_logit_softcapping")
+
+
+def head_options(model: Any) -> dict[str, Any]:
+    """The options of a loss that the student's head asks for; see `softcap_of`."""
+    return {"softcap": softcap_of(model)}
+
+
+def teacher_options(models: Iterable[Any]) -> dict[str, Any]:
+    """The options of a loss that the heads of the teachers ask for; see `softcap_of`."""
+    different = set(map(softcap_of, models)) or {None}
+    if len(different) > 1:
+        raise GrowthError(f"the teachers have different softcaps: {different}. They must be equal")
+    return {"teacher_softcap": different.pop()}
 
 
 def _scale_of(changes: Changes) -> float:

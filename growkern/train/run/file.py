@@ -40,8 +40,7 @@ from growkern.errors import GrowthError
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.growth import GrowthStep, check_order, from_table
-from growkern.train.loss.inheritance import InheritanceSchedule
-from growkern.train.loss.losses import LossOptions
+from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.model.load import ModelSection
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions

@@ -186,7 +186,7 @@ def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Obj
         grows=bool(run.growth),
         two_stacks=objective in OF_TWO_STACKS,
     )
-    check("weights", row_weights=run.loss and run.loss.row_weights, objective=objective)
+    check("weights", weights=run.loss and run.loss.columns, objective=objective)
     check("stages", two_stage=run.two_stage, has_length=not run.data.streaming)
     if generator is not None:
         if "ElectraForMaskedLM" not in (generator.config.architectures or ()):

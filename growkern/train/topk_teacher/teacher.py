@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
-from growkern.train.loss.inheritance import InheritanceSchedule, check_same_objective
+from growkern.train.loss.inheritance import check_same_objective
+from growkern.train.loss.options import InheritanceSchedule
 from growkern.train.loss.rows import (
     TEACHER_IDS,
     document_starts,
@@ -254,6 +255,11 @@ class TeacherSection:
         return bool(self.paths)
 
 
+def cache_arguments(schedule: InheritanceSchedule) -> dict[str, Any]:
+    """The arguments of `growkern.cache_teacher` for a run with this schedule."""
+    return {"temperature": schedule.temperature, "rows": schedule.kl_rows}
+
+
 class TopKTeacher:
     """A teacher that is read from a cache, a server or a file, with the methods of `Teachers`.
 
@@ -337,10 +343,10 @@ class TopKTeacher:
                 wrapped([dataset[i]])
         return wrapped
 
-    def loss_function(self, inputs: dict[str, Any], alpha: float) -> Callable[..., Any]:
+    def loss_function(self, inputs: dict[str, Any], taught: bool) -> Callable[..., Any]:
         """`topk_kl_mlm_loss` for a batch without labels, whose rows of the teacher are removed."""
         topk = {name: inputs.pop(name, None) for name in (IDS, LOGPROBS)}
-        topk = topk if alpha > 0 else dict.fromkeys(topk)
+        topk = topk if taught else dict.fromkeys(topk)
         return partial(topk_kl_mlm_loss, **topk, tail=self._tail)
 
 

@@ -3,8 +3,9 @@
 `python -m tests.train.loss.generate` writes
 
 - `growkern/train/loss/losses.py`, the losses as users call them: signatures, keywords for type
-  checkers, calls, and the entries of options in docstrings. All other words of the docstrings, and
-  the methods there, are written by hand in that file, and stay;
+  checkers, calls, and the entries of options in docstrings;
+- `growkern/train/loss/options.py`, the fields of the sections of a run file with options. All other
+  words of the docstrings, and the methods, are written by hand in both files, and stay;
 - `csrc/maths.h`, the numbers that the compiled kernels get.
 """
 
@@ -13,11 +14,12 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from growkern.ops.loss.rows.options import LABEL_OPTIONS, LossCall, Maths
+from growkern.ops.loss.rows.options import LABEL_OPTIONS, LIMITS, LossCall, Maths
 
 ROOT = Path(__file__).parents[3]
 OPS, DECLARED = ROOT / "growkern/ops/loss", "rows/options.py"
 LOSSES, HEADER = ROOT / "growkern/train/loss/losses.py", ROOT / "csrc/maths.h"
+OPTIONS = LOSSES.with_name("options.py")
 
 OF_LOGITS, OF_HEADS = (
     ("teacher_softcap",),
@@ -35,6 +37,17 @@ OF_BATCH = {
     "causal": "bool | None = None",
     **{"return_parts": None, "temperature": "float = 2.0", "kl_rows": 'KLRows = "labels"'},
     **dict.fromkeys(LABEL_OPTIONS),
+}
+# sections of a run file: their options, in their order there, with what differs
+SECTIONS = {
+    "LossOptions": {**dict.fromkeys(LABEL_OPTIONS), "row_weights": "str | None = None"},
+    "InheritanceSchedule": {
+        **{"rate": "float = 0.5", "end_step": "int | None = None", "temperature": "float = 2.0"},
+        "kl_rows": 'KLRows = "labels"',
+        "teacher_weights": "tuple[float, ...] | None = None",
+        **dict.fromkeys(("divergence", "beta")),
+        **{"decay": 'Decay = "linear"', "tail": "Tail | None = None"},
+    },
 }
 
 
@@ -183,22 +196,30 @@ def _function(name: str, loss: Loss, docstring: str, declared: dict[str, str]) -
     return "\n\n\n".join(parts)
 
 
-def _options_class(tree: ast.Module, text: str, declared: dict[str, str]) -> str:
-    """Section [loss] of a run file; its methods are written by hand."""
-    node = _node(tree, "LossOptions")
-    docstring = _explained(ast.get_docstring(node, clean=False), LABEL_OPTIONS)
-    fields = "".join(f"    {name}: {declared[name]}\n" for name in LABEL_OPTIONS)
+def _section(name: str, tree: ast.Module, text: str, declared: dict[str, str]) -> str:
+    """A section of a run file; its methods are written by hand."""
+    node = _node(tree, name)
+    docstring = _explained(
+        ast.get_docstring(node, clean=False), LABEL_OPTIONS if name == "LossOptions" else ()
+    )
+    fields = "".join(f"    {k}: {x or declared[k]}\n" for k, x in SECTIONS[name].items())
+    lines = text.splitlines()
     methods = [
-        "    " + ast.get_source_segment(text, x)
+        "\n".join(lines[min([x.lineno, *(d.lineno for d in x.decorator_list)]) - 1 : x.end_lineno])
         for x in node.body
         if isinstance(x, ast.FunctionDef)
     ]
-    limits = "dict[str, Limit]] = {name: LIMITS[name] for name in LABEL_OPTIONS}"
-    body = "\n\n".join(methods)
-    return (
-        f'@dataclass(frozen=True)\nclass LossOptions:\n    """{docstring}"""\n\n'
-        f"    LIMITS: ClassVar[{limits}\n\n{fields}"
-        f"    row_weights: str | None = None\n\n{body}"
+    limits = {k: f'LIMITS["{k}"]' for k in SECTIONS[name] if k in LIMITS}
+    if "rate" in SECTIONS[name]:
+        limits = {"rate": "SHARE"} | limits
+    entries = "".join(f'        "{k}": {x},\n' for k, x in limits.items())
+    return "\n\n".join(
+        [
+            f'@dataclass(frozen=True)\nclass {name}:\n    """{docstring}"""',
+            f"    LIMITS: ClassVar[dict[str, Limit]] = {{\n{entries}    }}",
+            fields.rstrip(),
+            *methods,
+        ]
     )
 
 
@@ -213,7 +234,14 @@ def losses(text: str) -> str:
     for name, loss in FUNCTIONS.items():
         docstring = ast.get_docstring(_node(tree, name), clean=False)
         parts.append(_function(name, loss, docstring, declared))
-    parts.append(_options_class(tree, text, declared))
+    return "\n\n\n".join(parts) + "\n"
+
+
+def sections(text: str) -> str:
+    """The file of the sections, from its present text."""
+    tree, (declared, _) = ast.parse(text), _declared()
+    parts = [text[: text.index("\n\n@dataclass")].rstrip()]
+    parts += [_section(name, tree, text, declared) for name in SECTIONS]
     return "\n\n\n".join(parts) + "\n"
 
 
@@ -237,6 +265,7 @@ struct Maths {{
 
 def main() -> None:
     LOSSES.write_text(losses(LOSSES.read_text()))
+    OPTIONS.write_text(sections(OPTIONS.read_text()))
     HEADER.write_text(header())
 
 

@@ -169,7 +169,7 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
     weights = [share(MLM_ROW, 1 - alpha, n_mlm)]
     if options.teacher_weights:
         kl_weight_N = share(KL_ROW, alpha, n_kl)
-    weights += [kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights]
+    weights += [kl_weight_N * (w * options.maths.kl_factor) for w in options.teacher_weights]
     return torch.stack(weights).to(dtype)
 
 
@@ -303,7 +303,7 @@ def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     if options.has_teachers:
         n_kl = (kind_N & KL_ROW).count_nonzero().clamp(min=1)
         teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
-        kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl
+        kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.kl_factor / n_kl
         top1 = sum(w * top1_N.sum() for w, _, top1_N in teachers) / n_kl
     return LossParts(of.mlm.sum() / n_mlm, kl, top1, of.entropy.sum() / n_any)
 

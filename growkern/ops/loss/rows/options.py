@@ -1,8 +1,9 @@
 """The options of the losses, each declared once, and their checks.
 
 `LossCall` has their names, types, defaults and meanings, and `LIMITS` the values that a number may
-have. From here `python -m tests.train.loss.generate` writes `growkern/train/loss/losses.py`, whose
-functions and classes users and editors see, and `csrc/maths.h`.
+have. From here `python -m tests.train.loss.generate` writes `growkern/train/loss/losses.py` and
+`growkern/train/loss/options.py`, whose functions and classes users and editors see, and
+`csrc/maths.h`.
 """
 
 import math
@@ -149,6 +150,11 @@ class Maths(NamedTuple):
         return bool(self.softcap or self.teacher_softcap)
 
     @property
+    def kl_factor(self) -> float:
+        """T^2 of (3): it makes the gradient of the KL term as large as at the temperature 1."""
+        return self.temperature**2
+
+    @property
     def sums_logits(self) -> bool:
         """Whether the label's term needs the sum of the logits of a row."""
         return self.label_smoothing != 0
@@ -178,9 +184,12 @@ LIMITS = {
     "teacher_softcap": _CAP,
     "label_smoothing": Limit(lambda x: 0 <= x < 1, "lie in [0, 1)"),
     "z_loss": NOT_NEGATIVE,
+    "beta": Limit(lambda x: 0 < x < 1, "lie in (0, 1)"),
 }
 # how the term of a label is computed: also without a teacher, and in section [loss] of a run file
 LABEL_OPTIONS = ("label_smoothing", "z_loss")
+# how student and teachers are compared: also in section [inheritance]
+KL_OPTIONS = ("temperature", "divergence", "beta")
 
 
 class Options(NamedTuple):
@@ -278,6 +287,20 @@ def _drops_tail(tail: str, maths: Maths) -> bool:
     return tail == "renormalise"
 
 
+def check_inheritance(options: Any) -> None:
+    """Refuse options of section [inheritance] that do not go together."""
+    weights, divergence, beta = options.teacher_weights, options.divergence, options.beta
+    if weights is not None and not (abs(sum(weights) - 1) <= 1e-6):
+        raise GrowthError(f"teacher_weights {weights} must sum to 1")
+    if beta is not None and divergence != "jsd":
+        raise GrowthError(f"beta is {beta} with divergence {divergence!r}: beta belongs to 'jsd'")
+    if options.tail == "renormalise" and divergence == "reverse":
+        raise GrowthError(
+            "divergence 'reverse' is infinite with tail 'renormalise', which gives probability "
+            "0 to all but the k tokens: set tail to 'bucket'"
+        )
+
+
 def _checked_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
     """Row weights as (N,)."""
     check_tensors({"labels": labels})
@@ -337,7 +360,7 @@ def _checked_beta(divergence: str, beta: float | None) -> float:
             raise GrowthError(f"beta belongs to divergence='jsd', not to {divergence!r}")
         return float(divergence == "reverse")
     beta = 0.5 if beta is None else float(beta)
-    if not 0 < beta < 1:
+    if not LIMITS["beta"].inside(beta):
         raise GrowthError(
             f"beta must lie between 0 and 1, got {beta} (at both ends the divergence is 0): "
             "use 'forward' or 'reverse'"

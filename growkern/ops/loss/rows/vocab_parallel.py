@@ -23,22 +23,22 @@ class Shard(NamedTuple):
 WHOLE = Shard("", 0, 0, 0)
 
 
-def check_shard(group: Any, start: int | None, vocab_size: int | None) -> Shard:
-    """The slice of this rank in `group`, a ProcessGroup; a call without one is WHOLE.
+def check_shard(group: Any, start: int | None, vocab: int | None) -> Shard:
+    """The slice of this rank in `group`, a ProcessGroup, of a number of columns of all ranks.
 
     Raises:
         GrowthError: only some of the three are given, or `start` is negative.
     """
     if group is None:
         raise GrowthError("vocab_start needs group=")
-    if start is None or vocab_size is None:
+    if start is None or vocab is None:
         raise GrowthError(
             "group= needs vocab_start= (this rank's first column) and vocab_size= (columns of all "
             "ranks together)"
         )
     if start < 0:
         raise GrowthError(f"vocab_start must be 0 or more, got {start}")
-    return Shard(group.group_name, start, vocab_size, -(-vocab_size // group.size()))
+    return Shard(group.group_name, start, vocab, -(-vocab // group.size()))
 
 
 def refuse_reference(backend: str) -> None:
