@@ -28,26 +28,28 @@ Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer; default: MODEL.
 Confidence = Annotated[float, typer.Option(help="Of the interval.")]
 
 
-def _arguments(context: typer.Context, name: str) -> dict[str, Any]:
-    """The arguments of a function: the options of its command, or the file in MODEL's place.
+def _measure(context: typer.Context, name: str) -> None:
+    """Call a function of the package, and show its report.
 
-    Args:
-        name: of the function, and of its table in a file.
+    Its arguments are the options of the command, or a table of the same name in MODEL's file.
     """
+    import growkern
     from growkern.train.evaluation.from_file import read_arguments
 
-    options = {key: value for key, value in context.params.items() if key != "as_json"}
-    file = Path(options["model"])
+    silence_transformers()
+    options = dict(context.params)
+    as_json, file = options.pop("as_json"), Path(options["model"])
     if file.suffix != ".toml":
         options["text"] = [*(options["text"] or ()), *(options.pop("more", None) or ())]
         if options.get("split", "") is None:
             del options["split"]
-        return options
-    for key in options:
-        source = context.get_parameter_source(key)
-        if key != "model" and source is not None and source.name == "COMMANDLINE":
-            raise GrowthError(f"{key} is given beside {file}: put it into [{name}] of the file")
-    return read_arguments(file, name)
+    else:
+        for key in options:
+            source = context.get_parameter_source(key)
+            if key != "model" and source is not None and source.name == "COMMANDLINE":
+                raise GrowthError(f"{key} is given beside {file}: put it into [{name}] of the file")
+        options = read_arguments(file, name)
+    show(getattr(growkern, name)(**options, progress=sys.stderr.isatty()), as_json)
 
 
 @app.command("eval")
@@ -89,10 +91,7 @@ def evaluate(
 
     A file MODEL.toml has the options in a table \\[evaluate], by the names of growkern.evaluate.
     """
-    from growkern.train.evaluation.evaluate import evaluate as measure
-
-    silence_transformers()
-    show(measure(**_arguments(context, "evaluate"), progress=sys.stderr.isatty()), as_json)
+    _measure(context, "evaluate")
 
 
 @app.command()
@@ -121,10 +120,7 @@ def finetune(
 
     A file MODEL.toml has the options in a table \\[finetune], by the names of growkern.finetune.
     """
-    from growkern.train.evaluation.finetune import finetune as tune
-
-    silence_transformers()
-    show(tune(**_arguments(context, "finetune"), progress=sys.stderr.isatty()), as_json)
+    _measure(context, "finetune")
 
 
 Runs = Annotated[

@@ -153,11 +153,8 @@ def evaluate(
     if section.dataset is None:
         # a file that is missing is named before the model is loaded
         find_sources(section, Path(), "text")
-    directory = located(model) if isinstance(model, (str, Path)) else None
-    reader = tokenizer_of(tokenizer, directory)
-    if directory is not None:
-        model = load_language_model(directory)
-        check_fits(directory, reader, section.sequence_length)
+    model, reader, is_loaded = opened(model, tokenizer, section.sequence_length)
+    if is_loaded:
         model.to(torch.accelerator.current_accelerator() or "cpu")
     causal = is_causal(model)
     loaded = load_data(section, reader, progress=progress, name="text")
@@ -184,13 +181,26 @@ def _section(text: Sequence[str | Path], data: dict[str, Any]) -> DataSection:
     return DataSection(train=tuple(map(str, text)), **data)
 
 
-def tokenizer_of(tokenizer: Any | None, directory: Path | None) -> Any:
-    """A tokenizer of transformers: given, or of a directory, or of the model's directory."""
-    if tokenizer is None and directory is None:
+def opened(
+    model: Any, tokenizer: Any | None, length: int, dtype: torch.dtype | None = None
+) -> tuple[Any, Any, bool]:
+    """A model, its tokenizer, and whether the model was loaded here, in `dtype`.
+
+    Args:
+        model: or its directory, or its name on the Hub.
+        tokenizer: or its directory; None takes that of the model's directory.
+        length: tokens that the model reads at once.
+    """
+    directory = located(model) if isinstance(model, (str, Path)) else None
+    place = directory if tokenizer is None else tokenizer
+    if place is None:
         raise GrowthError("a model without a directory needs its tokenizer: give tokenizer")
-    if tokenizer is None or isinstance(tokenizer, (str, Path)):
-        return load_tokenizer(Path(tokenizer or directory))  # type: ignore[arg-type]
-    return tokenizer
+    reader = load_tokenizer(Path(place)) if isinstance(place, (str, Path)) else place
+    if directory is None:
+        return model, reader, False
+    model = load_language_model(directory, dtype)
+    check_fits(directory, reader, length)
+    return model, reader, True
 
 
 def _sums(

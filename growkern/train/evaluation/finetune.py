@@ -24,17 +24,15 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 
 from growkern.arguments import MOST_NUMPY_SEED
 from growkern.errors import GrowthError
-from growkern.growth.source.hub import located
 from growkern.train.dataset.load import pack_text
 from growkern.train.dataset.source import matching_files
 from growkern.train.evaluation.evaluate import (
     check_confidence,
+    opened,
     ratio_interval,
-    tokenizer_of,
     without_nan,
 )
 from growkern.train.loss.batches import unchanged_random_state
-from growkern.train.model.load import check_fits, load_language_model
 
 # share of the passages of each source that is kept for the test, from the end of the source
 TEST_SHARE = 0.2
@@ -135,11 +133,7 @@ def finetune(
     check_confidence(confidence)
     _check_numbers(locals(), "seeds", "epochs", "batch_size", "learning_rate", "passages")
     sources = _sources([text] if isinstance(text, (str, Path)) else text)
-    directory = located(model) if isinstance(model, (str, Path)) else None
-    reader = tokenizer_of(tokenizer, directory)
-    if directory is not None:
-        model = load_language_model(directory, torch.float32)
-        check_fits(directory, reader, sequence_length)
+    model, reader, _ = opened(model, tokenizer, sequence_length, torch.float32)
     train, test = _task(sources, reader, sequence_length, passages)
     with tempfile.TemporaryDirectory() as scratch, _deterministic():
         arguments = {
@@ -204,21 +198,21 @@ def _task(
     sources: dict[str, list[Path]], tokenizer: Any, length: int, most: int
 ) -> tuple[list[Passage], list[Passage]]:
     """The passages for training and for the test."""
-    found = {name: pack_text(files, tokenizer, length).tokens_NS for name, files in sources.items()}
-    short = min(found, key=lambda name: len(found[name]))
-    count = min(most, len(found[short]))
+    rows = {name: pack_text(files, tokenizer, length).tokens_NS for name, files in sources.items()}
+    short = min(rows, key=lambda name: len(rows[name]))
+    count = min(most, len(rows[short]))
     tests = math.ceil(TEST_SHARE * count)
     if count - tests < 1:
         raise GrowthError(
-            f"{short} has {len(found[short])} passages of {length} tokens: "
+            f"{short} has {len(rows[short])} passages of {length} tokens: "
             "at least 2 are needed: give more text or a smaller sequence_length"
         )
     train: list[Passage] = []
     test: list[Passage] = []
-    for number, tokens_NS in enumerate(found.values()):
+    for number, tokens_NS in enumerate(rows.values()):
         chosen_N = np.linspace(0, len(tokens_NS) - 1, count).round().astype(int)
-        rows = tokens_NS[chosen_N].astype(np.int64)
-        passages = [{"input_ids": tokens_S, "labels": number} for tokens_S in rows]
+        chosen_NS = tokens_NS[chosen_N].astype(np.int64)
+        passages = [{"input_ids": tokens_S, "labels": number} for tokens_S in chosen_NS]
         train += passages[: count - tests]
         test += passages[count - tests :]
     return train, test
@@ -292,12 +286,11 @@ def classifier_of(model: Any, sources: int) -> Any:
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise GrowthError(f"transformers has no sequence classifier for {name}") from error
-    found = _body(model).state_dict()
-    wanted = _body(classifier).state_dict()
-    lacking = [key for key in wanted if key not in found and NEW not in key]
+    own, wanted = _body(model).state_dict(), _body(classifier).state_dict()
+    lacking = [key for key in wanted if key not in own and NEW not in key]
     if lacking:
         raise GrowthError(f"the classifier for {name} needs {lacking[0]}, which the model lacks")
-    _body(classifier).load_state_dict({k: x for k, x in found.items() if k in wanted}, strict=False)
+    _body(classifier).load_state_dict({k: x for k, x in own.items() if k in wanted}, strict=False)
     # decoders are read at the last token that is no padding, and no passage has any
     classifier.config.pad_token_id = -1
     return classifier

@@ -13,18 +13,19 @@ from __future__ import annotations
 import glob
 import inspect
 import typing
-from dataclasses import field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import growkern
+from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
 from growkern.growth.source.hub import ID
 from growkern.train.dataset.options import DataSection
 from growkern.train.evaluation.evaluate import FOR_TRAINING
 from growkern.train.toml import read_toml, to_dataclass
 
-PATHS = ("tokenizer", "cache")
+PATHS = ("model", "dataset", "tokenizer", "cache")
 
 
 # what a file may give for arguments whose default does not tell their type
@@ -34,24 +35,25 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # arguments that are not keys; `data` stands for the options of the data
 NOT_KEYS = ("progress", "data")
+EMPTY = inspect.Parameter.empty
 
 
 def section_of(name: str) -> type[Any]:
     """A dataclass of the arguments of an evaluation that a file may give."""
-    given = inspect.signature(getattr(growkern, name)).parameters.items()
-    found = [
-        (key, KINDS[name].get(key, type(one.default)), one.default)
-        for key, one in given
+    parameters = inspect.signature(getattr(growkern, name)).parameters.items()
+    keys = [
+        (key, KINDS[name].get(key, type(x.default)), x.default)
+        for key, x in parameters
         if key not in NOT_KEYS
     ]
     if name == "evaluate":
         kinds, options = typing.get_type_hints(DataSection), fields(DataSection)
-        found += [(x.name, kinds[x.name], x.default) for x in options if x.name not in FOR_TRAINING]
-    keys = [
-        (key, kind) if default is inspect.Parameter.empty else (key, kind, field(default=default))
-        for key, kind, default in found
-    ]
-    return make_dataclass(name, keys, frozen=True)
+        keys += [(x.name, kinds[x.name], x.default) for x in options if x.name not in FOR_TRAINING]
+    return make_dataclass(
+        name,
+        [(k, kind, field(default=MISSING if x is EMPTY else x)) for k, kind, x in keys],
+        frozen=True,
+    )
 
 
 def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
@@ -64,20 +66,18 @@ def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
     if name not in tables:
         raise GrowthError(f"{path} has no table [{name}]: add it, with the key model")
     section = to_dataclass(section_of(name), tables[name], str(path), name)
-    found = {key: getattr(section, key) for key in tables[name]}
+    arguments = {key: getattr(section, key) for key in tables[name]}
     base = path.parent
-    for key in PATHS:
-        if found.get(key) is not None:
-            found[key] = str(base / found[key])
+    places = {key: base / x for key, x in arguments.items() if key in PATHS and x is not None}
     # a name that is no directory is one on the Hub
-    if (base / found["model"]).exists() or not ID.fullmatch(found["model"]):
-        found["model"] = str(base / found["model"])
-    if found.get("dataset") and (base / found["dataset"]).is_dir():
-        found["dataset"] = str(base / found["dataset"])
-    if "text" in found:
-        text = [found["text"]] if isinstance(found["text"], str) else found["text"]
-        found["text"] = [_text_of(base, one) for one in text]
-    return found
+    if not places["model"].exists() and ID.fullmatch(arguments["model"]):
+        del places["model"]
+    if "dataset" in places and not (arguments["dataset"] and places["dataset"].is_dir()):
+        del places["dataset"]
+    arguments |= {key: str(place) for key, place in places.items()}
+    if "text" in arguments:
+        arguments["text"] = [_text_of(base, name) for name in as_list(arguments["text"])]
+    return arguments
 
 
 def _text_of(base: Path, name: str) -> str:
