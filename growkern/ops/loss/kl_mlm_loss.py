@@ -66,13 +66,7 @@ from torch.utils.checkpoint import checkpoint
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.custom_ops import apply, check_tensors
-from growkern.ops.loss.rows.inputs import (
-    check_columns,
-    outcome,
-    over_columns,
-    row_inputs,
-    shard_of_call,
-)
+from growkern.ops.loss.rows.inputs import check_columns, loss_of_rows, shard_of_call
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
 from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, Terms, weighted
@@ -207,9 +201,6 @@ def kl_mlm_loss(
         refuse_reference(chosen)
     widths = [t.shape[-1] for t in teachers]
     columns = check_columns(call, student_logits.shape[-1], widths, shard)
-    student = ("student_logits", student_logits)
-    rows = row_inputs(call, checked, labels, student, columns.vocab, shard)
-
     N = labels.numel()
     # -1 instead of N would fail on a rank without columns
     logits = [x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers)]
@@ -225,9 +216,8 @@ def kl_mlm_loss(
             rows_RN, _ = apply(KL_MLM_ROWS, here[0], here[1:], *inputs, shard.group, chosen)
         return weighted(rows.weights, rows_RN), rows_RN
 
-    loss_N, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)
-    loss = loss_N if call.reduction == "none" else loss_N.sum()
-    return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
+    student = ("student_logits", student_logits)
+    return loss_of_rows(loss_of, call, checked, labels, student, columns, shard)
 
 
 def _reference_of_all(

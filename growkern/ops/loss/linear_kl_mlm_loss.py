@@ -57,12 +57,7 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear.op import LINEAR_KL_MLM
-from growkern.ops.loss.rows.inputs import (
-    check_columns,
-    outcome,
-    over_columns,
-    row_inputs,
-)
+from growkern.ops.loss.rows.inputs import check_columns, loss_of_rows
 from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import RowInputs, weighted
 from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
@@ -119,7 +114,6 @@ def linear_kl_mlm_loss(
     widths = [len(t.weight) for t in teachers]
     columns = check_columns(call, len(student.weight), widths, shard)
     named = ("student_hidden", student_hidden)
-    rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
 
     def loss_of(
         options: Options, vocab: int, shard: Shard, rows: RowInputs
@@ -128,8 +122,7 @@ def linear_kl_mlm_loss(
         here = teachers if options.has_teachers else []
         return linear_loss_and_rows(student, here, rows, settings)
 
-    loss, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)
-    return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
+    return loss_of_rows(loss_of, call, checked, labels, named, columns, shard)
 
 
 def linear_loss_and_rows(

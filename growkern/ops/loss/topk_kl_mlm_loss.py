@@ -62,7 +62,7 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, reference_loss
-from growkern.ops.loss.rows.inputs import check_columns, outcome, over_columns, row_inputs
+from growkern.ops.loss.rows.inputs import check_columns, loss_of_rows
 from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
@@ -147,7 +147,6 @@ def topk_kl_mlm_loss(
     columns = check_columns(call, len(student.weight), [], shard)
     topk = check_topk(teacher_topk_ids, cached, student_hidden, columns.known_of_all)
     named = ("student_hidden", student_hidden)
-    rows = row_inputs(call, checked, labels, named, columns.vocab, shard)
 
     def loss_of(
         options: Options, vocab: int, shard: Shard, rows: RowInputs
@@ -156,8 +155,7 @@ def topk_kl_mlm_loss(
         here = topk if options.has_teachers else []
         return _loss_and_rows(student, here, rows, settings)
 
-    loss, rows_RN = over_columns(loss_of, call, checked, columns, shard, rows)
-    return outcome(loss, rows_RN, rows.kinds, checked, labels.shape)
+    return loss_of_rows(loss_of, call, checked, labels, named, columns, shard)
 
 
 def _loss_and_rows(

@@ -240,11 +240,7 @@ def settings_of(
     shard: Shard,
     backend: str,
 ) -> Settings:
-    """The settings of a call.
-
-    Raises:
-        GrowthError: a limit is not a positive integer, or the logits' dtype does not fit.
-    """
+    """The settings of a call."""
     total = shard.vocab or vocab
     limits = _checked_limits(call)
     sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **limits)
@@ -289,11 +285,7 @@ def _check_shards(weights: Sequence[Tensor], call: LossCall) -> Shard:
 def check_logits_dtype(
     asked: torch.dtype | None, student_NH: Tensor, has_teacher: bool = True
 ) -> torch.dtype:
-    """The dtype of the logits; without a teacher the narrowest allowed one loses no digits.
-
-    Raises:
-        GrowthError: `asked` is narrower than sums must be, or no float dtype.
-    """
+    """The dtype of the logits; without a teacher the narrowest allowed one loses no digits."""
     least = acc_torch_dtype(student_NH)
     if asked not in (None, least, torch.float64):
         raise GrowthError(
@@ -318,10 +310,6 @@ def checked_heads(
     """The checked heads of the student and of each teacher, and the slice.
 
     Under autocast they have its dtype. Sharded heads give this rank's rows.
-
-    Raises:
-        GrowthError: shapes, dtypes, devices or slices that do not fit, or a teacher that requires
-            grad.
     """
     student_hidden, student_weight, _ = student
     K = len(hiddens)
@@ -371,8 +359,8 @@ def _check_head(
     given = {"hidden": hidden, "weight": weight, "bias": bias}
     check_tensors({f"{name} {what}": x for what, x in given.items() if x is not None})
     if weight is None or weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
-        found = None if weight is None else tuple(weight.shape)
-        raise GrowthError(f"{name}: hidden {tuple(hidden.shape)} needs weight (V, H), got {found}")
+        shape = None if weight is None else tuple(weight.shape)
+        raise GrowthError(f"{name}: hidden {tuple(hidden.shape)} needs weight (V, H), got {shape}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise GrowthError(
             f"{name}: bias {tuple(bias.shape)} must be ({weight.shape[0]},), the rows of weight"

@@ -65,9 +65,6 @@ def live_rows(kind_N: Tensor, max_rows: int) -> tuple[Tensor | None, int]:
 
     On a GPU the number of live rows is not read. A prefix sum puts them before the others, of which
     some fill the `max_rows` places; without `max_rows` all rows are taken.
-
-    Raises:
-        GrowthError: on a CPU, more rows than `max_rows` have a term. A GPU asserts it.
     """
     N = kind_N.numel()
     R = min(max_rows, N) if max_rows else N

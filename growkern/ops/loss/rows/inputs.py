@@ -42,9 +42,6 @@ def check_columns(
         call: the options of a loss.
         student, teachers: widths of the logits.
         shard: the columns of this process.
-
-    Raises:
-        GrowthError: the widths do not fit the options.
     """
     known = call.teacher_vocab_size
     vocab = _columns(call.vocab_size, student, teachers if known is None else [], shard)
@@ -63,11 +60,7 @@ def check_columns(
 
 
 def _columns(vocab_size: int | None, student: int, teachers: Sequence[int], shard: Shard) -> int:
-    """The number of columns here that are not padding.
-
-    Raises:
-        GrowthError: the widths differ, and `vocab_size` does not say what is padding.
-    """
+    """The number of columns here that are not padding."""
     widths = (student, *teachers)
     if shard.group:
         here = max(0, shard.vocab - shard.start)
@@ -97,11 +90,7 @@ def _columns(vocab_size: int | None, student: int, teachers: Sequence[int], shar
 
 
 def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int) -> Tensor:
-    """Labels as int64 (N,); `rows` is the shape of the rows of the tensor that `what` names.
-
-    Raises:
-        GrowthError: labels are not integers, or have another shape.
-    """
+    """Labels as int64 (N,); `rows` is the shape of the rows of the tensor that `what` names."""
     if labels.shape != rows:
         raise GrowthError(
             f"labels {tuple(labels.shape)} must match the rows {tuple(rows)} of {what}; this op "
@@ -115,11 +104,7 @@ def check_labels(labels: Tensor, rows: torch.Size, what: str, ignore_index: int)
 
 
 def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options: Options) -> Tensor:
-    """Bits MLM_ROW and KL_ROW per row, (N,) int32; labels are (...) int64.
-
-    Raises:
-        GrowthError: `kl_rows` is neither a known name nor a bool mask of the labels' shape.
-    """
+    """Bits MLM_ROW and KL_ROW per row, (N,) int32; labels are (...) int64."""
     labelled_N = (labels != ignore_index).reshape(-1)
     if isinstance(kl_rows, Tensor):
         if kl_rows.dtype != torch.bool or kl_rows.shape != labels.shape:
@@ -196,35 +181,6 @@ def row_inputs(
     kind_N = live_kinds(counted_N, options.row_weights)
     labels_N = without_graph(checked_labels, labels_N, kind_N, shard.vocab or vocab, shard.group)
     return RowInputs(labels_N - shard.start if shard.start else labels_N, kind_N, weight_WN)
-
-
-# the loss, 0-d or (N,), and the terms (R, N); without teachers if the options have no weights
-LossOf: TypeAlias = Callable[[Options, int, Shard, RowInputs], tuple[Tensor, Tensor]]
-
-
-def over_columns(
-    loss_of: LossOf,
-    call: LossCall,
-    options: Options,
-    columns: Columns,
-    shard: Shard,
-    rows: RowInputs,
-) -> tuple[Tensor, Tensor]:
-    """The loss and the terms: of the labels over all columns, of teachers over those they know."""
-    if columns.known is None or not options.has_teachers or call.teacher_vocab_size is None:
-        return loss_of(options, columns.vocab, shard, rows)
-    labels_N, kind_N, weight_WN = rows
-    # the entropy is wanted of rows without a label too
-    own_N = kind_N if options.parts else kind_N & MLM_ROW
-    alone = options._replace(teacher_weights=())
-    loss, own_RN = loss_of(alone, columns.vocab, shard, RowInputs(labels_N, own_N, weight_WN[:1]))
-    kl_WN = torch.cat([torch.zeros_like(weight_WN[:1]), weight_WN[1:]])
-    known = shard._replace(vocab=min(shard.vocab, call.teacher_vocab_size))
-    kl, taught_RN = loss_of(
-        options, columns.known, known, RowInputs(labels_N, kind_N & KL_ROW, kl_WN)
-    )
-    own, taught = named_terms(own_RN), named_terms(taught_RN)
-    return loss + kl, taught._replace(mlm=own.mlm, entropy=own.entropy).stacked()
 
 
 # an op, so that a compiled graph checks the values too
@@ -308,9 +264,49 @@ def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     return LossParts(of.mlm.sum() / n_mlm, kl, top1, of.entropy.sum() / n_any)
 
 
-def outcome(
-    loss: Tensor, rows_SN: Tensor, kind_N: Tensor, options: Options, shape: torch.Size
+# the loss, 0-d or (N,), and the terms (R, N); without teachers if the options have no weights
+LossOf: TypeAlias = Callable[[Options, int, Shard, RowInputs], tuple[Tensor, Tensor]]
+
+
+def _over_columns(
+    loss_of: LossOf,
+    call: LossCall,
+    options: Options,
+    columns: Columns,
+    shard: Shard,
+    rows: RowInputs,
+) -> tuple[Tensor, Tensor]:
+    """The loss and the terms: of the labels over all columns, of teachers over those they know."""
+    if columns.known is None or not options.has_teachers or call.teacher_vocab_size is None:
+        return loss_of(options, columns.vocab, shard, rows)
+    labels_N, kind_N, weight_WN = rows
+    # the entropy is wanted of rows without a label too
+    own_N = kind_N if options.parts else kind_N & MLM_ROW
+    alone = options._replace(teacher_weights=())
+    loss, own_RN = loss_of(alone, columns.vocab, shard, RowInputs(labels_N, own_N, weight_WN[:1]))
+    kl_WN = torch.cat([torch.zeros_like(weight_WN[:1]), weight_WN[1:]])
+    known = shard._replace(vocab=min(shard.vocab, call.teacher_vocab_size))
+    kl, taught_RN = loss_of(
+        options, columns.known, known, RowInputs(labels_N, kind_N & KL_ROW, kl_WN)
+    )
+    own, taught = named_terms(own_RN), named_terms(taught_RN)
+    return loss + kl, taught._replace(mlm=own.mlm, entropy=own.entropy).stacked()
+
+
+def loss_of_rows(
+    loss_of: LossOf,
+    call: LossCall,
+    options: Options,
+    labels: Tensor,
+    student: tuple[str, Tensor],
+    columns: Columns,
+    shard: Shard,
 ) -> Tensor | tuple[Tensor, LossParts]:
-    """The return value of a loss; `shape` is that of the labels."""
-    loss = loss.reshape(shape) if options.reduction == "none" else loss
-    return (loss, loss_parts(rows_SN, kind_N, options)) if options.parts else loss
+    """The return value of a loss; arguments as in `row_inputs`."""
+    rows = row_inputs(call, options, labels, student, columns.vocab, shard)
+    loss, rows_RN = _over_columns(loss_of, call, options, columns, shard, rows)
+    if options.reduction == "none":
+        loss = loss.reshape(labels.shape)
+    elif loss.ndim:
+        loss = loss.sum()
+    return (loss, loss_parts(rows_RN, rows.kinds, options)) if options.parts else loss

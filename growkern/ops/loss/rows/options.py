@@ -214,11 +214,7 @@ class Options(NamedTuple):
 
 
 def as_teachers(teacher: Any, call: LossCall) -> list[Any]:
-    """One teacher, several or none, as a list; empty if ``alpha`` is the float 0.
-
-    Raises:
-        GrowthError: `alpha` is outside 0..1, or needs a teacher and there is none.
-    """
+    """One teacher, several or none, as a list; empty if ``alpha`` is the float 0."""
     alpha = call.alpha
     if isinstance(alpha, Tensor):
         if alpha.ndim != 0 or alpha.requires_grad:
@@ -244,11 +240,7 @@ def _check_number(name: str, x: Any, limit: Limit) -> None:
 
 
 def check_options(call: LossCall, n_teachers: int, labels: Tensor) -> Options:
-    """The options of a call, checked.
-
-    Raises:
-        GrowthError: an option is out of range, or does not go with another one.
-    """
+    """The options of a call, checked."""
     row_weights = _checked_row_weights(call.row_weights, labels)
     _check_number("temperature", call.temperature, LIMITS["temperature"])
     for name in ("softcap", "teacher_softcap"):

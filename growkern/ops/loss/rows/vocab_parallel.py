@@ -24,11 +24,7 @@ WHOLE = Shard("", 0, 0, 0)
 
 
 def check_shard(group: Any, start: int | None, vocab: int | None) -> Shard:
-    """The slice of this rank in `group`, a ProcessGroup, of a number of columns of all ranks.
-
-    Raises:
-        GrowthError: only some of the three are given, or `start` is negative.
-    """
+    """The slice of this rank in `group`, a ProcessGroup, of a number of columns of all ranks."""
     if group is None:
         raise GrowthError("vocab_start needs group=")
     if start is None or vocab is None:
@@ -42,11 +38,7 @@ def check_shard(group: Any, start: int | None, vocab: int | None) -> Shard:
 
 
 def refuse_reference(backend: str) -> None:
-    """Refuse the one backend that cannot use a slice of the vocabulary.
-
-    Raises:
-        GrowthError: `backend` is "reference".
-    """
+    """Refuse the one backend that cannot use a slice of the vocabulary."""
     if backend == "reference":
         raise GrowthError(
             "backend='reference' needs the whole vocabulary and takes no group; if it was chosen "
@@ -55,11 +47,7 @@ def refuse_reference(backend: str) -> None:
 
 
 def shard_of(weight: Any) -> tuple[Any, int, int]:
-    """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V.
-
-    Raises:
-        GrowthError: `weight` is not sharded along V alone.
-    """
+    """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V."""
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or not placements[0].is_shard(0):
         raise GrowthError(

@@ -25,11 +25,7 @@ _COMPUTED = 2.0**-14
 
 
 def check_topk(ids: Any, given: list[Tensor], hidden: Tensor, vocab: int) -> list[Tensor]:
-    """Checked ids and log-probs as (N, k), teacher after teacher; `given` are the log-probs.
-
-    Raises:
-        GrowthError: shapes, dtypes or devices that do not fit, or log-probs that require grad.
-    """
+    """Checked ids and log-probs as (N, k), teacher after teacher; `given` are the log-probs."""
     if not given:
         return []
     listed = list(ids) if isinstance(ids, (list, tuple)) else [ids]
