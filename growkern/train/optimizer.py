@@ -85,7 +85,7 @@ def check_optimizer(args: TrainingArguments, *, sharded: bool) -> None:
     if sharded and args.optim not in ON_SHARDS:
         raise GrowthError(
             f"optim is {name!r}, which needs whole parameters or was not tested with parts of "
-            f"them: use {', '.join(one.value for one in ON_SHARDS)}, or sharding = 'ddp'"
+            f"them: use {', '.join(choice.value for choice in ON_SHARDS)}, or sharding = 'ddp'"
         )
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
@@ -263,7 +263,7 @@ def _block_matrices(model: Any) -> set[str]:
 def plan_of_steps(optimizer: Optimizer) -> GrowthPlan | None:
     """The growth whose factors an optimizer applies to its steps; None: it applies none."""
     parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
-    matched = (one.plan for one in parts if isinstance(one, GrowthAdamW) and one.matched)
+    matched = (part.plan for part in parts if isinstance(part, GrowthAdamW) and part.matched)
     return next(matched, None)
 
 

@@ -58,8 +58,8 @@ def _has_library() -> bool:
 @torch.compiler.assume_constant_result
 def _why_not(name: str) -> str:
     """Why a backend cannot run here; "" if it can."""
-    found = _describe(name)
-    return "" if found.live else found.reason
+    backend = _describe(name)
+    return "" if backend.live else backend.reason
 
 
 def choose_backend(

@@ -32,13 +32,13 @@ HOW_TO_REBUILD = "rebuild it with `make setup` or `pip install --no-deps --edita
 
 def _candidates() -> list[Path]:
     """Files of the library: in the package, or where an editable install keeps it."""
-    found = [folder / "_lib" / FILE_NAME for folder in folders()]
+    places = [folder / "_lib" / FILE_NAME for folder in folders()]
     try:
         files = metadata.files("growkern") or []
     except metadata.PackageNotFoundError:
         files = []
-    found += [Path(str(f.locate())) for f in files if f.name == FILE_NAME]
-    return [path for path in found if path.is_file()]
+    places += [Path(str(f.locate())) for f in files if f.name == FILE_NAME]
+    return [path for path in places if path.is_file()]
 
 
 def source_stamp(root: Path) -> str | None:

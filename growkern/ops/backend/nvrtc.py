@@ -89,8 +89,8 @@ def nvrtc() -> ctypes.CDLL | None:
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libnvrtc.so.{major}"
     for folder in _nvrtc_folders(major):
-        if (folder / name).is_file() and (found := _open_nvrtc(name, folder)):
-            return found
+        if (folder / name).is_file() and (library := _open_nvrtc(name, folder)):
+            return library
     # from the system's library path
     return _open_nvrtc(name)
 
@@ -110,9 +110,9 @@ def _check_driver(status: int, what: str) -> None:
 def source_folder() -> Path | None:
     """csrc/cuda: in the package, or beside it in a source tree. None if it was not installed."""
     for folder in folders():
-        for found in (folder / "csrc" / "cuda", folder.parent / "csrc" / "cuda"):
-            if (found / "device.h").is_file():
-                return found
+        for cuda in (folder / "csrc" / "cuda", folder.parent / "csrc" / "cuda"):
+            if (cuda / "device.h").is_file():
+                return cuda
     return None
 
 
@@ -219,8 +219,8 @@ def _function(kernel: Kernel, device: int) -> ctypes.c_void_p:
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     name = kernel.name.encode()
     _check_driver(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {kernel.name}")
-    found = driver.cuModuleGetFunction(ctypes.byref(function), module, name)
-    _check_driver(found, f"finding {kernel.name}")
+    status = driver.cuModuleGetFunction(ctypes.byref(function), module, name)
+    _check_driver(status, f"finding {kernel.name}")
     return function
 
 

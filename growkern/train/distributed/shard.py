@@ -260,10 +260,10 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
                 f"{name} of the {role} is not sharded, so its gradient would not be added up over "
                 "the processes: call fully_shard without ignored_params"
             )
-        if all(one.is_replicate() for one in p.placements):
+        if all(place.is_replicate() for place in p.placements):
             raise GrowthError(f"the {role} {_REPLICATED}, or shard it with fully_shard")
         *others, last = p.placements
-        if not last.is_shard() or not all(one.is_replicate() for one in others):
+        if not last.is_shard() or not all(place.is_replicate() for place in others):
             raise GrowthError(
                 f"{name} of the {role} is placed as {p.placements}: {NO_TENSOR_PARALLELISM}"
             )
@@ -278,9 +278,9 @@ def refuse_replicas(model: nn.Module, role: str) -> None:
     """Refuse a model that PyTorch's `replicate` has wrapped in DistributedDataParallel in place."""
     for module in model.modules():
         # an import of the private module may fail in a later PyTorch
-        for one in type(module).__mro__:
-            if (one.__module__, one.__name__) == ("torch.distributed._composable.replicate", "DDP"):
-                raise GrowthError(f"the {role} {_REPLICATED}")
+        kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
+        if ("torch.distributed._composable.replicate", "DDP") in kinds:
+            raise GrowthError(f"the {role} {_REPLICATED}")
 
 
 def check_gradient_division(model: Any) -> None:
@@ -326,5 +326,5 @@ def _groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
         states.add(id(state))
         groups = getattr(state, "_fsdp_param_groups", None)
         # PyTorch 2.9 has one per module, or None
-        found = [state._fsdp_param_group] if groups is None else groups
-        yield from ((name, group) for group in found if group is not None)
+        groups = [state._fsdp_param_group] if groups is None else groups
+        yield from ((name, group) for group in groups if group is not None)

@@ -52,7 +52,7 @@ class Shards:
         self.async_checkpoints = self.sharded and chosen.async_checkpoints
         self.copied: Parts = {}
         self.in_checkpoint = False
-        self._beside = [one for one in beside if is_sharded(one)]
+        self._beside = [model for model in beside if is_sharded(model)]
         if self.sharded:
             prime(model)
 
@@ -74,8 +74,8 @@ class Shards:
             # with set_reshard_after_backward(False) they are gathered still, and clipping would
             # find no gradients
             free_gathered(model)
-        for one in self._beside:
-            free_gathered(one)
+        for frozen in self._beside:
+            free_gathered(frozen)
 
     # --------------------------------------------------------------- checkpoints
 

@@ -141,25 +141,25 @@ class Batches:
         if self.stream is not None:
             self.stream.skip(batches)
         try:
-            found = list(islice(batches, number))
+            taken = list(islice(batches, number))
         except ValueError as error:
             # of accelerate, when a pass begins and there is nothing
             if NO_DATA not in str(error):
                 raise
-            found = []
-        self.done += len(found)
+            taken = []
+        self.done += len(taken)
         if self.stream is not None:
-            self.stream.note(found)
-        if len(found) == number:
-            return found
-        if found:
+            self.stream.note(taken)
+        if len(taken) == number:
+            return taken
+        if taken:
             warnings.warn(
-                f"the data ended in the middle of an accumulated batch: its last {len(found)} "
+                f"the data ended in the middle of an accumulated batch: its last {len(taken)} "
                 f"of {number} batches are left out",
                 GrowthWarning,
                 stacklevel=3,
             )
-        if self.done > len(found):
+        if self.done > len(taken):
             return []
         # this pass gave no step: Trainer ends the run
         if state.global_step == 0:

@@ -271,17 +271,17 @@ def check_models(
     _check_type("model", model)
     if not is_pair(model):
         _check_student(unwrapped(model))
-    found = []
+    sizes = []
     for teacher in teachers:
         _check_type("teacher", teacher)
         if not is_pair(teacher):
             _check_teacher(unwrapped(teacher), model)
             if vocab_size is None and not is_pair(model):
-                found.append(_known_tokens(unwrapped(teacher), unwrapped(model)))
-    known = least(found) if known is None else known
+                sizes.append(_known_tokens(unwrapped(teacher), unwrapped(model)))
+    known = least(sizes) if known is None else known
     if not any(is_pair(one) for one in (model, *teachers)):
         # before a teacher runs, and meets a token that it does not have
-        width, *widths = [columns_of(unwrapped(one)) for one in (model, *teachers)]
+        width, *widths = [columns_of(unwrapped(x)) for x in (model, *teachers)]
         check_columns(LossCall(vocab_size=vocab_size, teacher_vocab_size=known), width, widths)
     return known
 
@@ -291,15 +291,15 @@ def _check_type(name: str, model: Any) -> None:
         head = model[1]
         if isinstance(head, Tensor) or isinstance(getattr(head, "weight", None), Tensor):
             return
-        found = f"a pair with a {type(head).__name__}"
+        kind = f"a pair with a {type(head).__name__}"
     elif isinstance(unwrapped(model), PreTrainedModel):
         return
     else:
-        found = f"a {type(unwrapped(model)).__name__}"
+        kind = f"a {type(unwrapped(model)).__name__}"
     if isinstance(model, str):
-        found += " (load it first: AutoModelForCausalLM.from_pretrained(...))"
+        kind += " (load it first: AutoModelForCausalLM.from_pretrained(...))"
     raise GrowthError(
-        f"{name} is {found}: give a language model of transformers itself, without a module "
+        f"{name} is {kind}: give a language model of transformers itself, without a module "
         "around it but DistributedDataParallel (of a PeftModel its base_model.model), or a tuple "
         "(hidden states, output projection)"
     )

@@ -54,8 +54,7 @@ def check_tokenizers(student: Any, teachers: Sequence[Any]) -> int | None:
             "teacher_tokenizer is given without the student's tokenizer: pass that as "
             "processing_class"
         )
-    found = [_check_tokens(f"teacher {i}", student, one) for i, one in enumerate(teachers)]
-    return least(found)
+    return least([_check_tokens(f"teacher {i}", student, x) for i, x in enumerate(teachers)])
 
 
 def check_vocabularies(
@@ -71,11 +70,11 @@ def check_vocabularies(
         As `check_tokenizers`.
     """
     if teacher_tokenizer is None:
-        found = []
-        for i, one in enumerate(teachers):
-            name = f"teacher {i} ({type(one).__name__})"
-            found.append(check_vocabulary(name, student, one, tokenizer, GIVE_TOKENIZER))
-        return least(found)
+        known = []
+        for i, teacher in enumerate(teachers):
+            name = f"teacher {i} ({type(teacher).__name__})"
+            known.append(check_vocabulary(name, student, teacher, tokenizer, GIVE_TOKENIZER))
+        return least(known)
     given = as_list(teacher_tokenizer)
     if len(given) != len(teachers):
         raise GrowthError(
@@ -86,7 +85,7 @@ def check_vocabularies(
 
 def least(known: Sequence[int | None]) -> int | None:
     """The tokens that all teachers know; None stands for all."""
-    return min((one for one in known if one is not None), default=None)
+    return min((tokens for tokens in known if tokens is not None), default=None)
 
 
 def check_vocabulary(
@@ -114,7 +113,7 @@ def check_vocabulary(
             f"{sorted(ours[key])}, so it seems to have another vocabulary. If all ids agree, "
             f"{remedy}"
         )
-    family, others = (getattr(one.config, "model_type", None) for one in (student, teacher))
+    family, others = (getattr(model.config, "model_type", None) for model in (student, teacher))
     if family != others and others not in dense_families(str(family)):
         raise GrowthError(
             f"{name} is a {others} and the student a {family}, so it seems to have another "
@@ -198,9 +197,9 @@ def columns_of(model: Any) -> int:
 
 def _special_ids(model: Any) -> dict[str, set[int]]:
     """The special ids in a model's config. Ids beyond its vocabulary are defaults of its class."""
-    found, columns = {}, columns_of(model)
+    special, columns = {}, columns_of(model)
     for name in SPECIAL_IDS:
         value = getattr(model.config, name, None)
         several = value if isinstance(value, list | tuple) else [value]
-        found[name] = {i for i in several if isinstance(i, int) and 0 <= i < columns}
-    return {name: ids for name, ids in found.items() if ids}
+        special[name] = {i for i in several if isinstance(i, int) and 0 <= i < columns}
+    return {name: ids for name, ids in special.items() if ids}

@@ -87,10 +87,10 @@ def centroids(
     total = length_hint(batches) * (passes + 1) or None
     with tqdm(total=total, desc="centroids", unit=" batches", disable=not progress) as bar:
         samples = reader.sample(batches, SAMPLED * experts, rng, bar)
-        found = {key: _first(key, x_SH, experts, rng) for key, x_SH in samples.items()}
+        centres = {key: _first(key, x_SH, experts, rng) for key, x_SH in samples.items()}
         for _ in range(passes):
-            found = reader.moved(batches, found, bar)
-    rows = {key: _rows(c_NH, samples[key]) for key, c_NH in found.items()}
+            centres = reader.moved(batches, centres, bar)
+    rows = {key: _rows(c_NH, samples[key]) for key, c_NH in centres.items()}
     try:
         write_whole(path, lambda part: save_file(rows, part))
     except OSError as error:
@@ -154,8 +154,8 @@ class _Reader:
                     }
                     bar.update()
         finally:
-            for one in hooks:
-                one.remove()
+            for handle in hooks:
+                handle.remove()
 
     def sample(
         self, batches: Iterable[Any], count: int, rng: torch.Generator, bar: Any

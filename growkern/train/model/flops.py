@@ -174,7 +174,7 @@ class ModelCost:
         for layers, of_encoder, attends, crosses, depth in zip(
             self._layers, self._of_encoder, self._attends, self._crosses, depths, strict=True
         ):
-            linear, outer, count = (sum(one[:depth]) for one in (layers, of_encoder, attends))
+            linear, outer, count = (sum(x[:depth]) for x in (layers, of_encoder, attends))
             pairs = sizes.decoder_pairs + sizes.cross_pairs if crosses else self._pairs(sizes)
             total += self._tokens(sizes, crosses) * (linear - outer) + sizes.tokens * outer
             total += count * pairs * self._attention
@@ -194,7 +194,7 @@ class PairCost(ModelCost):
 
     def train_of(self, sizes: "Sizes", part: Part | None = None) -> float:
         """Of both."""
-        return sum(one.train_of(sizes, part) for one in self._both)
+        return sum(cost.train_of(sizes, part) for cost in self._both)
 
     def head_row(self, *, train: bool) -> float:
         """FLOPs of the output projection for one row, drawing included."""
@@ -245,29 +245,29 @@ class _Uses(NamedTuple):
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:
-    return sum(2 * uses.get(one, 0) * _weights(one) for one in _linears(module))
+    return sum(2 * uses.get(linear, 0) * _weights(linear) for linear in _linears(module))
 
 
 def _state_flops(config: Any, layers: nn.ModuleList) -> list[int | None]:
     """Of every layer: the FLOPs per token of its convolution and its state; None: it attends."""
     if config.model_type not in supported_families():
         return [None] * len(layers)
-    found: list[int | None] = []
+    flops: list[int | None] = []
     for number, layer in enumerate(layers):
         products = load_family(config.model_type).state_products(config, number)
         weights = sum(m.weight.numel() for m in layer.modules() if isinstance(m, _ConvNd))
-        found.append(None if products is None else 2 * (products + weights))
-    return found
+        flops.append(None if products is None else 2 * (products + weights))
+    return flops
 
 
 def _linears(module: nn.Module) -> list[Any]:
     """All linear maps: also the experts of a mixture, as one, and their routers."""
-    found: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
+    linears: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Linear | Conv1D)]
     for above in module.modules():
         children = [*above.children()]
         if any(map(is_experts, children)):
-            found += [m for m in children if is_experts(m) or _is_router(m)]
-    return found
+            linears += [m for m in children if is_experts(m) or _is_router(m)]
+    return linears
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -359,7 +359,7 @@ def cost_of(model: Any, stacks: Sequence[nn.ModuleList]) -> ModelCost | PairCost
     if not (hasattr(model, "generator") and hasattr(model, "discriminator")):
         return ModelCost(model, stacks)
     costs = []
-    for one in (model.generator, model.discriminator):
-        own = {id(module) for module in one.modules()}
-        costs.append(ModelCost(one, [stack for stack in stacks if id(stack) in own]))
+    for half in (model.generator, model.discriminator):
+        own = {id(module) for module in half.modules()}
+        costs.append(ModelCost(half, [stack for stack in stacks if id(stack) in own]))
     return PairCost(*costs)

@@ -97,12 +97,12 @@ def _check_tokenizer_files(directory: Path) -> None:
     """Refuse files that transformers must not open, before it opens any."""
     for file in beside_weights(directory):
         refuse_links_out(file, directory)
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise GrowthError(f"{file}: not a regular file")
-        if found.st_size > MOST_TOKENIZER_BYTES:
+        if status.st_size > MOST_TOKENIZER_BYTES:
             raise GrowthError(
-                f"{file}: {found.st_size} bytes, more than any tokenizer has "
+                f"{file}: {status.st_size} bytes, more than any tokenizer has "
                 f"({MOST_TOKENIZER_BYTES})"
             )
     file = directory / TOKENIZER_CONFIG_FILE

@@ -94,7 +94,7 @@ class ReplacedTokenDetection(ElectraPreTrainedModel):
         # each of the two keeps its own
         self.all_tied_weights_keys: dict[str, str] = {}
         if shared_embeddings:
-            own, taken = (one.electra.embeddings for one in (generator, discriminator))
+            own, taken = (model.electra.embeddings for model in (generator, discriminator))
             for name in SHARED:
                 getattr(own, name).weight = getattr(taken, name).weight
             generator.tie_weights()
@@ -142,8 +142,8 @@ class ReplacedTokenDetection(ElectraPreTrainedModel):
                 outputs = self.generator(input_ids=input_ids, **shared)
             finally:
                 hook.remove()
-        found = self.discriminator(input_ids=corrupted_BS, **shared)
-        return ReplacedTokenOutput(outputs.logits, found.logits, corrupted_BS)
+        detection = self.discriminator(input_ids=corrupted_BS, **shared)
+        return ReplacedTokenOutput(outputs.logits, detection.logits, corrupted_BS)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
         """Write both models. Options are those of transformers; a state dict is not used."""
@@ -165,20 +165,16 @@ class ReplacedTokenDetection(ElectraPreTrainedModel):
 
 
 def check_pair(generator: Any, discriminator: Any, *, shared_embeddings: bool) -> None:
-    """Check that the configs of two models can train together.
-
-    Raises:
-        GrowthError: they read other tokens, or embeddings of two sizes cannot be shared.
-    """
+    """Check that the configs of two models can train together."""
     sizes = ["vocab_size"]
     if shared_embeddings:
         sizes += ["embedding_size", "max_position_embeddings", "type_vocab_size"]
     for name in sizes:
-        one, other = (getattr(config, name) for config in (generator, discriminator))
-        if one != other:
+        own, other = (getattr(config, name) for config in (generator, discriminator))
+        if own != other:
             hint = "" if name == "vocab_size" else ", or leave model.shared_embeddings out"
             raise GrowthError(
-                f"generator and discriminator differ in {name} ({one} and {other}): give models "
+                f"generator and discriminator differ in {name} ({own} and {other}): give models "
                 f"with the same one{hint}"
             )
 

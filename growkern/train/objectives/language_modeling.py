@@ -265,8 +265,8 @@ class SentencePairCollator(MaskedLMCollator):
         tokens_S = np.asarray(ids, np.int64)
         cuts = np.flatnonzero(np.isin(tokens_S, self.special_ids))
         runs = np.split(tokens_S, cuts)
-        found = max((run[1:] if i else run for i, run in enumerate(runs)), key=len)
-        return found if len(found) else tokens_S
+        longest = max((run[1:] if i else run for i, run in enumerate(runs)), key=len)
+        return longest if len(longest) else tokens_S
 
 
 def _indexed(passages: Any) -> IndexedDataset:

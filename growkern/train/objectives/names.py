@@ -36,7 +36,7 @@ def row_length(objective: Objective, length: int, share: float, mean_span: float
 
 def objectives_of(cls: type) -> tuple[Objective, ...]:
     """The objectives that a class of transformers can be trained with; the first is its default."""
-    names = {one.__name__ for one in cls.__mro__}
+    names = {base.__name__ for base in cls.__mro__}
     if "BertForPreTraining" in names:
         return ("mlm+nsp",)
     if "ElectraForPreTraining" in names:
@@ -45,17 +45,14 @@ def objectives_of(cls: type) -> tuple[Objective, ...]:
         is_t5 = any("T5" in name for name in names)
         first: tuple[Objective, ...] = ("span_corruption", "denoising")
         return (*(first if is_t5 else first[::-1]), "pairs")
-    found: list[Objective] = []
     if names & CAUSAL:
-        found.append("clm")
-    elif names & set(MASKED.values()):
-        found.append("mlm")
-    if not found:
-        raise GrowthError(
-            f"{cls.__name__} has no objective to be trained with: use a ...ForMaskedLM, "
-            "...ForCausalLM, ...ForConditionalGeneration or ...ForPreTraining model (BERT, ELECTRA)"
-        )
-    return tuple(found)
+        return ("clm",)
+    if names & set(MASKED.values()):
+        return ("mlm",)
+    raise GrowthError(
+        f"{cls.__name__} has no objective to be trained with: use a ...ForMaskedLM, "
+        "...ForCausalLM, ...ForConditionalGeneration or ...ForPreTraining model (BERT, ELECTRA)"
+    )
 
 
 def choose(wanted: Objective, cls: type, *, targets: bool = False) -> Objective:

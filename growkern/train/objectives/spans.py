@@ -81,7 +81,7 @@ class SpanCorruptionCollator(DrawingCollator):
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         pairs = [self.corrupt(feature) for feature in features]
-        batch = pad_rows([one for one, _ in pairs], self.pad_id)
+        batch = pad_rows([tokens for tokens, _ in pairs], self.pad_id)
         return {**batch, **decoder_columns([target for _, target in pairs])}
 
     def corrupt(self, feature: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +177,7 @@ class DenoisingCollator(DrawingCollator):
                 pieces.append(text)
                 continue
             stops = np.flatnonzero(self.full_stops[text]) + 1
-            sentences = [one for one in np.split(text, stops) if len(one)]
+            sentences = [sentence for sentence in np.split(text, stops) if len(sentence)]
             pieces += [sentences[i] for i in random.permutation(len(sentences))]
         return np.concatenate(pieces)
 
@@ -190,8 +190,8 @@ class DenoisingCollator(DrawingCollator):
         for start, length in zip(starts, lengths, strict=True):
             gone_S[places[start : start + length]] = True
         first_S = gone_S & ~np.concatenate([[False], gone_S[:-1]])
-        found = np.where(first_S, self.mask_id, tokens_S)[first_S | ~gone_S]
-        return np.insert(found, random.integers(0, len(found) + 1, inserted), self.mask_id)
+        kept = np.where(first_S, self.mask_id, tokens_S)[first_S | ~gone_S]
+        return np.insert(kept, random.integers(0, len(kept) + 1, inserted), self.mask_id)
 
     def _spans(self, budget: int, random: np.random.Generator) -> tuple[list[int], int]:
         """The lengths of spans that add up to a number of tokens, and the spans of length 0."""

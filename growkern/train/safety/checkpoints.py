@@ -53,14 +53,14 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints_in(directory: Path) -> list[Path]:
     """The checkpoints of a run, the latest step first. Their contents are not checked."""
-    found = [p for p in directory.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted(found, key=step_of, reverse=True)
+    paths = [p for p in directory.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def last_checkpoint(directory: Path) -> Path | None:
     """The latest checkpoint that was written to its end, or None. Its contents are not checked."""
-    found = checkpoints_in(directory)
-    return next((path for path in found if (path / MANIFEST).is_file()), None)
+    paths = checkpoints_in(directory)
+    return next((path for path in paths if (path / MANIFEST).is_file()), None)
 
 
 def behind_link(output: Path) -> Path:
@@ -78,8 +78,8 @@ def damage(directory: Path) -> str | None:
         return f"{MANIFEST} cannot be read"
     if TRAINER_STATE_NAME not in manifest:
         return f"{MANIFEST} is not a manifest of a checkpoint"
-    found = (damage_of(directory, name, manifest) for name in manifest)
-    return next((phrase for phrase in found if phrase is not None), None)
+    faults = (damage_of(directory, name, manifest) for name in manifest)
+    return next((phrase for phrase in faults if phrase is not None), None)
 
 
 # -------------------------------------------------------------------- reading
@@ -101,8 +101,8 @@ def newest_whole(directory: Path) -> Path | None:
 
     Later ones that are damaged are renamed to `damaged-checkpoint-<step>`, with a warning.
     """
-    found, wrong = first_whole(checkpoints_in(directory))
-    if found is None and wrong:
+    whole, wrong = first_whole(checkpoints_in(directory))
+    if whole is None and wrong:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in wrong.items())
         raise GrowthError(
             f"no checkpoint in {directory} is whole ({reasons}): restore one, or delete the "
@@ -115,11 +115,11 @@ def newest_whole(directory: Path) -> Path | None:
         move(path, aside)
         warnings.warn(
             f"{path} is damaged ({reason}): it is now called {aside.name}, and the run resumes "
-            f"from {found and found.name}",
+            f"from {whole and whole.name}",
             GrowthWarning,
             stacklevel=2,
         )
-    return found
+    return whole
 
 
 # -------------------------------------------------------------------- writing
@@ -219,9 +219,9 @@ class Processes:
         """The processes of a group that can exchange CPU tensors."""
 
         def gather(x: Any) -> list[Any]:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, x, group=group)
-            return found
+            objects: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(objects, x, group=group)
+            return objects
 
         return cls(dist.get_rank(group) == 0, gather)
 
@@ -272,13 +272,13 @@ def _try_together(processes: Processes, step: Step) -> str | None:
         if failure is None:
             unexpected = error
     name = None if unexpected is None else f"{type(unexpected).__name__}: {unexpected}"
-    found = processes.gather((failure, name))
+    outcomes = processes.gather((failure, name))
     if unexpected is not None:
         raise unexpected
-    for rank, (_, text) in enumerate(found):
+    for rank, (_, text) in enumerate(outcomes):
         if text is not None:
             raise GrowthError(f"process {rank} failed: {text}")
-    return next((one for one, _ in found if one is not None), None)
+    return next((failed for failed, _ in outcomes if failed is not None), None)
 
 
 def _write_failure(error: Exception) -> str | None:

@@ -46,8 +46,8 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     Returns:
         The checkpoint that was exported.
     """
-    found = [run] if run.name.startswith("checkpoint-") else checkpoints_in(run)
-    checkpoint, wrong = first_whole(found)
+    checkpoints = [run] if run.name.startswith("checkpoint-") else checkpoints_in(run)
+    checkpoint, wrong = first_whole(checkpoints)
     if checkpoint is None:
         reasons = "".join(f"; {path.name}: {reason}" for path, reason in wrong.items())
         raise GrowthError(
@@ -65,7 +65,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         new = place.open_new()
         manifest = read_manifest(checkpoint)
         copied = copy_companions(checkpoint, new, only=manifest)
-        changed = [name for name, found in copied.items() if found != manifest[name][1]]
+        changed = [name for name, checksum in copied.items() if checksum != manifest[name][1]]
         if changed:
             raise GrowthError(f"{checkpoint / changed[0]} was changed: export again")
         if isinstance(model, ReplacedTokenDetection):

@@ -211,6 +211,6 @@ def _start(number: int, *, before: Callable[[int], Any] | None) -> None:
 def _end_with(parent: int) -> None:
     """End this process when the parent sends SIGTERM, as it does to a worker that hangs."""
     while True:
-        found = signal.sigwaitinfo(SIGNALS)
-        if found.si_signo == signal.SIGTERM and found.si_pid == parent:
+        came = signal.sigwaitinfo(SIGNALS)
+        if came.si_signo == signal.SIGTERM and came.si_pid == parent:
             os._exit(0)
