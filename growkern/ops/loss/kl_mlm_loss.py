@@ -64,13 +64,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.custom_ops import apply, check_tensors
-from growkern.ops.loss.rows.inputs import check_columns, loss_of_rows, shard_of_call
+from growkern.ops.loss.rows.inputs import backend_of, check_columns, loss_of_rows, shard_of_call
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
 from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, Terms, weighted
-from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
+from growkern.ops.loss.rows.vocab_parallel import Shard
 
 # logits of a teacher that the reference widens at a time: 128 MiB in float64
 REFERENCE_ELEMENTS = 1 << 24
@@ -85,15 +84,11 @@ def kl_mlm_rows_reference(
     kind_N: Tensor,
     maths: Maths,
 ) -> Tensor:
-    """Plain PyTorch definition of the terms: (9), (2) or (7) per teacher, entropy, top-1 agreement
-    per teacher.
+    """Plain PyTorch definition of `Terms`, stacked: (9), (2) or (7), entropy, top-1 agreement.
 
     All is computed in float32 if student and teachers have half precision, and in float64 if one
     of them has more: in float32 the difference (5) would keep five digits. Differentiable in
-    `student_NV`.
-
-    Returns:
-        (R, N); 0 where a row has no such term.
+    `student_NV`. A row has 0 where it has no such term.
     """
     is_half = all(x.element_size() == 2 for x in (student_NV, *teachers_NV))
     dtype = torch.float32 if is_half else torch.float64
@@ -168,10 +163,7 @@ def student_logits_of(z_NV: Tensor, weight_WN: Tensor, maths: Maths) -> Tensor:
 def in_row_blocks(terms_of: Callable[[slice], Tensor], N: int, vocab: int) -> Tensor:
     """The reference's terms of N rows, (R, N), a block of rows at a time to bound its memory.
 
-    Args:
-        terms_of: the terms (R, n) of a slice of rows. Backward calls it again for each block.
-        N: number of rows.
-        vocab: columns of a row.
+    `terms_of` gives those of a slice of rows. Backward calls it again for each block.
     """
     # a compiled graph plans its own memory, and its number of rows may vary
     if torch.compiler.is_compiling() or N * vocab <= REFERENCE_ELEMENTS:
@@ -196,9 +188,7 @@ def kl_mlm_loss(
     checked = check_options(call, len(teachers), labels)
     _check_logits(student_logits, teachers)
     shard = shard_of_call(call)
-    chosen = choose_backend(call.backend, student_logits.device)
-    if shard.group:
-        refuse_reference(chosen)
+    chosen = backend_of(call.backend, student_logits.device, shard)
     widths = [t.shape[-1] for t in teachers]
     columns = check_columns(call, student_logits.shape[-1], widths, shard)
     N = labels.numel()

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.custom_ops import apply
+from growkern.ops.backend.custom_ops import Rules, apply
 from growkern.ops.loss.kl_mlm_loss import (
     in_row_blocks,
     kl_mlm_rows_reference,
@@ -57,10 +56,10 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear.op import LINEAR_KL_MLM
-from growkern.ops.loss.rows.inputs import check_columns, loss_of_rows
+from growkern.ops.loss.rows.inputs import backend_of, check_columns, loss_of_rows
 from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import RowInputs, weighted
-from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
+from growkern.ops.loss.rows.vocab_parallel import Shard
 
 # ---------------------------------------------------------------- reference
 
@@ -107,9 +106,7 @@ def linear_kl_mlm_loss(
     checked = check_options(call, len(hiddens), labels)
     head = (student_hidden, student_weight, student_bias)
     heads, shard = checked_heads(head, hiddens, teacher_weight, teacher_bias, call)
-    chosen = choose_backend(call.backend, labels.device)
-    if shard.group:
-        refuse_reference(chosen)
+    chosen = backend_of(call.backend, labels.device, shard)
     student, *teachers = heads
     widths = [len(t.weight) for t in teachers]
     columns = check_columns(call, len(student.weight), widths, shard)
@@ -126,33 +123,39 @@ def linear_kl_mlm_loss(
 
 
 def linear_loss_and_rows(
+    student: Head, teachers: Sequence[Head], rows: RowInputs, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """As `loss_and_rows`."""
+
+    def terms_of(some: slice) -> Tensor:
+        heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
+        return linear_kl_mlm_rows_reference(
+            heads[0], heads[1:], rows.part(some),
+            settings.sizes.vocab, settings.maths, settings.dtype,
+        )  # fmt: skip
+
+    flat = [x for teacher in teachers for x in teacher]
+    return loss_and_rows(LINEAR_KL_MLM, student, flat, rows, settings, terms_of)
+
+
+def loss_and_rows(
+    rules: Rules,
     student: Head,
-    teachers: Sequence[Head],
+    teachers: list[Tensor],
     rows: RowInputs,
     settings: Settings,
+    terms_of: Callable[[slice], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`."""
-    if settings.backend == "reference":
+    """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`.
 
-        def terms_of(some: slice) -> Tensor:
-            heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
-            return linear_kl_mlm_rows_reference(
-                heads[0], heads[1:], rows.part(some),
-                settings.sizes.vocab, settings.maths, settings.dtype,
-            )  # fmt: skip
-
-        return reference_loss(terms_of, rows.weights, settings)
-    flat = [x for teacher in teachers for x in teacher]
-    arguments = (*rows, anchor_of(student), *as_arguments(settings))
-    loss, rows_RN, *_ = apply(LINEAR_KL_MLM, list(student), flat, *arguments)
-    return loss, rows_RN
-
-
-def reference_loss(
-    terms_of: Callable[[slice], Tensor], weight_WN: Tensor, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """The loss and the rows' terms, from a function that gives the terms of a slice of rows."""
-    N = weight_WN.shape[1]
-    rows_RN = in_row_blocks(terms_of, N, settings.sizes.vocab).to(weight_WN.dtype)
+    `rules` are those of the op, and `terms_of` gives the reference's terms of a slice of rows.
+    """
+    weight_WN = rows.weights
+    if settings.backend != "reference":
+        arguments = (*rows, anchor_of(student), *as_arguments(settings))
+        loss, rows_RN, *_ = apply(rules, list(student), teachers, *arguments)
+        return loss, rows_RN
+    rows_RN = in_row_blocks(terms_of, weight_WN.shape[1], settings.sizes.vocab)
+    rows_RN = rows_RN.to(weight_WN.dtype)
     loss_N = weighted(weight_WN, rows_RN)
     return loss_N if settings.per_row else loss_N.sum(), rows_RN

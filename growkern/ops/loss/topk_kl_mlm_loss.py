@@ -44,8 +44,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.custom_ops import apply
 from growkern.ops.loss.kl_mlm_loss import (
     divergence_reference,
     kl_mlm_rows_reference,
@@ -56,16 +54,14 @@ from growkern.ops.loss.kl_mlm_loss import (
 from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
-    anchor_of,
-    as_arguments,
     checked_heads,
     settings_of,
 )
-from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, reference_loss
-from growkern.ops.loss.rows.inputs import check_columns, loss_of_rows
+from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, loss_and_rows
+from growkern.ops.loss.rows.inputs import backend_of, check_columns, loss_of_rows
 from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
 from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
-from growkern.ops.loss.rows.vocab_parallel import Shard, refuse_reference
+from growkern.ops.loss.rows.vocab_parallel import Shard
 from growkern.ops.loss.topk.op import TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
     check_topk,
@@ -85,12 +81,9 @@ def topk_kl_mlm_rows_reference(
     acc: torch.dtype,
     drop_tail: bool,
 ) -> Tensor:
-    """Plain PyTorch definition of the terms, computed in `acc`.
+    """Plain PyTorch definition of `Terms`, stacked, computed in `acc`.
 
     `topk` has ids and log-probs of each teacher. `drop_tail` is tail="renormalise".
-
-    Returns:
-        (R, N): `Terms`, stacked.
     """
     kl_N = (rows.kinds & KL_ROW) > 0
     bias = student.bias[:vocab].to(acc) if student.bias.numel() else None
@@ -141,9 +134,7 @@ def topk_kl_mlm_loss(
     checked = check_options(call, len(cached), labels)
     head = (student_hidden, student_weight, student_bias)
     (student,), shard = checked_heads(head, [], None, None, call)
-    chosen = choose_backend(call.backend, labels.device)
-    if shard.group:
-        refuse_reference(chosen)
+    chosen = backend_of(call.backend, labels.device, shard)
     columns = check_columns(call, len(student.weight), [], shard)
     topk = check_topk(teacher_topk_ids, cached, student_hidden, columns.known_of_all)
     named = ("student_hidden", student_hidden)
@@ -159,26 +150,20 @@ def topk_kl_mlm_loss(
 
 
 def _loss_and_rows(
-    student: Head,
-    topk: list[Tensor],
-    rows: RowInputs,
-    settings: Settings,
+    student: Head, topk: list[Tensor], rows: RowInputs, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`."""
+    """As `loss_and_rows`."""
     if not topk:
         return linear_loss_and_rows(student, [], rows, settings)
     if settings.backend == "reference":
         for pair in zip(topk[::2], topk[1::2], strict=True):
             check_topk_values(pair, rows.kinds, settings.sizes.vocab, settings.drop_tail)
 
-        def terms_of(some: slice) -> Tensor:
-            return topk_kl_mlm_rows_reference(
-                student._replace(hidden=student.hidden[some]), [x[some] for x in topk],
-                rows.part(some), settings.sizes.vocab,
-                settings.maths, settings.dtype, settings.drop_tail,
-            )  # fmt: skip
+    def terms_of(some: slice) -> Tensor:
+        return topk_kl_mlm_rows_reference(
+            student._replace(hidden=student.hidden[some]), [x[some] for x in topk],
+            rows.part(some), settings.sizes.vocab,
+            settings.maths, settings.dtype, settings.drop_tail,
+        )  # fmt: skip
 
-        return reference_loss(terms_of, rows.weights, settings)
-    arguments = (*rows, anchor_of(student), *as_arguments(settings))
-    loss, rows_RN, *_ = apply(TOPK_KL_MLM, list(student), topk, *arguments)
-    return loss, rows_RN
+    return loss_and_rows(TOPK_KL_MLM, student, topk, rows, settings, terms_of)

@@ -128,11 +128,7 @@ def held_rows(
     A float32 dW is its own sum. dz is then as large as dW, or has an eighth of the rows: together
     with the logits they are within an eighth of plain PyTorch's memory from 2 H + 512 rows on.
 
-    Args:
-        rows: that have a term.
-        head_widths: of the student and the teachers.
-        itemsize: of a number of dz, in bytes.
-        columns: of a row of dz.
+    A row of dz has `columns` numbers of `itemsize` bytes.
     """
     if rows <= LEAST_HELD:
         return rows, 0
@@ -156,11 +152,7 @@ def held_rows_on_cpu(rows: int, fitting: int, itemsize: int, columns: int) -> tu
     So the logits of a chunk lie in the memory of dW. bfloat16 also gains that dW needs no float32
     sums. A wider dz of many rows would be more than an eighth of plain PyTorch's memory.
 
-    Args:
-        rows: that have a term.
-        fitting: rows whose logits fit into dW.
-        itemsize: of a number of dz, in bytes.
-        columns: of a row of dz.
+    `fitting` counts the rows whose logits fit into dW; the others as in `held_rows`.
     """
     if not rows or (itemsize != 2 and rows > LEAST_HELD):
         return 0, 0
@@ -177,13 +169,8 @@ def logit_memory(
 ) -> list[Tensor]:
     """Flat memory for so many logits of each head, and one more number.
 
-    Args:
-        heads: how many.
-        numbers: logits of one head.
-        like: a tensor of the device.
-        settings: the vocabulary and the dtype.
-        free_VH: dW, if nothing is written to it as long as there are logits: its memory serves
-            them, if it is large enough. It spares an eighth of the widest head's memory.
+    `free_VH` is dW, if nothing is written to it as long as there are logits: its memory serves
+    them, if it is large enough. It spares an eighth of the widest head's memory.
     """
     dtype = settings.dtype
     each = -(-(numbers + 1) // 64) * 64  # every head begins at a multiple of 256 bytes

@@ -196,15 +196,7 @@ def sweep(
     grads: Sequence[Tensor | None],
     make_chunk: Callable[..., Chunk] = Chunk,
 ) -> Tensor:
-    """Return the terms of all rows, (T, N), and fill `grads`: dX, dW and db.
-
-    Args:
-        heads: of the student and of each teacher.
-        row_inputs: of all rows.
-        settings: of the call.
-        grads: memory for each gradient, or None if it is not wanted.
-        make_chunk: `Chunk` or a subclass.
-    """
+    """Return the terms of all rows, (T, N), and fill `grads`: dX, dW and db, if they are wanted."""
     student, (W, N) = heads[0], row_inputs.weights.shape
     x_NH, vocab = student.hidden, settings.sizes.vocab
     rows_R, R = live_rows(row_inputs.kinds, settings.sizes.max_rows)

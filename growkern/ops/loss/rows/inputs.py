@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.errors import GrowthError
+from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.custom_ops import NAMESPACE, without_graph
 from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.loss.rows.options import LossCall, Options
@@ -25,6 +26,17 @@ def shard_of_call(call: LossCall) -> Shard:
     return check_shard(call.group, call.vocab_start, call.vocab_size)
 
 
+def backend_of(asked: str | None, device: torch.device, shard: Shard) -> str:
+    """The backend of a loss. The reference cannot use a slice of the vocabulary."""
+    chosen = choose_backend(asked, device)
+    if shard.group and chosen == "reference":
+        raise GrowthError(
+            "backend='reference' needs the whole vocabulary and takes no group; if it was chosen "
+            "because another backend is missing, `growkern info` says how to get that"
+        )
+    return chosen
+
+
 class Columns(NamedTuple):
     """Numbers of columns on this rank."""
 
@@ -36,13 +48,7 @@ class Columns(NamedTuple):
 def check_columns(
     call: LossCall, student: int, teachers: Sequence[int], shard: Shard = WHOLE
 ) -> Columns:
-    """The numbers of columns here.
-
-    Args:
-        call: the options of a loss.
-        student, teachers: widths of the logits.
-        shard: the columns of this process.
-    """
+    """The numbers of columns here, from the widths of the logits."""
     known = call.teacher_vocab_size
     vocab = _columns(call.vocab_size, student, teachers if known is None else [], shard)
     total = shard.vocab or vocab

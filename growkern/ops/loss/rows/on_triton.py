@@ -26,10 +26,7 @@ def most_columns(ACC: Any) -> int:
 def lanes_of(block: int, warps: int, wide: int) -> tuple[int, int]:
     """LANES of the kernel: threads of a program, and columns that each reads at once.
 
-    Args:
-        block: columns of a block.
-        warps: warps of a program.
-        wide: columns in 16 bytes, or 1 where rows are not aligned.
+    `block` counts columns, and `wide` those in 16 bytes, or 1 where rows are not aligned.
     """
     wide = min(wide, block)
     return min(32 * warps, block // wide), wide

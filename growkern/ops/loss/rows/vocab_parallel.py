@@ -37,15 +37,6 @@ def check_shard(group: Any, start: int | None, vocab: int | None) -> Shard:
     return Shard(group.group_name, start, vocab, -(-vocab // group.size()))
 
 
-def refuse_reference(backend: str) -> None:
-    """Refuse the one backend that cannot use a slice of the vocabulary."""
-    if backend == "reference":
-        raise GrowthError(
-            "backend='reference' needs the whole vocabulary and takes no group; if it was chosen "
-            "because another backend is missing, `growkern info` says how to get that"
-        )
-
-
 def shard_of(weight: Any) -> tuple[Any, int, int]:
     """Process group, first row here and rows of all ranks, of a DTensor (V, H) cut along V."""
     mesh, placements = weight.device_mesh, weight.placements

@@ -122,9 +122,7 @@ def solve(
     Args:
         tail_SC: state of the logits without the tokens.
         tokens: ids and logits (C, U); -inf where the id is -1 or on no rank.
-        teachers: their probabilities.
-        rows: their labels, kinds and the gradient of their terms.
-        maths: temperature, divergence and the options of the MLM term.
+        rows: with the gradient of their terms as weights.
         parts: whether entropy and top-1 agreement are wanted.
     """
     tail_SC, (ids_CU, z_CU) = tail_SC.double(), tokens
