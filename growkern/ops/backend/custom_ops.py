@@ -26,10 +26,7 @@ def namespace_of(sources: Mapping[str, bytes]) -> str:
     torch.compile keeps compiled steps on disk and finds them by the names and arguments of their
     ops. What an op's backward calls is in such a step, but not in the key. After an update of
     growkern, a step compiled before it would still run the old backward. Names that change with
-    the code prevent this.
-
-    Args:
-        sources: the contents of the files, by their names.
+    the code prevent this. `sources` are the contents of the files, by their names.
     """
     digest = hashlib.sha256()
     for name, content in sorted(sources.items()):

@@ -26,12 +26,8 @@ else:
 def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: Any) -> None:
     """Run a Triton kernel on the device of a tensor. All launches go through here.
 
-    Triton itself launches on the current device, even if all tensors are on another one.
-
-    Args:
-        programs: how many of them run.
-        like: a tensor on the device of all tensors in `args`.
-        constants: of the kernel, and options of the compiler such as num_warps.
+    Triton itself launches on the current device, even if all tensors are on another one. Constants
+    are those of the kernel, and options of the compiler such as num_warps.
     """
     if torch.version.hip:
         # Triton for AMD does not know this option

@@ -32,12 +32,9 @@ def scale_kernel(
 
 
 def scale_in_place(x: Tensor, factor: Tensor, *, by_triton: bool) -> None:
-    """Multiply a contiguous tensor by a 0-d tensor on its device.
+    """Multiply a contiguous tensor by a 0-d tensor on its device, float32 or float64.
 
-    Args:
-        x: changed.
-        factor: in float32 or float64.
-        by_triton: whether `x` is on a GPU with Triton, or Triton is interpreted.
+    `by_triton` says whether `x` is on a GPU with Triton, or Triton is interpreted.
     """
     if by_triton and HAS_TRITON and x.numel():
         programs = min(-(-x.numel() // BLOCK), MOST_PROGRAMS)

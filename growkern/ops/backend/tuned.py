@@ -38,12 +38,8 @@ def tuned_key(kernel: str, x: torch.Tensor, size: int) -> str:
 
 
 def launch_choice(kernel: str, x: torch.Tensor, size: int, **default: int) -> dict[str, int]:
-    """Block sizes and warps for a launch.
+    """Block sizes and warps for a launch; the default where nothing was measured to be faster.
 
-    Args:
-        kernel: name of the kernel in tuned.json.
-        x: a tensor with the dtype and device of the launch.
-        size: length of the axis that is cut into blocks.
-        default: the choice for anything that was not measured to be faster.
+    `x` has the dtype and device of the launch, and `size` numbers on the axis that is cut.
     """
     return default | tuned_choices().get(tuned_key(kernel, x, size), {})

@@ -86,11 +86,7 @@ def copy_to_host(parts: Parts) -> Parts:
 def write_parts(parts: Parts, directory: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write this process's parts and return when they are on disk. All processes must call this.
 
-    Args:
-        group: for the messages of the processes; None takes the default one.
-
-    Raises:
-        OSError: a process could not write.
+    The processes talk in `group`. If one could not write, all raise an OSError.
     """
     for name, state in parts.items():
         # every process syncs its own files: on a network disk the first one cannot

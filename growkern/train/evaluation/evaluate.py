@@ -222,12 +222,7 @@ def _sums(
 
 
 def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Tensor, Tensor]:
-    """The sum of the losses (B,) float64 and the number of labels (B,) int64 of a batch's rows.
-
-    Args:
-        batch: labels (B, S) and the inputs of the model.
-        causal: whether a position predicts the label of the next one.
-    """
+    """The sum of the losses (B,) float64 and the number of labels (B,) int64 of a batch's rows."""
     labels_BS = batch["labels"]
     logits_BSV = take_logits(model(**{key: x for key, x in batch.items() if key != "labels"}))
     if causal:
@@ -255,11 +250,7 @@ def ratio_interval(
 
     Items of a group may depend on each other, groups may not. The error of the ratio of both totals
     is linearised (delta method). With counts of 1 this is the usual interval of a mean. Both ends
-    are NaN if there is a single group.
-
-    Args:
-        sums: per group the sum over its items.
-        counts: per group the number of items.
+    are NaN if there is a single group. A group has the sum over its items, and their number.
 
     Source: W. G. Cochran, Sampling Techniques, 3rd edition, section 6.3.
     """

@@ -53,7 +53,7 @@ from growkern.train.model.sub_model import (
     find_stacks,
     layer_stacks,
     model_depth,
-    only,
+    sub_model,
     text_model,
 )
 from growkern.train.topk_teacher.teacher import TopKTeacher
@@ -247,7 +247,7 @@ class Objective:
             seen.append(parts)
             return loss
 
-        with only(plan.part, self._stacks), head_swap(inner, loss_of):
+        with sub_model(self._stacks, plan.part), head_swap(inner, loss_of):
             outputs = model(**inputs, **router_inputs(inner))
         loss = take_logits(outputs)
         side = None if self.side is None else self.side.parts(outputs, targets, loss.device)

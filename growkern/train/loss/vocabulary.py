@@ -133,12 +133,9 @@ def check_own_tokenizer(teacher: Any, tokenizer: Any) -> None:
 
 
 def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
-    """Check that a vocabulary may be that of a tokenizer, with padding, and warn if it is taken.
+    """Check that the columns of a teacher's head may be the student's tokens with padding.
 
-    Args:
-        columns: of the teacher's head.
-        tokens: of the student's tokenizer.
-        remedy: as in `check_vocabulary`.
+    It warns if padding is taken for granted. `remedy` is as in `check_vocabulary`.
     """
     sizes = {-(-tokens // multiple) * multiple for multiple in MULTIPLES}
     free = columns - tokens

@@ -61,15 +61,6 @@ class Part(NamedTuple):
         return [(n, max(0, n - trained)) for n, trained in zip(runs, each, strict=True)]
 
 
-def only(
-    part: Part | None, stacks: Sequence[nn.ModuleList]
-) -> contextlib.AbstractContextManager[None]:
-    """`sub_model` for a part of a model; None: nothing changes."""
-    if part is None:
-        return contextlib.nullcontext()
-    return sub_model(stacks, part)
-
-
 class _Proxy:
     """Stands in for a layer, to call it in another way. Attributes are those of the layer.
 
@@ -153,11 +144,14 @@ def model_depth(stacks: Sequence[nn.ModuleList]) -> int:
 
 
 @contextlib.contextmanager
-def sub_model(stacks: Sequence[nn.ModuleList], part: Part) -> Iterator[None]:
+def sub_model(stacks: Sequence[nn.ModuleList], part: Part | None) -> Iterator[None]:
     """While active, only the bottom layers of a model run, and only the top ones of these train.
 
-    Afterwards the model is as it was before, also after an exception.
+    Afterwards the model is as it was before, also after an exception. None changes nothing.
     """
+    if part is None:
+        yield
+        return
     layers = [list(stack._modules.values()) for stack in stacks]
     of_stacks = part.of(layers)
     if part.depth < 1 or all(frozen >= n for n, frozen in of_stacks):
@@ -273,4 +267,4 @@ class TwoStageConfig:
         if whole_number("step", step) < 0:
             raise GrowthError(f"step must be 0 or more, got {step}")
         stacks = layer_stacks(model)
-        return only(self.part(step, model_depth(stacks)), stacks)
+        return sub_model(stacks, self.part(step, model_depth(stacks)))

@@ -115,8 +115,11 @@ class Saver:
             # it would be pushed before it is complete
             return self.wait(step) if self._stops.number or self._args.push_to_hub else None
         if failure is None:
-            failure = finish_together(self._processes, run, lambda: None, appear)
+            failure = self._let_appear(run, appear)
         return self._checked(target, failure, step)
+
+    def _let_appear(self, run: Path, appear: Callable[[], None]) -> str | None:
+        return finish_together(self._processes, run, lambda: None, appear)
 
     def _write_behind(self, target: Path, staged: Path, copied: Parts, appear: Any) -> None:
         """Write the copied parts of a checkpoint while training continues."""
@@ -168,9 +171,7 @@ class Saver:
 
         staging, failure = begin_together(self._processes, run, write_all)
         if failure is None:
-            failure = finish_together(
-                self._processes, run, lambda: None, lambda: publish_into(staging / FINAL, run)
-            )
+            failure = self._let_appear(run, lambda: publish_into(staging / FINAL, run))
         if failure is not None:
             raise GrowthError(
                 f"the model was not saved ({failure}); {self.last(state.global_step)}; to resume: "
