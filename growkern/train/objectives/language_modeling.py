@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from growkern.arguments import check_seed
 from growkern.errors import GrowthError
@@ -306,9 +307,8 @@ def pad_rows(rows: Sequence[Any], pad_id: int | None) -> dict[str, torch.Tensor]
         raise GrowthError(
             "the rows have unequal lengths and the tokenizer has no pad token to fill them up with"
         )
-    input_BS = torch.full((len(rows), max(lengths)), pad_id, dtype=torch.int64)
-    mask_BS = torch.zeros_like(input_BS)
-    for row, inputs_S, mask_S in zip(rows, input_BS, mask_BS, strict=True):
-        inputs_S[: len(row)] = torch.as_tensor(np.asarray(row, np.int64))
-        mask_S[: len(row)] = 1
-    return {"input_ids": input_BS, "attention_mask": mask_BS}
+    ids = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
+        "attention_mask": pad_sequence([torch.ones_like(x) for x in ids], batch_first=True),
+    }

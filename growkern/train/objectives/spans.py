@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from growkern.errors import GrowthError
 from growkern.train.model.head import IGNORE_INDEX
@@ -217,9 +218,7 @@ def _starts(random: np.random.Generator, kept: int, lengths: Sequence[int]) -> n
 
 def decoder_columns(targets: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
     """The labels of a decoder and the mask of its real tokens, (B, S) each."""
-    longest = max(map(len, targets))
-    labels_BS = torch.full((len(targets), longest), IGNORE_INDEX, dtype=torch.int64)
-    for labels_S, target in zip(labels_BS, targets, strict=True):
-        labels_S[: len(target)] = torch.from_numpy(target)
+    labels = [torch.from_numpy(target) for target in targets]
+    labels_BS = pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
     mask_BS = (labels_BS != IGNORE_INDEX).to(torch.int64)
     return {"labels": labels_BS, "decoder_attention_mask": mask_BS}
