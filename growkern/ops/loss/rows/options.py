@@ -202,7 +202,8 @@ class Options(NamedTuple):
     num_items: tuple[Any, Any] | None
     parts: bool
     row_weights: Tensor | None
-    drop_tail: bool  # the k tokens of a teacher get its remaining probability, and the tail none
+    # the k tokens of a teacher get its remaining probability, and the tail none
+    drop_tail: bool = False
 
     @property
     def has_teachers(self) -> bool:
