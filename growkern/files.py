@@ -168,12 +168,9 @@ READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
     """Write a file under a temporary name beside it, sync it to disk, then rename it.
 
-    Several processes may write the same file at once: each has a temporary file of its own. After
-    an error `file` is as it was, and nothing is left.
-
-    Args:
-        file: the file; its folder must exist. A file that is there is replaced.
-        write: writes the contents to the path it is given.
+    `write` writes the contents to the path it is given. Several processes may write the same file
+    at once: each has a temporary file of its own. After an error `file` is as it was, and nothing
+    is left.
     """
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
     try:
@@ -227,10 +224,9 @@ def read_all(file: int, out: memoryview, at: int) -> None:
 
 
 def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> None:
-    """Write all bytes; the system may take them in several bites. After an error some are there.
+    """Write all bytes, from byte `at` of a file on; None: where it stands.
 
-    Args:
-        at: byte of the file to start at; None: where the file stands.
+    The system may take them in several bites. After an error some are there.
     """
     view, done = memoryview(data), 0
     while done < len(view):

@@ -42,11 +42,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The maps of one layer of one model, `grown` or its source.
-
-    Attributes:
-        cells: None where a head comes from no head of the source.
-    """
+    """The maps of one layer of one model, `grown` or its source; None for a head without origin."""
 
     label: str
     grown: bool
@@ -55,15 +51,10 @@ class Row(NamedTuple):
 
 
 def attention_maps(model: Any, tokens: Tensor) -> Tensor:
-    """The attention weights of every head.
+    """The attention weights of every head, (layers, heads, length, length) float32.
 
-    Args:
-        model: of transformers, loaded with `attn_implementation="eager"`. For an encoder-decoder
-            model these are the weights of the encoder.
-        tokens: (1, length) int64.
-
-    Returns:
-        (layers, heads, length, length) float32.
+    The model was loaded with `attn_implementation="eager"`; of an encoder-decoder model these are
+    the weights of the encoder. The tokens are (1, length) int64.
     """
     inputs = {"input_ids": tokens}
     if model.config.is_encoder_decoder:

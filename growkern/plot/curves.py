@@ -52,8 +52,7 @@ class Curve:
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
     """The cost at which a loss is first reached, interpolated linearly; None if it never is.
 
-    Args:
-        costs: ascending, one per loss.
+    Costs ascend.
     """
     for i, loss in enumerate(losses):
         if loss <= target:
@@ -65,11 +64,7 @@ def first_crossing(costs: Sequence[float], losses: Sequence[float], target: floa
 
 
 def read_curve(directory: str | Path, name: str | None = None) -> Curve:
-    """Read the curve of a training directory, finished or not.
-
-    Args:
-        name: in the picture; None takes the name of the directory.
-    """
+    """Read the curve of a training directory, finished or not. None takes the directory's name."""
     directory = Path(directory)
     # an unfinished run has its log in its checkpoints only
     places = (directory, *checkpoints_in(directory))
@@ -127,17 +122,12 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one name, a curve per seed.
-
-    Attributes:
-        marks: the loss that each curve is to reach.
-        before: FLOPs that were spent before they started, on the small model.
-    """
+    """The runs of one name, a curve per seed."""
 
     name: str
     curves: tuple[Curve, ...]
-    marks: tuple[float, ...]
-    before: float = 0.0
+    marks: tuple[float, ...]  # the loss that each curve is to reach
+    before: float = 0.0  # FLOPs that were spent before they started, on the small model
 
     @property
     def label(self) -> str:

@@ -37,16 +37,10 @@ COLORS = "viridis"
 
 
 class Units(NamedTuple):
-    """Where the units or heads of one target layer come from.
+    """Where the units or heads of one target layer come from."""
 
-    Attributes:
-        source: source unit of every target unit, (target,) int64; `NOTHING` for one that copies
-            no unit.
-        is_next: which of them come from the next source layer (AKI), (target,) bool.
-    """
-
-    source: Tensor
-    is_next: Tensor
+    source: Tensor  # source unit of every target unit, (target,) int64; `NOTHING`: a new one
+    is_next: Tensor  # which of them come from the next source layer (AKI), (target,) bool
 
 
 def recorded_growth(
@@ -128,19 +122,13 @@ def _only_old(source: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Panel:
-    """One kind of units, with the source unit of each.
-
-    Attributes:
-        sources: source unit of each, one row per layer or one for all; `NOTHING` for new ones.
-        is_next: which come from the next source layer (AKI), of the same shape.
-        inserted: which are new layers that compute nothing yet, of the same shape.
-    """
+    """One kind of units, with the source unit of each: one row per layer, or one for all."""
 
     title: str
     count: int
-    sources: np.ndarray
-    is_next: np.ndarray
-    inserted: np.ndarray
+    sources: np.ndarray  # `NOTHING` for new ones
+    is_next: np.ndarray  # which come from the next source layer (AKI)
+    inserted: np.ndarray  # which are new layers that compute nothing yet
     labels: tuple[str, ...]
 
 

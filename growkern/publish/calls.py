@@ -33,8 +33,7 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
     """Rename a directory; never replace anything: FileExistsError if the new name is taken.
 
-    Args:
-        folder, new_folder: descriptors of the directories that hold it before and after.
+    The folders that hold it before and after are given by their descriptors.
     """
     try:
         _renameat2(name, folder, new_name, new_folder, RENAME_NOREPLACE)
@@ -57,8 +56,7 @@ def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
 def exchange(name: str, folder: int, other: str, other_folder: int) -> bool:
     """Let two names in two folders, given by descriptors, change places in one step.
 
-    Returns:
-        False: the system cannot.
+    False says that the system cannot.
     """
     try:
         _renameat2(name, folder, other, other_folder, RENAME_EXCHANGE)
@@ -84,10 +82,7 @@ def _renameat2(name: str, folder: int, new_name: str, new_folder: int, flags: in
 def remove(name: str, folder: int) -> None:
     """Remove a file, a link, or a directory with all that is in it; links are not followed.
 
-    After an OSError some of it may be gone.
-
-    Args:
-        folder: a descriptor of the directory that holds it.
+    The folder is given by its descriptor. After an OSError some of it may be gone.
     """
     try:
         mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
@@ -204,12 +199,10 @@ class Lock:
     """
 
     def __init__(self, file: Path, target: Path, doing: str) -> None:
-        """Take the lock.
+        """Take the lock. The folder of the file must exist.
 
-        Args:
-            file: the lock file; its folder must exist.
-            target: the directory that the lock protects, for the message.
-            doing: the work, for the message to other processes: "growing".
+        The message to other processes names the target, which the lock protects, and the work, as
+        in "growing".
         """
         self.file = file
         while True:

@@ -31,6 +31,7 @@ from growkern.errors import GrowthError
 from growkern.files import sync_tree, write_all
 from growkern.publish.calls import (
     Lock,
+    delete,
     exchange,
     exists,
     inode,
@@ -91,11 +92,8 @@ class Workplace:
     ) -> None:
         """Take the lock, and finish or undo the unfinished work of a killed process.
 
-        Args:
-            target: the directory to be made, an absolute path.
-            kind: the work, as an English participle: "growing".
-            may_replace: True for a directory that `publish(overwrite=True)` may delete.
-            resume: keep the unfinished work of an earlier run.
+        `kind` is the work, as an English participle: "growing". `may_replace` says of a directory
+        whether `publish(overwrite=True)` may delete it. The target is an absolute path.
         """
         self.target, self.kind = target, kind
         self.directory = workplace_of(target, kind)
@@ -187,19 +185,13 @@ class Workplace:
         """Remove everything from the new contents besides these files."""
         for path in self.new.iterdir():
             if path.name not in files or path.is_dir() or path.is_symlink():
-                descriptor = open_ours(self.new, private=False)
-                try:
-                    remove(path.name, descriptor)
-                finally:
-                    os.close(descriptor)
+                delete(path)
 
     def publish(self, *, overwrite: bool) -> None:
         """Make the new contents the target in one step, after they have been written to disk.
 
-        A target that must not be replaced is unchanged, and the finished work is kept.
-
-        Args:
-            overwrite: replace a target that `may_replace` allows, and delete its old contents.
+        With `overwrite` they replace a target that `may_replace` allows, and its old contents are
+        deleted. A target that must not be replaced is unchanged, and the finished work is kept.
         """
         sync_tree(self.new)
         self._is_finished = True

@@ -20,7 +20,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 # of the format and of the way rows are made
 VERSION = 1
 STARTS, KIND = "starts.bin", "part"
+# all that a cache may hold
+FILES = {PurePosixPath(name) for name in (MANIFEST, STARTS, *(f"{x}.bin" for x in DTYPES))}
 # seconds between two looks at a cache that another run is making
 POLL = 0.5
 ROWS_AT_ONCE = 256
@@ -161,7 +163,10 @@ def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iter
             wrong = _wrong_with(directory)
             if wrong is not None:
                 if directory.exists():
-                    _refuse_foreign(directory)
+                    if why := why_kept(directory, "tokenised data", FILES.__contains__):
+                        raise GrowthError(
+                            f"{directory}: {why}, or set data.cache to another directory"
+                        )
                     warnings.warn(
                         f"the tokenised data in {directory} is damaged ({wrong}): it is made again",
                         GrowthWarning,
@@ -195,13 +200,6 @@ def _wrong_with(directory: Path) -> str | None:
         return str(error)
     damage = (damage_of(directory, file, manifest) for file in manifest)
     return next((phrase for phrase in damage if phrase is not None), None)
-
-
-def _refuse_foreign(directory: Path) -> None:
-    """Refuse to replace a directory that holds more than a cache."""
-    files = (MANIFEST, STARTS, *(_file_of(directory, column).name for column in DTYPES))
-    if why := why_kept(directory, "tokenised data", lambda file: str(file) in files):
-        raise GrowthError(f"{directory}: {why}, or set data.cache to another directory")
 
 
 def _write(directory: Path, staged: Path, rows: Iterable[Tokens], name: str) -> Iterator[None]:

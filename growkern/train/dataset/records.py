@@ -35,29 +35,21 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 class Settings:
     """All that decides which tokens records become; plain values, so that workers can have them.
 
-    Attributes:
-        text, target, input_ids, labels, attention_mask, weights: names of columns; None if there
-            is none.
-        pairs: whether records have two sides, for an encoder and a decoder.
-        vocabulary: number of ids.
-        separator: tokens after each text.
-        head: tokens that each row of text begins with.
-        length: tokens per row, `head` included.
-        pack: whether records are joined and cut.
+    Those that may be None are names of columns; None if there is none.
     """
 
     text: str | None
     target: str | None
-    pairs: bool
+    pairs: bool  # whether records have two sides, for an encoder and a decoder
     input_ids: str | None
     labels: str | None
     attention_mask: str | None
     weights: str | None
     vocabulary: int
-    separator: tuple[int, ...]
-    head: tuple[int, ...]
-    length: int
-    pack: bool
+    separator: tuple[int, ...]  # tokens after each text
+    head: tuple[int, ...]  # tokens that each row of text begins with
+    length: int  # tokens per row, `head` included
+    pack: bool  # whether records are joined and cut
 
     @classmethod
     def of(

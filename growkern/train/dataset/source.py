@@ -119,7 +119,11 @@ class Source:
         splits = saved if isinstance(saved, dict) else {"train": saved}
         if is_slice(self.split):
             with plain_errors(f"{self.name}, split {self.split!r},"):
-                records = _sliced(datasets, splits, self.split)
+                sizes = {name: len(records) for name, records in splits.items()}
+                parts = datasets.ReadInstruction.from_spec(self.split).to_absolute(sizes)
+                records = datasets.concatenate_datasets(
+                    [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+                )
         elif self.split in splits:
             records = splits[self.split]
         else:
@@ -128,8 +132,8 @@ class Source:
         if not streaming:
             return records
         # as many parts as its files, so that processes and data workers can share them
-        parts = min(len(records), max(1, len(records.cache_files))) or 1
-        return records.to_iterable_dataset(num_shards=parts)
+        shards = min(len(records), max(1, len(records.cache_files))) or 1
+        return records.to_iterable_dataset(num_shards=shards)
 
     def _builder(self) -> Any:
         datasets = need_datasets(f"reading {self.name}")
@@ -151,10 +155,6 @@ def find_sources(
 
     Several sets are "train.<name>" or "validation.<name>" each, without a "train" or "validation".
     Relative paths begin in `base`. The name is that of the training files, for messages.
-
-    Raises:
-        GrowthError: there is no such file or directory, or files of two kinds are mixed, or a
-            slice is to be streamed.
     """
     if data.dataset is not None:
         # the data for evaluation is cached in any case
@@ -246,15 +246,6 @@ def _is_saved(directory: Path) -> bool:
 def is_slice(split: str) -> bool:
     """Whether a split is a part of one, such as "train[:50%]", or several joined by "+"."""
     return "[" in split or "+" in split
-
-
-def _sliced(datasets: Any, splits: Mapping[str, Any], spec: str) -> Any:
-    sizes = {name: len(records) for name, records in splits.items()}
-    parts = [
-        splits[part.splitname].select(range(part.from_, part.to))
-        for part in datasets.ReadInstruction.from_spec(spec).to_absolute(sizes)
-    ]
-    return datasets.concatenate_datasets(parts)
 
 
 @contextlib.contextmanager

@@ -67,11 +67,8 @@ class BatchPlaces:
 class TokenStream(IterableDataset[dict[str, Any]]):
     """The rows of the records of one process, without an end.
 
-    Args:
-        records: a `datasets.IterableDataset`.
-        rank, processes: this process, and the number of processes that share the records.
-        window: rows that are shuffled together; below 2 the order of the data is kept.
-        weights: the key that weights of tokens get.
+    The records are a `datasets.IterableDataset`, which so many processes share. So many rows are
+    shuffled together as `window` says; below 2 the order of the data is kept.
     """
 
     def __init__(

@@ -15,10 +15,10 @@ import os
 import re
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from growkern.errors import GrowthError
 from growkern.files import parse_json
@@ -75,24 +75,11 @@ def check_url(url: str) -> None:
         raise GrowthError(f"{url!r} holds white space: give a URL such as http://host:8000")
 
 
-class Answer(NamedTuple):
-    """An answer of a server, read to its end."""
-
-    status: int
-    reason: str
-    headers: Mapping[str, str]
-    content: bytes
-
-
 @dataclass(frozen=True)
 class Connection:
-    """A server and how patient to be with it.
+    """A server, without a slash at the end of its URL, and how patient to be with it.
 
-    Attributes:
-        url: without a slash at its end.
-        timeout: seconds from the start of a request to the end of its answer.
-        retries: further attempts after a failure that may pass.
-        api_key: sent as a bearer token, if there is one.
+    The other fields are arguments of `growkern.ServedTeacher`.
     """
 
     url: str
@@ -103,12 +90,8 @@ class Connection:
     async def ask(self, path: str, body: dict[str, Any] | None = None, most_tokens: int = 0) -> Any:
         """The answer to a GET request, or to a POST request with a JSON body, from JSON.
 
-        Args:
-            most_tokens: of all rows of the answer together.
-
-        Raises:
-            GrowthError: the server cannot be reached, refuses the request, redirects it, answers
-                too late, too much or without JSON, and all attempts are used up.
+        All its rows together may have `most_tokens`. A server that cannot be reached, refuses the
+        request, redirects it, or answers too late, too much or without JSON is refused in the end.
         """
         content = None if body is None else json.dumps(body).encode()
         for attempt in range(self.retries + 1):
@@ -125,7 +108,7 @@ class Connection:
         httpx, most_bytes = _client(), MOST_BYTES + MOST_TOKEN_BYTES * most_tokens
         try:
             client = httpx.AsyncClient(verify=_certificates(), timeout=None)
-            answer = await asyncio.wait_for(
+            answer, content = await asyncio.wait_for(
                 self._exchange(client, path, body, most_bytes), self.timeout
             )
         except asyncio.TimeoutError as error:
@@ -143,24 +126,24 @@ class Connection:
             raise _PassingError(f"the answer was cut short ({why})") from error
         except (httpx.HTTPError, OSError) as error:
             raise _PassingError(f"{error}: is the server running?") from error
-        if len(answer.content) > most_bytes:
+        if len(content) > most_bytes:
             raise GrowthError(
                 f"{self.url}{path}: the answer has more than {most_bytes} bytes: is this a server "
                 "of vLLM or SGLang?"
             )
-        if answer.status != 200:
-            raise self._of_status(path, answer)
+        if answer.status_code != 200:
+            raise self._of_status(path, answer, content)
         try:
-            return parse_json(answer.content, MOST_VALUES + MOST_TOKEN_VALUES * most_tokens)
+            return parse_json(content, MOST_VALUES + MOST_TOKEN_VALUES * most_tokens)
         except ValueError as error:
-            start = answer.content[:80]
             raise GrowthError(
-                f"{self.url}{path}: the answer is not JSON ({error}): {start!r}"
+                f"{self.url}{path}: the answer is not JSON ({error}): {content[:80]!r}"
             ) from error
 
     async def _exchange(
         self, client: Any, path: str, body: bytes | None, most_bytes: int
-    ) -> Answer:
+    ) -> tuple[Any, bytes]:
+        """The response and its content, up to its end or a little beyond `most_bytes`."""
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -177,17 +160,18 @@ class Connection:
                 content += part
                 if len(content) > most_bytes:
                     break
-        return Answer(answer.status_code, answer.reason_phrase, answer.headers, bytes(content))
+        return answer, bytes(content)
 
-    def _of_status(self, path: str, answer: Answer) -> Exception:
-        message = f"{answer.status} {answer.reason}: {_message_of(answer)}".rstrip(": ")
-        if answer.status in TEMPORARY:
+    def _of_status(self, path: str, answer: Any, content: bytes) -> Exception:
+        status, line = answer.status_code, f"{answer.status_code} {answer.reason_phrase}"
+        message = f"{line}: {_message_of(content)}".rstrip(": ")
+        if status in TEMPORARY:
             wait = answer.headers.get("Retry-After", "")
             return _PassingError(message, float(wait) if wait.isdecimal() else 0.0)
-        if 300 <= answer.status < 400:
+        if 300 <= status < 400:
             place = answer.headers.get("Location", "")[:MOST_TEXT]
-            message = f"{answer.status} {answer.reason}: it redirects to {place!r}: give that URL"
-        if answer.status in (401, 403):
+            message = f"{line}: it redirects to {place!r}: give that URL"
+        if status in (401, 403):
             message += ": give the server's api_key"
         return GrowthError(f"{self.url}{path}: {message}")
 
@@ -221,11 +205,11 @@ class _PassingError(Exception):
         self.wait = wait
 
 
-def _message_of(answer: Answer) -> str:
+def _message_of(content: bytes) -> str:
     """What the server itself says of an error, in one line."""
-    text = answer.content.decode(errors="replace")
+    text = content.decode(errors="replace")
     try:
-        table = parse_json(answer.content, MOST_VALUES)
+        table = parse_json(content, MOST_VALUES)
         inner = table.get("error", table)
         text = str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
     except (ValueError, AttributeError):

@@ -6,6 +6,7 @@ vocabulary, H width.
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,15 +37,17 @@ LOGIT_ELEMENTS = 1 << 24
 # ---------------------------------------------------------------- examples
 
 
+@dataclass(frozen=True)
 class Examples:
     """The batches of a data set, epoch after epoch, as training would collate them.
 
     The data set has a length and is read by index, each time with the masks of the next epoch.
     """
 
-    def __init__(self, dataset: Any, collator: Collator, epochs: int, batch_size: int) -> None:
-        self.dataset, self.collator = dataset, collator
-        self.epochs, self.batch_size = epochs, batch_size
+    dataset: Any
+    collator: Collator
+    epochs: int
+    batch_size: int
 
     def __len__(self) -> int:
         return self.epochs * len(self.dataset)
@@ -158,10 +161,8 @@ def kept_rows(
     """Ask the teacher for the k likeliest tokens of each row of a batch.
 
     The keys of the examples are those of the first pass: a batch that differs from it is refused,
-    and so are another k or temperature, and a missing row.
-
-    Returns:
-        Ids (R, k) int32 and log-probs (R, k) in the dtype of the cache, both on the CPU.
+    and so are another k or temperature, and a missing row. Gives ids (R, k) int32 and log-probs
+    (R, k) in the dtype of the cache.
     """
     if not np.array_equal(keys_of(batch), keys_B):
         raise GrowthError(
@@ -198,14 +199,8 @@ def topk_of_head(
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of an output projection, at a temperature and maybe with a softcap.
 
-    Args:
-        hidden_RH: inputs of the projection, (R, H).
-        weight_VH: its weight, (V, H).
-        bias_V: its bias, (V,) or None.
-        vocab: columns that the softmax runs over; later ones are padding.
-
-    Returns:
-        Ids (R, k) int64 and log-probs (R, k) float32, likeliest first.
+    The softmax runs over the first `vocab` columns; later ones are padding. Gives ids (R, k) int64
+    and log-probs (R, k) float32, likeliest first.
     """
     bias_V = None if bias_V is None else bias_V[:vocab]
     kept = []

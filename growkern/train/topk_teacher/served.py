@@ -109,14 +109,10 @@ def _check_own(row: list[tuple[float, int]], own: Any, place: int) -> None:
 
 
 class Vllm:
-    """vLLM's extension of the completions of OpenAI.
-
-    Attributes:
-        path: of the requests.
-        more: says how to let the server give {k} tokens.
-    """
+    """vLLM's extension of the completions of OpenAI."""
 
     name, path = "vLLM", "/v1/completions"
+    # how to let the server give {k} tokens
     more = "start vLLM with --max-logprobs {k}"
 
     def most_tokens(self, refusal: str) -> int | None:

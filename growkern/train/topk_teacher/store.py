@@ -77,16 +77,7 @@ Arrays = dict[str, np.ndarray]
 class CacheHeader(RowFacts):
     """How a cache was made, `cache.json`. Two caches with equal headers hold the same rows.
 
-    Attributes:
-        format: version of the file format.
-        k: tokens per row.
-        dtype: of the log-probs, a key of DTYPES.
-        examples: number of examples, each masking counted.
-        teacher: SHA-256 of the teacher's weights.
-        data: SHA-256 of the keys of all examples.
-
-    Raises:
-        GrowthError: a value is impossible.
+    A value that is impossible is refused.
     """
 
     LIMITS: ClassVar[dict[str, Limit]] = {
@@ -99,10 +90,10 @@ class CacheHeader(RowFacts):
     vocab_size: int
     format: int
     k: int
-    dtype: str
-    examples: int
-    teacher: str
-    data: str
+    dtype: str  # of the log-probs
+    examples: int  # each masking counted
+    teacher: str  # SHA-256 of its weights
+    data: str  # SHA-256 of the keys of all examples
 
     def __post_init__(self) -> None:
         check_fields(self)

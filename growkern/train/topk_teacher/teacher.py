@@ -332,10 +332,9 @@ class TopKTeacher:
         return size
 
     def collator(self, collator: Collator, dataset: Any) -> "TopKCollator":
-        """Wrap a collator so that training batches hold the rows of the teacher.
+        """Wrap the collator that the rows were made with, so that batches hold them too.
 
-        It is the one that the rows were made with. If the training data can be indexed, the rows of
-        its first and last example are read at once.
+        If the data can be indexed, the rows of its first and last example are read at once.
         """
         wrapped = TopKCollator(collator, self.rows, self._columns)
         if isinstance(dataset, IndexedDataset) and len(dataset):
