@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
+import itertools
 import os
 import re
 import ssl
@@ -93,18 +93,16 @@ class Connection:
         All its rows together may have `most_tokens`. A server that cannot be reached, refuses the
         request, redirects it, or answers too late, too much or without JSON is refused in the end.
         """
-        content = None if body is None else json.dumps(body).encode()
-        for attempt in range(self.retries + 1):
+        for attempt in itertools.count():
             try:
-                return await self._ask_once(path, content, most_tokens)
+                return await self._ask_once(path, body, most_tokens)
             except _PassingError as error:
                 if attempt == self.retries:
                     times = f" ({attempt + 1} attempts)" if attempt else ""
                     raise GrowthError(f"{self.url}{path}: {error}{times}") from error
                 await asyncio.sleep(min(max(error.wait, FIRST_WAIT * 2**attempt), LONGEST_WAIT))
-        raise AssertionError("the last attempt returns or raises")
 
-    async def _ask_once(self, path: str, body: bytes | None, most_tokens: int) -> Any:
+    async def _ask_once(self, path: str, body: dict[str, Any] | None, most_tokens: int) -> Any:
         httpx, most_bytes = _client(), MOST_BYTES + MOST_TOKEN_BYTES * most_tokens
         try:
             client = httpx.AsyncClient(verify=_certificates(), timeout=None)
@@ -141,19 +139,17 @@ class Connection:
             ) from error
 
     async def _exchange(
-        self, client: Any, path: str, body: bytes | None, most_bytes: int
+        self, client: Any, path: str, body: dict[str, Any] | None, most_bytes: int
     ) -> tuple[Any, bytes]:
         """The response and its content, up to its end or a little beyond `most_bytes`."""
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
         method = "GET" if body is None else "POST"
         # redirects are not followed: the key belongs to this server alone
         async with (
             client,
-            client.stream(method, self.url + path, content=body, headers=headers) as answer,
+            client.stream(method, self.url + path, json=body, headers=headers) as answer,
         ):
             content = bytearray()
             async for part in answer.aiter_raw():

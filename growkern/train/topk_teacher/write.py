@@ -12,7 +12,7 @@ gets its name at the end.
 import hashlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError, nearest
-from growkern.growth.disk.journal import Journal, Mark
+from growkern.growth.disk.journal import Journal
 from growkern.publish import workplace
 from growkern.publish.manifest import checksum, why_kept, write_manifest
 from growkern.train.loss.vocabulary import check_own_tokenizer, tokenizer_fingerprint
@@ -42,6 +42,7 @@ from growkern.train.topk_teacher.store import (
     FORMAT,
     INDEX_FILE,
     ROWS,
+    Arrays,
     CacheHeader,
     TeacherCache,
     pack_ids,
@@ -258,20 +259,26 @@ def _write(
     overwrite: bool,
     progress: bool,
 ) -> None:
-    """All files of the cache, in `place.new`."""
+    """All files of the cache, in `place.new`. The journal vouches for shards of an earlier run."""
     first_E = np.concatenate([[0], np.cumsum(contents.rows_E)])
+    total, checksums = int(first_E[-1]), dict[str, str]()
     ends = _shard_ends(first_E, max(1, shard_bytes // header.row_bytes))
-    workplace.check_space(place.target, KIND, int(first_E[-1]) * header.row_bytes)
-    with _journal(place, header, overwrite) as journal:
+    workplace.check_space(place.target, KIND, total * header.row_bytes)
+    bar = tqdm(total=total, desc="teacher", unit=" rows", disable=not progress)
+    with _journal(place, header, overwrite) as journal, bar:
         new = place.open_new()
-        shards = {
-            (shard_file(new, number).name, start, end): int(first_E[end] - first_E[start])
-            for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-        }
-        checksums = _write_shards(
-            teacher, examples, header, new, contents.keys_E, shards, journal, progress
-        )
-    place.keep_only([name for name, _, _ in shards])
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            file = shard_file(new, number)
+            mark = file.name, start, end
+            noted = journal.marks.get(mark)
+            if noted is None or not file.is_file() or checksum(file) != noted:
+                keys_E = contents.keys_E[start:end]
+                write_tensors(file, _shard(teacher, examples, header, keys_E, start))
+                noted = checksum(file)
+                journal.add({mark: noted}, {})
+            checksums[file.name] = noted
+            bar.update(int(first_E[end] - first_E[start]))
+    place.keep_only(checksums)
     write_header(new, header)
     _write_index(new, contents.keys_E, first_E, ends)
     write_manifest(new, checksums)
@@ -301,41 +308,18 @@ def _write_index(
     write_tensors(staging / INDEX_FILE, index)
 
 
-def _write_shards(
-    teacher: TopKRows,
-    examples: Examples,
-    header: CacheHeader,
-    directory: Path,
-    keys_E: np.ndarray,
-    shards: Mapping[Mark, int],
-    journal: Journal,
-    progress: bool,
-) -> dict[str, str]:
-    """Run the teacher for every shard that the journal does not vouch for. Gives all checksums.
-
-    The rows of a shard are known by its mark: its file, its first example, and the one past its
-    last.
-    """
-    checksums: dict[str, str] = {}
-    bar = tqdm(total=sum(shards.values()), desc="teacher", unit=" rows", disable=not progress)
-    with bar:
-        for mark, rows in shards.items():
-            name, start, end = mark
-            file, noted = directory / name, journal.marks.get(mark)
-            if noted is not None and file.is_file() and checksum(file) == noted:
-                checksums[name] = noted
-            else:
-                shard = []
-                for batch in examples.batches(start, end):
-                    keys_B = keys_E[start : start + len(batch["input_ids"])]
-                    shard.append(kept_rows(teacher, batch, header, keys_B))
-                    start += len(keys_B)
-                ids, logprobs = (torch.cat(x) for x in zip(*shard, strict=True))
-                packed = pack_ids(ids.numpy(), header.id_bits)
-                bits = torch.uint32 if logprobs.element_size() == 4 else torch.uint16
-                stored = logprobs.view(bits).numpy()
-                write_tensors(file, {"ids": packed, "logprobs": stored})
-                checksums[name] = checksum(file)
-                journal.add({mark: checksums[name]}, {})
-            bar.update(rows)
-    return checksums
+def _shard(
+    teacher: TopKRows, examples: Examples, header: CacheHeader, keys_E: np.ndarray, start: int
+) -> Arrays:
+    """Run the teacher for the examples with these keys, the first of which is `start`."""
+    parts, done = [], 0
+    for batch in examples.batches(start, start + len(keys_E)):
+        keys_B = keys_E[done : done + len(batch["input_ids"])]
+        parts.append(kept_rows(teacher, batch, header, keys_B))
+        done += len(keys_B)
+    ids, logprobs = (torch.cat(x) for x in zip(*parts, strict=True))
+    bits = torch.uint32 if logprobs.element_size() == 4 else torch.uint16
+    return {
+        "ids": pack_ids(ids.numpy(), header.id_bits),
+        "logprobs": logprobs.view(bits).numpy(),
+    }
