@@ -15,7 +15,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
-from growkern.plot.weights import NOTHING, heads_of, name_of, recorded_growth
+from growkern.plot.weights import NOTHING, name_of, recorded_growth, units_of
 from growkern.train.model.load import load_tokenizer
 
 # how many fit so that tokens can be read
@@ -137,7 +137,7 @@ def paired_rows(plan: GrowthPlan) -> list[Row]:
     inserted = sorted(layer for name, layer in plan.inserted if name == stack)
     rows = []
     for layer in shown_layers(len(layers), inserted):
-        heads, below = heads_of(plan, space, stack, layer), layers[layer]
+        heads, below = units_of(plan, space, stack, layer), layers[layer]
         origins = zip(heads.source.tolist(), heads.is_next.tolist(), strict=True)
         # heads that come from no head are last
         ordered = sorted((x == NOTHING, x, is_next, i) for i, (x, is_next) in enumerate(origins))

@@ -110,14 +110,14 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     validation = any("eval_loss" in line for line in history)
     # with a teacher, "loss" includes the KL term; only "mlm" can be compared with other runs
     keys = ("eval_loss",) if validation else ("mlm", "loss")
-    lines: dict[int, tuple[float, dict[str, Any]]] = {}
+    points: dict[int, tuple[float, float]] = {}
     for line in history:
         key = next((key for key in keys if key in line), None)
         if key is not None and "flops" in line:
-            lines[line["step"]] = (line[key], line)
-    steps = tuple(sorted(lines))
-    flops = tuple(lines[step][1]["flops"] for step in steps)
-    return Curve(name, steps, flops, tuple(lines[step][0] for step in steps), validation)
+            points[line["step"]] = line["flops"], line[key]
+    steps = tuple(sorted(points))
+    flops, losses = (tuple(points[step][i] for step in steps) for i in (0, 1))
+    return Curve(name, steps, flops, losses, validation)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ the grown model: a colour that comes twice is a unit that was copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,50 +74,32 @@ def name_of(directory: str | Path) -> str:
     return on_hub.id if on_hub else directory.resolve().name
 
 
-def _source_layer(plan: GrowthPlan, stack: str, layer: int) -> Layer:
-    """The name of a target layer's source layer, as `Task.source_layer`."""
-    number = plan.layer_maps[stack][layer]
-    return f"{stack}.{number}" if stack else number
-
-
 def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
-    """Where the units of a space of the table come from, in a layer of the target.
+    """Where the units or heads of a space of the table come from, in a layer of the target.
 
     A unit of several entries counts once.
     """
-    units = plan.layout.space(space, _source_layer(plan, stack, layer))
-    old, _ = plan.layout.sizes(str(plan.small.family.spaces[space].size or "stream"))
-    width = units.source // old
-    source = torch.where(units.is_extra, NOTHING, units.read_index // width)[::width]
+    spec, layout = plan.small.family.spaces[space], plan.layout
+    number = plan.layer_maps[stack][layer]
+    # as `Task.source_layer`
+    source_layer: Layer = f"{stack}.{number}" if stack else number
+    if spec.kind == "heads":
+        old, _ = layout.sizes(str(spec.heads))
+        source = layout.head_map(str(spec.heads), layout.key(space, source_layer)[1])
+    else:
+        old, _ = layout.sizes(str(spec.size or "stream"))
+        units = layout.space(space, source_layer)
+        width = units.source // old
+        source = torch.where(units.is_extra, NOTHING, units.read_index // width)[::width]
     if plan.options.is_baseline:
-        source = _only_old(source, old)
-    return Units(source, _is_next(plan, space, stack, layer)[::width])
-
-
-def heads_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
-    """Where the heads of a space come from; arguments as in `units_of`."""
-    spec = plan.small.family.spaces[space]
-    _, key = plan.layout.key(space, _source_layer(plan, stack, layer))
-    source = plan.layout.head_map(str(spec.heads), key)
-    if plan.options.is_baseline:
-        source = _only_old(source, plan.layout.sizes(str(spec.heads))[0])
-    is_next = _is_next(plan, space, stack, layer).reshape(len(source), -1)[:, 0]
+        # without copies: new units have random weights, and the old ones lead
+        source = torch.where(torch.arange(len(source)) < old, source, NOTHING)
+    is_next = torch.zeros(len(source), dtype=torch.bool)
+    is_own = spec.kind in ("heads", "units") and spec.size != "stream"
+    # the last source layer has no next one
+    if plan.options.method == "aki" and is_own and number != max(plan.layer_maps[stack]):
+        is_next = layout.next_layer_units(space).reshape(len(source), -1)[:, 0]
     return Units(source, is_next)
-
-
-def _is_next(plan: GrowthPlan, space: str, stack: str, layer: int) -> Tensor:
-    """`Units.is_next`. The last source layer has no next one."""
-    is_last = plan.layer_maps[stack][layer] == max(plan.layer_maps[stack])
-    family = plan.small.family.spaces[space]
-    is_own = family.kind in ("heads", "units") and family.size != "stream"
-    if plan.options.method != "aki" or is_last or not is_own:
-        return torch.zeros(plan.layout.space(space, 0).target, dtype=torch.bool)
-    return plan.layout.next_layer_units(space)
-
-
-def _only_old(source: Tensor, count: int) -> Tensor:
-    """Without copies: new units have random weights, and the old ones lead."""
-    return torch.where(torch.arange(len(source)) < count, source, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -183,18 +165,17 @@ def unit_panels(plan: GrowthPlan) -> list[Panel]:
         seen.add(what)
         field = "stream" if spec.kind == "stream" else str(spec.heads or spec.size)
         old, _ = plan.layout.sizes(field)
-        of: Callable[..., Units] = heads_of if spec.kind == "heads" else units_of
         # the name of the size as users know it, such as `num_attention_heads`
         title = plan.small.family.config_field(field)
-        panels.append(_panel(plan, name, title, old, of))
+        panels.append(_panel(plan, name, title, old))
     return panels
 
 
-def _panel(plan: GrowthPlan, name: str, title: str, old: int, of: Callable[..., Units]) -> Panel:
+def _panel(plan: GrowthPlan, name: str, title: str, old: int) -> Panel:
     first = next(iter(plan.layer_maps))
     stack = next((s for s in plan.layer_maps if s and name.startswith(s)), first)
     layers = range(len(plan.layer_maps[stack]))
-    origins = [of(plan, name, stack, layer) for layer in layers]
+    origins = [units_of(plan, name, stack, layer) for layer in layers]
     sources = np.array([units.source.numpy() for units in origins])
     is_next = np.array([units.is_next.numpy() for units in origins])
     # layers that are all alike are one row
