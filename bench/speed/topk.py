@@ -28,7 +28,7 @@ from examples.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.train.dataset.load import pack_text
 from growkern.train.model.head import align_labels, head_inputs
 from growkern.train.topk_teacher.rows import topk_of_head
-from growkern.train.topk_teacher.write import CacheHeader
+from growkern.train.topk_teacher.store import FORMAT, CacheHeader
 
 VOCABULARY, LENGTH, BATCH = 4096, 64, 16
 TEACHER, STUDENT = Size(3, 128, 4), Size(4, 192, 6)
@@ -87,8 +87,10 @@ def rows_of(name, student, teacher, temperature):
             return gradient_error(gradient, truth)
 
         header = CacheHeader(
-            1, k, temperature, "labels", "float16", len(teacher[1]), True, 1, 1, "", None, ""
-        )
+            temperature=temperature, rows="labels", causal=True, vocab_size=len(teacher[1]),
+            tokenizer=None, epochs=1, format=FORMAT, k=k, dtype="float16", examples=1,
+            teacher="", data="",
+        )  # fmt: skip
         yield {
             "student": name,
             "T": temperature,
