@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError, GrowthWarning
-from growkern.files import read_bounded, sync, write_whole
+from growkern.files import read_bounded, sync, sync_tree, write_whole
 from growkern.publish.calls import Lock, delete, lock_file_of, move
 from growkern.publish.manifest import (
     ALGORITHM,
@@ -208,8 +208,7 @@ def _write(directory: Path, staged: Path, rows: Iterable[Tokens], name: str) -> 
     staged.mkdir()
     yield from _write_columns(staged, rows, name)
     write_manifest(staged)
-    for path in (*staged.iterdir(), staged):
-        sync(path)
+    sync_tree(staged)
     move(staged, directory)
     # a cache that is not there after a power failure is made again
     with contextlib.suppress(OSError):
