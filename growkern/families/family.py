@@ -66,12 +66,10 @@ def followed(word: str, value: Any, layers: Sequence[int]) -> Any:
 def follow_layers(
     config: Any, source: Any, fields: Mapping[str, str], layers: Sequence[int] | None
 ) -> None:
-    """Set the fields of a target's config that say of which kind its layers are.
+    """Set the `fields` of a target's config that say, by a condition, of which kind its layers are.
 
-    Args:
-        fields: names -> the word of the condition of each.
-        layers: the source layer of every target layer. None: the source has no layers, and the
-            config's class fills the lists.
+    `layers` has the source layer of every target layer. None: the source has no layers, and the
+    config's class fills the lists.
     """
     for name, word in fields.items():
         value = getattr(source, name, None)

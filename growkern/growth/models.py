@@ -144,10 +144,9 @@ def _local_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def fit_cache(spec: ModelSpec, *configs: Any) -> None:
-    """Turn the cache of keys and values off where transformers makes it for too few layers.
+    """Turn the cache of keys and values off, with a warning, where it is made for too few layers.
 
-    Generation with such a cache raises an IndexError. A warning says that it is off. `configs` are
-    configs and generation configs of a model of `spec`; None is skipped.
+    Generation with such a cache raises an IndexError. Configs that are None are skipped.
     """
     cached = [c for c in configs if spec.short_cache and getattr(c, "use_cache", False)]
     for config in cached:

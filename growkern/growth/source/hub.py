@@ -145,9 +145,6 @@ def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Pat
     return Path(directory)
 
 
-# ------------------------------------------------------------------ headers
-
-
 @dataclass(frozen=True)
 class RemoteTensor(files.Header):
     """A tensor of a safetensors file on the Hub. `file` is its place in the cache."""

@@ -92,13 +92,10 @@ def refuse_flattened(name: str) -> None:
         raise GrowthError(f"{name} is flattened by FullyShardedDataParallel: {UNFLATTEN}")
 
 
-def class_name_of(model: Any) -> str:
-    """The model class in transformers; fully_shard replaces it by a subclass."""
-    # imported here, as it is slow and a growth of files does not need it
-    from torch.distributed.fsdp import FSDPModule
-
-    cls = type(model)
-    return str((cls.__bases__[-1] if isinstance(model, FSDPModule) else cls).__name__)
+def class_of(module: Any) -> type:
+    """The class of a module; torch.distributed replaces it by a subclass when it shards."""
+    classes = type(module).__mro__
+    return next(c for c in classes if not c.__module__.startswith("torch.distributed."))
 
 
 def refuse_computed(model: Any) -> None:
@@ -194,9 +191,7 @@ def _differences(live: Any, built: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
     It yields its name and both values.
     """
-    # torch.distributed replaces a class by a subclass when it shards
-    written = (c for c in type(live).__mro__ if not c.__module__.startswith("torch.distributed."))
-    if not isinstance(live, nn.Module) or next(written) is not type(built):
+    if not isinstance(live, nn.Module) or class_of(live) is not type(built):
         kind = type(live)
         # a subclass may have the name of its base
         is_namesake = kind.__name__ == type(built).__name__

@@ -127,9 +127,6 @@ READ = ("fp8", "mxfp4")
 MOST_BLOCK = 1024
 
 
-# -------------------------------------------------------------- directories
-
-
 def refuse_files(place: str, names: Collection[str], directory: Path | None = None) -> None:
     """Refuse a source whose files show that it is of a kind that cannot be grown.
 
@@ -192,9 +189,6 @@ def _class_of(directory: Path | None, default: str) -> str:
 def _peft_class(directory: Path | None) -> str:
     task = _read(directory / ADAPTER_FILE).get("task_type") if directory else None
     return PEFT_CLASSES.get(str(task), "AutoPeftModel")
-
-
-# ---------------------------------------------------------------- quantised
 
 
 def quantised_advice(method: str = "", place: str = "", model_class: str = "") -> str:
@@ -264,9 +258,6 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...]
             "weights with a scale for every block, such as [128, 128]"
         )
     return sizes[0], sizes[1]
-
-
-# ------------------------------------------------------------------- models
 
 
 def refuse_adapters(model: Any, role: str) -> None:

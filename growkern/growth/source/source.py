@@ -179,9 +179,6 @@ def _read_checked(
     return tensor
 
 
-# ------------------------------------------------------------------- models
-
-
 def _open_model(model: Any, family: Family | None) -> Source:
     refused.refuse_quantised(model.config)
     kind, plan = model.config.model_type, getattr(model, "growth_plan", None)
@@ -189,7 +186,7 @@ def _open_model(model: Any, family: Family | None) -> Source:
         family = plan.small.family.whole
     elif family is None and kind not in supported_families():
         refuse_unknown(kind, model.config.to_dict())
-    spec = ModelSpec.of(model.config, live.class_name_of(model), family)
+    spec = ModelSpec.of(model.config, live.class_of(model).__name__, family)
     for name, _ in model.named_parameters():
         live.refuse_flattened(name)
     live.refuse_computed(model)
@@ -214,9 +211,6 @@ def _open_model(model: Any, family: Family | None) -> Source:
         history=history_of(model),
         warned=warned,
     )
-
-
-# -------------------------------------------------------------- directories
 
 
 @no_collections()

@@ -104,12 +104,7 @@ def signed(size: Tensor, key: Tensor, mult: Tensor, src: Tensor) -> Tensor:
 
 
 def noise_of_columns(x_MN: Tensor, size_N: Tensor, src_N: Tensor, offset: int, seed: int) -> Tensor:
-    """The noise on the columns of a matrix, (M, N) in its dtype.
-
-    Args:
-        x_MN: the matrix; only its shape, dtype and device are used.
-        size_N: relative size of the noise on each column.
-    """
+    """The noise of these relative sizes on the columns of a matrix, (M, N) in its dtype."""
     key_M, mult_M = line_keys(x_MN.shape[0], offset, seed, x_MN.device)
     size_N = size_N.to(x_MN.dtype)
     return signed(size_N, key_M[:, None], mult_M[:, None], src_N.to(torch.int32))

@@ -30,8 +30,6 @@ from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import EXACT, ROUTED_COLS, ROUTED_ROWS, block_of, expand_block
 from growkern.ops.expand.op import expand_call
 
-# ------------------------------------------------------------------- kernel
-
 
 class CallFields(NamedTuple):
     """A row of the table: addresses, then strides and sizes in elements, then the first block."""
@@ -137,9 +135,6 @@ def expand_many_kernel(
     )  # fmt: skip
 
 
-# ------------------------------------------------- vectors of many calls as one
-
-
 class _Packed:
     """Vectors of many calls in one tensor, so that they reach the device in one copy."""
 
@@ -183,9 +178,6 @@ class _LineKeys:
         return keys_of_lines(*(x.to(torch.int32) for x in (line, each[:, 1], each[:, 2])))
 
 
-# ----------------------------------------------------------------- launches
-
-
 class LaunchKind(NamedTuple):
     """The properties that the compiled kernel depends on: calls that share them share a launch."""
 
@@ -211,16 +203,10 @@ def launch_kind(call: ExpandCall) -> LaunchKind:
 
 
 def expand_many(calls: Sequence[ExpandCall]) -> int:
-    """Fill `out` of every call, in one launch for each kind of call.
+    """Fill `out` of every call on matrices, in one launch for each kind; the number of launches.
 
     Nothing is checked but devices and sizes: indices must be in range, and results must not overlap
     other tensors.
-
-    Args:
-        calls: on matrices.
-
-    Returns:
-        The number of launches.
     """
     if len({x.device for call in calls for x in (call.out, call.weight)}) > 1:
         raise GrowthError("expand_many works on one device: move weights and outputs to one")
@@ -301,8 +287,6 @@ def _row(
     strides = (call.weight.stride(0), upper.stride(0), call.weight.stride(1), *call.out.stride())
     return CallFields._make([*places, *strides, R, C, M, N, at])
 
-
-# -------------------------------------------------------------------- work
 
 # most bytes of weights and results that may wait for a launch
 BYTES_AT_ONCE = 1 << 30

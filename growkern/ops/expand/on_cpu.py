@@ -32,12 +32,7 @@ class ExpandArgs(ctypes.Structure):
 
 
 def expand_on_cpu(call: ExpandCall, isa: int | None = None) -> None:
-    """Fill `call.out`.
-
-    Args:
-        call: on the CPU.
-        isa: the instruction set, an index into `native.ISA_NAMES`, for tests. None: the best.
-    """
+    """Fill `call.out`; for tests with the instruction set `isa` of `native.ISA_NAMES`."""
     lib = native.loaded()
     assert lib is not None
     call = call.with_contiguous_columns()
