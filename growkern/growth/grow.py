@@ -54,35 +54,24 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 
+    class Keywords(GrowthKeywords, total=False):
+        target_config: PretrainedConfig | None
+        dtype: torch.dtype | None
+        allow_nonfinite: bool
+        revision: str | None
+        family: str | Path | None
+        backend: str | None
+        progress: bool
+
 
 @overload
-def grow(
-    source: Model,
-    *,
-    target_config: PretrainedConfig | None = None,
-    dtype: torch.dtype | None = None,
-    allow_nonfinite: bool = False,
-    revision: str | None = None,
-    family: str | Path | None = None,
-    backend: str | None = None,
-    progress: bool = False,
-    **how: Unpack[GrowthKeywords],
-) -> Model: ...
+def grow(source: Model, **keywords: Unpack[Keywords]) -> Model: ...
 
 
 # transformers counts as Any where this package is checked
 @overload
 def grow(  # type: ignore[overload-cannot-match]
-    source: str | Path,
-    *,
-    target_config: PretrainedConfig | None = None,
-    dtype: torch.dtype | None = None,
-    allow_nonfinite: bool = False,
-    revision: str | None = None,
-    family: str | Path | None = None,
-    backend: str | None = None,
-    progress: bool = False,
-    **how: Unpack[GrowthKeywords],
+    source: str | Path, **keywords: Unpack[Keywords]
 ) -> PreTrainedModel: ...
 
 
@@ -271,10 +260,14 @@ def grow_checkpoint(
         _warn_of_changes(grown, calls=4)
         return grown
 
-    state = None if optimizer is None else path_of("optimizer", optimizer, "its file")
     return _carry_out(
         *(make_plan, settings, source_path, target_path),
-        *(overwrite, memory_limit, resume, progress, state, moments),
+        overwrite=overwrite,
+        memory_limit=memory_limit,
+        resume=resume,
+        progress=progress,
+        optimizer=None if optimizer is None else path_of("optimizer", optimizer, "its file"),
+        moments=moments,
     )
 
 
@@ -283,6 +276,7 @@ def _carry_out(
     settings: Settings,
     source_dir: Path,
     target_dir: Path,
+    *,
     overwrite: bool,
     memory_limit: int | str,
     resume: bool,
@@ -388,5 +382,8 @@ def replay(
 
     return _carry_out(
         *(make_plan, record.settings, source_path, target),
-        *(overwrite, memory_limit, resume, progress),
+        overwrite=overwrite,
+        memory_limit=memory_limit,
+        resume=resume,
+        progress=progress,
     )

@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, TypedDict, get_args, get_type_hints
 
-from growkern.arguments import SHARE, Limit, check_fields, check_kind, check_seed, real_number
+from growkern.arguments import SHARE, Limit, check_fields, check_seed, real_number
 from growkern.errors import GrowthError
 from growkern.ops.expand import MOST_AMPLITUDE
 
@@ -156,8 +156,6 @@ class GrowthOptions:
             value = getattr(self, name)
             if kind is float:
                 object.__setattr__(self, name, real_number(name, value))
-            elif kind is bool:
-                check_kind(name, value, bool, "True or False")
             elif name == "seed":
                 object.__setattr__(self, name, check_seed(value))
         check_fields(self)

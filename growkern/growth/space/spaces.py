@@ -126,17 +126,9 @@ class Space:
         Returns:
             (target,) float64, of the size `amount` at most; None if every size is 0.
         """
-        copy = self.read_index < self.source
-        copy &= ~self.is_extra
-        index = self.read_index[copy]
-        if not len(index):
-            return None
-        count = maps.counts(index, self.source)
-        rank = maps.rank_in_group(index).double()
-        # count - 1 - 2 rank is an integer, so copies r and C-1-r are opposite in every dtype
-        weight = (count - 1 - 2 * rank) / (count - 1).clamp(min=1)
-        result = torch.zeros(self.target, dtype=torch.float64)
-        result[copy] = amount * weight
+        number, count = self.copies.double().unbind(1)
+        # count - 1 - 2 number is an integer, so copies r and C-1-r are opposite in every dtype
+        result = amount * ((count - 1 - 2 * number) / (count - 1).clamp(min=1))
         return result if bool(result.any()) else None
 
 

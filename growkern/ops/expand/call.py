@@ -80,7 +80,7 @@ class ExpandCall(NamedTuple):
         """The call with these inputs of the registered ops, which take no records."""
         *tensors, copies, dim, amplitude, seed, row, column = inputs
         routing = None if copies is None else Routing(dim, copies, amplitude)
-        return cls(out, *tensors, routing, seed, (row, column))
+        return cls._make((out, *tensors, routing, seed, (row, column)))
 
     @property
     def inputs(self) -> tuple[Any, ...]:
