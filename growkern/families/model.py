@@ -115,6 +115,16 @@ class ModelSpec:
                 f"{self.family.config_field('kv_heads')}={kv_heads}"
             )
 
+    def check_sizes(self, where: str) -> None:
+        """Refuse sizes that no model has. One without layers may grow new ones."""
+        for key, entry in self.family.config.items():
+            size, most = self.size(key), self.family.largest(key)
+            # a null field may mean a model without these units
+            is_optional = key in self.family.stacks.values() or entry.default == "0"
+            if not (0 if is_optional else 1) <= size <= most:
+                field = self.family.config_field(key)
+                raise GrowthError(f"{where}: {field}={size} must lie in 1 .. {most}")
+
     def head_dim(self, heads: str = "q_heads") -> int:
         """Entries of one attention head, of those that a size counts.
 

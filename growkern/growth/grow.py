@@ -40,9 +40,9 @@ from growkern.growth.record.lineage import (
 )
 from growkern.growth.record.recorded import plan_from_lineage, read_lineage
 from growkern.growth.record.save import card_text, record_when_saved, write_card
-from growkern.growth.source.checks import check_names_and_shapes, refuse_overflow
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import open_source, refuse_unreadable
+from growkern.growth.source.stored import check_names_and_shapes, refuse_overflow
 from growkern.ops.expand.many import work_on
 
 if TYPE_CHECKING:

@@ -32,11 +32,10 @@ from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, as_mixture, plan_growth
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
-from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.hub import located
 from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
 from growkern.growth.source.source import Source, open_source, refuse_unreadable
-from growkern.growth.source.stored import row_blocks
+from growkern.growth.source.stored import refuse_nonfinite, refuse_overflow, row_blocks
 from growkern.ops.expand.many import Work, work_on
 
 if TYPE_CHECKING:

@@ -28,10 +28,15 @@ from growkern.growth.disk.shards import Buffer, ShardLayout, TargetFile, write_r
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.pieces import Piece, pieces_of
 from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
-from growkern.growth.source.checks import refuse_nonfinite, refuse_overflow
 from growkern.growth.source.parts import Assembled
 from growkern.growth.source.source import Source
-from growkern.growth.source.stored import entries_of, read_entries, row_blocks
+from growkern.growth.source.stored import (
+    entries_of,
+    read_entries,
+    refuse_nonfinite,
+    refuse_overflow,
+    row_blocks,
+)
 
 
 class SourceReader:

@@ -34,8 +34,13 @@ from growkern.growth.record.lineage import (
     space_key,
     spaces_of,
 )
-from growkern.growth.source.checks import check_layers
-from growkern.growth.source.config import check_config, config_directory, config_from, read_config
+from growkern.growth.source.config import (
+    check_config,
+    check_layers,
+    config_directory,
+    config_from,
+    read_config,
+)
 from growkern.growth.source.source import Source
 from growkern.growth.space.layout import Layer
 from growkern.growth.space.spaces import Space

@@ -1,14 +1,17 @@
 """Reads the config.json of a checkpoint: refuses damaged and hostile ones before any work.
 
-The raw JSON is checked first (`checks`). Only then does transformers see it. Every command
-reads configs here.
+transformers builds models from a config without checking most of its values. A label count of a
+billion then takes minutes. An attention implementation may name code on a hub. A field called like
+a method replaces the method. So the raw JSON is checked before transformers sees it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,11 +19,11 @@ import torch
 import transformers
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from growkern.errors import GrowthError
-from growkern.families.family import Family
+from growkern.errors import GrowthError, nearest
+from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
+from growkern.families.model import ModelSpec
 from growkern.files import parse_json, read_bounded, read_json
-from growkern.growth.source.checks import check_config_values, check_names
 from growkern.growth.source.files import METADATA_FILE, refuse_links_out
 from growkern.growth.source.refused import refuse_directory
 from growkern.package import DOCS
@@ -30,12 +33,52 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 # the share of a model's names that a family must have to be worth naming
 LEAST = 0.5
 # of a model's layers; more of them add no names
-LAYERS = 2
+FEW_LAYERS = 2
 
 # the largest configs of the Hub, with 21,000 named labels, have 2 MB
 MOST_BYTES, MOST_VALUES = 4_000_000, 100_000
 # a chat model has 1 kB, one with suppressed tokens 100 kB
 MOST_GENERATION_BYTES, MOST_GENERATION_VALUES = 1_000_000, 100_000
+
+# of models of today; transformers is asked for others, as its table takes 2 s to import
+USUAL_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+
+# classes that a head may tell apart; ImageNet-21k has 21,841
+MOST_LABELS = 1 << 15
+# attention heads, or layers, to be removed
+MOST_PRUNED = 1 << 12
+# transformers makes a list entry for every layer, and a module for it
+MOST_LAYERS = 1 << 14
+# the longest contexts have 10 million tokens
+MOST_POSITIONS = 1 << 30
+MOST_CLASSES, MOST_CLASS_NAME = 16, 200
+# fields that must be positive, also inside nested dictionaries
+POSITIVE = {
+    *("rope_theta", "rope_local_base_freq", "factor", "rms_norm_eps", "layer_norm_eps"),
+    *("layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range"),
+    *("max_position_embeddings", "n_positions", "sliding_window", "local_attention"),
+    *("query_pre_attn_scalar", "num_labels", "vocab_size", "hidden_size", "num_attention_heads"),
+}
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "depth"),
+    *("encoder_layers", "decoder_layers"),
+)
+IMPLEMENTATIONS = (
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+)
+# the share of a head that rotary positions turn
+SHARES = ("partial_rotary_factor", "rotary_pct")
+DTYPES = ("dtype", "torch_dtype")
+# Qwen2-MoE writes 0 for no window
+MAY_BE_ZERO = ("sliding_window",)
+# of transformers' config classes: they say how fields are read and where files are
+OF_THE_CLASS = {
+    *("attribute_map", "sub_configs", "sub_configs_defaults", "base_config_key", "extra_files"),
+    *("keys_to_ignore_at_inference", "has_no_defaults_at_init", "_auto_class"),
+    *("transformers_weights", "configuration_files", "fusion_config", "distributed_config"),
+}
 
 # the end of a message about a name that is no directory
 ON_THE_HUB = "; a model on the Hub is named ORGANISATION/NAME"
@@ -96,6 +139,141 @@ def check_config(
             "code of a checkpoint is never run"
         )
     check_config_values(file, data, transformers.CONFIG_MAPPING[kind], family)
+
+
+def check_values(file: Path, model: ModelSpec) -> None:
+    """Refuse sizes that no model has, and activations that transformers does not know."""
+    model.check_sizes(str(file))
+    activation = model.family.activation
+    name = activation and getattr(model.text, activation)
+    if activation is None or name in USUAL_ACTIVATIONS:
+        return
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        raise GrowthError(f"{file}: {activation}={name!r}{nearest(str(name), ACT2FN)}")
+
+
+def check_config_values(
+    file: Path, data: dict[str, Any], config_class: type, family: Family | None
+) -> None:
+    """Check all values of a config; `family` is None where growkern has no table for it."""
+    check_names(file, data, config_class)
+    faults = (
+        *(_of_code(data), _of_tables(data)),
+        _of_sizes(family, data, getattr(config_class, "attribute_map", {})),
+        *(_of_value(name, value) for name, value in _entries(data)),
+    )
+    for fault in chain.from_iterable(faults):
+        raise GrowthError(f"{file}: {fault}")
+
+
+def check_layers(place: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse more layers than a model has tensors: building them could take minutes."""
+    for name in LAYERS:
+        layers = config.get(name)
+        if isinstance(layers, int) and layers > tensors:
+            raise GrowthError(
+                f"{place}: its config says {name}={layers}, but the files have {tensors} tensors"
+            )
+
+
+def check_names(file: Path, data: dict[str, Any], config_class: type) -> None:
+    """Refuse fields with the name of a method: transformers would set them in its place."""
+    for name, value in data.items():
+        is_method = callable(getattr(config_class, name, None))
+        if is_method or name.startswith("__") or name in OF_THE_CLASS:
+            raise GrowthError(f"{file}: {reprlib.repr(name)} is no field of a config: remove it")
+        is_config = isinstance(value, dict) and ("model_type" in value or name.endswith("_config"))
+        if is_config:
+            check_names(file, value, config_class)
+
+
+def _entries(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every number, text and null of a config, with the name of the field that holds it."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _entries(value, key)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _entries(value, name)
+    else:
+        yield name, data
+
+
+# what is wrong with a config, as the end of a message
+
+
+def _of_code(data: Any, inherited: str | None = None) -> Iterator[str]:
+    """Implementations that lie on a hub: transformers would download and run them.
+
+    All values in `data` belong to the field `inherited`, if it is given.
+    """
+    for key, value in data.items():
+        name = key if key in IMPLEMENTATIONS else inherited
+        if isinstance(value, dict):
+            yield from _of_code(value, name)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from _of_code(inner if isinstance(inner, dict) else {"": inner}, name)
+        elif name and value is not None and not (isinstance(value, str) and value.isidentifier()):
+            yield f"{name}={reprlib.repr(value)} refers to code outside transformers: remove it"
+
+
+def _of_tables(data: dict[str, Any]) -> Iterator[str]:
+    names = data.get("architectures")
+    is_list = isinstance(names, list) and len(names) <= MOST_CLASSES
+    if names is not None and not (
+        is_list and all(isinstance(name, str) and len(name) <= MOST_CLASS_NAME for name in names)
+    ):
+        yield f"architectures={reprlib.repr(names)}: expected a list of class names"
+    # with more entries transformers takes more than a second
+    limits = {"id2label": MOST_LABELS, "label2id": MOST_LABELS, "pruned_heads": MOST_PRUNED}
+    for name, most in limits.items():
+        table = data.get(name)
+        if table is not None and not isinstance(table, dict):
+            yield f"{name}={reprlib.repr(table)}: expected a table"
+        elif table and len(table) > most:
+            yield f"{name} has {len(table)} entries: at most {most}"
+    # embeddings cannot be built with a padding token beyond the vocabulary
+    size, padding = data.get("vocab_size"), data.get("pad_token_id")
+    if isinstance(size, int) and isinstance(padding, int) and padding >= size:
+        yield f"pad_token_id={padding} lies beyond vocab_size={size}"
+
+
+def _of_sizes(
+    family: Family | None, data: dict[str, Any], aliases: Mapping[str, str]
+) -> Iterator[str]:
+    """Sizes beyond any model: transformers makes a list entry for every layer.
+
+    `aliases` has other names of fields -> the fields.
+    """
+    fields = {size.field: key for key, size in family.config.items()} if family else {}
+    for name, value in (inner(data, family.under) if family else {}).items():
+        key = fields.get(aliases.get(name, name))
+        if family and key and type(value) is int and value > family.largest(key):
+            yield f"{name}={reprlib.repr(value)} must lie in 1 .. {family.largest(key)}"
+
+
+def _of_value(name: str, value: Any) -> Iterator[str]:
+    if name in DTYPES and value is not None:
+        # transformers takes any name of the package for a dtype
+        known = isinstance(value, str) and getattr(torch, value.removeprefix("torch."), None)
+        if not isinstance(known, torch.dtype):
+            yield f"{name}={reprlib.repr(value)} is no dtype of PyTorch"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    limits = {"num_labels": MOST_LABELS}
+    limits |= dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(POSITIONS, MOST_POSITIONS)
+    if not -(1 << 62) < value < 1 << 62:
+        # the comparison is also false for NaN
+        yield f"{name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62"
+    elif name in POSITIVE and value <= 0 and not (name in MAY_BE_ZERO and value == 0):
+        yield f"{name}={value} must be positive"
+    elif not 0 <= value <= 1 and (name in SHARES or "dropout" in name or name.endswith("pdrop")):
+        yield f"{name}={value} must lie in 0 .. 1"
+    elif value > limits.get(name, value):
+        yield f"{name}={value}: at most {limits[name]}"
 
 
 def config_from(data: dict[str, Any]) -> Any:
@@ -194,7 +372,7 @@ def _names_of(model_type: str) -> set[str]:
     try:
         # the values of a file that is refused could take any time
         config = transformers.CONFIG_MAPPING[model_type]()
-        config.num_hidden_layers = min(LAYERS, config.num_hidden_layers)
+        config.num_hidden_layers = min(FEW_LAYERS, config.num_hidden_layers)
         with torch.device("meta"):
             return _short(transformers.AutoModel.from_config(config).state_dict())
     except Exception:

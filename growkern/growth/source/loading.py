@@ -23,8 +23,12 @@ from torch.overrides import TorchFunctionMode
 from growkern.errors import GrowthError, reason
 from growkern.families.model import ModelSpec
 from growkern.growth.models import is_dtensor, restore_buffers, tie, untrained_model
-from growkern.growth.source.checks import check_layers
-from growkern.growth.source.config import config_directory, read_config, read_generation
+from growkern.growth.source.config import (
+    check_layers,
+    config_directory,
+    read_config,
+    read_generation,
+)
 from growkern.growth.source.files import read_headers, refuse_eight_bits
 from growkern.growth.source.formats import Stamps, model_files
 from growkern.growth.source.parts import dequantised

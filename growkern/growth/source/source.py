@@ -27,8 +27,9 @@ from growkern.families.spec import ANY
 from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import is_dtensor
-from growkern.growth.source import checks, live, refused
+from growkern.growth.source import live, refused, stored
 from growkern.growth.source.config import (
+    check_values,
     config_directory,
     read_config_file,
     read_generation,
@@ -174,7 +175,7 @@ def _read_checked(
     """Refuse NaN and Inf when a tensor is read for the first time; `known` has the others."""
     tensor, key = read(name, entries), (name, tuple(entries or ()))
     if key not in known:
-        checks.refuse_nonfinite(name, tensor)
+        stored.refuse_nonfinite(name, tensor)
     known.add(key)
     return tensor
 
@@ -192,10 +193,10 @@ def _open_model(model: Any, family: Family | None) -> Source:
     live.refuse_computed(model)
     state = {live.own_name(name): tensor for name, tensor in model.state_dict().items()}
     where = f"{spec.class_name} in memory"
-    checks.check_sizes(where, spec)
-    checks.check_names_and_shapes(spec, {n: tuple(t.shape) for n, t in state.items()}, where)
+    spec.check_sizes(where)
+    stored.check_names_and_shapes(spec, {n: tuple(t.shape) for n, t in state.items()}, where)
     warned = live.check_live(model, spec)
-    spec = checks.check_ties(spec, state.keys(), lambda name: state[name])
+    spec = stored.check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
     for name, tensor in own.items():
         if tensor.dtype not in STORED_FLOATS:
@@ -225,7 +226,7 @@ def _open_directory(
     keys.pop("quantization_config", None)
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
-    checks.check_number_of_tensors(spec, len(headers), str(directory))
+    stored.check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
     for name, owner in spec.ties.items():
@@ -233,8 +234,8 @@ def _open_directory(
         if name in names and owner not in names:
             names[owner] = names.pop(name)
     shapes = {name: headers[raw].shape for name, raw in names.items()}
-    checks.check_names_and_shapes(spec, shapes, str(directory))
-    spec = checks.check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
+    stored.check_names_and_shapes(spec, shapes, str(directory))
+    spec = stored.check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
     own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
     for name, header in own.items():
         if header.dtype not in STORED_FLOATS:
@@ -263,7 +264,7 @@ def _read_spec(
             f'"architectures": ["{some_class}"]'
         )
     spec = ModelSpec.of(config, config.architectures[0], family)
-    checks.check_values(directory / "config.json", spec)
+    check_values(directory / "config.json", spec)
     return spec, keys, block
 
 

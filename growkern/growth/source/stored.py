@@ -1,4 +1,4 @@
-"""The interface of a tensor in files.
+"""The interface of a tensor in files, and checks of the tensors of a source.
 
 `BareTensor` has no values. `growkern.growth.source.files.Header` is a tensor of a safetensors file,
 `growkern.growth.source.distributed.DistributedTensor` one of a distributed checkpoint, and
@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 
 # a source tensor by name; with numbers, those entries of its first axis alone
@@ -152,3 +153,103 @@ def spellings(model: ModelSpec, name: str) -> list[str]:
     begins = classes[model.class_name].files.items()
     renamed = (own + name.removeprefix(file) for file, own in begins if name.startswith(file))
     return [name, *renamed, prefix + name, *(name.removeprefix(p) for p in prefixes)]
+
+
+# the end of a message about weights that another config describes
+OTHER_CHECKPOINT = "check that config.json and the weights are of one checkpoint"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # a tensor on the meta device has no values; aminmax propagates NaN, and reads 16-bit types 30
+    # times as fast as isfinite
+    return (
+        tensor.is_meta
+        or not tensor.numel()
+        or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
+    )
+
+
+def refuse_nonfinite(name: str, tensor: Tensor) -> None:
+    """Refuse NaN and Inf in a tensor, or in this part of it."""
+    if _is_finite(tensor):
+        return
+    bad = int((~torch.isfinite(tensor)).sum())
+    raise GrowthError(
+        f"{name}: {bad} of {tensor.numel()} values are NaN or Inf: fix the checkpoint, or "
+        "grow it as it is with allow_nonfinite=True (--allow-nonfinite)"
+    )
+
+
+def refuse_overflow(name: str, tensor: Tensor) -> None:
+    """Refuse grown weights that are beyond the largest number of their dtype, or NaN.
+
+    They overflow if they are converted to a narrower dtype, or if a copy gets more than the whole
+    weight, as with `routing` above 1.
+    """
+    if _is_finite(tensor):
+        return
+    if bool(torch.isnan(tensor).any()):
+        refuse_nonfinite(name, tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    raise GrowthError(
+        f"{name}: weights are beyond {torch.finfo(tensor.dtype).max:g}, the largest number of "
+        f"{dtype}: choose another dtype, or copies that are no larger than the weight (routing=1)"
+    )
+
+
+def check_number_of_tensors(model: ModelSpec, count: int, where: str) -> None:
+    """Refuse a checkpoint with far more tensors than its model: names are compared one by one."""
+    # old files name buffers in every layer, and tensors of other heads
+    most = 4 * len(model.shapes) + 1000
+    if count > most:
+        raise GrowthError(
+            f"{where}: {count} tensors, but {model.class_name} has {len(model.shapes)}; is "
+            "config.json that of another model?"
+        )
+
+
+def check_names_and_shapes(
+    model: ModelSpec, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Refuse missing tensors but tied ones, unknown ones, and shapes that contradict the config."""
+    expected = model.shapes
+    missing = [name for name in expected if name not in shapes and name not in model.ties]
+    if missing:
+        stored = model.stored_names.get(missing[0])
+        named = missing[0] if stored is None else f"{missing[0]}, {stored} in files,"
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise GrowthError(
+            f"{where}: tensor {named} is missing{more}: {OTHER_CHECKPOINT}, and that "
+            '"architectures" names the class that was saved'
+        )
+    for name, shape in shapes.items():
+        if name not in expected:
+            raise GrowthError(
+                f"{where}: no rule for tensor {name} {list(shape)}, which the class of the config "
+                "does not have: load the model with transformers and save it again to leave it out"
+            )
+        if shape != expected[name]:
+            raise GrowthError(
+                f"{where}: {name} has shape {list(shape)}, but its config says "
+                f"{list(expected[name])}: {OTHER_CHECKPOINT}"
+            )
+
+
+def check_ties(model: ModelSpec, names: Set[str], read: Callable[[str], Tensor]) -> ModelSpec:
+    """Refuse tensors with different values that the config calls tied.
+
+    Returns the model, with heads of its own where its table lets values decide.
+    """
+    differ = {}
+    for name, owner in model.ties.items():
+        if {name, owner} <= names:
+            values, others = read(name), read(owner)
+            if values.data_ptr() != others.data_ptr() and not torch.equal(values, others):
+                differ[name] = owner
+    model = model.with_own_heads(differ)
+    for name in differ.keys() - model.untied:
+        raise GrowthError(
+            f"{name} and {differ[name]} differ, which config.tie_word_embeddings=True "
+            "makes one: set it to False where both are wanted"
+        )
+    return model

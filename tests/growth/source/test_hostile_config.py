@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.growth.source.checks import USUAL_ACTIVATIONS
+from growkern.growth.source.config import USUAL_ACTIVATIONS
 from tests.growth.models import GPT2, LLAMA, random_model
 
 CONFIGS = {

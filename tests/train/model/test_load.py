@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from growkern.errors import GrowthError
-from growkern.growth.source import checks
+from growkern.growth.source.config import check_names
 from growkern.train.model.load import check_fits, load_language_model, load_tokenizer
 from tests.growth.models import BERT, GPT2, random_model
 from tests.train.run.test_run import save_tokenizer
@@ -283,4 +283,4 @@ def test_no_field_of_any_config_is_called_a_method():
     for kind in ("bert", "llama", "t5", "gpt2", "gemma3", "qwen3_moe", "modernbert", "bart"):
         config_class = transformers.CONFIG_MAPPING[kind]
         data = json.loads(config_class().to_json_string(use_diff=False))
-        checks.check_names("config.json", data, config_class)
+        check_names("config.json", data, config_class)
