@@ -78,7 +78,11 @@ def grow_into(
             with the model's config.json in it or above it. Or a model on the Hub,
             `ORGANISATION/NAME`, which is downloaded into the usual cache.
         device: device for meta parameters; default: that of their mesh, else the CPU.
-        allow_nonfinite, revision, family, backend, progress: as in `growkern.grow`.
+        allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        revision: branch, tag or commit of a model on the Hub.
+        family: the TOML file of a table of your own, for a model that growkern has none for.
+        backend: backend of the expansion kernel, see `growkern.expand`.
+        progress: show a progress bar.
         **how: the fields of `growkern.growth.options.GrowthOptions`. The sizes are those of
             `model`.
 

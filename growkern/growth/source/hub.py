@@ -178,6 +178,8 @@ def lacks_weights(directory: Path) -> bool:
 
 def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
     """All tensors of a model on the Hub, by their names in its files. No weights are downloaded."""
+    from huggingface_hub import HfApi
+
     model = hub_model(directory)
     assert model is not None
 
@@ -191,7 +193,10 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
         return files.parse_headers(file, head[: files.LENGTH.size + length], size)
 
     # without an index there is no other file
-    is_single = not (directory / files.INDEX_FILE).is_file() or _has_file(model, files.WEIGHTS_FILE)
+    is_single = not (directory / files.INDEX_FILE).is_file()
+    if not is_single:
+        with _reaching(model):
+            is_single = HfApi().file_exists(model.id, files.WEIGHTS_FILE, revision=model.commit)
     headers = files.read_headers(directory, read_shard, is_single)
     return {
         name: RemoteTensor(**dataclasses.asdict(header), model=model)
@@ -206,13 +211,6 @@ def _reaching(model: HubModel) -> Iterator[None]:
         yield
     except Exception as error:
         raise GrowthError(_why(model.id, model.commit, error)) from error
-
-
-def _has_file(model: HubModel, name: str) -> bool:
-    from huggingface_hub import HfApi
-
-    with _reaching(model):
-        return HfApi().file_exists(model.id, name, revision=model.commit)
 
 
 def _bytes_of(model: HubModel, name: str, start: int, count: int) -> tuple[bytes, int]:
