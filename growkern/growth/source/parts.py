@@ -24,7 +24,13 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.files import read_all
 from growkern.growth.source.files import EIGHT_BITS, Header
-from growkern.growth.source.stored import Filled, Read, StoredTensor, spellings
+from growkern.growth.source.stored import (
+    OTHER_CHECKPOINT,
+    Filled,
+    Read,
+    StoredTensor,
+    spellings,
+)
 
 # positive numbers of 4 bits, in the order of their codes; those of the negative ones follow
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -114,7 +120,7 @@ def _scales_of(
         have = "missing" if scales is None else f"{list(scales.shape)}"
         raise GrowthError(
             f"{where}: {name} is {have}, and its weight needs scales of the shape {list(shape)}: "
-            "check that config.json and the weights are of one checkpoint"
+            f"{OTHER_CHECKPOINT}"
         )
     return scales
 
@@ -296,10 +302,7 @@ def _joined(
 
     for place in product(range(experts), range(len(files))):
         if place not in parts:
-            raise GrowthError(
-                f"{name(*place)} is missing: check that config.json and the weights are of one "
-                "checkpoint"
-            )
+            raise GrowthError(f"{name(*place)} is missing: {OTHER_CHECKPOINT}")
     first = [parts[0, part] for part in range(len(files))]
     kinds = [(part.shape, part.dtype) for part in first]
     for place, header in parts.items():

@@ -27,7 +27,7 @@ from growkern.families.spec import ANY
 from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import is_dtensor
-from growkern.growth.source import live, refused, stored
+from growkern.growth.source import live, refused
 from growkern.growth.source.config import (
     check_values,
     config_directory,
@@ -38,7 +38,17 @@ from growkern.growth.source.config import (
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
-from growkern.growth.source.stored import Read, StoredTensor, entries_of, read_entries, spellings
+from growkern.growth.source.stored import (
+    Read,
+    StoredTensor,
+    check_names_and_shapes,
+    check_number_of_tensors,
+    check_ties,
+    entries_of,
+    read_entries,
+    refuse_nonfinite,
+    spellings,
+)
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,7 @@ def _read_checked(
     """Refuse NaN and Inf when a tensor is read for the first time; `known` has the others."""
     tensor, key = read(name, entries), (name, tuple(entries or ()))
     if key not in known:
-        stored.refuse_nonfinite(name, tensor)
+        refuse_nonfinite(name, tensor)
     known.add(key)
     return tensor
 
@@ -194,9 +204,9 @@ def _open_model(model: Any, family: Family | None) -> Source:
     state = {live.own_name(name): tensor for name, tensor in model.state_dict().items()}
     where = f"{spec.class_name} in memory"
     spec.check_sizes(where)
-    stored.check_names_and_shapes(spec, {n: tuple(t.shape) for n, t in state.items()}, where)
+    check_names_and_shapes(spec, {n: tuple(t.shape) for n, t in state.items()}, where)
     warned = live.check_live(model, spec)
-    spec = stored.check_ties(spec, state.keys(), lambda name: state[name])
+    spec = check_ties(spec, state.keys(), lambda name: state[name])
     own = {name: t for name, t in state.items() if name not in spec.ties}
     for name, tensor in own.items():
         if tensor.dtype not in STORED_FLOATS:
@@ -226,7 +236,7 @@ def _open_directory(
     keys.pop("quantization_config", None)
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
-    stored.check_number_of_tensors(spec, len(headers), str(directory))
+    check_number_of_tensors(spec, len(headers), str(directory))
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
     for name, owner in spec.ties.items():
@@ -234,8 +244,8 @@ def _open_directory(
         if name in names and owner not in names:
             names[owner] = names.pop(name)
     shapes = {name: headers[raw].shape for name, raw in names.items()}
-    stored.check_names_and_shapes(spec, shapes, str(directory))
-    spec = stored.check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
+    check_names_and_shapes(spec, shapes, str(directory))
+    spec = check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
     own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
     for name, header in own.items():
         if header.dtype not in STORED_FLOATS:
