@@ -185,10 +185,10 @@ def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]
             yield f"{file} is missing"
             continue
         try:
-            found = checksum_file(directory, name)
+            actual = checksum_file(directory, name)
         except (OSError, ValueError) as error:
-            found = str(error)
-        if found != expected:
+            actual = str(error)
+        if actual != expected:
             part = "file" if _header_reader(name) is None else "header"
             yield f"{file}: the {part} was changed"
     for name in NEVER_WITHOUT:

@@ -97,8 +97,8 @@ def complete(
     companions_of = config_directory(beside)
     stamps = source.stamps if source else None
     # a file that came since may not be whole
-    found = {os.path.relpath(name, companions_of) for name in stamps.found} if stamps else None
-    copied = copy_companions(companions_of, directory, only=found)
+    names = {os.path.relpath(name, companions_of) for name in stamps.found} if stamps else None
+    copied = copy_companions(companions_of, directory, only=names)
     generation = read_generation(companions_of)
     if made.can_generate() and generation is not None:
         fit_cache(model, generation)

@@ -140,26 +140,26 @@ def _is_line(line: Any, first: bool) -> bool:
 
 
 def _check_same(
-    file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], start_over: str
+    file: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any], start_over: str
 ) -> None:
     """Refuse a journal of other work. The message names the first field that differs."""
-    for what in {**wanted, **found}:
-        if found.get(what) != wanted.get(what):
-            detail = _difference(found.get(what), wanted.get(what))
+    for what in {**wanted, **recorded}:
+        if recorded.get(what) != wanted.get(what):
+            detail = _difference(recorded.get(what), wanted.get(what))
             raise GrowthError(
                 f"{file.parent} holds unfinished work with another {_short(what)}{detail}: repeat "
                 f"the run that began it, or start over with {start_over}"
             )
 
 
-def _difference(found: Any, wanted: Any) -> str:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        name = next(n for n in {**wanted, **found} if found.get(n) != wanted.get(n))
+def _difference(recorded: Any, wanted: Any) -> str:
+    if isinstance(recorded, dict) and isinstance(wanted, dict):
+        name = next(n for n in {**wanted, **recorded} if recorded.get(n) != wanted.get(n))
         if name in NAMED:
             return f" has {NAMED[name]}"
-        return f" ({_short(name)}{_difference(found.get(name), wanted.get(name))})"
-    if isinstance(found, (str, int, float)) and isinstance(wanted, (str, int, float)):
-        return f": {_short(found)}, now {_short(wanted)}"
+        return f" ({_short(name)}{_difference(recorded.get(name), wanted.get(name))})"
+    if isinstance(recorded, (str, int, float)) and isinstance(wanted, (str, int, float)):
+        return f": {_short(recorded)}, now {_short(wanted)}"
     return ""
 
 

@@ -119,10 +119,10 @@ def _check_folder(directory: Path, module: Module) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    if len(found) > MOST_FILES:
-        raise GrowthError(f"{folder}: {len(found)} files, more than a module has")
-    return found
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    if len(files) > MOST_FILES:
+        raise GrowthError(f"{folder}: {len(files)} files, more than a module has")
+    return files
 
 
 # ------------------------------------------------------------------ writing

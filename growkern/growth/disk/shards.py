@@ -122,7 +122,7 @@ def lay_out(
         if isinstance(own, str):
             tensors[name] = Header(places[own][0], own, shape, dtypes[name], places[own][1])
         else:
-            parts = ([places[n] for n in one] for one in zip(*own, strict=True))
+            parts = ([places[n] for n in expert] for expert in zip(*own, strict=True))
             tensors[name] = Stacked.of(shape, dtypes[name], own[0][0], parts)
     return ShardLayout(tensors, heads, sizes, index)
 

@@ -127,10 +127,10 @@ def _with_checksums(directory: Path) -> set[str]:
 def _is_grown(directory: Path) -> bool:
     """Whether a lineage of growkern is there."""
     try:
-        found = read_json(directory / LINEAGE_FILE, MOST_LINEAGE_BYTES, "lineage")
+        lineage = read_json(directory / LINEAGE_FILE, MOST_LINEAGE_BYTES, "lineage")
     except GrowthError:
         return False
-    return isinstance(found, dict) and {"format", *NEEDED} <= found.keys()
+    return isinstance(lineage, dict) and {"format", *NEEDED} <= lineage.keys()
 
 
 # a card is read into memory
@@ -147,8 +147,8 @@ def stamped(text: str) -> str:
 
 def is_unedited(text: str) -> bool:
     """Whether a card is as growkern wrote it."""
-    found = STAMPED.fullmatch(text)
-    return found is not None and stamped(found[1]) == text
+    match = STAMPED.fullmatch(text)
+    return match is not None and stamped(match[1]) == text
 
 
 def read_card(file: Path) -> str:

@@ -52,10 +52,10 @@ class SourceReader:
         self._locks = {name: threading.Lock() for name in source.headers}
 
     def __call__(self, name: str, entries: Sequence[int] | None = None) -> Tensor:
-        found = self._first_read(name)
-        if found is None:
+        whole = self._first_read(name)
+        if whole is None:
             return read_entries(self._headers[name], entries)
-        return entries_of(found, entries)
+        return entries_of(whole, entries)
 
     def check(self, name: str) -> None:
         """Compute its checksum and look for NaN and Inf, once."""

@@ -123,8 +123,8 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
         raise GrowthError(
             f"the plan has no parameter {name}: pass the parameters of the grown model"
         )
-    found = factors[name]
-    shape = tuple(max(n) for n in zip(*(v.shape for v in found.lr), strict=True))
+    whole = factors[name]
+    shape = tuple(max(n) for n in zip(*(v.shape for v in whole.lr), strict=True))
     checks.check_planned_shape(name, p.shape, shape)
     part = local_part(name, p)
     device = local_tensor(p).device
@@ -135,11 +135,11 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
         return tuple(v.to(device, dtype) for v in cut)
 
     return EntryFactors(
-        here(found.lr, dtype),
-        here(found.eps, dtype),
-        here(found.old, torch.bool),
-        here(found.centre, dtype),
-        found.muon,
+        here(whole.lr, dtype),
+        here(whole.eps, dtype),
+        here(whole.old, torch.bool),
+        here(whole.centre, dtype),
+        whole.muon,
     )
 
 
@@ -239,10 +239,10 @@ class GrowthAdamW(torch.optim.AdamW):
         self._is_old: dict[Tensor, bool | None] = {}
         for group in self.param_groups:
             for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
-                found = factors_of(factors, name, p)
-                self._factors[p] = factors_for_step(found, scaled=matched)
-                self._uniform[p] = uniform_of(found) if matched else Uniform()
-                self._is_old[p] = is_old_of(found)
+                own = factors_of(factors, name, p)
+                self._factors[p] = factors_for_step(own, scaled=matched)
+                self._uniform[p] = uniform_of(own) if matched else Uniform()
+                self._is_old[p] = is_old_of(own)
             if "param_names" not in group:
                 raise GrowthError("GrowthAdamW needs named parameters: model.named_parameters()")
 

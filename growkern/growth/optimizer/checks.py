@@ -218,10 +218,10 @@ def count_of(name: str, value: Any) -> Tensor:
     return count
 
 
-def check_planned_shape(name: str, found: Iterable[int], planned: Iterable[int]) -> None:
+def check_planned_shape(name: str, shape: Iterable[int], planned: Iterable[int]) -> None:
     """Refuse a parameter whose shape is not that of the plan."""
-    if tuple(found) != tuple(planned):
-        raise GrowthError(f"{name} has shape {list(found)}, but the plan says {list(planned)}")
+    if tuple(shape) != tuple(planned):
+        raise GrowthError(f"{name} has shape {list(shape)}, but the plan says {list(planned)}")
 
 
 def check_values(name: str, key: str, values: Tensor) -> None:

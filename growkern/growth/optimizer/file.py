@@ -126,9 +126,9 @@ def release_pages(mapped: Tensor) -> None:
 
     The tensor must be mapped from an archive. Any other tensor would lose its values.
     """
-    for one in getattr(mapped, "tensors", (mapped,)):
-        start = one.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        size = one.data_ptr() + one.nbytes - start
+    for part in getattr(mapped, "tensors", (mapped,)):
+        start = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = part.data_ptr() + part.nbytes - start
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 

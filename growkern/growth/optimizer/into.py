@@ -109,14 +109,14 @@ def grow_optimizer_into(
     if path and read_stored:
         stored = read_stored(path, known_names(plan))
         checks.check_entries(plan, stored)
-        found = {**stored, **dict(shown_state(plan, stored))}
+        entries = {**stored, **dict(shown_state(plan, stored))}
     else:
         state_dict = read_optimizer(file) if file else source
-        found = state_by_name(plan, state_dict)[1]
+        entries = state_by_name(plan, state_dict)[1]
         checks.check_decay(state_dict, moments)
     is_mapped = file is not None and can_be_mapped(file)
     # a checkpoint may hold the states of several optimizers
-    state = {name: entry for name, entry in found.items() if name in used}
+    state = {name: entry for name, entry in entries.items() if name in used}
     _check_kind(optimizer, state)
     grown = {}
     for number, (task, parameter) in enumerate(targets):

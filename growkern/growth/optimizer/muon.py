@@ -52,11 +52,11 @@ class Muon(torch.optim.Muon):
         """PyTorch's. Stacks take their step here, and PyTorch's function the matrices."""
         columns: tuple[list[Tensor], ...] = ([], [], [])
         is_complex = super()._init_group(group, *columns)
-        for found in zip(*columns, strict=True):
-            if found[0].ndim == 3:
-                _step_of_experts(group, found)
+        for tensors in zip(*columns, strict=True):
+            if tensors[0].ndim == 3:
+                _step_of_experts(group, tensors)
             else:
-                for column, x in zip((params, grads, buffers), found, strict=True):
+                for column, x in zip((params, grads, buffers), tensors, strict=True):
                     column.append(x)
         return is_complex
 
@@ -189,7 +189,7 @@ class _States(dict[Tensor, Any]):
 
     def __missing__(self, p: Tensor) -> Any:
         for optimizer in self._optimizers:
-            if any(p is one for group in optimizer.param_groups for one in group["params"]):
+            if any(p is own for group in optimizer.param_groups for own in group["params"]):
                 self[p] = optimizer.state[p]
                 return self[p]
         raise KeyError(p)

@@ -162,8 +162,8 @@ class ShownMoment:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.tensors[0].dtype
-        return found
+        dtype: torch.dtype = self.tensors[0].dtype
+        return dtype
 
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         """As of a `StoredTensor`."""
@@ -203,12 +203,12 @@ def _is_named(group: Mapping[str, Any]) -> bool:
 def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The source's parameter names, group by group; tied ones by the name used in the plan."""
     if any(_is_named(group) for group in groups):
-        found = [list(group["params"]) for group in groups]
+        names = [list(group["params"]) for group in groups]
     elif groups and all("param_names" in group for group in groups):
-        found = [list(group["param_names"]) for group in groups]
+        names = [list(group["param_names"]) for group in groups]
     else:
-        found = _default_names(plan, len(groups))
-    counts, expected = ([len(x) for x in y] for y in ([g["params"] for g in groups], found))
+        names = _default_names(plan, len(groups))
+    counts, expected = ([len(x) for x in y] for y in ([g["params"] for g in groups], names))
     if counts != expected:
         raise GrowthError(
             f"the optimizer's groups hold {counts} parameters, {trained(plan).class_name} has "
@@ -216,13 +216,13 @@ def _names(plan: GrowthPlan, groups: Sequence[Mapping[str, Any]]) -> list[list[s
             "AdamW(model.named_parameters())"
         )
     known = known_names(plan)
-    for name in (name for group in found for name in group):
+    for name in (name for group in names for name in group):
         if name not in known:
             raise GrowthError(
                 f"the optimizer has state for {name}, which {trained(plan).class_name} does not "
                 f"have{nearest(name, known)}"
             )
-    return [[known[name] for name in group] for group in found]
+    return [[known[name] for name in group] for group in names]
 
 
 def known_names(plan: GrowthPlan) -> dict[str, str]:
@@ -261,9 +261,9 @@ def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[lis
         is_made = sources[name] not in small.shapes
         # a tensor that the source lacks joins the group of its matrices, which decay, or of its
         # vectors, which do not. One of experts is a stack of matrices
-        found = by_rank.get(min(parameter.ndim, 2)) if is_made else group_of.get(sources[name])
-        if found is not None:
-            grown[found].append(name)
+        group = by_rank.get(min(parameter.ndim, 2)) if is_made else group_of.get(sources[name])
+        if group is not None:
+            grown[group].append(name)
     return grown
 
 

@@ -201,9 +201,9 @@ class Blueprint:
     @property
     def narrowed_tensors(self) -> tuple[str, ...]:
         """Source tensors with a dtype whose numbers the target's dtype cannot all represent."""
-        found, own = self.source.dtypes, {t.name: t for t in self.small.tensors}
-        new = {name: dtype_of(own[name], self.dtype) for name in found}
-        return tuple(n for n, d in found.items() if torch.promote_types(d, new[n]) != new[n])
+        dtypes, own = self.source.dtypes, {t.name: t for t in self.small.tensors}
+        new = {name: dtype_of(own[name], self.dtype) for name in dtypes}
+        return tuple(n for n, d in dtypes.items() if torch.promote_types(d, new[n]) != new[n])
 
     def dtype_of(self, task: Task) -> torch.dtype:
         """The dtype of one target tensor."""

@@ -273,10 +273,10 @@ def most_cost(plan: Blueprint) -> float | None:
     """(3), with (4) in 16 bits: the largest rise of the loss by new tokens, nats, if known."""
     mass, shift = _mass(plan), 0.0
     if plan.dtype.itemsize == 2:
-        found = plan.cache.get("rounded new tokens", lambda: _largest_shift(plan))
-        if found is None:
+        largest = plan.cache.get("rounded new tokens", lambda: _largest_shift(plan))
+        if largest is None:
             return None
-        shift = found
+        shift = largest
     # exp(shift) may overflow, and this is the same
     return math.log1p(mass) + shift if shift > MOST_SHIFT else math.log1p(mass * math.exp(shift))
 
@@ -328,8 +328,8 @@ def _largest_z(plan: Blueprint, space: str) -> float:
 
 def values_of(plan: Blueprint, name: str) -> Tensor | None:
     """A tensor of the source; None if it has no values in this process."""
-    found = plan.source.read(plan.small.ties.get(name, name))
-    return None if found.is_meta or is_dtensor(found) else found
+    values = plan.source.read(plan.small.ties.get(name, name))
+    return None if values.is_meta or is_dtensor(values) else values
 
 
 def largest_capped(small: ModelSpec) -> float:
@@ -343,11 +343,11 @@ def is_capped_too_low(plan: Blueprint) -> bool:
     cap, limit = _cap(plan.small), largest_capped(plan.small)
     if not cap:
         return False
-    found = plan.cache.get("largest logit", lambda: largest_logit(plan))
-    if found is None:
+    largest = plan.cache.get("largest logit", lambda: largest_logit(plan))
+    if largest is None:
         return limit < LARGEST_LOGIT
     # rounding may reach the cap itself
-    share = min(found / cap, 1 - 1e-12)
+    share = min(largest / cap, 1 - 1e-12)
     return limit < max(LARGEST_LOGIT, LOGIT_ROOM * cap * math.atanh(share))
 
 

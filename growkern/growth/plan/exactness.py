@@ -73,15 +73,16 @@ def _asked(what: str, why: str) -> Finding:
 
 def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Say how far all changes together move the outputs of a dense model that becomes a mixture."""
-    changed = [finding for finding in result if finding.level == "changed"]
-    if not (changed and plan.small.dense):
+    if not (plan.small.dense and any(finding.level == "changed" for finding in result)):
         return result
     change = measured_change(plan)
     amount = "the models cannot be run here to measure how far that moves the outputs"
     if change is not None:
         amount = f"on random texts outputs move by {change:.2g} of the largest output"
-    more = {id(one): replace(one, why=f"{one.why}; {amount}", change=change) for one in changed}
-    return tuple(more.get(id(one), one) for one in result)
+    return tuple(
+        replace(f, why=f"{f.why}; {amount}", change=change) if f.level == "changed" else f
+        for f in result
+    )
 
 
 @torch.no_grad()
@@ -212,7 +213,7 @@ def _heads_under_norm(plan: Blueprint) -> Iterator[Finding]:
         for name in axis.removeprefix("write:").split("|")
     }
     for name in together if plan.options.scheme == "paper" else ():
-        spaces = [plan.layout.space(name, layer) for one, layer in written if one == name]
+        spaces = [plan.layout.space(name, layer) for space, layer in written if space == name]
         counts = [space.write_index.bincount(minlength=space.source) for space in spaces]
         if any(count.min() != count.max() for count in counts):
             why = "random maps copy entries unequally often, which changes the norm over them"

@@ -133,7 +133,7 @@ def _key_heads(small: ModelSpec, asked: Sizes, count: int) -> int | None:
 
 def _nearest(small: ModelSpec, asked: Sizes, make: Make) -> str:
     """The end of an error message: for every given size the nearest that fit with the others."""
-    found = []
+    hints = []
     # what fits these does not depend on the other sizes, and the error says it
     mixtures = small.family.mixtures
     experts = {key for space in mixtures for key in (space.size, space.chosen, *space.groups)}
@@ -148,9 +148,9 @@ def _nearest(small: ModelSpec, asked: Sizes, make: Make) -> str:
             if fit := _first_fit(small, growing, make):
                 near.append(str(fit[0][key]))
         if near:
-            found.append(f"{small.family.config_field(key)}={' or '.join(near)}")
-    if found:
-        return f"; nearest sizes that fit: {', or '.join(found)}"
+            hints.append(f"{small.family.config_field(key)}={' or '.join(near)}")
+    if hints:
+        return f"; nearest sizes that fit: {', or '.join(hints)}"
     return _relaxed(small, asked, make)
 
 
@@ -162,10 +162,10 @@ def _relaxed(small: ModelSpec, asked: Sizes, make: Make) -> str:
     family = small.family
     known = ("stream", *family.query_heads, "kv_heads", "head_dim")
     connected = [key for key in known if key in family.config]
-    found = _first_fit(small, _near_sizes(small, asked, connected), make, FEW)
-    if found is None:
+    first = _first_fit(small, _near_sizes(small, asked, connected), make, FEW)
+    if first is None:
         return ""
-    near, sizes, large = found
+    near, sizes, large = first
     named = [key for key in connected if key in sizes or key in near]
     fit = ", ".join(f"{family.config_field(key)}={large.size(key)}" for key in named)
     return f"; sizes that fit: {fit}"
@@ -185,7 +185,7 @@ def _near_sizes(small: ModelSpec, asked: Sizes, connected: list[str]) -> Iterato
         value, far = asked[key], reach.get(key, NEAR)
         return range(max(small.size(key), value - far), value + far + 1)
 
-    found = []
+    fitting = []
     for values in product(*map(around, given)):
         near = {**asked, **dict(zip(given, values, strict=True))}
         count = max([near[key] for key in heads], default=1)
@@ -197,8 +197,8 @@ def _near_sizes(small: ModelSpec, asked: Sizes, connected: list[str]) -> Iterato
         if "head_dim" in near:
             fits &= small.turns_in_pairs(near["head_dim"])
         if fits and not ("kv_heads" in near and heads and count % near["kv_heads"]):
-            found.append((_distance(asked, near, given), near))
-    yield from (near for _, near in sorted(found, key=lambda pair: pair[0]))
+            fitting.append((_distance(asked, near, given), near))
+    yield from (near for _, near in sorted(fitting, key=lambda pair: pair[0]))
 
 
 def _distance(asked: Sizes, near: Sizes, given: list[str]) -> tuple[int, float, int]:

@@ -45,7 +45,7 @@ def plan_table(
 ) -> Group:
     """Whether a growth is exact, what it costs (`numbers` of `estimate`), why, and notes."""
     # the worst one decides the answer
-    by_level = sorted(findings, key=lambda one: list(LEVELS).index(one.level), reverse=True)
+    by_level = sorted(findings, key=lambda part: list(LEVELS).index(part.level), reverse=True)
     level = by_level[0].level if by_level else "exact"
     style, meaning = LEVELS[level]
     answer = Text.assemble((level, f"bold {style}"), f": the large model{meaning}")
@@ -124,8 +124,8 @@ def _training(numbers: Mapping[str, Any]) -> Table:
 
 def _why(findings: Sequence[Finding]) -> Table:
     table = Table("", "part", "why", title="why", title_justify="left", show_header=False)
-    for one in findings:
-        table.add_row(Text(one.level, style=LEVELS[one.level][0]), one.what, one.why)
+    for part in findings:
+        table.add_row(Text(part.level, style=LEVELS[part.level][0]), part.what, part.why)
     return table
 
 

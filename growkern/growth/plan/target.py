@@ -125,10 +125,10 @@ def check_given(small: ModelSpec, given: Any, large: ModelSpec) -> None:
     """
     for name in followed_fields(small.family):
         models = (small.with_config(given), large, small)
-        found, needed, old = (getattr(model.text, name, None) for model in models)
-        if found not in (needed, old):
+        value, needed, old = (getattr(model.text, name, None) for model in models)
+        if value not in (needed, old):
             raise GrowthError(
-                f"target_config.{name}={found}, but the source's function needs {needed}: set it "
+                f"target_config.{name}={value}, but the source's function needs {needed}: set it "
                 "so, or give sizes instead of a config"
             )
 

@@ -329,7 +329,7 @@ def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tupl
     """Logits of every step, (batch, steps, vocabulary), and the tokens with their prompts."""
     prompts = prompts.to(model.device)
     how = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "num_beams": 1}
-    found = model.eval().generate(
+    output = model.eval().generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         pad_token_id=0,
@@ -338,7 +338,7 @@ def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tupl
         output_logits=True,
         **how,
     )
-    return torch.stack(found.logits, 1).double().cpu(), found.sequences.cpu()
+    return torch.stack(output.logits, 1).double().cpu(), output.sequences.cpu()
 
 
 def _least_output(plan: GrowthPlan, source: Any) -> float:

@@ -102,8 +102,8 @@ def _sums(
     keep, index, coefficient = (x[wanted] for x in (rows.keep, rows.entry, rows.coefficient))
     if not isinstance(grown, Tensor):
         x = torch.zeros(stop - start, *(fold.size for fold in others), dtype=torch.float64)
-        found = zip(keep.tolist(), index.tolist(), coefficient.tolist(), strict=True)
-        for number, place, factor in found:
+        copies = zip(keep.tolist(), index.tolist(), coefficient.tolist(), strict=True)
+        for number, place, factor in copies:
             matrix = grown(number)
             for first, last in row_blocks(x.shape[1:], x.itemsize):
                 own = _sums(others, matrix, offset, first, last)
@@ -331,10 +331,10 @@ def choose(lineage: Lineage, grown: Source, small: ModelSpec) -> dict[str, str]:
         if name not in chosen:
             raise GrowthError(f"{name} cannot be folded: no tensor of the grown model holds it")
         origin, held = lineage.origins[chosen[name]], chosen[name]
-        found = grown.headers[held].shape if held in grown.headers else "missing"
-        if found != origin.shape or small.shapes[name] != origin.source_shape:
+        shape = grown.headers[held].shape if held in grown.headers else "missing"
+        if shape != origin.shape or small.shapes[name] != origin.source_shape:
             raise GrowthError(
-                f"{held} has shape {found}, but {file} says {origin.shape}: give its lineage"
+                f"{held} has shape {shape}, but {file} says {origin.shape}: give its lineage"
             )
         if origin.next_layer:
             axis_folds(origin, partial(lineage.space, layer=origin.layer))

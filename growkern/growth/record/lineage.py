@@ -75,17 +75,17 @@ class Origin:
         values: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
         }
-        found = cls(**values)
-        sizes = (*found.source_shape, *found.shape)
-        texts = (found.source, *found.axes, *found.next_layer, *(found.norm or ()))
-        lengths = {len(found.axes), len(found.source_shape), len(found.shape)}
+        origin = cls(**values)
+        sizes = (*origin.source_shape, *origin.shape)
+        texts = (origin.source, *origin.axes, *origin.next_layer, *(origin.norm or ()))
+        lengths = {len(origin.axes), len(origin.source_shape), len(origin.shape)}
         if not all(isinstance(n, int) for n in sizes) or len(lengths) != 1:
-            raise ValueError(f"{found.source} has shapes {found.source_shape} and {found.shape}")
+            raise ValueError(f"{origin.source} has shapes {origin.source_shape} and {origin.shape}")
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{found.source} has axes {found.axes}")
-        if found.norm is not None and len(found.norm) != 2:
-            raise ValueError(f"{found.source} has norm spaces {found.norm}, expected two")
-        return found
+            raise ValueError(f"{origin.source} has axes {origin.axes}")
+        if origin.norm is not None and len(origin.norm) != 2:
+            raise ValueError(f"{origin.source} has norm spaces {origin.norm}, expected two")
+        return origin
 
 
 def origin_of(plan: GrowthPlan, task: Task) -> Origin:

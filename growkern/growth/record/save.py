@@ -183,8 +183,8 @@ def _kept(directory: Path | None) -> dict[str, Any]:
     except Exception:
         # a card is free text: one that nobody can read says nothing
         return {}
-    found = {name: _texts(value) for name, value in data.to_dict().items() if name in KEPT}
-    return {name: value for name, value in found.items() if value}
+    texts = {name: _texts(value) for name, value in data.to_dict().items() if name in KEPT}
+    return {name: value for name, value in texts.items() if value}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -78,8 +78,8 @@ def measured_level(
         return "changed", f"failed: {WORDS[name]} by {errors[name]:.1e}; {forced}"
     if NEW_TOKENS in beyond and _bounds(plan, NEW_TOKENS):
         most = allowed[NEW_TOKENS]
-        found = errors[NEW_TOKENS]
-        return "changed", f"planned at most {most:.1e}, but {WORDS[NEW_TOKENS]} by {found:.1e}"
+        rise = errors[NEW_TOKENS]
+        return "changed", f"planned at most {most:.1e}, but {WORDS[NEW_TOKENS]} by {rise:.1e}"
     return "changed", ""
 
 

@@ -278,9 +278,9 @@ def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
         if dtype != expected[name] and dtype.is_floating_point:
             raise GrowthError(f"the grown {name} is {dtype}, not {expected[name]} as planned")
     for field, (_, size) in plan.size_changes().items():
-        found = getattr(grown.spec.text, field, None)
-        if found not in (size, None):
-            raise GrowthError(f"the grown model has {field}={found}, its growth record {size}")
+        value = getattr(grown.spec.text, field, None)
+        if value not in (size, None):
+            raise GrowthError(f"the grown model has {field}={value}, its growth record {size}")
 
 
 def _verdict(report: VerifyReport) -> tuple[str, str]:
@@ -290,8 +290,8 @@ def _verdict(report: VerifyReport) -> tuple[str, str]:
     if report.level == "exact":
         return "passed: the same function, up to rounding", "green"
     if verdict.unasked_change(report.plan):
-        found = f"{OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
-        return f"passed: the change in the plan does not show here, {found}", "yellow"
+        measured = f"{OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
+        return f"passed: the change in the plan does not show here, {measured}", "yellow"
     error = f"as planned: {OUTPUT_ERROR} {report.outputs[OUTPUT_ERROR]:.1e}"
     if report.level == "approximate":
         return f"passed: approximate, {error}, within the bound {report.bound:.1e}", "green"

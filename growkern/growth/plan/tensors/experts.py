@@ -60,11 +60,11 @@ def drop_units(
     is_whole = [len(r) for r in ranges[1:]] == list(task.shape[1:])
     for number, matrix in zip(ranges[0], out, strict=True):
         if is_whole:
-            found = _statistics(task, matrix)
+            statistics = _statistics(task, matrix)
         else:
             make = partial(_of_built, task, build, number)
-            found = plan.cache.get(("drop", task.name, number), make)
-        _draw(plan, task, number, found, ranges[1:], matrix)
+            statistics = plan.cache.get(("drop", task.name, number), make)
+        _draw(plan, task, number, statistics, ranges[1:], matrix)
 
 
 def _of_built(task: Task, build: Callable[[int], Tensor], number: int) -> list[tuple[float, float]]:
@@ -81,8 +81,8 @@ def _statistics(task: Task, matrix: Tensor) -> list[tuple[float, float]]:
     """Mean and deviation of each matrix of an expert, the same on any number of threads."""
     count, _ = _matrices(task)
     result = []
-    for one in matrix.chunk(count):
-        wide = (rows.cpu().double() for rows in one.split(BLOCK))
+    for part in matrix.chunk(count):
+        wide = (rows.cpu().double() for rows in part.split(BLOCK))
         blocks = [(x.mean(1), x.square().mean(1)) for x in wide]
         mean, square = (torch.cat(means).mean().item() for means in zip(*blocks, strict=True))
         result.append((mean, math.sqrt(max(square - mean**2, 0.0))))

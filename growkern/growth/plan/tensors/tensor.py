@@ -106,11 +106,11 @@ def _widen_rows(plan: Blueprint, task: Task, rows: Tensor, part: Part, out: Tens
     """A part of a router with new rows, which read the source's stream, in the target's."""
     size = len(rows)
     tensor = replace(task.tensor, axes=(str(size), task.tensor.axes[1]))
-    one = replace(task, tensor=tensor, shape=(size, task.shape[1]), source="centroids")
+    widened = replace(task, tensor=tensor, shape=(size, task.shape[1]), source="centroids")
     # computed on the CPU for any device, as norms are
     whole = torch.empty(out.shape, dtype=out.dtype)
     read = lambda name: rows  # noqa: E731
-    return out.copy_(_build_weight(plan, one, read, part, whole, OneByOne(None)))
+    return out.copy_(_build_weight(plan, widened, read, part, whole, OneByOne(None)))
 
 
 def _expert(plan: Blueprint, task: Task, read: Read, backend: str | None, number: int) -> Tensor:
@@ -142,14 +142,14 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
     if plan.options.is_baseline:
         return old_entries_within(plan, task, part)
     needed = []
-    for axis, found, where in zip(task.tensor.axes, axis_maps(plan, task), part, strict=True):
-        blocks = list(found.blocks(where))
+    for axis, gather, where in zip(task.tensor.axes, axis_maps(plan, task), part, strict=True):
+        blocks = list(gather.blocks(where))
         if any(is_extra for _, is_extra in blocks) and not _is_nothing(plan, axis):
-            needed.append(torch.arange(found.source))
+            needed.append(torch.arange(gather.source))
             continue
-        copied = [found.index[b.start : b.stop] for b, is_extra in blocks if not is_extra]
+        copied = [gather.index[b.start : b.stop] for b, is_extra in blocks if not is_extra]
         # of a part that is all nothing one entry is read, as there is no tensor without entries
-        needed.append(torch.cat(copied or [found.index[:1]]) % found.source)
+        needed.append(torch.cat(copied or [gather.index[:1]]) % gather.source)
     return needed
 
 
@@ -191,7 +191,7 @@ def _build_weight(
     axes = axis_maps(plan, task)
     if is_noisy(plan, task):
         # noise on copies of a unit would differ between the experts whose noise cancels
-        axes = [replace(one, noise=torch.zeros_like(one.noise)) for one in axes]
+        axes = [replace(m, noise=torch.zeros_like(m.noise)) for m in axes]
     if len(axes) < 3:
         _build_matrix(plan, task, axes, read, part, out, work)
         if asleep(plan, task) is not None:
@@ -205,9 +205,9 @@ def _build_weight(
         # every block of columns asks for it
         of_experts = cache(partial(_matrices_of, read, entries=entries.tolist()))
         maps = [axes[1].within(index, axes[0].scale[at], len(entries)), axes[2]]
-        one = matrix_of(task, numbers.start, len(numbers))
-        where, whole = (slice(0, one.shape[0]), part[2]), (task, numbers.start)
-        _build_matrix(plan, one, maps, of_experts, where, out.flatten(0, 1), work, whole)
+        matrix = matrix_of(task, numbers.start, len(numbers))
+        where, whole = (slice(0, matrix.shape[0]), part[2]), (task, numbers.start)
+        _build_matrix(plan, matrix, maps, of_experts, where, out.flatten(0, 1), work, whole)
         if extra := axes[1].extra:
             work.then(out[:, -extra:].zero_)
         return out
@@ -215,8 +215,8 @@ def _build_weight(
         of_expert = cache(partial(_matrices_of, read, entries=[int(axes[0].index[number])]))
         rows = axes[1].times(axes[0].scale[number].item())
         maps, whole = [rows, axes[2]], (task, number)
-        one = matrix_of(task, number)
-        _build_matrix(plan, one, maps, of_expert, part[1:], out[place], work, whole)
+        matrix = matrix_of(task, number)
+        _build_matrix(plan, matrix, maps, of_expert, part[1:], out[place], work, whole)
     return out
 
 

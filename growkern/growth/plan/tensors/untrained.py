@@ -170,8 +170,8 @@ def with_checksum(options: GrowthOptions) -> GrowthOptions:
     """The options, whose file of rows has its checksum."""
     if options.router in ROUTERS or MARK in options.router:
         return options
-    found = _checksum(Path(options.router))
-    return replace(options, router=f"{options.router}{MARK}{found}")
+    digest = _checksum(Path(options.router))
+    return replace(options, router=f"{options.router}{MARK}{digest}")
 
 
 def centroids_of(plan: Blueprint, task: Task) -> Tensor | None:
@@ -188,9 +188,9 @@ def check_centroids(plan: Blueprint) -> None:
     if plan.options.router in ROUTERS:
         return
     name, _, known = plan.options.router.partition(MARK)
-    if (found := _checksum(Path(name))) != known:
+    if (current := _checksum(Path(name))) != known:
         raise GrowthError(
-            f"router={name!r}: the file has changed: its checksum is {found}, not {known}. Put "
+            f"router={name!r}: the file has changed: its checksum is {current}, not {known}. Put "
             "back the one that the growth began with"
         )
     for task in plan.tasks:
