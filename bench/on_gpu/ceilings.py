@@ -4,13 +4,12 @@ No kernel can be faster. All data are random: a bfloat16 product of zeros was 13
 of random numbers.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.shared.harness import interleaved_ms
+from bench.shared.harness import captured, interleaved_ms, now
 from bench.shared.recorder import Recorder
 from growkern.ops.expand.op import expand
 
@@ -79,13 +78,10 @@ def _host(recorder: Recorder, device: str, repeats: int) -> None:
 
 def _wall(call: Callable[[], Any], calls: int) -> float:
     """Seconds per call, including the work of the device."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    start = time.perf_counter()
+    start = now()
     for _ in range(calls):
         call()
-    wait()
-    return (time.perf_counter() - start) / calls
+    return (now() - start) / calls
 
 
 def _launches(recorder: Recorder, device: str) -> None:
@@ -101,9 +97,6 @@ def _launches(recorder: Recorder, device: str) -> None:
         _wall(call, calls // 2)
         _add(recorder, f"launch, {name}", "8x16", "us", 1e6 * _wall(call, calls))
         if device == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(100):
-                    call()
+            graph, _ = captured(lambda: [call() for _ in range(100)])  # noqa: B023
             value = 1e6 * _wall(graph.replay, 100) / 100
             _add(recorder, f"in a CUDA graph, {name}", "8x16", "us", value)

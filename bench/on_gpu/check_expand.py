@@ -3,16 +3,30 @@
 The output and the memory around it are NaN before every call. After it all of the output must be
 written, and all around it must still be NaN. The truth is the op's reference in float64. The tests
 of the op compare it with plain indexing.
+
+The piece "check_cuda" makes such checks of the kernel in CUDA C++. Without a GPU its source runs in
+the emulator that the tests have. With one, all variants are first compiled, with one thread per
+core: their compiler takes longer than the checks.
 """
 
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from bench.launches import cuda_emulator
 from bench.shared.inputs import in_nan, make_case, truth_rows
 from bench.shared.llama_growth import expand_calls
-from bench.shared.recorder import Recorder
+from bench.shared.recorder import Recorder, Skip, fill_new_memory
+from growkern.ops.backend import nvrtc
 from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many, launch_kind
@@ -36,6 +50,9 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def run(recorder: Recorder) -> None:
+    if recorder.document["piece"] == "check_cuda":
+        check_cuda(recorder)
+        return
     for check in (_matrices, _past_int32, random_layouts, work_list, _whole_model):
         with recorder.attempt(check.__name__.strip("_")):
             check(recorder)
@@ -49,12 +66,6 @@ def worst_error(actual: Tensor, truth: Tensor) -> float:
     floor = torch.finfo(actual.dtype).tiny
     error = (actual.double() - truth).abs() / truth.abs().clamp(min=floor)
     return float("nan") if error.isnan().any() else error.max().item()
-
-
-def named(dtype: torch.dtype, kind: dict[str, Any]) -> str:
-    """The name of a check: dtype and arguments of `make_case`."""
-    words = [str(dtype), *(f"{key} {value}" for key, value in kind.items())]
-    return ", ".join(words).replace("torch.", "")
 
 
 def allowed(weight: Tensor, out: torch.dtype, parted: bool) -> float:
@@ -126,23 +137,41 @@ def _matrices(recorder: Recorder) -> None:
     square = recorder.pick((4096, 4096, 8192, 8192), (9, 17, 20, 33))
     # an embedding: no map over its rows
     embedding = recorder.pick((262_144, 2048, 262_144, 3072), (9, 16, 9, 24))
-    for dtype in recorder.pick(DTYPES, DTYPES[:2]):
-        for kind in KINDS:
-            case = make_case(square, dtype, rng, **kind)
-            out = in_nan(square[2:], dtype, rng, "dense")
-            check_case(recorder, named(dtype, kind), case, out)
+    _every_kind(recorder, square, recorder.pick(DTYPES, DTYPES[:2]), KINDS, rng)
     for dtype in recorder.pick(DTYPES[:2], DTYPES[:1]):
         case = make_case(embedding, dtype, rng) | {"rows": None}
         out = in_nan(embedding[2:], dtype, rng, "dense")
         check_case(recorder, f"embedding, {dtype}", case, out)
 
 
+def _every_kind(
+    recorder: Recorder,
+    size: tuple[int, int, int, int],
+    dtypes: Sequence[torch.dtype],
+    kinds: Sequence[dict[str, Any]],
+    rng: torch.Generator,
+    backend: str = "triton",
+) -> None:
+    for dtype, kind in itertools.product(dtypes, kinds):
+        case, out = make_case(size, dtype, rng, **kind), in_nan(size[2:], dtype, rng, "dense")
+        words = [str(dtype), *(f"{key} {value}" for key, value in kind.items())]
+        check_case(recorder, ", ".join(words).replace("torch.", ""), case, out, backend)
+
+
+def _past_int32_out(
+    recorder: Recorder, rng: torch.Generator, backend: str = "triton"
+) -> tuple[int, int]:
+    """More than 2**31 elements in the output, whose shape it returns."""
+    small, large = recorder.pick(((32_768, 16_384), (65_560, 32_808)), ((9, 17), (20, 33)))
+    case = make_case((*small, *large), torch.bfloat16, rng)
+    check_case(recorder, "2**31 out", case, in_nan(large, torch.bfloat16, rng, "dense"), backend)
+    return large
+
+
 def _past_int32(recorder: Recorder) -> None:
     """More than 2**31 elements in the output, then in the weight."""
     rng = torch.Generator(recorder.device).manual_seed(1)
-    small, large = recorder.pick(((32_768, 16_384), (65_560, 32_808)), ((9, 17), (20, 33)))
-    case = make_case((*small, *large), torch.bfloat16, rng)
-    check_case(recorder, "2**31 out", case, in_nan(large, torch.bfloat16, rng, "dense"))
+    large = _past_int32_out(recorder, rng)
     wide = recorder.pick((30_000, 30_008), (9, 17))
     case = make_case((*wide, *wide), torch.bfloat16, rng, scales=False)
     apart = (2 * wide[0], 2 * wide[1])
@@ -223,3 +252,95 @@ def _whole_model(recorder: Recorder) -> None:
         facts = {"shape": f"{count} tensors, {elements:.3g} elements", "worst": where}
         bound = allowed(torch.empty(0, dtype=torch.bfloat16), torch.bfloat16, parted=True)
         recorder.check(f"Llama 1B to 3B, {method}", worst, bound, **facts)
+
+
+# shared memory of a block on sm_90, in bytes
+LIMIT = 227 << 10
+
+
+class _Noted(Exception):
+    """Raised by a launch that was only noted."""
+
+
+def check_cuda(recorder: Recorder) -> None:
+    fill_new_memory()
+    with _kernels(recorder):
+        kernels = planned(recorder)
+        if recorder.device == "cuda":
+            arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                pool.map(lambda kernel: nvrtc.cached_cubin(kernel, arch), kernels)
+        recorder.add({"case": "kernels", "number": len(kernels)})
+        _checks(recorder)
+
+
+def _checks(recorder: Any) -> None:
+    for check in (_matrices_cuda, _host, _layouts):
+        with recorder.attempt(check.__name__.strip("_")):
+            check(recorder, "cuda")
+
+
+def planned(recorder: Recorder) -> list[nvrtc.Kernel]:
+    """The kernels that the checks launch. Every launch is noted, and ends its case."""
+    kernels: dict[nvrtc.Kernel, None] = {}
+
+    def note(kernel: nvrtc.Kernel, *rest: Any, **options: Any) -> None:
+        kernels[kernel] = None
+        raise _Noted
+
+    nothing = SimpleNamespace(
+        **{name: lambda *given, **facts: None for name in ("add", "check", "fail")},
+        attempt=lambda case: contextlib.suppress(Exception),
+        **{name: getattr(recorder, name) for name in ("device", "pick", "toy")},
+    )
+    with mock.patch.object(nvrtc, "launch", note):
+        _checks(nothing)
+    return list(kernels)
+
+
+@contextlib.contextmanager
+def _kernels(recorder: Recorder) -> Iterator[None]:
+    """Use the kernels of this device, or emulate them."""
+    if recorder.device == "cuda":
+        if missing := nvrtc.why_not():
+            raise Skip(missing)
+        yield
+        return
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise Skip("needs a GPU, or a C++ compiler to emulate one")
+    here = {"why_not": lambda: "", "shared_limit": lambda device: LIMIT}
+    with (
+        mock.patch.multiple(nvrtc, launch=cuda_emulator.emulate, **here),
+        mock.patch("growkern.ops.expand.op.choose_backend", lambda requested, *_: requested),
+    ):
+        yield
+
+
+def _matrices_cuda(recorder: Recorder, backend: str) -> None:
+    """Sizes of real models: rows that are multiples of 16 bytes, and rows that are not."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    sizes = recorder.pick(
+        [(4096, 4096, 8192, 8192), (4095, 4098, 8191, 8190), (30_522, 768, 30_522, 1024)],
+        [(9, 16, 20, 32)],
+    )
+    dtypes, kinds = recorder.pick((DTYPES[:3], KINDS), (DTYPES[:1], KINDS[2:5:2]))
+    for size in sizes:
+        _every_kind(recorder, size, dtypes, kinds, rng, backend)
+    _past_int32_out(recorder, rng, backend)
+
+
+def _layouts(recorder: Recorder, backend: str) -> None:
+    # the emulator compiles a kernel for the dtypes of each trial, most of the time of a dry run
+    random_layouts(recorder, backend, trials=recorder.pick(60, 2))
+
+
+def _host(recorder: Recorder, backend: str) -> None:
+    """A weight in the host's pinned memory, read over the bus, must give the same result."""
+    if recorder.device == "cpu":
+        return
+    rng = torch.Generator(recorder.device).manual_seed(1)
+    case = make_case((4096, 4096, 8192, 8192), torch.bfloat16, rng, upper=True, noise="col")
+    case |= {name: case[name].cpu().pin_memory() for name in ("weight", "upper")}
+    out = in_nan((8192, 8192), torch.bfloat16, rng, "dense")
+    there = {name: case[name].cuda() for name in ("weight", "upper")}
+    check_case(recorder, "weight on the host", case, out, backend, truth=case | there)

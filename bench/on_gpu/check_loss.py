@@ -1,7 +1,8 @@
-"""Checks both losses on the device against float64.
+"""Checks the losses on the device: at large sizes, and with every option.
 
-Vocabularies go up to 262 144, and logits past 2**31 elements. The truth is the op's reference in
-float64. New memory is filled with NaN, so that values a kernel does not write show up.
+Vocabularies go up to 262 144, and logits past 2**31 elements. The calls with options are those of
+`bench.launches.cases`. The truth is the ops' reference in float64. New memory is filled with NaN,
+so that values a kernel does not write show up.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.launches.cases import losses
+from bench.launches.smoke import check_case
 from bench.shared.inputs import IGNORED, LOGITS_PART, make_heads, make_labels, make_logits
 from bench.shared.loss_measure import frobenius
 from bench.shared.recorder import Recorder, fill_new_memory
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 ALPHA, T = 0.7, 2.0
 # (alpha, temperature) of calls with kernels of their own: at the default, and without a teacher
@@ -28,7 +32,9 @@ LOSS_SCALES = {torch.float16: 2.0**12}
 
 def run(recorder: Recorder) -> None:
     fill_new_memory()
-    for check in CHECKS:
+    if recorder.document["piece"] == "check_options":
+        every_option(recorder)
+    for check in CHECKS[recorder.document["piece"]]:
         with recorder.attempt(check.__name__.strip("_")):
             check(recorder)
 
@@ -182,5 +188,60 @@ def _linear_gradients(
     return [loss.detach(), *(x.double() / scale for x in grads)]
 
 
+# ------------------------------------------------------------------- every option
+
+
+# largest relative Frobenius error, by the dtype in the case's name
+OPTION_BARS = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-4}
+
+
+def every_option(recorder: Recorder) -> None:
+    """Every option of the three losses, one by one and all at once."""
+    rng = torch.Generator(recorder.device).manual_seed(3)
+    shapes = recorder.pick(((64, 128_256), (256, 50_257), (256, 30_522)), ((5, 41),))
+    for shape in shapes:
+        for number, case in enumerate(losses(rng, [shape])):
+            # an interpreted kernel takes a second, so a dry run takes a part of them
+            if number % recorder.pick(1, 4) == 0:
+                with recorder.attempt(case.name):
+                    check_case(recorder, case, OPTION_BARS)
+
+
+def _past_int32(recorder: Recorder) -> None:
+    """Chunks of more than 2**31 logits must give what small chunks give."""
+    rng = torch.Generator(recorder.device).manual_seed(6)
+    N, V, H = recorder.pick((8_300, 262_144, 64), (5, 41, 12))
+    student, teacher = make_heads(N, V, H, H - 4, torch.bfloat16, rng)
+    labels = make_labels(N, V, rng)
+    topk = _kept(teacher, recorder.pick(64, 5))
+    given = [x.detach().requires_grad_() for x in student]
+    for name, loss, beside in (
+        ("linear", linear_kl_mlm_loss, teacher),
+        ("top-k", topk_kl_mlm_loss, topk),
+    ):
+        made = []
+        for chunk_bytes in (1 << 28, 1 << 36):
+            limits = {"temperature": T, "chunk_bytes": chunk_bytes}
+            total = loss(*given, *beside, labels, backend="triton", **limits)
+            made.append((total.detach(), *torch.autograd.grad(total, given)))
+        for wrt, small, large in zip(("loss", "dX", "dW"), *made, strict=True):
+            # dW is summed in another order, so it differs in the last digits
+            error = frobenius(large, small.double())
+            recorder.check(f"{name}, 2**31 logits: {wrt}", error, 2e-3, shape=f"{N}x{V}x{H}")
+
+
+def _kept(teacher: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
+    """What a cache keeps of a teacher, some rows at a time."""
+    hidden_NH, weight_VH = teacher
+    parts = [
+        ((part.double() @ weight_VH.double().t()) / T).log_softmax(-1).topk(k)
+        for part in hidden_NH.split(256)
+    ]
+    return torch.cat([x.indices for x in parts]), torch.cat([x.values for x in parts]).float()
+
+
 # what training calls comes first
-CHECKS = (_linear, close_teacher, _rows, _padded_and_strided)
+CHECKS = {
+    "check_loss": (_linear, close_teacher, _rows, _padded_and_strided),
+    "check_options": (_past_int32,),
+}

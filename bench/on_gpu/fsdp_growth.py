@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.shared import system
+from bench.shared.harness import now
 from bench.shared.llama_growth import SIZES
 from bench.shared.recorder import Recorder
 from bench.shared.results import ROOT
@@ -104,24 +104,20 @@ def child(way: str, size: str, source: str, store: str) -> dict[str, Any]:
     model = _sharded(growkern.plan(source, **target).target_config, mesh)
     # load all contexts and libraries before anything is measured
     dist.all_reduce(torch.ones(1, device=device))
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
+    now()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    system.reset_peak()
-    base, start = system.status_mb("VmRSS"), time.perf_counter()
-    with CommDebugMode() as talk:
+    with system.metered() as figures, CommDebugMode() as talk:
         if way == "grow_into":
             growkern.grow_into(model, source)
         else:
             _spread(model, device, source, target)
-    wait()
-    seconds, host = time.perf_counter() - start, system.status_mb("VmHWM") - base
+        now()
     peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
     held = {name: p.to_local() for name, p in model.named_parameters()}
     truth = dict(growkern.grow(source, **target).named_parameters())
     return {
-        "s": seconds,
-        "host MB": host,
+        "s": figures["seconds"],
+        "host MB": figures["peak over base MB"],
         "device MB": peak / 1e6,
         "shard MB": sum(x.nbytes for x in held.values()) / 1e6,
         "collectives": talk.get_total_counts(),

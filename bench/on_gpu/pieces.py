@@ -1,4 +1,4 @@
-"""Lists the pieces of `bench.gpu`, most valuable first. To add a piece, add an entry to ALL.
+"""Lists the pieces of `bench.gpu`, most valuable first. To add a piece, add an entry to PIECES.
 
 The first nine minutes show whether the kernels run and are right, and how fast the main ones are.
 
@@ -11,14 +11,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.shared import harness
 from bench.shared.recorder import Recorder, needs
-from bench.shared.results import ROOT
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,7 @@ class Piece:
     """One piece of `bench.gpu`, which runs in a process of its own.
 
     Attributes:
-        name: of the piece and of its result file.
-        limit_s: time limit in seconds. Then it is killed, and the rows recorded so far are kept.
         module: its module, without "bench.".
-        args: command line of a benchmark's ``main()``.
         toy: constants of the benchmark's module at toy sizes.
         own_python: start a new Python in a dry run, too. All others are forked from one Python.
         needs: packages it needs besides PyTorch, Triton and transformers. Skipped without them.
@@ -44,10 +39,6 @@ class Piece:
     toy: dict[str, Any] = field(default_factory=dict)
     own_python: bool = False
     needs: Sequence[str] = ()
-
-    @property
-    def file(self) -> Path:
-        return ROOT / "bench" / f"{self.module.replace('.', '/')}.py"
 
     def run(self, recorder: Recorder) -> None:
         needs(*self.needs)
@@ -77,14 +68,15 @@ def _both(sizes: Any) -> dict[str, Any]:
     return {"cpu": sizes, "cuda": sizes}
 
 
-ALL = (
+# benchmarks of disks and CPUs are run by `make bench`
+PIECES = (
     # nine minutes, if each takes all its time
     Piece(
         "versions", "versions of all that figures depend on, and clocks", 20, "launches.versions"
     ),
     Piece("launches", "compiles every launch, with one process per core", 90, "launches.fill"),
     Piece("smoke", "every launch once, beside float64", 80, "launches.smoke"),
-    Piece("check_cuda", "expand in CUDA C++ against its reference", 45, "on_gpu.check_cuda"),
+    Piece("check_cuda", "expand in CUDA C++ against its reference", 45, "on_gpu.check_expand"),
     Piece(
         "headline",
         "the loss from hidden states at its largest shape in bfloat16, beside its GEMMs",
@@ -124,7 +116,7 @@ ALL = (
         "check_options",
         "every option of the losses, the top-k loss and tiles against float64",
         420,
-        "on_gpu.check_options",
+        "on_gpu.check_loss",
     ),
     # the second command
     Piece(
@@ -200,7 +192,7 @@ ALL = (
         "trainer_step",
         "a step of TwoStageTrainer beside the layers alone and a plain Trainer",
         300,
-        "on_gpu.trainer_step",
+        "on_gpu.train_step",
         needs=("accelerate",),
     ),
     Piece(
@@ -219,12 +211,10 @@ ALL = (
     Piece("check_suite", "the ops' own tests, on this device", 470, "on_gpu.check_suite"),
     Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
     Piece("tune_topk_kl_mlm_rows", "block size and warps of the top-k loss's rows", 300, "tune"),
-    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.sanitize"),
-    Piece("counters", "bandwidth of each kernel, read by Nsight Compute", 300, "on_gpu.counters"),
+    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.cuda_tools"),
+    Piece("counters", "bandwidth of each kernel, read by Nsight Compute", 300, "on_gpu.cuda_tools"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),
 )
-# Entries without a file are left out. Benchmarks of disks and CPUs are run by `make bench`.
-PIECES = tuple(piece for piece in ALL if piece.file.is_file())
 
 
 def chosen(names: Sequence[str]) -> list[Piece]:

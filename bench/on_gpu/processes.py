@@ -163,12 +163,7 @@ def run_apart(
 
     Args:
         path: where it writes its document; its log lies beside it.
-        limit_s: time limit in seconds.
-        console: shows the progress; None for none.
         forked: fork it from a Python that has imported PyTorch, unless it needs its own.
-
-    Returns:
-        The document.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log, start = path.with_suffix(".log"), time.perf_counter()

@@ -2,10 +2,11 @@
 
 FLOPs are counted from the equations: one per scale in `expand`, four GEMMs in the linear loss
 (three of the student and one of the teacher), and 20 per logit in the loss of ready logits. Errors
-are relative to float64 on the same inputs. They are computed where the float64 result fits in 1 GB.
+are relative to the ops' references in float64 on the same inputs, where these fit in 1 GB.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.shared.harness import interleaved_ms
-from bench.shared.inputs import IGNORED, make_case, make_heads, make_labels, make_logits
-from bench.shared.loss_measure import gradient_error
+from bench.shared.inputs import IGNORED, make_case, make_heads, make_labels, make_logits, truth_rows
+from bench.shared.loss_measure import gradient_error, measure
 from bench.shared.recorder import Recorder
 from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
@@ -50,47 +51,42 @@ def loss_sum(z: Tensor, u: Tensor, labels: Tensor) -> Tensor:
     return (1 - ALPHA) * mlm + ALPHA * T**2 * kl
 
 
-def _record(
-    recorder: Recorder,
-    op: str,
-    size: int,
-    moved: int,
-    flops: int,
-    calls: Calls,
-) -> None:
-    truth_of = calls.pop("truth", None)
-    truth = truth_of() if truth_of else ()
+def _record(recorder: Recorder, op: str, size: int, moved: int, flops: int, calls: Calls) -> None:
+    truth = calls.pop("truth", tuple)()
     ms = interleaved_ms(calls, recorder.pick(7, 1))
     for name, call in calls.items():
         facts = {"op": op, "provider": name, "size": size, "bytes": moved, "flops": flops}
         result = call() if truth else ()
         error = gradient_error(result, truth) if result else None
-        recorder.add({**facts, "ms": ms[name], "extra MiB": _extra_mib(call), "error": error})
+        extra = measure(call, 1)["extra MiB"]
+        recorder.add({**facts, "ms": ms[name], "extra MiB": extra, "error": error})
 
 
-def _extra_mib(call: Callable[[], Any]) -> float | None:
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def _truth(element_count: int, call: Callable[[], Sequence[Tensor]]) -> Calls:
-    return {"truth": call} if 8 * element_count <= TRUTH_BYTES else {}
+def _with_truth(calls: Calls, element_count: int, truth: Callable[[], Sequence[Tensor]]) -> Calls:
+    return calls | ({"truth": truth} if 8 * element_count <= TRUTH_BYTES else {})
 
 
 def _expand(n: int, rng: torch.Generator) -> Calls:
     case = make_case((n, n, 2 * n, 2 * n), DTYPE, rng) | {"row_scale": None}
     out = torch.empty(2 * n, 2 * n, dtype=DTYPE, device=rng.device)
     weight, rows, cols = case["weight"], case["rows"], case["cols"]
-    scale = case["col_scale"].to(DTYPE)
-    wide = case["col_scale"].double()
-    return {
+    scale, every = case["col_scale"].to(DTYPE), torch.arange(2 * n, device=rng.device)
+    calls: Calls = {
         "eager": lambda: [weight[rows][:, cols] * scale],
         "growkern": lambda: [expand(**case, out=out)],
-    } | _truth(4 * n * n, lambda: [weight.double()[rows][:, cols] * wide])
+    }
+    return _with_truth(calls, 4 * n * n, lambda: [truth_rows(case, every)])
+
+
+def _gradients(
+    loss: Callable[..., Tensor], student: Sequence[Tensor], rest: Sequence[Tensor], **options: Any
+) -> Sequence[Tensor]:
+    """Those of a loss of ours, or of its reference in float64."""
+    if options:
+        student = [x.detach().double().requires_grad_() for x in student]
+        rest = [x.double() if x.is_floating_point() else x for x in rest]
+    options |= {"alpha": ALPHA, "temperature": T, "reduction": "sum"}
+    return torch.autograd.grad(loss(*student, *rest, **options), student)
 
 
 def _rows(N: int, V: int, rng: torch.Generator) -> Calls:
@@ -102,15 +98,10 @@ def _rows(N: int, V: int, rng: torch.Generator) -> Calls:
         loss = loss_sum(student.float(), teacher.float(), labels)
         return torch.autograd.grad(loss, student)
 
-    def ours() -> Sequence[Tensor]:
-        loss = kl_mlm_loss(student, teacher, labels, alpha=ALPHA, temperature=T, reduction="sum")
-        return torch.autograd.grad(loss, student)
-
-    def truth() -> Sequence[Tensor]:
-        z = student.detach().double().requires_grad_()
-        return torch.autograd.grad(loss_sum(z, teacher.double(), labels), z)
-
-    return {"eager": plain, "growkern": ours} | _truth(N * V, truth)
+    ours = partial(_gradients, kl_mlm_loss, [student], [teacher, labels])
+    return _with_truth(
+        {"eager": plain, "growkern": ours}, N * V, partial(ours, backend="reference")
+    )
 
 
 def _linear(N: int, V: int, H: int, H_t: int, rng: torch.Generator) -> Calls:
@@ -123,21 +114,11 @@ def _linear(N: int, V: int, H: int, H_t: int, rng: torch.Generator) -> Calls:
         z, u = (hidden @ weight.t() for hidden, weight in (student, teacher))
         return torch.autograd.grad(loss_sum(z.float(), u.float(), labels), student)
 
-    def ours() -> Sequence[Tensor]:
-        loss = linear_kl_mlm_loss(
-            *student, *teacher, labels, alpha=ALPHA, temperature=T, reduction="sum"
-        )
-        return torch.autograd.grad(loss, student)
-
-    def truth() -> Sequence[Tensor]:
-        wide = [x.detach().double().requires_grad_() for x in student]
-        z, u = wide[0] @ wide[1].t(), teacher[0].double() @ teacher[1].double().t()
-        return torch.autograd.grad(loss_sum(z, u, labels), wide)
-
-    gemms = {"GEMMs alone": _gemms(student, teacher)}
+    ours = partial(_gradients, linear_kl_mlm_loss, student, [*teacher, labels])
+    calls: Calls = {"growkern": ours, "GEMMs alone": _gemms(student, teacher)}
     # eager needs seven float32 matrices of logits at once
-    fits = {"eager": plain} if N * V * 4 * 7 < 60 << 30 else {}
-    return {"growkern": ours} | gemms | fits | _truth(N * V, truth)
+    calls |= {"eager": plain} if N * V * 4 * 7 < 60 << 30 else {}
+    return _with_truth(calls, N * V, partial(ours, backend="reference"))
 
 
 def _gemms(student: list[Tensor], teacher: list[Tensor]) -> Callable[[], Sequence[Tensor]]:

@@ -43,12 +43,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 def benchmark_parser(
     description: str | None, *, repeats: int | None, threads: bool = False
 ) -> argparse.ArgumentParser:
-    """The options that all benchmarks have.
-
-    Args:
-        repeats: default of --repeats; None leaves the option out.
-        threads: whether there is an option --threads.
-    """
+    """The options that all benchmarks have."""
     parser = parser_of(description)
     if threads:
         words = "threads of PyTorch"
@@ -101,9 +96,6 @@ def turns_ms(
     Args:
         repeats: timed calls of each, after one to warm up.
         wall: on a GPU, count from the call until the device has finished.
-
-    Returns:
-        Name -> milliseconds of each turn.
     """
     on_device = torch.cuda.is_available() and not wall
     times: dict[str, list[Callable[[], float]]] = {name: [] for name in calls}

@@ -32,11 +32,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def truth_rows(case: dict[str, Any], at: Tensor) -> Tensor:
-    """Rows of the correct result: those of the op's reference in float64.
-
-    Args:
-        at: int64, the indices of the rows.
-    """
+    """Rows of the correct result: those of the op's reference in float64."""
     wide = {name: case[name].double() for name in ("weight", "upper") if case.get(name) is not None}
     # a share or noise depends on the place of its row
     if any(case.get(name) is not None for name in ("row_noise", "col_noise", "routing")):

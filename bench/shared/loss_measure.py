@@ -4,13 +4,10 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.shared import harness
-from bench.shared.harness import benchmark_parser, largest_error
+from bench.shared.harness import benchmark_parser, largest_error, now
 from bench.shared.inputs import DRIFT, make_heads
 from bench.shared.peers import DEVICE, Peer, why_failed
+from bench.shared.system import reset_peak, status_mb
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 
@@ -33,24 +31,6 @@ def loss_parser(description: str | None, *, compiled: bool = True) -> argparse.A
             help="also measure torch.compile of the plain loss",
         )  # fmt: skip
     return parser
-
-
-class _PeakResident(threading.Thread):
-    """Samples this process's resident memory every 2 ms and keeps the highest value."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.done = threading.Event()
-
-    @staticmethod
-    def resident() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE")
-
-    def run(self) -> None:
-        self.peak = self.start_bytes = self.resident()
-        while not self.done.wait(0.002):
-            self.peak = max(self.peak, self.resident())
 
 
 def _return_free_memory() -> None:
@@ -207,23 +187,15 @@ def _sample(step: Callable[[], None]) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        sampler = _PeakResident()
-        sampler.start()
-    start, start_cpu = time.perf_counter(), time.process_time()
-    try:
-        step()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
-    finally:
-        # a step that fails must not leave its sampler running
-        if DEVICE == "cpu":
-            sampler.done.set()
-            sampler.join()
+        reset_peak()
+        base = status_mb("VmRSS")
+    start, start_cpu = now(), time.process_time()
+    step()
+    wall, cpu = now() - start, time.process_time() - start_cpu
     if DEVICE == "cuda":
         extra = torch.cuda.max_memory_allocated() - before
     else:
-        extra = sampler.peak - sampler.start_bytes
+        extra = 1e6 * (status_mb("VmHWM") - base)
     return {"wall s": wall, "CPU s": cpu, "extra MiB": extra / 2**20}
 
 

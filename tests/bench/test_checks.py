@@ -12,15 +12,7 @@ import torch
 import transformers
 
 from bench.launches import cases, cuda_emulator, smoke
-from bench.on_gpu import (
-    check_cuda,
-    check_expand,
-    check_loss,
-    check_options,
-    check_suite,
-    counters,
-    sanitize,
-)
+from bench.on_gpu import check_expand, check_loss, check_suite, cuda_tools
 from bench.shared import llama_growth
 from bench.shared.harness import largest_error
 from bench.shared.loss_measure import gradient_error
@@ -116,13 +108,13 @@ def test_check_of_the_options_sees_one_that_is_ignored(option, recorder, monkeyp
 
     monkeypatch.setattr(cases, "kl_mlm_loss", wrong)
     monkeypatch.setattr(recorder, "pick", lambda full, toy: 1 if full == 1 else toy)
-    right_losses = check_options.losses
+    right_losses = check_loss.losses
     monkeypatch.setattr(
-        check_options,
+        check_loss,
         "losses",
         lambda *given: (case for case in right_losses(*given) if case.name.startswith("rows ")),
     )
-    check_options.every_option(recorder)
+    check_loss.every_option(recorder)
     failures = recorder.document["failures"]
     assert bool(failures) == (option is not None)
     assert all(option in failure for failure in failures)
@@ -165,7 +157,7 @@ def test_check_of_the_cuda_kernel_runs_its_source(missing, recorder, monkeypatch
         right(kernel, grid, args)
 
     monkeypatch.setattr(cuda_emulator, "emulate", emulate)
-    check_cuda.run(recorder)
+    check_expand.check_cuda(recorder)
     assert set(called) == {"expand_rows"}
     assert bool(recorder.document["failures"]) == missing
 
@@ -177,8 +169,8 @@ def test_a_check_that_raises_does_not_end_the_others(recorder, monkeypatch):
             raise RuntimeError("out of resources\nand more")
         recorder.check(case.name, 0.0, 1.0)
 
-    monkeypatch.setattr(check_options, "check_case", raises)
-    check_options.every_option(recorder)
+    monkeypatch.setattr(check_loss, "check_case", raises)
+    check_loss.every_option(recorder)
     failures, rows = recorder.document["failures"], recorder.document["rows"]
     assert failures and all("RuntimeError: out of resources" in failure for failure in failures)
     assert len(rows) == len(failures) + 1
@@ -336,7 +328,7 @@ def test_red_tests_are_failures(recorder, tmp_path, monkeypatch):
     assert "test_empty_red" in recorder.document["failures"][0]
 
 
-@pytest.mark.parametrize("code", [0, sanitize.FOUND])
+@pytest.mark.parametrize("code", [0, cuda_tools.FOUND])
 def test_an_error_found_by_the_sanitizer_is_a_failure(code, recorder, tmp_path, monkeypatch):
     tool = tmp_path / "compute-sanitizer"
     # the document that the check would write, and the tool's exit code
@@ -345,12 +337,12 @@ def test_an_error_found_by_the_sanitizer_is_a_failure(code, recorder, tmp_path, 
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    sanitize.run(recorder)
-    assert len(recorder.document["rows"]) == len(sanitize.TOOLS) * len(sanitize.CHECKS)
+    cuda_tools.sanitize(recorder)
+    assert len(recorder.document["rows"]) == len(cuda_tools.TOOLS) * len(cuda_tools.CHECKS)
     assert bool(recorder.document["failures"]) == (code != 0)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with pytest.raises(Skip):
-        sanitize.run(recorder)
+        cuda_tools.sanitize(recorder)
 
 
 NCU_LOG = """==PROF== Connected to process 42
@@ -372,18 +364,18 @@ def test_counters_are_read_per_kernel(log, code, kernels, fails, recorder, tmp_p
     tool.write_text(f"#!/bin/sh\n{copy}\nexit {code}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    counters.run(recorder)
+    cuda_tools.count(recorder)
     rows = recorder.document["rows"]
-    assert len(rows) == kernels * len(counters.MEASURED)
+    assert len(rows) == kernels * len(cuda_tools.MEASURED)
     if rows:
         assert rows[0] == {
-            **{"piece": counters.MEASURED[0], "kernel": "expand_tile", "launches": 2},
+            **{"piece": cuda_tools.MEASURED[0], "kernel": "expand_tile", "launches": 2},
             **{"us": 1.5, "of bandwidth": 0.855},
         }
     assert bool(recorder.document["failures"]) == fails
     kept.write_text("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
     with pytest.raises(Skip, match="may not read"):
-        counters.run(recorder)
+        cuda_tools.count(recorder)
 
 
 def test_the_calls_of_a_growth_make_every_tensor_of_the_target():

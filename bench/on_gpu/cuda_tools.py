@@ -1,6 +1,13 @@
-"""Reads with Nsight Compute which share of the memory bandwidth each kernel reaches."""
+"""Runs pieces under tools that come with CUDA.
+
+- "sanitize": compute-sanitizer over the checks at toy sizes. Its four tools find accesses out of
+  bounds, races, memory that is read before it is written, and barriers that not all threads reach.
+- "counters": Nsight Compute tells which share of the memory bandwidth each kernel reaches.
+"""
 
 import csv
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,9 +16,46 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.on_gpu.sanitize import cuda_tool
+from bench.shared import results
 from bench.shared.recorder import Recorder, Skip
 from bench.shared.results import ROOT
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CHECKS = ("check_expand", "check_loss", "check_cuda")
+# exit code of a tool that has found an error
+FOUND = 86
+
+
+def cuda_tool(name: str) -> str:
+    """The path of a tool that comes with CUDA."""
+    homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
+    places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    tool = shutil.which(name, path=os.pathsep.join(places))
+    if tool is None:
+        raise Skip(f"{name} is neither under CUDA_HOME nor on the PATH")
+    return tool
+
+
+def sanitize(recorder: Recorder) -> None:
+    sanitizer = cuda_tool("compute-sanitizer")
+    # PyTorch's allocator hands out parts of large blocks. Accesses next to a tensor would lie
+    # inside the block, and memcheck would miss them.
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in TOOLS:
+        for check in CHECKS:
+            with tempfile.TemporaryDirectory() as scratch:
+                document = Path(scratch) / "document.json"
+                command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
+                command += [sys.executable, "-m", "bench.gpu", "--here", check]
+                command += ["--toy", "--document", str(document)]
+                code = subprocess.run(command, cwd=ROOT, env=env).returncode
+                status = results.read(document).get("status", "no result")
+            recorder.add({"tool": tool, "check": check, "exit code": code, "status": status})
+            if code == FOUND:
+                recorder.fail(f"{tool} found an error in {check}: see the log")
+            elif code or status != "ok":
+                recorder.fail(f"{check} under {tool}: exit code {code}, {status}")
+
 
 MEASURED = ("bench_expand", "bench_kl_mlm_loss", "headline")
 KERNELS = "regex:kl_mlm|expand"
@@ -23,7 +67,7 @@ LAUNCHES = 60
 FORBIDDEN = "ERR_NVGPUCTRPERM"
 
 
-def run(recorder: Recorder) -> None:
+def count(recorder: Recorder) -> None:
     tool = cuda_tool("ncu")
     for piece in MEASURED:
         with tempfile.TemporaryDirectory() as scratch:
@@ -65,3 +109,7 @@ def shares(text: str) -> Iterator[dict[str, Any]]:
             "us": round(nanoseconds / 1e3, 2),
             "of bandwidth": round(percent / 100, 3),
         }
+
+
+def run(recorder: Recorder) -> None:
+    {"sanitize": sanitize, "counters": count}[recorder.document["piece"]](recorder)
