@@ -17,205 +17,26 @@ better documented result.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.on_gpu.gpu_table import gpu_table, gpus
 from bench.paper.briefs import BRIEFS, brief_text, savings
-from bench.paper.committed import committed
+from bench.paper.compare import committed
 from bench.paper.page import write_page
 from bench.shared import tables
 from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_early, draw_readme
-from bench.shared.results import RESULTS, ROOT, aside_of, cell, read, table, take
+from bench.shared.results import RESULTS, ROOT, cell, read, table, take
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
 from growkern.files import parse_toml
 from growkern.growth.plan import advice
 from growkern.train import rules
 
-NOTHING = "not measured yet"
 # the README and the pages of the documentation
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 Row = dict[str, Any]
-
-
-# ------------------------------------------------------------------------ GPU
-
-
-def _first(rows: Sequence[Row], **wanted: Any) -> Row | None:
-    return next((r for r in rows if all(r.get(k) == v for k, v in wanted.items())), None)
-
-
-def _expand_figure(rows: Sequence[Row]) -> str | None:
-    row = _first(rows, dtype="bfloat16", maps="arbitrary", scaled="routing")
-    if row is None:
-        return None
-    words = f"{row['of limit']:.2f} of a copy, {row['x eager']:.1f} x eager"
-    if compiled := row.get("compiled ms"):
-        words += f", {compiled / row['reused ms']:.1f} x torch.compile"
-    return words
-
-
-def _model_figure(method: str) -> Callable[[Sequence[Row]], str | None]:
-    def figure(rows: Sequence[Row]) -> str | None:
-        ours = _first(rows, method=method, provider="growkern")
-        eager = _first(rows, method=method, provider="eager")
-        if not ours or not eager:
-            return None
-        words = (
-            f"{ours['of limit']:.2f} of a copy, {eager['wall ms'] / ours['wall ms']:.1f} x eager"
-        )
-        compiled = _first(rows, method=method, provider="torch.compile")
-        if compiled and "wall ms" in compiled:
-            words += f", {compiled['wall ms'] / ours['wall ms']:.1f} x torch.compile"
-        return f"{words}; {ours['launches']} launches, error {ours['error']:.1e}"
-
-    return figure
-
-
-def _loss_figure(shape: str) -> Callable[[Sequence[Row]], str | None]:
-    """Time and memory beside plain PyTorch, in bfloat16, for shapes that start with `shape`."""
-
-    def figure(rows: Sequence[Row]) -> str | None:
-        same = [r for r in rows if r["shape"].startswith(shape) and r["dtype"] == "bfloat16"]
-        ours, plain = _first(same, provider="growkern"), _first(same, provider="plain")
-        if not ours or not plain:
-            return None
-        words = [f"{plain['wall s'] / ours['wall s']:.1f} x plain"]
-        if (compiled := _first(same, provider="torch.compile")) and "wall s" in compiled:
-            words.append(f"{compiled['wall s'] / ours['wall s']:.1f} x torch.compile")
-        words.append(f"{ours['extra MiB'] / plain['extra MiB']:.2f} of plain's memory")
-        if copy := _first(same, provider="copy"):
-            words.append(f"{ours['GB/s'] / copy['GB/s']:.2f} of a copy")
-        if gemms := _first(same, provider="GEMMs alone"):
-            words.append(f"{ours['wall s'] / gemms['wall s']:.2f} x its GEMMs alone")
-        return f"{', '.join(words)}; gradient error {ours['gradient error']:.1e}"
-
-    return figure
-
-
-def _step_figure(rows: Sequence[Row]) -> str | None:
-    ours, plain = _first(rows, provider="growkern"), _first(rows, provider="plain")
-    if not ours or not plain:
-        return None
-    return (
-        f"{ours['tokens/s']:.0f} tokens/s, {ours['tokens/s'] / plain['tokens/s']:.2f} x plain; "
-        f"{ours['peak GiB']:.1f} GiB instead of {plain['peak GiB']:.1f}"
-    )
-
-
-def _gemm_figure(rows: Sequence[Row]) -> str | None:
-    """Time of the loss over that of its GEMMs, at the largest number of rows."""
-    same = [row for row in rows if row["op"] == "linear"]
-    size = max((row["size"] for row in same), default=0)
-    ours = _first(same, provider="growkern", size=size)
-    gemms = _first(same, provider="GEMMs alone", size=size)
-    return f"{ours['ms'] / gemms['ms']:.2f} x its GEMMs alone" if ours and gemms else None
-
-
-def _checks_figure(rows: Sequence[Row]) -> str | None:
-    return f"{len(rows)} right" if rows else None
-
-
-def _suite_figure(rows: Sequence[Row]) -> str | None:
-    passed, skipped = (sum(row[key] for row in rows) for key in ("passed", "skipped"))
-    return f"{passed} passed, {skipped} skipped" if rows else None
-
-
-def _early_figure(rows: Sequence[Row]) -> str | None:
-    return (_first(rows, what="early saving", system="grown") or {}).get("words")
-
-
-# what was measured, the piece it is read from, and how to word its figure
-GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
-    ("`expand` against float64", "check_expand", _checks_figure),
-    ("both losses against float64", "check_loss", _checks_figure),
-    ("every option and the top-k loss against float64", "check_options", _checks_figure),
-    ("CUDA C++ kernels against float64", "check_cuda", _checks_figure),
-    ("the ops' own tests", "check_suite", _suite_figure),
-    ("`compute-sanitizer`, four tools", "sanitize", _checks_figure),
-    ("`expand`, bfloat16, 4096² to 8192², arbitrary maps, routing", "bench_expand", _expand_figure),
-    ("all tensors of a Llama, 1B to 3B, FPI", "bench_expand_model", _model_figure("fpi")),
-    ("the same, AKI", "bench_expand_model", _model_figure("aki")),
-    ("`kl_mlm_loss`, bfloat16, V 30 522", "bench_kl_mlm_loss", _loss_figure("9830x30522")),
-    ("`kl_mlm_loss`, bfloat16, V 128 256", "bench_kl_mlm_loss", _loss_figure("8192x128256")),
-    (
-        "`linear_kl_mlm_loss`, bfloat16, BERT-base's head",
-        "bench_linear_bert",
-        _loss_figure("9830x30522"),
-    ),
-    (
-        "`linear_kl_mlm_loss`, bfloat16, width 4096, V 128 256",
-        "headline",
-        _loss_figure("8192x128256"),
-    ),
-    (
-        "the same, 256 rows",
-        "bench_linear_kl_mlm_loss",
-        _loss_figure("256x128256"),
-    ),
-    ("`linear_kl_mlm_loss`, bfloat16, 25 600 rows, width 2048", "scaling", _gemm_figure),
-    ("training step, BERT-base and a teacher", "train_bert", _step_figure),
-    ("training step, Llama of 1B and a teacher", "train_llama", _step_figure),
-    *(
-        (f"GPT-2 grown to 110 million parameters, seed {n}", f"gpt_110m_{n}", _early_figure)
-        for n in (1, 2, 3)
-    ),
-)
-
-
-def gpus(results: Path) -> list[Path]:
-    """The directories with results of a GPU."""
-    folders = sorted({path.parent for path in results.glob("*/*.json")})
-    return [folder for folder in folders if any("gpu" in _facts(p) for p in folder.glob("*.json"))]
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    return read(path).get("machine", {})
-
-
-BROKEN = ("failed", "timeout", "crashed")
-
-
-def _reason(document: dict[str, Any]) -> str:
-    """The first line of the reason why a piece failed, as a cell of a table."""
-    lines = [line for why in document.get("failures", ()) for line in why.splitlines()[:1]]
-    return (lines or ["no reason given"])[0][:120].replace("|", "/")
-
-
-def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
-    """The figure of a piece, or the reason why there is none. A failure is always named."""
-    document, later = read(path), read(aside_of(path))
-    status = document.get("status", "ok")
-    if document.get("toy") or not document:
-        words = NOTHING
-    elif status in BROKEN:
-        return f"{'' if status == 'failed' else f'{status}, '}failed: {_reason(document)}"
-    elif status == "skipped":
-        words = f"skipped: {document.get('reason', '')}"
-    else:
-        words = figure(document.get("rows", [])) or NOTHING
-    if later.get("status") in BROKEN and not later.get("toy"):
-        words += f"; a later run failed: {_reason(later)}"
-    return words
-
-
-def gpu_table(results: Path) -> str:
-    """The table of all GPUs, one column for each."""
-    folders = gpus(results)
-    if not folders:
-        return "No GPU has been measured yet."
-    names = [
-        next(f["gpu"] for p in sorted(folder.glob("*.json")) if "gpu" in (f := _facts(p)))
-        for folder in folders
-    ]
-    lines = []
-    for what, piece, figure in GPU_ROWS:
-        cells = [_gpu_cell(folder / f"{piece}.json", figure) for folder in folders]
-        if set(cells) != {NOTHING}:
-            lines.append([what, *cells])
-    return table(["`python -m bench.gpu`", *names], lines)
 
 
 # --------------------------------------------------------------- ahead of time

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-from bench.paper.committed import UNSAVED, merged, of_text, save
-from bench.paper.compare import best_rate
+from bench.paper.compare import UNSAVED, best_rate, merged, of_text, save
 from bench.paper.corpus import files_of, prepare
 from bench.paper.jobs import Job
 from bench.paper.page import report, write_page
@@ -180,11 +179,7 @@ def train_table(options: argparse.Namespace) -> None:
 
 
 def named_job(lines: Sequence[Line], name: str) -> Job:
-    """The run of a table with this name.
-
-    Raises:
-        GrowthError: it has none.
-    """
+    """The run of a table with this name."""
     jobs = [job for line in lines for job in jobs_of_rates(line)]
     for line in lines:
         rates = {line.rate or 0.0, *line.setting.rates, *(line.like or line).setting.rates} - {0.0}

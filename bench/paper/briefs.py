@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.paper.committed import committed
-from bench.paper.compare import Row, compared, savings_text
+from bench.paper.compare import Row, committed, compared, savings_text
 from bench.paper.plans import lines_of
 from bench.shared.results import table
 

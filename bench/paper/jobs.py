@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -107,6 +107,15 @@ def _untrained(job: Job) -> ModelSection:
     return ModelSection(path=untrained_folder(job.setting, kind, job.seed))
 
 
+def _taught_by(job: Job, teachers: Sequence[str]) -> dict[str, Any]:
+    """Teachers for the first part of the steps."""
+    end = round(job.setting.inheritance_share * job.steps)
+    return {
+        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
+        "teacher": TeacherSection(paths=tuple(teachers)),
+    }
+
+
 def scratch(job: Job, source: str) -> dict[str, Any]:
     """The large model, from random weights."""
     return {"model": _untrained(job)}
@@ -149,12 +158,7 @@ def upcycled(job: Job, source: str) -> dict[str, Any]:
 
 def upcycled_taught(job: Job, source: str) -> dict[str, Any]:
     """The same, and the dense source teaches it."""
-    end = round(job.setting.inheritance_share * job.steps)
-    return {
-        **upcycled(job, source),
-        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
-        "teacher": TeacherSection(paths=(source,)),
-    }
+    return {**upcycled(job, source), **_taught_by(job, (source,))}
 
 
 def with_moments(job: Job, source: str) -> dict[str, Any]:
@@ -172,26 +176,14 @@ def rewarmed(job: Job, source: str) -> dict[str, Any]:
 
 def taught(job: Job, source: str) -> dict[str, Any]:
     """An untrained model that learns from its sources (Knowledge Inheritance)."""
-    end = round(job.setting.inheritance_share * job.steps)
-    teachers = TeacherSection(paths=tuple(need.name for need in job.needs))
-    if job.kept:
-        teachers = TeacherSection(cache=kept_folder(job))
-    return {
-        "model": _untrained(job),
-        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
-        "teacher": teachers,
-    }
+    sections = {"model": _untrained(job), **_taught_by(job, [need.name for need in job.needs])}
+    return sections | ({"teacher": TeacherSection(cache=kept_folder(job))} if job.kept else {})
 
 
 def going_on(job: Job, source: str) -> dict[str, Any]:
     """The model of the job that is needed first, trained on. Others teach it."""
-    end = round(job.setting.inheritance_share * job.steps)
-    sections: dict[str, Any] = {"model": ModelSection(path=source)}
-    teachers = tuple(need.name for need in job.needs[1:])
-    if not teachers:
-        return sections
-    sections["inheritance"] = InheritanceSchedule(rate=1.0, end_step=end)
-    return {**sections, "teacher": TeacherSection(paths=teachers)}
+    teachers = [need.name for need in job.needs[1:]]
+    return {"model": ModelSection(path=source), **(_taught_by(job, teachers) if teachers else {})}
 
 
 def two_stage(method: str, share: float | None = None) -> Sections:
@@ -208,12 +200,7 @@ def two_stage(method: str, share: float | None = None) -> Sections:
 
 def inheriting(job: Job, source: str) -> dict[str, Any]:
     """Two stages of AKI, which the source teaches too."""
-    end = round(job.setting.inheritance_share * job.steps)
-    return {
-        **two_stage("aki")(job, source),
-        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
-        "teacher": TeacherSection(paths=(source,)),
-    }
+    return {**two_stage("aki")(job, source), **_taught_by(job, (source,))}
 
 
 def stacked(job: Job, source: str) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.paper.committed import committed
 from bench.paper.compare import (
     Pairs,
     Row,
+    committed,
     compared,
     interval,
     is_base,

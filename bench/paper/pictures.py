@@ -180,11 +180,7 @@ def drawn_lines(size: str) -> list[Line]:
 
 
 def draw_maps(folder: Path, rows: Mapping[str, Any], size: str, out: Path) -> list[Path]:
-    """Draw the maps of the first seed, of every setting whose models are in the folder.
-
-    Returns:
-        The pictures.
-    """
+    """Draw the maps of the first seed, of every setting whose models are in the folder."""
     made = []
     for line in drawn_lines(size):
         setting = line.setting

@@ -3,17 +3,144 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
 
 from bench.paper import lines
 from bench.paper.jobs import RATE_SEED, Job
 from bench.paper.lines import Line
+from bench.paper.models import Size
 from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import SYSTEMS, job_of
+from growkern.train.model.flops import cost_of
+from growkern.train.model.sub_model import find_stacks
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
 # learning rate. So each length is a run of its own, whose rate falls to 0.
 PARTS = (1 / 4, 1 / 2, 1.0)
+
+
+def _deep(setting: Setting) -> Setting:
+    """Four times the layers of the source, which is untrained here, under warmup-stable-decay.
+
+    The runs that choose a rate are as long as the longest: after 500 of 1,200 steps the highest
+    rate was best for lines that end better at a lower one.
+    """
+    steps = setting.steps * 3 // 4
+    low, high = setting.rates[-2:][0], setting.rates[-1]
+    return setting.variant(
+        "deep",
+        target=replace(setting.source, layers=4 * setting.source.layers),
+        steps=steps,
+        rate_steps=steps,
+        rates=(low, round((low * high) ** 0.5, 4), high),
+        schedule="warmup_stable_decay",
+        optimizer="adamw",
+    )
+
+
+# of lines that grow in the run, as shares of the FLOPs from scratch
+THREE_QUARTERS = (3 / 4,)
+
+
+def _start(setting: Setting, start: Size, depth: str, percent: int, label: str = "") -> Line:
+    """A run that starts with another model, grows once, and costs as many FLOPs as from scratch."""
+    share = percent / 100
+    mean = share * _step_flops(setting, start) / _step_flops(setting, setting.target) + 1 - share
+    steps = round(setting.steps / mean)
+    # the name of the setting tells sources apart, that of the job moments and steps
+    name = f"from{start.name}"
+    variant = setting.variant(name, source=start, steps=steps, rate_steps=steps)
+    label = f"from {start.name}{label}"
+    return Line(variant, f"{depth}_at_{percent}", label, parts=THREE_QUARTERS)
+
+
+@cache
+def _step_flops(setting: Setting, size: Size) -> float:
+    """FLOPs of a step for one row."""
+    with torch.device("meta"):
+        model = setting.untrained(size, seed=0)
+    cost = cost_of(model, find_stacks(model))
+    return cost.train(1, setting.length) + setting.length * cost.head_row(train=True)
+
+
+def one_run_search(setting: Setting) -> list[Line]:
+    """Where to start, when to grow and where new layers come from, each changed alone.
+
+    All at one rate. The last lines start with half of the width.
+    """
+    setting = replace(_deep(setting), rates=_deep(setting).rates[1:2])
+    layers, start = setting.target.layers, setting.source
+    eighth, quarter, half = (replace(start, layers=layers // n) for n in (8, 4, 2))
+    narrow = replace(setting.target, width=start.width // 2, heads=start.heads // 2)
+    narrow_half = replace(narrow, layers=layers // 2)
+    line = partial(_start, setting)
+    return [
+        Line(setting, "scratch"),
+        *(line(quarter, "stack", percent) for percent in (30, 50, 70)),
+        *(line(quarter, depth, 50) for depth in ("random", "identity")),
+        *(line(start, "random", 70) for start in (eighth, quarter, half)),
+        line(half, "stack", 50),
+        *(line(half, depth, 70) for depth in ("stack", "identity")),
+        *(line(narrow, "stack", percent) for percent in (50, 70)),
+        line(narrow_half, "stack", 50),
+    ]
+
+
+def one_run(setting: Setting) -> list[Line]:
+    """The best two of the search, at two sizes, with AdamW and with Muon."""
+    deep = _deep(setting)
+    target = deep.target
+    narrow = replace(target, width=target.width // 2, heads=target.heads // 2)
+    lines = []
+    for sized in (deep, deep.variant(narrow.name, target=narrow)):
+        for optimizer in ("adamw", "muon"):
+            same = optimizer == sized.optimizer
+            variant = sized if same else sized.variant(optimizer, optimizer=optimizer)
+            label = f"{sized.target.name}, {optimizer}"
+            lines.append(Line(variant, "scratch", label))
+            for parts, depth in ((2, "stack"), (4, "random")):
+                start = replace(sized.target, layers=sized.target.layers // parts)
+                lines.append(_start(variant, start, depth, 70, f", {label}"))
+    return lines
+
+
+# FLOPs of a step of the dense model at size tiny, as a share of those of its mixture, and of one
+# whose experts are half as wide; and of the mixture, where a teacher runs in some of the steps
+OF_MIXTURE, OF_HALVES, TAUGHT = 0.715, 0.989, 0.905
+
+
+def upcycling(setting: Setting) -> list[Line]:
+    """A dense model that goes on, and mixtures with as many FLOPs, at the highest rate.
+
+    Short runs chose the middle rate for some, which is behind at the end: they follow at that one.
+    Two lines begin untrained and have the FLOPs of the source too, which are as many.
+    """
+
+    def mixture(name: str, part: float, experts: int = 8, parts: int = 1) -> Setting:
+        target = replace(dense_run.target, experts=experts, parts=parts)
+        return dense_run.variant(name, target=target, steps=round(part * dense_run.steps))
+
+    lines = []
+    rates = setting.rates[-1], setting.rates[len(setting.rates) // 2]
+    for number, rate in enumerate(rates):
+        dense_run, label, twice = replace(setting, rates=(rate,)), f"at {rate:g}", "twice the FLOPs"
+        copies = Line(mixture("experts", OF_MIXTURE), "upcycled", label)
+        halves = Line(mixture("halves", OF_HALVES, 16, parts=2), "upcycled_halves", label)
+        mixed = Line(mixture("twice", 2 * OF_MIXTURE), "scratch", f"mixture, {twice}")
+        dense = Line(
+            dense_run.variant("once", steps=2 * dense_run.steps),
+            "scratch",
+            f"dense, {twice}",
+            mixed,
+        )
+        drop = replace(copies, system="upcycled_drop")
+        taught = Line(mixture("taught", TAUGHT * OF_MIXTURE), "upcycled_taught", label, copies)
+        lines += [Line(dense_run, "continued", label), copies, halves]
+        lines += [taught] if number else [drop, mixed, dense]
+    return lines
 
 
 @dataclass(frozen=True)
@@ -83,9 +210,9 @@ TABLES = {
     "depth": Table("Where new layers come from", "gpt2", lines.depth),
     "directions": Table("Width, depth or both", "gpt2", lines.directions),
     "moment": Table("When to grow", "gpt2", lines.moment),
-    "one_run_search": Table("One run that starts small: a search", "qwen3", lines.one_run_search),
-    "one_run": Table("One run that starts small", "qwen3", lines.one_run),
-    "upcycling": Table("From dense to experts", "qwen3", lines.upcycling, baseline="continued"),
+    "one_run_search": Table("One run that starts small: a search", "qwen3", one_run_search),
+    "one_run": Table("One run that starts small", "qwen3", one_run),
+    "upcycling": Table("From dense to experts", "qwen3", upcycling, baseline="continued"),
 }
 
 

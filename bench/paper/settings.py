@@ -110,12 +110,7 @@ class Setting:
         return replace(self, name=f"{self.name}-{label}", origin=self, **changes)
 
     def config(self, size: Size, layers: int | None = None) -> Any:
-        """The config of a model in transformers.
-
-        Args:
-            size: of the model.
-            layers: other than those of the size.
-        """
+        """The config of a model in transformers."""
         size = replace(size, layers=layers or size.layers)
         return FAMILIES[self.family].config(size, self.vocab, self.length, self.dropout)
 

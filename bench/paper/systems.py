@@ -50,6 +50,10 @@ def _no_source(setting: Setting, seed: int) -> tuple[Job, ...]:
     return ()
 
 
+# of a system that begins with no other model's weights
+UNTRAINED: Any = {"needs": _no_source, "grows": False}
+
+
 def _one_source(setting: Setting, seed: int) -> tuple[Job, ...]:
     return (source_of(setting, seed),)
 
@@ -149,9 +153,7 @@ def untrained_models(job: Job) -> dict[str, tuple[Any, int | None]]:
 
 
 SYSTEMS = {
-    "scratch": System(
-        "scratch", "the large model, from random weights", scratch, needs=_no_source, grows=False
-    ),
+    "scratch": System("scratch", "the large model, from random weights", scratch, **UNTRAINED),
     "direct_copy": System(
         "DirectCopy",
         "the small model's weights are copied once, new ones are random, layers are stacked",
@@ -161,15 +163,13 @@ SYSTEMS = {
         "StackBERT",
         "a quarter of the layers from random weights, doubled twice during training",
         stacked,
-        needs=_no_source,
-        grows=False,
+        **UNTRAINED,
     ),
     "mslt": System(
         "MSLT",
         "a quarter of the layers, then a quarter more three times; new ones train alone at first",
         layerwise,
-        needs=_no_source,
-        grows=False,
+        **UNTRAINED,
     ),
     "fpi": System(
         "FPI", "width grows by copies and keeps the function, layers are stacked", grown("fpi")
@@ -250,8 +250,7 @@ SYSTEMS = {
         "scratch, Muon",
         "the large model, from random weights, trained with Muon",
         with_optimizer("muon", scratch),
-        needs=_no_source,
-        grows=False,
+        **UNTRAINED,
     ),
     "padded_moments": System(
         "FPI, padded stream, grown moments",

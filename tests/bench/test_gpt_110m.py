@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from bench import report
 from bench.gpt_110m import seed, training
+from bench.on_gpu import gpu_table
 from bench.shared.recorder import Recorder
 
 
@@ -124,4 +124,4 @@ def test_without_time_left_only_three_systems_train(tmp_path, monkeypatch):
     assert plan["tokens of a run"] == plan["steps"] * 4 * 16 and plan["seed"] == 2
     (found,) = (row for row in rows if row.get("what") == "early saving")
     assert f"(early: {plan['tokens per parameter']:.2f} tokens per parameter)" in found["words"]
-    assert report._early_figure(rows) == found["words"]
+    assert gpu_table._early_figure(rows) == found["words"]

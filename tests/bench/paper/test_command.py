@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from bench.paper import __main__ as command
 from bench.paper import corpus, page
-from bench.paper.committed import of_text, save
+from bench.paper.compare import of_text, save
 from bench.paper.corpus import HASH, TEXTS, files_of, prepare, split
 from bench.paper.jobs import all_needs
 from bench.paper.plans import TABLES, lines_of
