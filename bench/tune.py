@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,12 +42,15 @@ from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 # A choice must save at least this share of the time. Less may be noise.
 WORTH = 0.03
+# rows and vocabulary
+SHAPES = ((9830, 30_522), (4096, 128_256))
 Choice = dict[str, int]
 
 
 def run(recorder: Recorder) -> None:
+    topk = partial(_linear_rows, kernel="topk_kl_mlm_rows")
     sweeps = {"tune_expand": _expand, "tune_kl_mlm_rows": _kl_mlm_rows}
-    sweeps["tune_topk_kl_mlm_rows"] = _topk_kl_mlm_rows
+    sweeps["tune_topk_kl_mlm_rows"] = topk
     sweeps[recorder.document["piece"]](recorder)
 
 
@@ -106,11 +110,7 @@ def _expand_choices(toy: bool) -> list[Choice]:
 
 
 def _expand_calls(device: str, toy: bool) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-    """The default of growth, one tensor and as growth does: both axes gathered, routed columns.
-
-    Yields:
-        the kernel, the output, and what launches the kernel.
-    """
+    """The default of growth, one tensor and as growth does: both axes gathered, routed columns."""
     rng = torch.Generator(device).manual_seed(0)
     sizes = [(9, 20, 17, 70)] if toy else [(4096, 4096, 8192, 8192), (8192, 2048, 12_288, 3072)]
     for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
@@ -129,11 +129,7 @@ def _expand_calls(device: str, toy: bool) -> Iterator[tuple[str, Tensor, Callabl
 
 
 def _compile_some(arch: str, first: int, step: int) -> int:
-    """Compile every step-th candidate of `expand`, from the first one on, without a GPU.
-
-    Returns:
-        how many it compiled.
-    """
+    """Compile every step-th candidate of `expand`, from the first one on, without a GPU."""
     torch.set_num_threads(1)
     choices, done = _expand_choices(toy=False)[first::step], 0
     with absent_gpu(arch):
@@ -175,11 +171,11 @@ def _row_choices(recorder: Recorder) -> list[Choice]:
 
 def _kl_mlm_rows(recorder: Recorder) -> None:
     """The rows of the linear loss, then forward and backward on ready logits."""
-    _linear_kl_mlm_rows(recorder)
+    _linear_rows(recorder, "kl_mlm_rows_at_once")
     rng = torch.Generator(recorder.device).manual_seed(0)
-    shapes = recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)])
     choices = _row_choices(recorder)
-    for (N, V), dtype in itertools.product(shapes, (torch.float32, torch.bfloat16)):
+    dtypes = (torch.float32, torch.bfloat16)
+    for (N, V), dtype in itertools.product(recorder.pick(SHAPES, [(3, 300)]), dtypes):
         student, teacher = make_logits(N, V, dtype, rng)
         student.requires_grad_()
         labels = make_labels(N, V, rng)
@@ -192,48 +188,27 @@ def _kl_mlm_rows(recorder: Recorder) -> None:
         _sweep(recorder, "kl_mlm_rows", student, V, call, choices, 1e-3)
 
 
-def _linear_kl_mlm_rows(recorder: Recorder) -> None:
+def _linear_rows(recorder: Recorder, kernel: str) -> None:
     """Float32 logits, sums and gradient at once; narrow heads leave most of the time to rows."""
     rng = torch.Generator(recorder.device).manual_seed(0)
-    for N, V in recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)]):
-        student, teacher = make_heads(N, V, 64, 60, torch.bfloat16, rng)
-        like = torch.empty(0, device=recorder.device)
-        labels, hidden = make_labels(N, V, rng), student[0].requires_grad_()
+    for N, V in recorder.pick(SHAPES, [(3, 300)]):
+        (hidden, weight), teacher = make_heads(N, V, 64, 60, torch.bfloat16, rng)
+        hidden.requires_grad_()
+        loss, options = linear_kl_mlm_loss, {"temperature": 2.0}
+        if kernel == "topk_kl_mlm_rows":
+            loss, options, k = topk_kl_mlm_loss, {"chunk_bytes": 1 << 34}, recorder.pick(64, 4)
+            ids = torch.rand(N, 8 * k, generator=rng, device=recorder.device).topk(k).indices
+            teacher = [ids, torch.full((N, k), 0.5 / k, device=recorder.device).log()]
+        given = (hidden, weight, *teacher, make_labels(N, V, rng))
+        options |= {"backend": "triton", "logits_dtype": torch.float32}
+        make = partial(loss, *given, **options)
 
-        def call(
-            x: Tensor = hidden, w: Tensor = student[1], teacher: Any = teacher, y: Any = labels
-        ) -> Tensor:
-            loss = linear_kl_mlm_loss(
-                x, w, *teacher, y, temperature=2.0, backend="triton", logits_dtype=torch.float32
-            )
-            return torch.autograd.grad(loss, x)[0]
+        def call(make: Callable[[], Tensor] = make, hidden: Tensor = hidden) -> Tensor:
+            return torch.autograd.grad(make(), hidden)[0]
 
-        choices = _row_choices(recorder)
-        _sweep(recorder, "kl_mlm_rows_at_once", like, V, call, choices, 5e-3)
-
-
-def _topk_kl_mlm_rows(recorder: Recorder) -> None:
-    """The hidden states are narrow, so that the rows take most of the time."""
-    rng = torch.Generator(recorder.device).manual_seed(0)
-    k = recorder.pick(64, 4)
-    for N, V in recorder.pick([(9830, 30_522), (4096, 128_256)], [(3, 300)]):
-        student, _ = make_heads(N, V, 64, 60, torch.bfloat16, rng)
         # logits are float32 for all dtypes of the hidden states
         like = torch.empty(0, device=recorder.device)
-        labels = make_labels(N, V, rng)
-        ids = torch.rand(N, 8 * k, generator=rng, device=recorder.device).topk(k).indices
-        log_p = torch.full((N, k), 0.5 / k, device=recorder.device).log()
-        hidden = student[0].requires_grad_()
-
-        def call(
-            x: Tensor = hidden, w: Tensor = student[1], teacher: Any = (ids, log_p), y: Any = labels
-        ) -> Tensor:
-            limits = {"chunk_bytes": 1 << 34, "logits_dtype": torch.float32}
-            loss = topk_kl_mlm_loss(x, w, *teacher, y, backend="triton", **limits)
-            return torch.autograd.grad(loss, x)[0]
-
-        choices = _row_choices(recorder)
-        _sweep(recorder, "topk_kl_mlm_rows", like, V, call, choices, 5e-3)
+        _sweep(recorder, kernel, like, V, call, _row_choices(recorder), 5e-3)
 
 
 # -------------------------------------------------------------------- the table

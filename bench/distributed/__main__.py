@@ -54,11 +54,7 @@ def cases() -> list[Case]:
 
 
 def parity(sources: str) -> Iterator[dict[str, Any]]:
-    """The differences of all cases between several processes and one.
-
-    Args:
-        sources: hash of the sources; results of others are deleted.
-    """
+    """The differences of all cases between several processes and one."""
     for old in WORK.glob("*"):
         if old.name != sources:
             shutil.rmtree(old)

@@ -32,11 +32,7 @@ from bench.fuzz_exactness.check import check
 def failures(
     seed: int, numbers: Iterable[int], counts: Counter[str]
 ) -> Iterator[tuple[int, Case, str]]:
-    """The cases that fail, with the reason.
-
-    Args:
-        counts: is filled with the number of cases by the plan's word.
-    """
+    """The cases that fail, with the reason."""
     for number in numbers:
         case = draw(seed, number)
         with warnings.catch_warnings():

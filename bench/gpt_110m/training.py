@@ -57,11 +57,7 @@ def optimizer_of(model: Any, rate: float) -> torch.optim.Optimizer:
 
 @dataclass
 class Place:
-    """What all trainings of a seed share.
-
-    Attributes:
-        losses: computes the loss from hidden states, the head and the labels.
-    """
+    """What all trainings of a seed share."""
 
     recorder: Recorder
     setting: Setting
@@ -161,9 +157,6 @@ class Training:
         Args:
             ends: ascending shares of the steps.
             at: steps of the trunk, each with the sizes that the model grows to before it.
-
-        Returns:
-            The seconds that it took.
         """
         start, done, grows = now(), 0, dict(at)
         self.keep(0, is_end=False)

@@ -121,9 +121,6 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[list[Launch]]:
     """Let the public ops launch Triton kernels on CPU tensors, as on a GPU of that architecture.
 
     Results are whatever was in memory, and PyTorch does not multiply by heads.
-
-    Yields:
-        the launches so far.
     """
     launches: list[Launch] = []
     patches = [

@@ -99,9 +99,6 @@ def in_processes(compile_some: Callable[..., Any], *args: Any) -> Iterator[Any]:
     Args:
         compile_some: takes `args` without the last, the first number of its part, and the step.
         args: its first arguments, then the number of processes.
-
-    Yields:
-        what it returns, in any order.
     """
     *args, jobs = args
     # neither interpreted nor on the GPU: each process would take some of its memory

@@ -49,11 +49,7 @@ def distance(actual: Tensor, truth: Tensor) -> float:
 
 
 def check_case(recorder: Recorder, case: Case, bars: dict[str, float]) -> None:
-    """Compare a call with the op's reference in float64.
-
-    Args:
-        bars: the largest error, by a dtype in the name of the case.
-    """
+    """Compare a call with the op's reference in float64."""
     bar = next(bar for dtype, bar in bars.items() if dtype in case.name)
     truth = case.run("reference")
     actual = case.run("triton")

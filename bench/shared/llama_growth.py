@@ -80,9 +80,6 @@ class ExpandCall:
 def expand_calls(size: str, method: str) -> list[ExpandCall]:
     """The calls of a growth, in its order.
 
-    Args:
-        method: of the growth: "fpi" or "aki".
-
     Returns:
         The calls. A vector is given as a matrix of one row.
     """

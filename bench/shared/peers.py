@@ -18,11 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Peer(NamedTuple):
-    """The loss of another library.
-
-    Attributes:
-        call: computes the loss; takes the arguments that its benchmark gives.
-    """
+    """The loss of another library."""
 
     package: str
     module: str

@@ -251,12 +251,6 @@ def take(folder: Path, into: Path = RESULTS) -> list[Path]:
     """Bring in the results of another machine, by the rule of `keep`.
 
     Results that were made without git, but from the same sources as here, get the commit of these.
-
-    Args:
-        into: the directory of results to add them to.
-
-    Returns:
-        The files that were written.
     """
     ours, digest = git_facts(), source_digest()
     kept = []

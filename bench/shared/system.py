@@ -58,11 +58,7 @@ def facts(memory_limit: str) -> dict[str, Any]:
 
 
 def warm_up(source: str | Path, model_class: Any, **how: Any) -> None:
-    """Load all that a growth imports, so that it counts neither as time nor as memory of it.
-
-    Args:
-        how: the target sizes, as `growkern.plan` takes them.
-    """
+    """Load all that a growth imports, so that it counts neither as time nor as memory of it."""
     import transformers
 
     import growkern.growth.grow

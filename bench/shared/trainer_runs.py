@@ -14,11 +14,7 @@ from bench.shared.harness import now
 
 
 class RandomRows(torch.utils.data.Dataset):
-    """The rows of one batch, again and again.
-
-    Args:
-        ids, labels: (B, S) int64.
-    """
+    """The rows of one batch, again and again."""
 
     def __init__(self, ids: Tensor, labels: Tensor, count: int) -> None:
         self.ids, self.labels, self.count = ids.cpu(), labels.cpu(), count
@@ -47,11 +43,7 @@ class Clock(transformers.TrainerCallback):
 
 
 class Turns:
-    """Lets several threads take turns. One of them runs at a time.
-
-    Args:
-        count: number of threads, which are called 0, 1, ...
-    """
+    """Lets several threads take turns. One of them runs at a time."""
 
     def __init__(self, count: int) -> None:
         self._waiting, self._change = list(range(count)), threading.Condition()
@@ -74,11 +66,7 @@ class Turns:
 
 
 class ClockInTurns(Clock):
-    """Measures the steps of a trainer that gives the turn to another one after each step.
-
-    Args:
-        turns: of the threads that the trainers run in.
-    """
+    """Measures the steps of a trainer that gives the turn to another one after each step."""
 
     def __init__(self, turns: Turns, me: int) -> None:
         super().__init__()
@@ -111,12 +99,7 @@ def trained(
     """Train a model for some steps.
 
     Args:
-        make: makes a trainer of model, arguments, train_dataset and callbacks.
         ids, labels: (B, S) int64, the batch of every step.
-        clock: measures the steps; None takes a new one.
-
-    Returns:
-        The trainer, and the clock of its steps.
     """
     clock = clock or Clock()
     with tempfile.TemporaryDirectory() as directory:
@@ -149,11 +132,7 @@ def step_times(
     Other load on the machine slows neighbouring steps alike, so their ratio means something.
 
     Args:
-        makers: by name; each makes a trainer as in `trained`.
         ids, labels: (B, S) int64, the batch of every step.
-
-    Returns:
-        By name, the seconds of each step but the first.
     """
     turns = Turns(len(makers))
     seconds: dict[str, list[float]] = {}
