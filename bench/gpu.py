@@ -44,6 +44,7 @@ from bench.on_gpu.processes import (
     run_here,
 )
 from bench.shared import results
+from bench.shared.harness import parser_of
 
 MARKS = {"ok": "[green]ok[/]", "skipped": "[yellow]skipped[/]", "done": "[dim]done before[/]"}
 LOG_LINES = 12
@@ -206,9 +207,7 @@ def wheels_in(text: str) -> Path:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--list", action="store_true", help="list the pieces and stop")
     parser.add_argument(
         "--only",

@@ -14,7 +14,6 @@ and why. `--take DIRECTORY` first brings in the results of another machine. It n
 better documented result.
 """
 
-import argparse
 import re
 import sys
 from functools import partial
@@ -26,6 +25,7 @@ from bench.paper.briefs import BRIEFS, brief_text, savings
 from bench.paper.compare import committed
 from bench.paper.page import write_page
 from bench.shared import tables
+from bench.shared.harness import parser_of
 from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_early, draw_readme
 from bench.shared.results import RESULTS, ROOT, cell, read, table, take
 from growkern.families.family import growable_fields
@@ -185,28 +185,18 @@ def with_blocks(text: str, results: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="directory to read (default: bench/results)"
-    )
-    parser.add_argument(
-        "--pages", type=Path, nargs="+", default=PAGES, help="files whose blocks are rewritten"
-    )
+    parser = parser_of(__doc__)
     words = "first bring in the results in this directory, which holds <gpu>/<piece>.json"
     parser.add_argument("--take", type=Path, metavar="DIRECTORY", help=words)
     args = parser.parse_args(argv)
-    for path in take(args.take, args.results) if args.take else ():
+    for path in take(args.take) if args.take else ():
         print(f"saved: {path}")
-    for page in args.pages:
-        page.write_text(with_blocks(page.read_text(), args.results))
-    (args.results / "aot.md").write_text(aot_table(args.results))
-    made = [*args.pages, args.results / "aot.md", *draw_demo(args.results)]
-    made += write_page(args.results) + draw_readme(args.results)
-    for folder in gpus(args.results):
+    for page in PAGES:
+        page.write_text(with_blocks(page.read_text(), RESULTS))
+    (RESULTS / "aot.md").write_text(aot_table(RESULTS))
+    made = [*PAGES, RESULTS / "aot.md", *draw_demo(RESULTS)]
+    made += write_page(RESULTS) + draw_readme(RESULTS)
+    for folder in gpus(RESULTS):
         made += draw(folder) + draw_early(folder)
         for aside in sorted(folder.glob("*.aside.json")):
             document = read(aside)

@@ -8,7 +8,6 @@ Two steps:
    with the library, growkern/ops/backend/tuned.json.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -27,7 +26,7 @@ from torch import Tensor
 from bench.launches.driver import absent_gpu
 from bench.launches.fill import in_processes
 from bench.shared import results
-from bench.shared.harness import interleaved_ms
+from bench.shared.harness import interleaved_ms, parser_of
 from bench.shared.inputs import make_case, make_heads, make_labels, make_logits
 from bench.shared.loss_measure import frobenius
 from bench.shared.recorder import Recorder
@@ -240,9 +239,7 @@ CHOICES = ("BLOCK_M", "BLOCK_N", "BLOCK_V", "num_warps", "maxnreg")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, help="directory of results: bench/results/<gpu>")
     parser.add_argument("--table", type=Path, default=TUNED_FILE, help="file to update")
     args = parser.parse_args(argv)

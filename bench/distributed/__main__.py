@@ -10,8 +10,8 @@ Cases that are done are kept in build/, so the same command resumes after an int
 change of the sources all of them run again.
 """
 
-import argparse
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.distributed.start_memory import KINDS
-from bench.shared.harness import machine, measure_all
+from bench.shared.harness import machine, measure_all, parser_of
 from bench.shared.results import ROOT
 from tests.shared.forked_ranks import on_ranks
 from tests.train.distributed.parity import Case, differences, moved_apart
@@ -87,15 +87,10 @@ def memory(processes: int, kind: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--part", choices=("all", "parity", "memory"), default="all")
-    part = parser.parse_args().part
+    parser_of(__doc__).parse_args()
     facts = machine()
-    parts = {"parity": parity(facts["sources"]), "memory": (memory(2, kind) for kind in KINDS)}
-    if part == "all":
-        measure_all("distributed", (row for rows in parts.values() for row in rows), facts)
-    else:
-        print(list(parts[part]))
+    rows = itertools.chain(parity(facts["sources"]), (memory(2, kind) for kind in KINDS))
+    measure_all("distributed", rows, facts)
     return 0
 
 

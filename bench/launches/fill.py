@@ -8,7 +8,6 @@ beside launches.json with one row per call: its launches, or why it failed. The 
 one failed.
 """
 
-import argparse
 import multiprocessing
 import os
 import re
@@ -23,6 +22,7 @@ from unittest import mock
 import torch
 
 from bench.shared import results
+from bench.shared.harness import parser_of
 from bench.shared.recorder import Recorder, Skip
 
 ROWS = "launches.json"
@@ -140,9 +140,7 @@ def run(recorder: Recorder) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path, help="directory of the cache")
     parser.add_argument("--arch", default="sm_90", help="architecture (default: sm_90)")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases with such a name")

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from bench.shared.harness import now
 from bench.shared.recorder import Recorder
-from bench.shared.trainer_runs import Clock, trained
+from bench.shared.trainer_runs import Clock, by_depth, trained
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.head import align_labels, head_inputs, head_swap
@@ -277,13 +277,7 @@ def _stage_one(recorder: Recorder, model: Any, batch: Batch, whole_s: float) -> 
         part = stages.part_of(depth) if depth else None
         return cost.train(B, S, part) + rows * cost.head_row(train=True)
 
-    by_depth: dict[int, list[float]] = {}
-    # the first interval is that of the second step
-    for step, seconds in enumerate(clock.seconds, start=1):
-        depth = stages.depth(step, layers)
-        assert depth is not None
-        by_depth.setdefault(depth, []).append(seconds)
-    for depth, seconds in sorted(by_depth.items()):
+    for depth, seconds in sorted(by_depth(clock.seconds, stages, layers).items()):
         step_s, share = statistics.median(seconds), flops(depth) / flops(None)
         facts = {"ms per step": 1e3 * step_s, "x alone": step_s / whole_s, "FLOP share": share}
         recorder.add({"case": f"stage 1, {depth} of {layers} layers", **facts})

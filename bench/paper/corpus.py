@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from glob import glob
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -171,7 +170,8 @@ def _write_text(place: Path, kind: str, files: Sequence[Path]) -> str:
     there, pieces = place / "train.txt", _pieces(kind, files)
     if not there.is_file():
         place.mkdir(parents=True, exist_ok=True)
-        return _write_parts(pieces, there, place / "validation.txt")
+        _write_parts(pieces, there, place / "validation.txt")
+        return _hash(text.encode() for text in _read(there))
     hashed = _hash(data for held_out, data in _joined(pieces) if not held_out)
     if (before := _hash(text.encode() for text in _read(there))) != hashed:
         option = {"corpus": "--text", "domain": "--domain"}[kind]
@@ -190,30 +190,20 @@ def _pieces(kind: str, files: Sequence[Path]) -> Iterator[Piece]:
     return chain(((False, text) for text in train), ((True, text) for text in validation))
 
 
-def _write_parts(pieces: Iterable[Piece], train: Path, validation: Path) -> str:
-    """Write the pieces into two files. That for training comes last: where it is, both are.
-
-    Returns:
-        The hash of the text for training.
-    """
-    hashed = hashlib.sha256()
+def _write_parts(pieces: Iterable[Piece], train: Path, validation: Path) -> None:
+    """Write the pieces into two files. That for training comes last: where it is, both are."""
 
     def fill(train_part: Path, validation_part: Path) -> None:
         with train_part.open("wb") as own, validation_part.open("wb") as other:
             for held_out, data in _joined(pieces):
                 (other if held_out else own).write(data)
-                if not held_out:
-                    hashed.update(data)
             if not (own.tell() and other.tell()):
                 raise GrowthError(
                     "the text is too short for training and validation, or repeats itself. Give "
                     "more text"
                 )
 
-    write_whole(
-        train, lambda train_part: write_whole(validation, lambda other: fill(train_part, other))
-    )
-    return _short(hashed)
+    write_whole(train, lambda part: write_whole(validation, lambda other: fill(part, other)))
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[tuple[bool, bytes]]:
@@ -228,8 +218,4 @@ def _hash(parts: Iterable[bytes]) -> str:
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part)
-    return _short(hashed)
-
-
-def _short(hashed: Any) -> str:
-    return str(hashed.hexdigest()[:16])
+    return hashed.hexdigest()[:16]

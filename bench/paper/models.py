@@ -16,8 +16,8 @@ import transformers
 
 # ids of `examples.demo.corpus.train_tokenizer`
 PADDING, SEPARATOR = 0, 3
-# factor of a mixture's auxiliary loss
-BALANCE = 0.01
+# of a mixture, with the factor of its auxiliary loss
+ROUTERS = {"norm_topk_prob": True, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 
 
 @dataclass(frozen=True)
@@ -39,81 +39,18 @@ class Size:
         return f"{self.layers}x{self.width}"
 
 
-def _gpt2(size: Size, vocab: int, length: int, dropout: float) -> Any:
-    return transformers.GPT2Config(
-        vocab_size=vocab,
-        n_positions=length,
-        n_layer=size.layers,
-        n_embd=size.width,
-        n_head=size.heads,
-        # the function of GPT-2's own "gelu_new", in one kernel: a step takes 0.85 of the time
-        activation_function="gelu_pytorch_tanh",
-        initializer_range=spread(size.width),
-        bos_token_id=SEPARATOR,
-        eos_token_id=SEPARATOR,
-        pad_token_id=PADDING,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
-    )
-
-
-def _bert(size: Size, vocab: int, length: int, dropout: float) -> Any:
-    return transformers.BertConfig(
-        vocab_size=vocab,
-        max_position_embeddings=length,
-        num_hidden_layers=size.layers,
-        hidden_size=size.width,
-        num_attention_heads=size.heads,
-        intermediate_size=4 * size.width,
-        initializer_range=spread(size.width),
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        pad_token_id=PADDING,
-        eos_token_id=SEPARATOR,
-    )
-
-
-def _t5(size: Size, vocab: int, length: int, dropout: float) -> Any:
-    return transformers.T5Config(
-        vocab_size=vocab,
-        num_layers=size.layers,
-        num_decoder_layers=size.layers,
-        d_model=size.width,
-        num_heads=size.heads,
-        d_kv=size.width // size.heads,
-        d_ff=4 * size.width,
-        dropout_rate=dropout,
-        pad_token_id=PADDING,
-        eos_token_id=SEPARATOR,
-        decoder_start_token_id=PADDING,
-    )
-
-
-def _qwen3(size: Size, vocab: int, length: int, dropout: float) -> Any:
-    common = {
-        "vocab_size": vocab,
-        "max_position_embeddings": length,
+def _qwen3(size: Size) -> dict[str, int]:
+    sizes = {
         "num_hidden_layers": size.layers,
         "hidden_size": size.width,
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.heads,
-        "head_dim": size.width // size.heads,
         "intermediate_size": 3 * size.width,
-        "initializer_range": spread(size.width),
-        "tie_word_embeddings": True,
-        "pad_token_id": PADDING,
-        "eos_token_id": SEPARATOR,
     }
     if not size.experts:
-        return transformers.Qwen3Config(**common)
-    return transformers.Qwen3MoeConfig(
-        **common,
-        num_experts=size.experts,
-        num_experts_per_tok=2,
-        moe_intermediate_size=3 * size.width // size.parts,
-        norm_topk_prob=True,
-        output_router_logits=True,
-        router_aux_loss_coef=BALANCE,
-    )
+        return sizes
+    of_expert = {"moe_intermediate_size": 3 * size.width // size.parts}
+    return sizes | {"num_experts": size.experts, "num_experts_per_tok": 2} | of_expert
 
 
 def spread(width: int) -> float:
@@ -126,39 +63,85 @@ class Family:
     """What a setting must know of a model's class.
 
     Attributes:
-        config: (size, vocabulary, tokens in a row, dropout) -> its config.
-        sizes: the names of the config for layers, width and heads, and for what follows from them.
+        sizes: layers, width and heads, and what follows from them, by the names of the config.
+        length: the name of the tokens in a row, if the config has it.
+        dropout: the names of the shares.
+        others: all other arguments of the config, in all sizes and in one.
         sentinels: tokens that stand for the spans that T5 takes out.
         mixture: the class of its mixtures of experts.
     """
 
     model: str
-    config: Callable[[Size, int, int, float], Any]
-    sizes: tuple[str, ...]
+    sizes: Callable[[Size], dict[str, int]]
+    length: str
+    dropout: tuple[str, ...]
+    others: Callable[[Size], dict[str, Any]]
     sentinels: int = 0
     mixture: str = ""
 
+    def model_class(self, size: Size) -> Any:
+        """The class of a model of this size in transformers."""
+        return getattr(transformers, self.mixture if size.experts else self.model)
+
+    def config(self, size: Size, vocab: int, length: int, dropout: float) -> Any:
+        """The config of a model that reads rows of so many tokens."""
+        options = {"vocab_size": vocab, "pad_token_id": PADDING, "eos_token_id": SEPARATOR}
+        options |= {self.length: length} if self.length else {}
+        options |= dict.fromkeys(self.dropout, dropout)
+        config_class = self.model_class(size).config_class
+        return config_class(**options, **self.sizes(size), **self.others(size))
+
 
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", _gpt2, ("n_layer", "n_embd", "n_head")),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        lambda size: {"n_layer": size.layers, "n_embd": size.width, "n_head": size.heads},
+        "n_positions",
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        lambda size: {
+            # the function of GPT-2's own "gelu_new", in one kernel: a step takes 0.85 of the time
+            "activation_function": "gelu_pytorch_tanh",
+            "initializer_range": spread(size.width),
+            "bos_token_id": SEPARATOR,
+        },
+    ),
     "bert": Family(
         "BertForMaskedLM",
-        _bert,
-        ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
+        lambda size: {
+            "num_hidden_layers": size.layers,
+            "hidden_size": size.width,
+            "num_attention_heads": size.heads,
+            "intermediate_size": 4 * size.width,
+        },
+        "max_position_embeddings",
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        lambda size: {"initializer_range": spread(size.width)},
     ),
     "t5": Family(
         "T5ForConditionalGeneration",
-        _t5,
-        ("num_layers", "num_decoder_layers", "d_model", "num_heads", "d_kv", "d_ff"),
+        lambda size: {
+            **dict.fromkeys(("num_layers", "num_decoder_layers"), size.layers),
+            "d_model": size.width,
+            "num_heads": size.heads,
+            "d_kv": size.width // size.heads,
+            "d_ff": 4 * size.width,
+        },
+        "",
+        ("dropout_rate",),
+        lambda size: {"decoder_start_token_id": PADDING},
         sentinels=32,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         _qwen3,
-        (
-            *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
-            *("intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        ),
+        "max_position_embeddings",
+        (),
+        lambda size: {
+            "head_dim": size.width // size.heads,
+            "initializer_range": spread(size.width),
+            "tie_word_embeddings": True,
+            **(ROUTERS if size.experts else {}),
+        },
         mixture="Qwen3MoeForCausalLM",
     ),
 }

@@ -73,9 +73,10 @@ class Workplace:
 
     def _check_unchanged(self, job: Job) -> None:
         """Refuse a job that was trained in this folder with other settings."""
-        if has_changed(job, self.folder):
+        file = run_file(job.name, self.folder)
+        if file.is_file() and load_run(file) != run_of(job):
             raise GrowthError(
-                f"{run_file(job.name, self.folder)}: the settings of this run have changed since "
+                f"{file}: the settings of this run have changed since "
                 "it was trained here: give another --dir, or delete this file, the run's folder "
                 "and its line in "
                 f"{self.folder / ROWS}"
@@ -311,12 +312,6 @@ def write_run_file(job: Job, folder: Path) -> Path:
     # whole or not at all: a later call refuses a file that differs
     write_whole(file, lambda partial: partial.write_text(text))
     return file
-
-
-def has_changed(job: Job, folder: Path) -> bool:
-    """Whether the folder has a run file of a job with this name and other settings."""
-    file = run_file(job.name, folder)
-    return file.is_file() and load_run(file) != run_of(job)
 
 
 def to_toml(run: Any) -> str:

@@ -116,22 +116,18 @@ class Setting:
 
     def target_sizes(self) -> dict[str, int]:
         """The sizes of the target by the names of its config, without those that stay."""
-        small, large = self.config(self.source), self.config(self.target)
-        names = FAMILIES[self.family].sizes
-        sizes = {name: (getattr(small, name, None), getattr(large, name, None)) for name in names}
-        return {name: new for name, (old, new) in sizes.items() if new != old}
+        small, large = map(FAMILIES[self.family].sizes, (self.source, self.target))
+        return {name: size for name, size in large.items() if small.get(name) != size}
 
     @property
     def layers_name(self) -> str:
         """The config's name for the number of layers."""
-        return FAMILIES[self.family].sizes[0]
+        return next(iter(FAMILIES[self.family].sizes(self.target)))
 
     def untrained(self, size: Size, seed: int, layers: int | None = None) -> Any:
         """A model with random weights."""
         transformers.set_seed(seed)
-        config = self.config(size, layers)
-        family = FAMILIES[self.family]
-        return getattr(transformers, family.mixture if size.experts else family.model)(config)
+        return FAMILIES[self.family].model_class(size)(self.config(size, layers))
 
 
 # The best rate of most GPT-2 is the middle one. The highest was best for sources that were grown

@@ -14,10 +14,10 @@ of 1.
 Shape letters used in this file: N rows, V vocabulary, H and H_t widths of student and teacher.
 """
 
-import argparse
 import sys
 from typing import NamedTuple
 
+from bench.shared.harness import parser_of
 from growkern.ops.loss.linear.heads import held_rows
 
 # bytes per second of a copy
@@ -105,9 +105,7 @@ def predicted() -> list[list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--shape", type=int, nargs=4, metavar=("N", "V", "H", "H_T"), help="one shape"
     )

@@ -3,7 +3,7 @@
 import copy
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,14 @@ class ClockInTurns(Clock):
     def seconds(self) -> list[float]:
         """The time of each step but the first, without the turns of the others."""
         return self._taken
+
+
+def by_depth(values: Sequence[float], stages: Any, layers: int) -> dict[int, list[float]]:
+    """The values of steps of stage 1, of which the first is that of the second step, by depth."""
+    depths: dict[int, list[float]] = {}
+    for step, value in enumerate(values, start=1):
+        depths.setdefault(stages.depth(step, layers), []).append(value)
+    return depths
 
 
 def trained(

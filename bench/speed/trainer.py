@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from bench.paper.models import FAMILIES, Size
 from bench.shared.harness import benchmark_parser, measure_all, options_of
-from bench.shared.trainer_runs import step_times
+from bench.shared.trainer_runs import by_depth, step_times
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks
@@ -82,11 +82,7 @@ def mean_of_medians(name: str, values: list[float], stages: TwoStageConfig, laye
     """The median over steps, or in stage 1 the mean over depths of their medians."""
     if name != STAGE1:
         return statistics.median(values)
-    by_depth: dict[int | None, list[float]] = {}
-    # the first value is that of the second step
-    for step, value in enumerate(values, start=1):
-        by_depth.setdefault(stages.depth(step, layers), []).append(value)
-    return statistics.mean(map(statistics.median, by_depth.values()))
+    return statistics.mean(map(statistics.median, by_depth(values, stages, layers).values()))
 
 
 def flops_share(model: Any, stages: TwoStageConfig, shape: tuple[int, int], steps: int) -> float:
