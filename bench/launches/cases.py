@@ -118,64 +118,51 @@ def _ready(N: int, V: int, dtype: torch.dtype, o: dict[str, Any], rng: torch.Gen
     return _loss_case(name, kl_mlm_loss, [student], teachers, labels, options)
 
 
-def _linear(
+def _from_heads(
     N: int,
     V: int,
     dtype: torch.dtype,
     o: dict[str, Any],
     rng: torch.Generator,
-    with_biases: bool = True,
+    bias: bool = False,
+    k: int = 0,
 ) -> Case:
+    """The loss of a whole teacher, or of `k` tokens of it that are kept."""
     student, teacher = make_heads(N, V, 32, 16, dtype, rng)
-    bias = torch.randn(V, generator=rng, device=rng.device).to(dtype)
-    options, labels = _given(o, N, rng), make_labels(N, o.get("vocab_size", V), rng)
-
-    def op(x: Tensor, w: Tensor, *rest: Any, **options: Any) -> Any:
-        hidden, weight, its_bias = (
-            [part.to(x.dtype)] * _count(o) or None for part in (*teacher, bias)
-        )
-        if with_biases:
-            options |= {"student_bias": rest[0], "teacher_bias": its_bias}
-        return linear_kl_mlm_loss(x, w, hidden, weight, rest[-1], **options)
-
-    words = (f"linear {N}x{V} {dtype}", *["no bias"] * (not with_biases), _named(o))
-    inputs = [*student, bias] if with_biases else student
-    return _loss_case(", ".join(words).replace("torch.", ""), op, inputs, (), labels, options)
-
-
-def _topk(
-    N: int,
-    V: int,
-    dtype: torch.dtype,
-    o: dict[str, Any],
-    rng: torch.Generator,
-    with_bias: bool = False,
-    k: int = 8,
-) -> Case:
-    student, _ = make_heads(N, V, 32, 16, dtype, rng)
     vocab = o.get("vocab_size", V)
     known = o.get("teacher_vocab_size", vocab)
-    k = min(k, known)
-    ids = torch.rand(N, known, generator=rng, device=rng.device).topk(k).indices
-    log_p = torch.full((N, k), 0.5 / k, device=rng.device).log()
+    k, beside = min(k, known), ()
     options, labels = _given(o, N, rng), make_labels(N, vocab, rng)
-    options = {key: value for key, value in options.items() if key != "teacher_softcap"}
-    bias = torch.randn(V, generator=rng, device=rng.device).to(dtype)
+    biases = [torch.randn(V, generator=rng, device=rng.device).to(dtype)] * bias
+    if k:
+        ids = torch.rand(N, known, generator=rng, device=rng.device).topk(k).indices
+        log_p = torch.full((N, k), 0.5 / k, device=rng.device).log()
+        beside = ([ids] * _count(o) or None, [log_p] * _count(o) or None)
+        options = {key: value for key, value in options.items() if key != "teacher_softcap"}
 
     def op(x: Tensor, w: Tensor, *rest: Any, **options: Any) -> Any:
-        if with_bias:
-            options |= {"student_bias": rest[0]}
-        return topk_kl_mlm_loss(x, w, *rest[-3:], **options)
+        options |= {"student_bias": rest[0]} if bias else {}
+        if k:
+            return topk_kl_mlm_loss(x, w, *rest[bias:], **options)
+        hidden, weight, *its_bias = (
+            [part.to(x.dtype)] * _count(o) or None for part in (*teacher, *biases)
+        )
+        options |= {"teacher_bias": its_bias[0]} if bias else {}
+        return linear_kl_mlm_loss(x, w, hidden, weight, rest[-1], **options)
 
-    words = (f"top-{k} {N}x{V} {dtype}", *["bias"] * with_bias, _named(o))
-    beside = ([ids] * _count(o) or None, [log_p] * _count(o) or None)
-    inputs = [*student, bias] if with_bias else student
-    return _loss_case(", ".join(words).replace("torch.", ""), op, inputs, beside, labels, options)
+    kind, unusual = (f"top-{k}", "bias") if k else ("linear", "no bias")
+    words = (f"{kind} {N}x{V} {dtype}", *[unusual] * (bias == bool(k)), _named(o))
+    name = ", ".join(words).replace("torch.", "")
+    return _loss_case(name, op, [*student, *biases], beside, labels, options)
+
+
+_linear = functools.partial(_from_heads, bias=True)
+_topk = functools.partial(_from_heads, k=8)
 
 
 def headline(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     """What training launches: with one teacher or none, and no option but the temperature."""
-    without_biases = functools.partial(_linear, with_biases=False)
+    without_biases = functools.partial(_linear, bias=False)
     for (N, V), dtype in itertools.product(shapes, (BF16, FP32)):
         for make in (_linear, _ready, _topk, without_biases):
             yield make(N, V, dtype, {}, rng)
@@ -192,7 +179,7 @@ def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
         for make, dtype in ((_ready, FP32), (_linear, BF16), (_topk, BF16)):
             yield make(N, V, dtype, options, rng)
     yield _topk(N, V, BF16, {"tail": "renormalise"}, rng)
-    yield _topk(N, V, BF16, {}, rng, with_bias=True)
+    yield _topk(N, V, BF16, {}, rng, bias=True)
     for k in (1, 1000):
         yield _topk(N, V, BF16, {}, rng, k=k)
     # of whole rows: it takes another path than the default
