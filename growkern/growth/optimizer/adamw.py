@@ -278,18 +278,19 @@ class GrowthAdamW(torch.optim.AdamW):
 
     def _step_group(self, group: dict[str, Any]) -> None:
         fused: dict[tuple[Any, Any, Rule, Uniform, float], list[Part]] = {}
-        rules: dict[float, Rule] = {}
         for p in group["params"]:
             if p.grad is None:
                 continue
             part, step, grown_for = self._count_step(group, p)
             if not part.value.numel():
                 continue
-            if step not in rules:
-                rules[step] = rule_of(group, step)
-            ratio, rule = self._new_entry_ratio(grown_for), rules[step]
-            uniform = self._uniform[p]
-            share = self._share_of_step(p, ratio)
+            rule, uniform, is_old = rule_of(group, step), self._uniform[p], self._is_old[p]
+            # learning rate of new entries over that of the others
+            ratio = 1.0
+            if self.rewarm_steps:
+                ratio = self.rewarm_peak * min(1.0, grown_for / self.rewarm_steps)
+            # that of all entries; None if only some of them are new
+            share = 1.0 if ratio == 1 or is_old else None if is_old is None else ratio
             if uniform is not None and share is not None and can_be_fused(part):
                 key = (part.value.device, part.value.dtype, rule, uniform, share)
                 fused.setdefault(key, []).append(part)
@@ -326,15 +327,3 @@ class GrowthAdamW(torch.optim.AdamW):
             held = [x.reshape(1) for x in held]
         # the counts are on the CPU, so reading them does not wait for a GPU
         return Part(*held), state["step"].item(), state["growth_step"].item()
-
-    def _share_of_step(self, p: Tensor, ratio: float) -> float | None:
-        """The ratio of all entries of a parameter; None if only some of them are new."""
-        if ratio == 1 or self._is_old[p]:
-            return 1.0
-        return None if self._is_old[p] is None else ratio
-
-    def _new_entry_ratio(self, grown_for: float) -> float:
-        """Learning rate of new entries over that of the others, after `grown_for` steps."""
-        if not self.rewarm_steps:
-            return 1.0
-        return self.rewarm_peak * min(1.0, grown_for / self.rewarm_steps)

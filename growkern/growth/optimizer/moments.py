@@ -55,7 +55,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.optimizer.checks import MOMENTS, check_values
-from growkern.growth.plan.axes import AxisMap, asleep, axis_map, gradient_map, old_entries
+from growkern.growth.plan.axes import AxisMap, asleep, axis_maps, gradient_map, old_entries
 from growkern.growth.plan.blueprint import RANDOM, Task
 from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
 from growkern.growth.record.recorded import plan_of_source, unknown_growth
@@ -143,7 +143,7 @@ def entry_factors(
         usual = _spread(ones)
         none = tuple(x == 0 for x in usual)
         return EntryFactors(usual, usual, none, muon=dict.fromkeys(MUON_RULES, 1.0))
-    maps, gradients = [axis_map(plan, task, *axis) for axis in axes], _gradient_maps(plan, task)
+    maps, gradients = axis_maps(plan, task), _gradient_maps(plan, task)
     # with AKI, entries of the next layer are counted behind those of the layer
     sources = [name for name in (task.source, task.upper) if name is not None]
     before = [earlier[name] for name in sources if name in earlier]
@@ -193,7 +193,7 @@ def _muon_factors(plan: GrowthPlan, task: Task, earlier: Mapping[str, float]) ->
     """`EntryFactors.muon`; empty unless the tensor is a matrix, or has one for each expert."""
     if not has_matrices(plan, task):
         return {}
-    maps = [axis_map(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)]
+    maps = axis_maps(plan, task)
     (a, b), (rows, cols) = task.shape[-2:], [m.source for m in maps[-2:]]
     copied = [m.scale[: len(m.scale) - m.extra] for m in maps[-2:]]
     if len(maps) == 2 and (sleeps := asleep(plan, task)) is not None:
@@ -302,13 +302,13 @@ def grow_moment(
     """
     power = MOMENTS[key]
     part = part or (slice(None),) * len(task.shape)
+    where = task.ranges(part)
     if (matrix := task.matrix) is not task:
-        shape = [len(range(*s.indices(n))) for s, n in zip(part, task.shape, strict=True)]
         place = task.part_of_matrix(part)
         flat = None if out is None else out.view([s.stop - s.start for s in place])
         as_matrix = partial(_as_matrix, plan, matrix, read)
         built = grow_moment(plan, matrix, as_matrix, key=key, moments=moments, part=place, out=flat)
-        return built.view(shape)
+        return built.view([*map(len, where)])
     axes = _gradient_maps(plan, task)
     if power == 2 and (sleeps := asleep(plan, task)) is not None:
         # an expert that sleeps has no gradient yet, but will have those of its source
@@ -325,7 +325,6 @@ def grow_moment(
     upper = read(task.upper, needed) if task.upper is not None and mixes else None
     if out is not None and not out.numel():
         return out
-    where = [range(*s.indices(n)) for s, n in zip(part, task.shape, strict=True)]
     if task.tensor.is_copied:
         built = weight[part].clone() if out is None else out.copy_(weight[part])
     elif len(axes) < 3:
