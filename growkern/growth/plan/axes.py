@@ -160,21 +160,21 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         if role == "read" and space.free_extra and plan.options.symmetry != "none":
             free = int(space.is_extra.sum())
         index = space.read_index if role == "read" else space.write_index
-        scale = space.scale(role)
         from_next = from_next_layer(plan, task, role, name)
-        noise = None
-        if role == "read" and plan.options.symmetry == "noise" and not bool(from_next.any()):
-            noise = space.noise(plan.options.noise)
+        is_mixed = bool(from_next.any())
+        is_noisy = role == "read" and plan.options.symmetry == "noise" and not is_mixed
+        noise = space.noise(plan.options.noise) if is_noisy else None
+        noise = torch.zeros(space.target, dtype=torch.float64) if noise is None else noise
         is_computed = index >= space.source
         extra = int(is_computed.sum())
         copied = index + offset + total * from_next
         index = torch.where(is_computed, index - space.source, copied)
-        no_noise = torch.zeros(space.target, dtype=torch.float64)
         if is_routed:
             # entries of two layers share one index: they are no copies of each other
-            alone = torch.tensor([0, 1]).expand(space.target, 2)
-            copies.append(alone if bool(from_next.any()) else space.copies)
-        pieces.append((index, scale, no_noise if noise is None else noise, ~space.is_extra))
+            copies.append(
+                torch.tensor([0, 1]).expand(space.target, 2) if is_mixed else space.copies
+            )
+        pieces.append((index, space.scale(role), noise, ~space.is_extra))
         offset += space.source
     joined, scales, noises, is_copy = (torch.cat(x) for x in zip(*pieces, strict=True))
     if axis == _scaled_axis(task):

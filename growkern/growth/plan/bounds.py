@@ -249,34 +249,20 @@ def predicts_tokens(model: ModelSpec) -> bool:
     )
 
 
-def _mass(plan: Blueprint) -> float:
-    """n / V exp(-margin) of (3)."""
+def new_mass(plan: Blueprint) -> float:
+    """n / V exp(-margin) of (3). The loss rises by at most log(1 + that) if no row is rounded."""
     old, new = plan.small.size("vocab"), plan.large.size("vocab")
     has_bias = any(t.axes == ("vocab",) for t in plan.large.tensors)
     return (new - old) / old * math.exp(-NEW_TOKEN_MARGIN if has_bias else 0.0)
 
 
-def unrounded_cost(plan: Blueprint) -> float:
-    """(3): the largest rise of the loss by new tokens whose rows are not rounded, nats."""
-    return math.log1p(_mass(plan))
-
-
-def guessing_loss(plan: Blueprint) -> float:
-    """The loss of a model that knows nothing and guesses one of the old tokens, nats.
-
-    Its loss is above the source's by no more than that, on any text.
-    """
-    return math.log(plan.small.size("vocab"))
-
-
 def most_cost(plan: Blueprint) -> float | None:
     """(3), with (4) in 16 bits: the largest rise of the loss by new tokens, nats, if known."""
-    mass, shift = _mass(plan), 0.0
+    mass, shift = new_mass(plan), 0.0
     if plan.dtype.itemsize == 2:
-        largest = plan.cache.get("rounded new tokens", lambda: _largest_shift(plan))
-        if largest is None:
+        shift = plan.cache.get("rounded new tokens", lambda: _largest_shift(plan))
+        if shift is None:
             return None
-        shift = largest
     # exp(shift) may overflow, and this is the same
     return math.log1p(mass) + shift if shift > MOST_SHIFT else math.log1p(mass * math.exp(shift))
 

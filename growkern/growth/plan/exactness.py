@@ -16,21 +16,8 @@ import torch
 from torch import Tensor
 
 from growkern.families.spec import SpaceSpec
+from growkern.growth.plan import bounds
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.bounds import (
-    MOST_MEASURED,
-    angle_error,
-    carries_exactly,
-    guessing_loss,
-    is_capped_too_low,
-    largest_capped,
-    most_cost,
-    output_bound,
-    outputs_on,
-    predicts_tokens,
-    unrounded_cost,
-    values_of,
-)
 from growkern.growth.plan.finding import (
     LARGEST_ROUNDING,
     NEW_TOKENS,
@@ -95,7 +82,7 @@ def measured_change(plan: Blueprint) -> float | None:
     # what builds tensors takes a second to import, and most plans build none
     from growkern.growth.plan.tensors.tensor import build_tensor
 
-    if plan.parameters() > MOST_MEASURED or not fits(plan.source, MOST_MEASURED):
+    if plan.parameters() > bounds.MOST_MEASURED or not fits(plan.source, bounds.MOST_MEASURED):
         return None
     tasks = {task.name: task for task in plan.tasks}
     grown = replace(
@@ -109,7 +96,7 @@ def measured_change(plan: Blueprint) -> float | None:
     tokens = random_inputs(plan.source)
     try:
         old, new = (
-            next(iter(outputs_on(as_model(model, dtype), tokens).values()))
+            next(iter(bounds.outputs_on(as_model(model, dtype), tokens).values()))
             for model in (plan.source, grown)
         )
     except Exception:
@@ -122,7 +109,7 @@ def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
     """The entries of a grown output that the source has too, scaled as in the source."""
     if grown.shape[-1] == size:
         return grown
-    if predicts_tokens(plan.small):
+    if bounds.predicts_tokens(plan.small):
         # logits of a larger vocabulary
         return grown[..., :size]
     return grown[..., :size] / plan.layout.space(plan.small.output_space).write[:size]
@@ -156,7 +143,7 @@ def _width(plan: Blueprint) -> Iterator[Finding]:
             "the extra coordinates do not carry the mean of the norms' outputs, only that of their"
         )
         yield Finding("changed", what, f"{why} biases: {layout.no_carry_reason}")
-    elif carries_exactly(plan):
+    elif bounds.carries_exactly(plan):
         why = "extra coordinates carry the mean, exactly as all weights of a norm are equal"
         yield Finding("exact", what, why)
     else:
@@ -171,7 +158,7 @@ def _width(plan: Blueprint) -> Iterator[Finding]:
 
 def _measured(plan: Blueprint, what: str, why: str) -> Finding:
     """The statement on a part whose norms or rotary positions are slightly off."""
-    bound: float | None = plan.cache.get("output bound", lambda: output_bound(plan))
+    bound: float | None = plan.cache.get("output bound", lambda: bounds.output_bound(plan))
     if bound is None:
         why = f"{why}; the source cannot be run here to measure how far that moves the outputs"
         return Finding("changed", what, why)
@@ -193,7 +180,7 @@ def _head_dim(plan: Blueprint) -> Iterator[Finding]:
             continue
         if family.attention.positions != "rotary":
             yield Finding("exact", what, "the new entries add 0 to every query-key product")
-        elif (error := angle_error(plan)) == 0:
+        elif (error := bounds.angle_error(plan)) == 0:
             why = "every rotary pair moves to the pair with the same frequency"
             yield Finding("exact", what, why)
         else:
@@ -263,7 +250,7 @@ def _asleep(plan: Blueprint, space: SpaceSpec) -> Finding:
     """New experts that sleep behind their bias. The bias rule moves it by `speed` in a step."""
     old, new = plan.layout.sizes(str(space.size))
     biases = [
-        values_of(plan, task.source)
+        bounds.values_of(plan, task.source)
         for task in plan.tasks
         if task.tensor.template == space.asleep and not task.is_made
     ]
@@ -284,10 +271,10 @@ def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
     if old == new:
         return
     what = f"{plan.small.family.config_field('vocab')} {old} -> {new}"
-    limit = largest_capped(plan.small)
-    if not predicts_tokens(plan.large):
+    limit = bounds.largest_capped(plan.small)
+    if not bounds.predicts_tokens(plan.large):
         yield Finding("exact", what, "no head predicts tokens, and old ones keep their rows")
-    elif is_capped_too_low(plan):
+    elif bounds.is_capped_too_low(plan):
         why = "the soft cap bends logits so much that new tokens may take a large share"
         yield Finding("changed", what, why)
     elif limit < math.inf and _is_changed(plan):
@@ -296,7 +283,7 @@ def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
     elif _copies_differ(plan):
         why = "copies of hidden states differ, and the mean of the old rows then bounds no logit"
         yield _asked(what, why)
-    elif (bound := most_cost(plan)) is None:
+    elif (bound := bounds.most_cost(plan)) is None:
         why = "new rows are rounded to 16 bits, and the weights are not here to bound their logits"
         yield Finding("changed", what, why)
     else:
@@ -305,8 +292,11 @@ def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
 
 
 def _new_tokens(plan: Blueprint, what: str, why: str, bound: float, limit: float) -> Finding:
-    """The statement on new tokens, by the bound on their cost and the largest capped logit."""
-    guess, asked = guessing_loss(plan), unrounded_cost(plan)
+    """The statement on new tokens, by the bound on their cost and the largest capped logit.
+
+    A model that knows nothing guesses one of the old tokens. `asked` is the cost without rounding.
+    """
+    guess, asked = math.log(plan.small.size("vocab")), math.log1p(bounds.new_mass(plan))
     if not says_something(bound, guess, asked):
         # so many tokens cost that in any dtype
         is_asked = not says_something(asked, guess, asked)

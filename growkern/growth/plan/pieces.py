@@ -79,12 +79,6 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def stream_bytes(plan: Blueprint, memory_limit: int) -> int:
-    """Peak memory of growth onto disk, bytes; above the limit if one piece needs more."""
-    each = _most_in_work(plan)
-    return FIXED_BYTES + each * workers_within(plan, max(memory_limit, FIXED_BYTES + each))
-
-
 def part_bytes(plan: Blueprint, ranks: int) -> int:
     """Bytes that one rank on CPUs needs for source data, besides its shard of the target.
 
@@ -179,6 +173,8 @@ def estimate(
             )
     if source_tokens is not None and tokens is None:
         raise GrowthError("source_tokens (--source-tokens) is given without tokens (--tokens)")
+    each = _most_in_work(plan)
+    limit = max(parse_size("memory_limit", MEMORY_LIMIT), FIXED_BYTES + each)
     size = plan.parameters() * plan.dtype.itemsize
     shard = -(-size // ranks)
     weights, teacher = (
@@ -187,7 +183,7 @@ def estimate(
     return {
         "read_bytes": plan.parameters("source") * plan.source.dtype.itemsize,
         "disk_bytes": size,
-        "stream_peak_bytes": stream_bytes(plan, parse_size("memory_limit", MEMORY_LIMIT)),
+        "stream_peak_bytes": FIXED_BYTES + each * workers_within(plan, limit),
         "rank_bytes": shard,
         "rank_peak_bytes": shard + part_bytes(plan, ranks),
         "training_bytes_per_rank": {

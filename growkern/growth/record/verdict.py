@@ -77,9 +77,8 @@ def measured_level(
         forced = f"the sizes force this change, which was not asked for: {lost.what} ({lost.why})"
         return "changed", f"failed: {WORDS[name]} by {errors[name]:.1e}; {forced}"
     if NEW_TOKENS in beyond and _bounds(plan, NEW_TOKENS):
-        most = allowed[NEW_TOKENS]
-        rise = errors[NEW_TOKENS]
-        return "changed", f"planned at most {most:.1e}, but {WORDS[NEW_TOKENS]} by {rise:.1e}"
+        planned = f"planned at most {allowed[NEW_TOKENS]:.1e}"
+        return "changed", f"{planned}, but {WORDS[NEW_TOKENS]} by {errors[NEW_TOKENS]:.1e}"
     return "changed", ""
 
 
@@ -108,10 +107,9 @@ def _allowed(plan: GrowthPlan, errors: Mapping[str, float], dtype: torch.dtype) 
     How far rounding to 16 bits moves the outputs depends on the model, so it is measured on the
     source.
     """
-    output = sum(_bounds(plan, OUTPUT_ERROR)) + rounding(dtype)
     # a change that nobody asked for must not hide in the room for 16 bits
-    if unasked_change(plan) is None:
-        output = sum(_bounds(plan, OUTPUT_ERROR)) + _noise(errors, dtype)
+    noise = rounding(dtype) if unasked_change(plan) else _noise(errors, dtype)
+    output = sum(_bounds(plan, OUTPUT_ERROR)) + noise
     # the bound in 16 bits has room for logits that are rounded
     tokens = sum(_bounds(plan, NEW_TOKENS)) + rounding(dtype)
     return {OUTPUT_ERROR: output, NEW_TOKENS: tokens, GENERATION_ERROR: output}

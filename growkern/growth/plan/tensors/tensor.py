@@ -253,10 +253,12 @@ def _build_matrix(
         first = whole[1] * whole[0].shape[1]
         # read rows
         seeded = task if task.tensor.axes[0].startswith("read:") else whole[0]
+    starts = [s.start or 0 for s in part]
     for block in product(*(m.blocks(s) for m, s in zip(axes, part, strict=True))):
         wheres, extra = zip(*block, strict=True)
         cells = [*zip(axes, wheres, strict=True)]
-        place = out[_within(part, block)]
+        inside = zip(wheres, starts, strict=True)
+        place = out[tuple(slice(w.start - start, w.stop - start) for w, start in inside)]
         if any(e and _is_nothing(plan, a) for e, a in zip(extra, task.tensor.axes, strict=True)):
             place.zero_()
             continue
@@ -301,15 +303,6 @@ def _routing(plan: Blueprint, *axes: dict[str, Any]) -> Routing | None:
         if of_axis.get("copies") is not None:
             return Routing(dim, of_axis["copies"], plan.options.routing)
     return None
-
-
-def _within(part: Part, block: Sequence[tuple[range, bool]]) -> tuple[slice, ...]:
-    """The place of a block of the target inside the part that is built, one slice per axis."""
-    starts = [s.start or 0 for s in part]
-    return tuple(
-        slice(where.start - first, where.stop - first)
-        for (where, _), first in zip(block, starts, strict=True)
-    )
 
 
 def _mixes(axes: Sequence[AxisMap], block: Sequence[tuple[range, bool]]) -> bool:
