@@ -3,17 +3,17 @@
 Their options for sizes and methods are made from the dataclasses and families that define them.
 """
 
-import functools
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, make_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
+from typer.main import get_command
 
 from growkern.cli.app import (
     AsJson,
@@ -55,7 +55,7 @@ OTHER_OPTIONS = {
 
 def completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
     """A function that completes the beginning of a value in a shell."""
-    return lambda incomplete: [one for one in choices if one.startswith(incomplete)]
+    return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
 
 
 def layer_numbers(text: str) -> list[int]:
@@ -109,24 +109,23 @@ def growth_options() -> list[tuple[str, type, Any]]:
     return options
 
 
-def takes_growth(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take all growth options: its `growth` gets those that were given."""
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "growth"]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    added = [
-        inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option])
-        for name, kind, option in growth_options()
-    ]
+class GrowthCommand(TyperCommand):
+    """A command with all growth options, whose function finds those that were given in `obj`."""
 
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        values = {p.name: given.pop(p.name) for p in own}
-        command(**values, growth={k: v for k, v in given.items() if v is not None})
+    def __init__(self, *args: Any, params: list[Any], **options: Any) -> None:
+        fields_of = [(name, Annotated[kind | None, x], None) for name, kind, x in growth_options()]
+        # typer reads the fields of a record as it reads the parameters of a function
+        record = typer.Typer(add_completion=False)
+        record.command()(make_dataclass("Growth", fields_of, kw_only=True))
+        self._growth: Any = get_command(record)
+        super().__init__(*args, params=[*params, *self._growth.params], **options)
 
-    parameters = [p.replace(kind=keyword) for p in own] + added
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+    def invoke(self, ctx: Any) -> Any:
+        """Run the function, which knows nothing of the growth options."""
+        given = {x.name: ctx.params.pop(x.name) for x in self._growth.params}
+        made = self._growth.callback(**given)
+        ctx.obj = {name: value for name, value in vars(made).items() if value is not None}
+        return super().invoke(ctx)
 
 
 def token_count(text: str | float) -> float:
@@ -137,11 +136,10 @@ def token_count(text: str | float) -> float:
         raise typer.BadParameter(f"{text!r} is no number: write 100 billion as 1e11") from None
 
 
-@app.command()
-@takes_growth
+@app.command(cls=GrowthCommand)
 def plan(
+    context: typer.Context,
     source: Source,
-    growth: dict[str, Any],
     revision: Revision = None,
     as_json: AsJson = False,
     verbose: Annotated[
@@ -174,7 +172,7 @@ def plan(
     """
     from growkern.growth.plan.growth_plan import plan as make_plan
 
-    made = make_plan(source, revision=revision, **growth)
+    made = make_plan(source, revision=revision, **context.obj)
     if as_json:
         more = {
             "estimate": made.estimate(ranks, tokens, source_tokens),
@@ -187,12 +185,11 @@ def plan(
         print_table(made.table(ranks, source_tokens, tokens, verbose=verbose))
 
 
-@app.command()
-@takes_growth
+@app.command(cls=GrowthCommand)
 def grow(
+    context: typer.Context,
     source: Source,
     target: Target,
-    growth: dict[str, Any],
     revision: Revision = None,
     overwrite: Overwrite = False,
     dtype: Annotated[
@@ -240,7 +237,7 @@ def grow(
         progress=sys.stderr.isatty(),
         optimizer=optimizer,
         moments=cast(Any, moments or "grow"),
-        **growth,
+        **context.obj,
     )
     with_moments = optimizer is not None and moments in (None, "grow")
     tell_growth(report, source, revision, compared, with_moments, as_json)
@@ -263,16 +260,16 @@ def tell_growth(
     from growkern.growth.optimizer.findings import moment_findings
     from growkern.growth.record.verify import verify as check
 
-    found = moment_findings(report.plan) if with_moments else ()
+    findings = moment_findings(report.plan) if with_moments else ()
     if not as_json:
         print_growth(report)
-        for finding in found:
+        for finding in findings:
             say(finding.line())
     place, checked = report.plan.source.directory or source, None
     if compared:
         checked = check(place, report.directory, **compared)
     if as_json:
-        more = {"moments": [asdict(one) for one in found]}
+        more = {"moments": [asdict(finding) for finding in findings]}
         print_json({**report.to_dict(), **more, "verified": checked and checked.to_dict()})
     elif checked:
         show(checked)
