@@ -46,7 +46,7 @@ def choices(kind: Any) -> tuple[Any, ...]:
     """The values that a type names, if it is a Literal or one of several types."""
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)
-    return tuple(value for one in typing.get_args(kind) for value in choices(one))
+    return tuple(value for option in typing.get_args(kind) for value in choices(option))
 
 
 def check_fields(record: Any, section: str = "") -> None:
@@ -60,10 +60,10 @@ def check_fields(record: Any, section: str = "") -> None:
         if value is None and type(None) in typing.get_args(kinds[name]):
             continue
         is_union = typing.get_origin(kinds[name]) in (types.UnionType, typing.Union)
-        one_of = typing.get_args(kinds[name]) if is_union else (kinds[name],)
-        plain = [one for one in one_of if one is not type(None)]
-        if all(one in PLAIN for one in plain) and not any(_is_of(value, one) for one in plain):
-            must = " or ".join(PLAIN[one] for one in plain)
+        options = typing.get_args(kinds[name]) if is_union else (kinds[name],)
+        plain = [kind for kind in options if kind is not type(None)]
+        if all(kind in PLAIN for kind in plain) and not any(_is_of(value, x) for x in plain):
+            must = " or ".join(PLAIN[kind] for kind in plain)
             raise GrowthError(f"{full} is {reprlib.repr(value)}: it must be {must}")
         limit = record.LIMITS.get(name)
         if limit is not None and not limit.inside(value):

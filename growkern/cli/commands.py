@@ -32,16 +32,16 @@ def info(as_json: AsJson = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    found = collect()
+    facts = collect()
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, version in found["versions"].items():
+    for name, version in facts["versions"].items():
         table.add_row(name, version)
-    for device in found["devices"]:
+    for device in facts["devices"]:
         table.add_row("device", device)
-    for backend in found["backends"]:
+    for backend in facts["backends"]:
         state = ("live", "green") if backend["live"] else ("not live", "yellow")
         table.add_row(f"backend {backend['name']}", Text.assemble(state, f": {backend['reason']}"))
     print_table(table)

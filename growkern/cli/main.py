@@ -56,8 +56,8 @@ def _unknown_option(error: Any) -> str | None:
     # --layers: --num-hidden-layers
     word = name.strip("-").removesuffix("s")
     word = CALLED.get(word, word)
-    options = (one.opts[0] for one in error.ctx.command.params)
-    near = [one for one in options if len(word) > 2 and one.startswith("-") and word in one]
+    names = (option.opts[0] for option in error.ctx.command.params)
+    near = [x for x in names if len(word) > 2 and x.startswith("-") and word in x]
     meant = ", ".join(near or error.possibilities or ())
     advice = f"did you mean {meant}?" if meant else f"see {error.ctx.command_path} --help"
     return f"No such option: {name}; {advice}"

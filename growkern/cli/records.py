@@ -101,9 +101,9 @@ def compare_checksums(
             f"give {place} alone"
         )
     if not is_grown:
-        found = differences(place, weight_files())
-        wrong, checked = list(found.wrong), {"files": found.checked}
-        uncovered = list(found.uncovered)
+        compared = differences(place, weight_files())
+        wrong, checked = list(compared.wrong), {"files": compared.checked}
+        uncovered = list(compared.uncovered)
     else:
         report = verify_checksums(place, origin)
         wrong, checked, uncovered = list(report.wrong), dict(report.checked), []

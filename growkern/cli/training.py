@@ -266,11 +266,11 @@ def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     tokens = run.teacher.vocab_size if run.teacher else None
     model, causal = _opened(source, k, reader, run.data.sequence_length, tokens)
     # the rows without their weights, which the teacher does not see
-    found = load_data(run.data, reader, base=base, progress=sys.stderr.isatty())
+    data = load_data(run.data, reader, base=base, progress=sys.stderr.isatty())
     return {
         "model": model,
-        "dataset": found.train,
-        "collator": found.collator(reader, causal=causal, seed=run.training.seed),
+        "dataset": data.train,
+        "collator": data.collator(reader, causal=causal, seed=run.training.seed),
         "tokenizer": reader,
         **cache_arguments(run.inheritance),
     }

@@ -99,7 +99,7 @@ def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") ->
         # TOML has no null: the value of an optional key always has another type
         kinds = [option for option in options if option is not types.NoneType]
         is_list = isinstance(value, list)
-        fitting = [one for one in kinds if (typing.get_origin(one) is tuple) == is_list]
+        fitting = [option for option in kinds if (typing.get_origin(option) is tuple) == is_list]
         described = " or ".join(map(_describe, kinds))
         return _convert(value, (fitting or kinds)[0], file, key, described)
     if kind is Any:
@@ -124,8 +124,8 @@ def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") ->
         return float(value)
     if isinstance(kind, type) and type(value) is kind:
         return value
-    found = f"{reprlib.repr(value)} ({type(value).__name__})"
-    raise GrowthError(f"{file}: {key} is {found}: it must be {described or _describe(kind)}")
+    given = f"{reprlib.repr(value)} ({type(value).__name__})"
+    raise GrowthError(f"{file}: {key} is {given}: it must be {described or _describe(kind)}")
 
 
 def _describe(kind: Any) -> str:

@@ -215,13 +215,13 @@ def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
 
     A loss of another step than the last one is printed with its step.
     """
-    found = []
+    losses = []
     for name, text in {"mlm": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}.items():
         lines = [line for line in history if name in line]
         if lines:
             place = "" if lines[-1]["step"] == step else f" at step {lines[-1]['step']}"
-            found.append(f"{text} {lines[-1][name]:.4f}{place}")
-    return ", ".join(found)
+            losses.append(f"{text} {lines[-1][name]:.4f}{place}")
+    return ", ".join(losses)
 
 
 class NamedProgress(ProgressCallback):
@@ -287,7 +287,7 @@ def use_own_displays(trainer: Any) -> None:
     if board is not None:
         trainer.add_callback(SafeTensorBoard(board.tb_writer))
     # a notebook has another bar, and the user's may be a subclass
-    for one in list(trainer.callback_handler.callbacks):
-        if type(one) is ProgressCallback:
-            trainer.remove_callback(one)
+    for callback in list(trainer.callback_handler.callbacks):
+        if type(callback) is ProgressCallback:
+            trainer.remove_callback(callback)
             trainer.add_callback(NamedProgress())

@@ -107,7 +107,7 @@ class FlopCounter:
 
         def flops(sizes: Sizes) -> float:
             every = () if apart else teachers
-            return cost.train_of(sizes, part) + sum(one.forward_of(sizes) for one in every)
+            return cost.train_of(sizes, part) + sum(teacher.forward_of(sizes) for teacher in every)
 
         meter.add_tokens(inputs[self.tokens].numel())
         pairs = None if counts is None else counts.pairs
@@ -128,7 +128,11 @@ class FlopCounter:
         """
         self._of_rows += rows_B.sum() * self.cost.head_row(train=True)
         for number, teacher in enumerate(self.teachers if taught else ()):
-            own = slice(None) if by is None else [i for i, one in enumerate(by) if one == number]
+            own = (
+                slice(None)
+                if by is None
+                else [i for i, taught_by in enumerate(by) if taught_by == number]
+            )
             self._of_rows += rows_B[own].sum() * teacher.head_row(train=False)
 
     def drain(self) -> float:

@@ -96,7 +96,7 @@ def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
 
 
 def _how_to_train_longer(before: dict[str, Any], run: dict[str, Any]) -> str:
-    sections = [one.get("training") for one in (before, run)]
+    sections = [settings.get("training") for settings in (before, run)]
     # sections without steps may grow longer
     old, new = (part.get("steps") if isinstance(part, dict) else None for part in sections)
     if not (isinstance(old, int) and isinstance(new, int) and old < new):
@@ -193,10 +193,10 @@ def _marked(output: Path) -> dict[str, Any]:
         raise GrowthError(
             f"{output} is not empty and not the directory of a run: choose another directory"
         )
-    found = read_json(marker, MOST_BYTES, "run marker")
-    if isinstance(found, dict) and "format" in found and "growkern" in found:
-        check_format(marker, found, FORMAT, ())
-        identity = {name: found.get(name) for name in ("run", "inputs")}
+    record = read_json(marker, MOST_BYTES, "run marker")
+    if isinstance(record, dict) and "format" in record and "growkern" in record:
+        check_format(marker, record, FORMAT, ())
+        identity = {name: record.get(name) for name in ("run", "inputs")}
         if all(isinstance(table, dict) for table in identity.values()):
             return identity
     raise GrowthError(
@@ -246,25 +246,25 @@ def _digest(files: Iterable[Path]) -> str:
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     """How an identity differs from an earlier one, as a phrase."""
-    found = []
+    phrases = []
     for section, after in new["run"].items():
         before = old["run"].get(section)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += [
+            phrases += [
                 f"{section}.{name} {_short(before.get(name))} -> {_short(after.get(name))}"
                 for name in {**before, **after}
                 if before.get(name) != after.get(name)
             ]
         elif before != after:
-            found.append(f"[{section}] is {'left out' if after is None else 'new'}")
-    found += [
+            phrases.append(f"[{section}] is {'left out' if after is None else 'new'}")
+    phrases += [
         f"the files of {name} changed"
         for name, value in new["inputs"].items()
         if old["inputs"].get(name, value) != value
     ]
-    found = found or ["its run.json is of another version of growkern"]
-    more = len(found) - MOST_CHANGES
-    return "; ".join(found[:MOST_CHANGES] + ([f"and {more} more"] if more > 0 else []))
+    phrases = phrases or ["its run.json is of another version of growkern"]
+    more = len(phrases) - MOST_CHANGES
+    return "; ".join(phrases[:MOST_CHANGES] + ([f"and {more} more"] if more > 0 else []))
 
 
 def _short(value: Any) -> str:
