@@ -68,6 +68,7 @@ PARTS = {
     ),
     "growkern.train": (
         "toml",
+        "file_rules",
         "rules",
         "model",
         "distributed",

@@ -99,13 +99,7 @@ def grow_into(
     options, sizes = GrowthOptions.split_off({**how})
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
-    if isinstance(source, Source):
-        # a run opened it to plan the growth
-        opened = source
-    else:
-        own = None if family is None else read_family(family)
-        place = located(source, revision)
-        opened = open_source(place, allow_nonfinite=True, family=own, dequantize=options.dequantize)
+    opened = _opened(source, revision, family, dequantize=options.dequantize)
     refuse_unreadable(opened)
     grown = plan_into(model, opened, options)
     parameters = named_tensors(model)
@@ -191,6 +185,17 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         refuse_flattened(name)
         named[own_name(name)] = tensor
     return named
+
+
+def _opened(
+    source: Any, revision: str | None, family: str | Path | None, *, dequantize: bool
+) -> Source:
+    """The source; a run has opened it already, to plan the growth."""
+    if isinstance(source, Source):
+        return source
+    own = None if family is None else read_family(family)
+    place = located(source, revision)
+    return open_source(place, allow_nonfinite=True, family=own, dequantize=dequantize)
 
 
 def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:

@@ -108,7 +108,7 @@ class GrowthStep(GrowthOptions):
 
 def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
     """Check the growths of a run against each other."""
-    places = [one.at_step for one in growth]
+    places = [step.at_step for step in growth]
     for before, after in pairwise(places):
         if after <= before:
             raise GrowthError(
@@ -119,12 +119,12 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         raise GrowthError(
             f"the growth at step {places[-1]} would come after the run, which has {steps} steps"
         )
-    for one, end in zip(growth, [*places[1:], steps], strict=False):
-        at = f"the growth at step {one.at_step}:"
-        rest = steps - one.at_step
-        check_steps(rest, {f"{at} rewarm_steps": one.rewarm_steps}, "steps that the run has left")
-        alone = {f"{at} new_layers_steps": one.new_layers_steps}
-        check_steps(end - one.at_step, alone, "steps to the next growth or the end of the run")
+    for step, end in zip(growth, [*places[1:], steps], strict=False):
+        at, start = f"the growth at step {step.at_step}:", step.at_step
+        given = {f"{at} rewarm_steps": step.rewarm_steps}
+        check_steps(steps - start, given, "steps that the run has left")
+        alone = {f"{at} new_layers_steps": step.new_layers_steps}
+        check_steps(end - start, alone, "steps to the next growth or the end of the run")
 
 
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
@@ -134,10 +134,10 @@ def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthSte
     rate, is multiplied by (t - g + 1) / (R + 1) at the steps t = g ... g + R - 1.
     """
     factor = rate(step)
-    for one in growth:
-        since = step - one.at_step
-        if 0 <= since < one.rewarm_steps:
-            factor *= (since + 1) / (one.rewarm_steps + 1)
+    for before in growth:
+        since = step - before.at_step
+        if 0 <= since < before.rewarm_steps:
+            factor *= (since + 1) / (before.rewarm_steps + 1)
     return factor
 
 
@@ -189,10 +189,10 @@ def sizes_of_run(
     config, dtype = copy.deepcopy(model.config), next(model.parameters()).dtype
     small = ModelSpec.of(config, type(model).__name__.removeprefix("FSDP"))
     if growth:
-        found = named_tensors(model)
+        tensors = named_tensors(model)
         for head, owner in small.ties.items():
             # of a config alone the head would be tied
-            if found[head] is not found[owner]:
+            if tensors[head] is not tensors[owner]:
                 raise GrowthError(
                     f"{head} and {owner} are two tensors, which growth inside a run would tie: "
                     "grow the model before the run, with growkern grow"
@@ -219,12 +219,12 @@ def later_sizes(
 ) -> list[Size]:
     """The sizes after each growth inside a run, each planned against the one before."""
     sizes = []
-    for number, one in enumerate(growth, start=1):
+    for number, step in enumerate(growth, start=1):
         try:
-            planned = _plan_of_config(small, history, one, dtype, check)
+            planned = _plan_of_config(small, history, step, dtype, check)
         except GrowthError as error:
             which = f"growth {number} of {len(growth)} inside the run, the growth at step"
-            raise GrowthError(f"{which} {one.at_step}: {error}") from error
+            raise GrowthError(f"{which} {step.at_step}: {error}") from error
         sizes.append(Size(planned.target_config, planned))
         small, history = planned.large, History(planned)
     return sizes
@@ -245,7 +245,7 @@ def _plan_of_config(
     dtypes = {name: dtype for name in small.shapes if name not in small.ties}
     source, options = Source(small, dtypes, read, history=history), options_of(growth)
     planned = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
-    model = _on_meta(planned.large.class_name, planned.target_config, dtype)
+    model = on_meta(planned.large.class_name, planned.target_config, dtype)
     # what would be refused when the growth comes is refused now
     plan_into(model, source, options)
     check(model)
@@ -281,7 +281,7 @@ def grown_model(
     if plan is not None:
         # not part of a checkpoint
         config._attn_implementation = plan.target_config._attn_implementation
-    model = shard(_on_meta(planned.large.class_name, config, dtype), options, mesh)
+    model = shard(on_meta(planned.large.class_name, config, dtype), options, mesh)
     grow_into(model, source, **growth.options())
     if plan is not None:
         # the checkpoint will be deleted, and a resumed run does not know it
@@ -303,7 +303,7 @@ def unfilled_model(
     It has the class of the model that the run began with, unless that became a mixture.
     """
     name = class_name if size.plan is None else size.plan.large.class_name
-    model = shard(_on_meta(name, size.config, dtype), options, mesh)
+    model = shard(on_meta(name, size.config, dtype), options, mesh)
     if size.plan is not None:
         model.growth_plan = size.plan
     device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))
@@ -315,7 +315,8 @@ def unfilled_model(
     return model
 
 
-def _on_meta(class_name: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def on_meta(class_name: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A model of a class of transformers without memory."""
     with torch.device("meta"):
         cls = getattr(transformers, class_name)
         # transformers changes the config that it is given

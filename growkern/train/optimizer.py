@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -19,13 +19,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fields
-from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.errors import GrowthError, GrowthWarning
 from growkern.growth.history import History, history_of
 from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, decay_groups
 from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of, misfit
-from growkern.train.distributed.shard import is_sharded
 from growkern.train.model.flops import is_experts
 from growkern.train.model.sub_model import find_stacks
 from growkern.train.rules import check
@@ -33,8 +32,6 @@ from growkern.train.rules import check
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw", "muon"]
 # the AdamW of PyTorch, in the names of transformers
 ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
-# they treat every number on its own, so they train a part of a tensor as they train the whole
-ON_SHARDS = (*ADAMW, OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
 
 
 @dataclass(frozen=True)
@@ -74,19 +71,20 @@ class OptimizerOptions:
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
 
-    def check_fits(self, choice: str) -> None:
-        """Refuse options of another optimizer than the chosen one."""
-        check("optimizer", own=self, choice=choice)
 
+def check_optimizer(
+    choice: str, args: TrainingArguments, options: Mapping[str, Any], *, sharded: bool
+) -> None:
+    """Check that the chosen optimizer can be made, and can train parts of parameters if it must.
 
-def check_optimizer(args: TrainingArguments, *, sharded: bool) -> None:
-    """Check that the chosen optimizer can be made, and can train the model."""
-    name = OptimizerNames(args.optim).value
-    if sharded and args.optim not in ON_SHARDS:
-        raise GrowthError(
-            f"optim is {name!r}, which needs whole parameters or was not tested with parts of "
-            f"them: use {', '.join(choice.value for choice in ON_SHARDS)}, or sharding = 'ddp'"
-        )
+    Args:
+        options: the other arguments of the trainer.
+    """
+    name, given = OptimizerNames(args.optim).value, _given(options)
+    facts = {"sharded": sharded and not given, "other": _other_optimizer(args, given)}
+    check("arguments' optimizer", choice=choice, optim=name, **facts)
+    if given:
+        return
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError, TypeError, NotImplementedError) as error:
@@ -133,28 +131,16 @@ class OptimizerMaker:
 
     def take_model(self, model: Any) -> None:
         """Choose the optimizer of a model."""
-        choice, own, args, given = self._choice, self.own, self._args, self._given
-        allowed = get_args(OptimizerChoice)
-        if choice not in allowed:
-            raise GrowthError(f"optimizer is {choice!r}{nearest(choice, allowed)}")
-        own.check_fits(choice)
-        if not given:
-            check_optimizer(args, sharded=is_sharded(model))
-        other = _other_optimizer(args, given)
-        if other and choice in ("growth-adamw", "muon"):
-            raise GrowthError(f"optimizer is {choice!r}, but {other}: give one of them")
-        if choice == "muon" and not find_stacks(model):
-            raise GrowthError(
-                f"optimizer is 'muon', but {type(model).__name__} has no list of transformer "
-                "blocks, whose matrices Muon would train: use 'auto'"
-            )
-        plan = None if choice == "adamw" or other else _plan_of(model, choice)
-        if own.rewarm_steps and plan is None and (other or not self._grows):
-            raise GrowthError(
-                "optimizer.rewarm_steps is for a model that was grown, and trains with "
-                "GrowthAdamW: leave it out"
-            )
-        self.plan = plan
+        choice, other = self._choice, _other_optimizer(self._args, self._given)
+        self.plan = None if choice == "adamw" or other else _plan_of(model, choice)
+        check(
+            "model's optimizer",
+            choice=choice,
+            model=type(model).__name__,
+            stacks=find_stacks(model),
+            rewarms=self.own.rewarm_steps,
+            grown=self.plan is not None or (self._grows and not other),
+        )
 
     def make(self, model: Any) -> Optimizer | None:
         """The optimizer of a model; None if it is the one that Trainer makes from the arguments."""

@@ -1,16 +1,19 @@
 """The settings that do not go together: one table for run files, Python and the documentation.
 
 A rule names a record, such as section [data] or all that a trainer is given, and reads its fields.
-Whoever makes such a record checks it once, with `check`. A new rule is an entry here.
+Whoever makes such a record checks it once, with `check`. A new rule is an entry here, or in
+`file_rules.py` if all of its settings stand in a run file.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from growkern.errors import GrowthError
+from growkern.train.file_rules import OF_FILES
 
 
 class Rule(NamedTuple):
@@ -22,7 +25,7 @@ class Rule(NamedTuple):
         other: what it does not go with.
         broken: what is wrong with a record, such as the name of a field; nothing if it is right.
         why: first half of the message, a format of x (the record) and of name (what is wrong).
-        fix: second half, which may name the field too.
+        fix: second half, a format too.
     """
 
     of: str
@@ -41,132 +44,40 @@ def check(of: str, record: Any = None, **facts: Any) -> None:
             raise GrowthError(f"{rule.why}: {rule.fix}".format(x=x, name=name))
 
 
-def refuse_first(refusals: dict[str, Any]) -> None:
-    """Raise a GrowthError with the first message whose value is true."""
-    for message, applies in refusals.items():
-        if applies:
-            raise GrowthError(message)
-
-
 def table() -> str:
     """The rules as a table of Markdown."""
-    rows = (f"| {x.setting} | {x.other} | {x.fix} |" for x in RULES)
-    text = "\n".join(("| setting | does not go with | so |\n|---|---|---|", *rows))
-    return text.replace("leave out data.{name}", "leave it out").replace("{x.positions}", "as many")
+    rows = (f"| {x.setting} | {x.other} | {_in_general(x.fix)} |" for x in RULES)
+    return "\n".join(("| setting | does not go with | so |\n|---|---|---|", *rows))
 
 
-def _changed(record: Any, *names: str) -> str | None:
-    """The first of some fields of a dataclass that has another value than its default."""
-    return next((x for x in names if getattr(record, x) != getattr(type(record), x)), None)
+def _in_general(fix: str) -> str:
+    """The end of a message without the names and numbers of one record."""
+    text = fix.replace("leave out data.{name}", "leave it out")
+    text = re.sub(r"\{x\.\w+\} or less", "as many or less", text)
+    return re.sub(r"(?:, or)? ?\{[^{}]+\}(?!\})", "", text).replace("{{", "{").replace("}}", "}")
 
 
-# they put special tokens around and between the tokens of a row by themselves
-OF_BARE_ROWS = ("mlm+nsp", "span_corruption", "denoising")
-OWN_LABELS = (*OF_BARE_ROWS, "rtd")
-# "auto" may stand for one of the others
-WITH_SPANS = ("auto", "span_corruption", "denoising")
-FSDP_ONLY = (
-    *("replicas", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"),
-    "async_checkpoints",
+def _other_rows(facts: Any, schedule: Any) -> str | None:
+    made = {"temperature": facts.temperature, "kl_rows": facts.rows}
+    wanted = {"temperature": schedule.temperature, "kl_rows": schedule.kl_rows}
+    if made["temperature"] == wanted["temperature"] and wanted["kl_rows"] in ("labels", facts.rows):
+        return None
+    return f"{made}, but the inheritance asks for {wanted}"
+
+
+NOT_SHARDED = "sharded training by accelerate (FSDP, DeepSpeed, Megatron) is not supported"
+SHARD = (
+    "hard the model with growkern.shard or fully_shard before, or give [distributed] in a run file"
 )
-OF_DATASET = ("dataset_config", "revision", "split", "validation_split")
-OF_GROWTH_ADAMW = ("rewarm_steps", "rewarm_peak")
-OF_MUON = ("muon_lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+# arguments that read logits
+OF_LOGITS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+# they treat every number on its own, so they train a part of a tensor as they train the whole
+ON_SHARDS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+ADAMW = ON_SHARDS[:2]  # of PyTorch
+ORDERS = ("random", "sequential")
 
 RULES = (
-    # ------------------------------------------------------------------ [data]
-    Rule(
-        *("data", "`data.dataset`", "`data.train`, `data.validation`"),
-        lambda x: x.dataset is not None and (x.train or x.validation),
-        "data.dataset is given beside files (data.train, data.validation)",
-        "give one of them",
-    ),
-    Rule(
-        *("data", "`dataset_config`, `revision`, `split`, `validation_split` of `[data]`"),
-        "`data.train`",
-        lambda x: x.dataset is None and _changed(x, *OF_DATASET),
-        "data.{name} describes a data set",
-        "give data.dataset too",
-    ),
-    Rule(
-        *("data", "`data.labels_column`, `data.attention_mask_column`", "texts"),
-        lambda x: (
-            x.input_ids_column is None and _changed(x, "labels_column", "attention_mask_column")
-        ),
-        "data.{name} belongs to token ids",
-        "give data.input_ids_column too",
-    ),
-    Rule(
-        *("data", "`data.target_column`", "`data.input_ids_column`, `data.packing = true`"),
-        lambda x: x.target_column is not None and (x.input_ids_column or x.packing),
-        "data.target_column is the other text of each record",
-        "it goes neither with token ids (data.input_ids_column) nor with data.packing = true",
-    ),
-    Rule(
-        *("data", "names in `data.train`", '`data.streaming`, `data.objective = "mlm+nsp"`'),
-        lambda x: x.train_names and (x.streaming or x.objective == "mlm+nsp"),
-        "neither a stream nor pairs of passages have names of sources",
-        'leave out the names in data.train, or data.streaming and data.objective = "mlm+nsp"',
-    ),
-    Rule(
-        *("data", "`data.shuffle_window`", "data on disk"),
-        lambda x: not x.streaming and _changed(x, "shuffle_window"),
-        "data.shuffle_window describes a stream",
-        "give data.streaming = true too",
-    ),
-    Rule(
-        *("data", "`data.labels_column`, `data.target_column`"),
-        '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
-        lambda x: x.objective in OWN_LABELS and _changed(x, "labels_column", "target_column"),
-        "data.objective = {x.objective!r} makes the labels itself",
-        "leave out data.{name}",
-    ),
-    Rule(
-        *("data", "`data.packing = false`"),
-        '`data.objective` "mlm+nsp", "span_corruption" or "denoising"',
-        lambda x: x.objective in OF_BARE_ROWS and not x.pack,
-        "data.objective = {x.objective!r} needs full rows",
-        "leave out data.packing = false",
-    ),
-    Rule(
-        *("data", "`data.mean_span_length`", "an objective without spans"),
-        lambda x: x.objective not in WITH_SPANS and _changed(x, "mean_span_length"),
-        "data.objective = {x.objective!r} masks no spans",
-        "leave out data.mean_span_length",
-    ),
-    Rule(
-        *("data", '`data.objective = "mlm+nsp"`', "`data.streaming`"),
-        lambda x: x.objective == "mlm+nsp" and x.streaming,
-        "data.objective = {x.objective!r} takes random passages from all rows",
-        "set data.streaming to false",
-    ),
-    Rule(
-        *("sides", "`data.target_column`", "a model of one stack"),
-        lambda x: not x.pairs and x.data.target_column is not None,
-        "data.target_column is for models of an encoder and a decoder",
-        "leave it out",
-    ),
-    Rule(
-        *("sides", '`data.objective = "pairs"`', "data of one side"),
-        lambda x: x.pairs and x.data.target_column is None and x.data.labels_column is None,
-        "a model of an encoder and a decoder needs what it reads and what it writes",
-        "give data.text_column and data.target_column, or data.input_ids_column and "
-        "data.labels_column",
-    ),
-    Rule(
-        *("sides", '`data.objective = "pairs"`', "`data.packing = true`"),
-        lambda x: x.pairs and x.data.pack,
-        "data.packing = true would join the pairs of an encoder and a decoder",
-        "leave it out",
-    ),
-    Rule(
-        *("weights", "`loss.row_weights`"),
-        '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
-        lambda x: x.weights and x.objective in OWN_LABELS,
-        "loss.row_weights has one weight per label, which data.objective = {x.objective!r} makes "
-        "itself",
-        "leave it out",
-    ),
+    *(Rule(*row) for row in OF_FILES),
     Rule(
         *("checkpoint", "`data.sequence_length`", "a model with fewer positions"),
         lambda x: x.positions is not None and x.length > x.positions,
@@ -179,158 +90,6 @@ RULES = (
         lambda x: x.ids > x.vocabulary,
         "the tokenizer has {x.ids} ids, but {x.directory} has a vocabulary of {x.vocabulary}",
         "give the tokenizer of the model",
-    ),
-    # ---------------------------------------------------------- other sections
-    Rule(
-        *("output", "`output.tensorboard = false`", '"tensorboard" or "all" in `report_to`'),
-        lambda x: x.tensorboard is False and {"tensorboard", "all"} & set(x.reports),
-        "report_to names TensorBoard, but tensorboard is false",
-        "give one",
-    ),
-    Rule(
-        *("output", '"none" or "all" in `output.report_to`', "other names"),
-        lambda x: len(x.reports) > 1 and {"none", "all"} & set(x.reports),
-        'report_to is a list of names, or "none" or "all" alone',
-        "leave the others out",
-    ),
-    Rule(
-        *("model", "`model.shared_embeddings`", "a model without `model.generator`"),
-        lambda x: x.shared_embeddings and x.generator is None,
-        "shared_embeddings is given without generator",
-        "give both",
-    ),
-    Rule(
-        *("teacher", "`paths`, `cache` or `url` of `[teacher]`", "another of the three"),
-        lambda x: sum(map(bool, (x.paths, x.cache, x.url))) != 1,
-        "[teacher] names one kind of teacher",
-        "give one of paths (teachers that run during training), cache (of one that ran before) and "
-        "url (of a server that runs one)",
-    ),
-    Rule(
-        *("teacher", "`teacher.k`, `teacher.vocab_size`", "a teacher without `teacher.url`"),
-        lambda x: (x.k is None) != (x.url is None) or (x.vocab_size is not None and not x.url),
-        "a teacher's url and k (tokens per row) belong together, and vocab_size to them",
-        "give url and k, or none of the three",
-    ),
-    Rule(
-        *("growth", "`source`, `revision`, `optimizer` of `[[growth]]`", "`at_step`"),
-        lambda x: x.at_step and _changed(x, "source", "revision", "optimizer"),
-        "{name} is for a growth at the start of a run; at step {x.at_step} the model in training "
-        "grows",
-        "leave it out",
-    ),
-    Rule(
-        *("growth", "`[growth]` without `at_step`", "no `growth.source`"),
-        lambda x: not x.at_step and x.source is None,
-        "a growth at the start of a run needs its source, the directory of a checkpoint; a growth "
-        "inside a run needs at_step",
-        "give one of them",
-    ),
-    Rule(
-        *("growth", "`growth.moments`", "a start without `growth.optimizer`"),
-        lambda x: not x.at_step and (x.optimizer is None) != (x.moments == "reset"),
-        "moments and optimizer belong together",
-        'give the optimizer state of the source and moments = "grow" or "old_slices", or neither',
-    ),
-    Rule(
-        *("growth", "`rewarm_steps`, `new_layers_steps` of `[growth]`", "no `at_step`"),
-        lambda x: not x.at_step and _changed(x, "rewarm_steps", "new_layers_steps"),
-        "{name} is for growth inside a run",
-        "give at_step too",
-    ),
-    Rule(
-        *("growth in stage 1", "`growth.new_layers_steps`", "stage 1 of `[two_stage]`"),
-        lambda x: x.growth.new_layers_steps and x.growth.at_step < x.stage1_steps,
-        "the growth at step {x.growth.at_step} lets only its new layers train, for "
-        "new_layers_steps={x.growth.new_layers_steps}, while stage 1 draws what trains up to step "
-        "{x.stage1_steps}",
-        "grow after stage 1, or leave one of the two out",
-    ),
-    Rule(
-        *("distributed", f"{', '.join(f'`{x}`' for x in FSDP_ONLY)}", '`sharding = "ddp"`'),
-        lambda x: x.sharding == "ddp" and _changed(x, *FSDP_ONLY),
-        'distributed.{name} needs sharding = "fsdp"',
-        "give both or neither",
-    ),
-    Rule(
-        *("optimizer", "`rewarm_steps`, `rewarm_peak` of `[optimizer]`", '"adamw", "muon"'),
-        lambda x: x.choice not in ("auto", "growth-adamw") and _changed(x.own, *OF_GROWTH_ADAMW),
-        "optimizer.{name} is an option of GrowthAdamW, but training.optimizer is {x.choice!r}",
-        "leave it out",
-    ),
-    Rule(
-        *("optimizer", "other keys of `[optimizer]`", 'an optimizer that is not "muon"'),
-        lambda x: x.choice != "muon" and _changed(x.own, *OF_MUON),
-        "optimizer.{name} is an option of Muon, but training.optimizer is {x.choice!r}",
-        "set it to 'muon', or leave the option out",
-    ),
-    Rule(
-        *("optimizer", "`optimizer.rewarm_peak`", "no `optimizer.rewarm_steps`"),
-        lambda x: not x.own.rewarm_steps and _changed(x.own, *OF_GROWTH_ADAMW),
-        "optimizer.rewarm_peak has no effect without optimizer.rewarm_steps",
-        "give both or neither",
-    ),
-    # ------------------------------------------------------------ several ones
-    Rule(
-        *("run", "`training.eval_every`", "a run without validation data"),
-        lambda x: x.training.eval_every and not (x.data.validation or x.data.validation_split),
-        "training.eval_every needs data to evaluate",
-        "give data.validation (files) or data.validation_split (of a data set)",
-    ),
-    Rule(
-        *("run", "`model.path`", "`[growth]` at the start"),
-        lambda x: (x.model.path is None) != (x.first_growth is not None),
-        "a run begins with one model",
-        "give either model.path (a checkpoint to train) or [growth] (one to grow first)",
-    ),
-    Rule(
-        *("run", "`teacher.cache`", "`data.streaming`"),
-        lambda x: x.data.streaming and x.teacher is not None and x.teacher.cache,
-        "a teacher cache needs rows that repeat, which those of a stream do not",
-        "set data.streaming to false, or give the paths of teachers",
-    ),
-    Rule(
-        *("run", "names in `teacher.paths`", "other names in `data.train`"),
-        lambda x: x.teacher and x.teacher.names and set(x.teacher.names) != set(x.data.train_names),
-        "teacher.paths has the names {x.teacher.names}, and data.train {x.data.train_names}",
-        "give one teacher to each source, under the same name",
-    ),
-    Rule(
-        *("run", "names in `teacher.paths`", "`inheritance.teacher_weights`"),
-        lambda x: x.teacher and x.teacher.names and x.inheritance and x.inheritance.teacher_weights,
-        "teachers of one source each share no rows",
-        "leave out inheritance.teacher_weights",
-    ),
-    Rule(
-        *("run", "`[inheritance]`", "a run without `[teacher]`, and the reverse"),
-        lambda x: (x.inheritance is None) != (x.teacher is None),
-        "[inheritance] and [teacher] belong together",
-        "give both or neither",
-    ),
-    Rule(
-        *("stages", "`two_stage.stage1_epochs`", "`data.streaming`"),
-        lambda x: x.two_stage and x.two_stage.stage1_epochs is not None and not x.has_length,
-        "stage1_epochs needs training data with a length, and a stream has none",
-        "give stage1_steps",
-    ),
-    Rule(
-        *("pair", "`model.generator`", "a model that is no ElectraForPreTraining"),
-        lambda x: x.generator and x.objective != "rtd",
-        "{x.name} is trained with {x.objective!r}, and model.generator belongs to an "
-        "ElectraForPreTraining",
-        "leave it out",
-    ),
-    Rule(
-        *("pair", "an ElectraForPreTraining", "no `model.generator`"),
-        lambda x: x.objective == "rtd" and not x.generator,
-        "{x.name} is a discriminator",
-        "give the directory of an ElectraForMaskedLM as model.generator",
-    ),
-    Rule(
-        *("pair", "`model.generator`", '`sharding = "fsdp"`'),
-        lambda x: x.generator and x.sharded,
-        "replaced-token detection is not sharded",
-        "set distributed.sharding to 'ddp'",
     ),
     Rule(
         *("training", '`data.objective = "rtd"`', "`[two_stage]`"),
@@ -362,5 +121,251 @@ RULES = (
         "a teacher known by its likeliest tokens has no decoder's predictions, which a model of an "
         "encoder and a decoder needs",
         "give the paths of teachers",
+    ),
+    Rule(
+        *("block", "`two_stage.layers_per_block`", "a model with fewer layers"),
+        lambda x: x.two_stage is not None and x.two_stage.layers_per_block > x.layers,
+        "layers_per_block is {x.two_stage.layers_per_block}, but the model has {x.layers} layers",
+        "give {x.layers} or less",
+    ),
+    Rule(
+        *("arguments' optimizer", "`optim`", '`sharding = "fsdp"`'),
+        lambda x: x.sharded and x.optim not in ON_SHARDS,
+        "optim is {x.optim!r}, which needs whole parameters or was not tested with parts of them",
+        f"use {', '.join(ON_SHARDS)}, or sharding = 'ddp'",
+    ),
+    Rule(
+        *("arguments' optimizer", '`training.optimizer` "growth-adamw", "muon"', "another `optim`"),
+        lambda x: x.other and x.choice in ("growth-adamw", "muon"),
+        "optimizer is {x.choice!r}, but {x.other}",
+        "give one of them",
+    ),
+    Rule(
+        *("model's optimizer", '`optimizer = "muon"`', "a model without a list of blocks"),
+        lambda x: x.choice == "muon" and not x.stacks,
+        "optimizer is 'muon', but {x.model} has no list of transformer blocks, whose matrices Muon "
+        "would train",
+        "use 'auto'",
+    ),
+    Rule(
+        *("model's optimizer", "`optimizer.rewarm_steps`", "a model that was not grown"),
+        lambda x: x.rewarms and not x.grown,
+        "optimizer.rewarm_steps is for a model that was grown, and trains with GrowthAdamW",
+        "leave it out",
+    ),
+    # --------------------------------------------------------------- teachers
+    Rule(
+        *("cached", "`teacher.cache`, `teacher.url`", "another temperature, or `kl_rows`"),
+        lambda x: _other_rows(x.rows.facts, x.schedule),
+        "{x.rows.name} was made with {name}",
+        "change the inheritance, or {x.rows.remedy}",
+    ),
+    Rule(
+        *("kinds", "a teacher of one stack", "a model of an encoder and a decoder"),
+        lambda x: x.stacks[0] != x.stacks[1],
+        "the teacher ({x.teacher}) and the model ({x.model}) differ, as one of them has an encoder "
+        "beside its decoder",
+        "choose a teacher with the model's objective",
+    ),
+    Rule(
+        *("starts", "a teacher of an encoder and a decoder", "other ids of start and padding"),
+        lambda x: x.ids[0] != x.ids[1],
+        "the teacher ({x.teacher}) starts a decoder's text and fills gaps with the tokens "
+        "{x.ids[0]}, the model with {x.ids[1]}",
+        "use a loop of your own with inherited_loss",
+    ),
+    # -------------------------------------------------- arguments of a trainer
+    Rule(
+        *("arguments", "`torch_compile`", "the fused loss of `TwoStageTrainer`"),
+        lambda x: x.args.torch_compile,
+        "torch_compile=True is not supported, as it compiles one graph per depth and fails on the "
+        "fused loss",
+        "compile the blocks instead, with `for block in stack: block.compile()` for each stack of "
+        "growkern.train.model.sub_model.layer_stacks(model)",
+    ),
+    Rule(
+        *("arguments", "several devices", "one process"),
+        lambda x: x.args.n_gpu > 1,
+        "one process can use one device only",
+        "start one process per device with torchrun --nproc_per_node=N",
+    ),
+    Rule(
+        *("arguments", "`fsdp`, `deepspeed`", "`TwoStageTrainer`"),
+        lambda x: x.args.fsdp or x.args.deepspeed,
+        NOT_SHARDED,
+        f"leave fsdp and deepspeed unset, and {SHARD}",
+    ),
+    Rule(
+        *("arguments", "several processes", "no accelerator, without `use_cpu`"),
+        lambda x: x.started > x.args.world_size,
+        "{x.started} processes were started, but each would train alone",
+        "on machines without an accelerator set use_cpu=True",
+    ),
+    Rule(
+        *("arguments", "`average_tokens_across_devices = false`", "several processes"),
+        lambda x: x.args.world_size > 1 and not x.args.average_tokens_across_devices,
+        "average_tokens_across_devices=False gives the labels of small batches more weight",
+        "set it to True",
+    ),
+    Rule(
+        *("arguments", "`ddp_find_unused_parameters = false`", "several processes"),
+        lambda x: x.args.world_size > 1 and x.args.ddp_find_unused_parameters is False,
+        "ddp_find_unused_parameters=False would wait for ever for layers that do not run in "
+        "stage 1",
+        "leave it unset",
+    ),
+    Rule(
+        *("checkpointing", "gradient checkpointing", "`use_reentrant = true`"),
+        lambda x: x.reentrant,
+        "{x.where}gradient checkpointing with use_reentrant=True, which loses the gradients of the "
+        "lowest trained layer",
+        "set gradient_checkpointing_kwargs={{'use_reentrant': False}}",
+    ),
+    Rule(
+        *("arguments", "`bf16_full_eval`, `fp16_full_eval`", "training"),
+        lambda x: x.args.bf16_full_eval or x.args.fp16_full_eval,
+        "bf16_full_eval and fp16_full_eval round the weights in training to half precision",
+        "unset them, and set precision='bf16' for a faster evaluation",
+    ),
+    Rule(
+        *("arguments", "`model_init`", "`TwoStageTrainer`"),
+        lambda x: x.options.get("model_init"),
+        "model_init cannot be used, because the teacher and the FLOPs belong to one model",
+        "pass model=model_init() instead",
+    ),
+    Rule(
+        *("arguments", "`accelerator_config.even_batches = false`", "several processes"),
+        lambda x: x.args.world_size > 1 and not x.args.accelerator_config.even_batches,
+        "accelerator_config even_batches=False gives some processes a batch more, for which the "
+        "others would wait for ever",
+        "leave it True. Rows that fill up the last batch do not count",
+    ),
+    Rule(
+        *("arguments", "`train_sampling_strategy`", "runs that can be resumed"),
+        lambda x: x.args.train_sampling_strategy not in ORDERS,
+        "train_sampling_strategy={x.args.train_sampling_strategy!r} draws another order in each "
+        "process and after a restart, so rows would be repeated and left out",
+        'use "random" or "sequential"',
+    ),
+    Rule(
+        *("arguments", "`accelerator_config.use_seedable_sampler = false`"),
+        "runs that can be resumed",
+        lambda x: not x.args.accelerator_config.use_seedable_sampler,
+        "accelerator_config use_seedable_sampler=False draws another order after a restart, so "
+        "rows would be repeated and left out",
+        "leave it True",
+    ),
+    Rule(
+        *("arguments", "`compute_loss_func`, `compute_metrics`", "the fused loss"),
+        lambda x: next((name for name in OF_LOGITS if x.options.get(name) is not None), None),
+        "{name} cannot be used, as the loss is fused with the output projection and there are no "
+        "logits",
+        "give it to a plain transformers.Trainer, with the trained model",
+    ),
+    Rule(
+        *("sources", "teachers of one source each", "batches that the first process sends"),
+        lambda x: x.sent,
+        "the first process sends its batches to the others, which cannot carry the sources of "
+        "teachers",
+        "set dispatch_batches=False in accelerator_config",
+    ),
+    Rule(
+        *("accelerator", "FSDP, DeepSpeed or Megatron of accelerate", "`TwoStageTrainer`"),
+        lambda x: x.kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"),
+        f"accelerate was set to {{x.kind}}, and {NOT_SHARDED}",
+        SHARD,
+    ),
+    Rule(
+        *("accelerator", "fp8 of accelerate", "the fused loss"),
+        lambda x: x.precision == "fp8",
+        "accelerate was set to fp8, which the fused loss does not use",
+        "use bf16",
+    ),
+    Rule(
+        *("accelerator", "`dynamo_backend` of accelerate", "the fused loss"),
+        lambda x: x.compiler not in (None, "NO", "no"),
+        "accelerate was set to compile the whole model, which fails on the fused loss",
+        "set dynamo_backend to 'no'",
+    ),
+    Rule(
+        *("precision", "`training.precision`", "another one in the arguments"),
+        lambda x: x.wanted is not None and x.of_args not in (None, x.wanted),
+        "precision is {x.wanted!r}{x.default}, but the training arguments set {x.of_args}=True",
+        "give one of the two",
+    ),
+    Rule(
+        *("precision", "`training.precision`", "another one of `accelerate launch`"),
+        lambda x: x.wanted is not None and x.of_launcher not in (None, x.wanted),
+        "precision is {x.wanted!r}{x.default}, but the environment variable {x.variable} is "
+        "{x.of_launcher!r}",
+        "unset it{x.instead}",
+    ),
+    # -------------------------------------------------------- growth in a run
+    Rule(
+        *("growth in a run", "growth inside a run", "`max_steps` unset"),
+        lambda x: x.args.max_steps <= 0,
+        "growth inside a run needs the number of steps",
+        "give max_steps",
+    ),
+    Rule(
+        *("growth in a run", "growth at step 0", "`TwoStageTrainer`"),
+        lambda x: not x.growth[0].at_step,
+        "a growth at step 0 is not one inside a run",
+        "grow the model with growkern.grow first, or use a run file",
+    ),
+    Rule(
+        *("growth in a run", "growth inside a run", "frozen parameters"),
+        lambda x: x.frozen,
+        "{x.frozen} is frozen, and all parameters of the larger model train",
+        "leave it trainable, or grow the model between two trainings",
+    ),
+    Rule(
+        *("growth in a run", "growth inside a run", "`optimizers` of the trainer"),
+        lambda x: any(part is not None for part in x.options.get("optimizers") or ()),
+        "the optimizer that was passed holds the small model's parameters",
+        "set args.optim",
+    ),
+    Rule(
+        *("growth in a run", "growth inside a run", "`load_best_model_at_end`"),
+        lambda x: x.args.load_best_model_at_end,
+        "load_best_model_at_end may find a checkpoint of another size",
+        "leave it out",
+    ),
+    Rule(
+        *("growth in a run", "growth inside a run", '`save_strategy = "no"`'),
+        lambda x: x.args.save_strategy == "no",
+        "growth continues from a checkpoint",
+        'set save_strategy to "steps"',
+    ),
+    Rule(
+        *("growth in a run", "growth inside a run", "`save_only_model`"),
+        lambda x: x.args.save_only_model,
+        "growth continues from the optimizer's state",
+        "leave out save_only_model",
+    ),
+    Rule(
+        *("growth in a run", "growth inside a run", "a model of `fully_shard`"),
+        lambda x: x.foreign,
+        "the model was sharded by fully_shard, and the larger model must be sharded alike",
+        "use growkern.shard",
+    ),
+    Rule(
+        *("growth in a run", "moments that grow", "an optimizer other than AdamW"),
+        lambda x: x.args.optim not in ADAMW and any(step.grows_moments for step in x.growth),
+        "the state of {x.args.optim.value} cannot be grown",
+        'set moments to "reset" in all growths',
+    ),
+    Rule(
+        *("new layers", "`growth.new_layers_steps`", "a growth without new layers at the top"),
+        lambda x: x.step.new_layers_steps and (x.new == x.old or x.step.depth != "stack"),
+        "the growth at step {x.step.at_step}: new_layers_steps needs new layers above the old "
+        "ones, but {x.before} layers become {x.after} with depth={x.step.depth!r}",
+        "leave it out, or grow num_hidden_layers with depth='stack'",
+    ),
+    Rule(
+        *("schedule", "`growth.rewarm_steps`", "a schedule that depends on more than the step"),
+        lambda x: not x.by_step,
+        "rewarm_steps needs a schedule that depends on the step alone, and {x.kind} does not",
+        "use linear, cosine or constant",
     ),
 )

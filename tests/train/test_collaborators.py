@@ -64,7 +64,7 @@ def test_the_objective_is_that_of_the_model(accelerator):
     flops = objective.flops
     flops.add(rows, None, meter, taught=False)
     assert flops.drain() > flops.drain() == 0
-    growths = GrowthInRun((), model, None, {})
+    growths = GrowthInRun((), model)
     assert objective.plan(0, TwoStageConfig(1, stage1_steps=1), growths).part is not None
     assert objective.plan(1, TwoStageConfig(1, stage1_steps=1), growths) == WHOLE
 
@@ -144,7 +144,7 @@ def test_a_bad_step_is_not_taken_and_a_signal_saves(accelerator, args):
     assert steps.is_taken(torch.tensor(1.0), 3)
     control = TrainerControl(should_evaluate=True)
     growths, saver = (
-        GrowthInRun((), torch.nn.Linear(1, 1), args, {}),
+        GrowthInRun((), torch.nn.Linear(1, 1)),
         Saver(args, accelerator, stops),
     )
     callback = LoopCallback(Batches(accelerator, **KIND), Meter(), growths, steps, saver)
@@ -155,7 +155,7 @@ def test_a_bad_step_is_not_taken_and_a_signal_saves(accelerator, args):
 
 def test_a_part_of_the_run_ends_before_a_growth(args, tmp_path):
     growth = [GrowthStep(at_step=n, sizes={"num_hidden_layers": n}) for n in (4, 6)]
-    growths = GrowthInRun(growth, build("bert", layers=2), args, {})
+    growths = GrowthInRun(growth, build("bert", layers=2))
     assert [growths.grown_at(tmp_path / f"checkpoint-{n}") for n in (4, 5, 8)] == [0, 1, 2]
     control = TrainerControl()
     growths.end_part(control, 3)

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from growkern.arguments import Limit, between, check_fields
 from growkern.errors import GrowthError
+from growkern.train.file_rules import OF_BARE_ROWS
 from growkern.train.objectives.names import DENOISING_SHARE, SHARE, SPANS, Objective, row_length
-from growkern.train.rules import OF_BARE_ROWS, check
+from growkern.train.rules import check
 
 # more tokens than any row has
 MOST = 1 << 40

@@ -16,9 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
-from transformers.training_args import OptimizerNames
 
 from growkern.errors import GrowthError
 from growkern.growth.disk.companions import complete_config
@@ -28,11 +26,10 @@ from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import misfit
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.checkpoint import sources_of
-from growkern.train.distributed.shard import DistributedOptions, is_sharded
+from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.growth import (
     GrowthStep,
     Size,
-    check_order,
     grown_model,
     layers_of,
     new_part,
@@ -43,8 +40,7 @@ from growkern.train.growth import (
 )
 from growkern.train.model.sub_model import Part
 from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
-from growkern.train.optimizer import ADAMW
-from growkern.train.rules import refuse_first
+from growkern.train.rules import check as check_rules
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.saving import Saver
 
@@ -81,20 +77,12 @@ class GrowthInRun:
         ends_here: whether this part of the run ends because the model will grow.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[GrowthStep],
-        model: Any,
-        args: TrainingArguments,
-        options: dict[str, Any],
-    ) -> None:
+    def __init__(self, steps: Sequence[GrowthStep], model: Any) -> None:
         self.steps, self.grown = tuple(steps), 0
         self.source: Path | None = None
         self.ends_here = False
         self._sizes: list[Size] = []
         self._class_name = type(model).__name__.removeprefix("FSDP")
-        if self.steps:
-            _check(self.steps, model, args, options)
 
     def plan(self, model: Any, check: Callable[[Any], Any]) -> None:
         """Plan every growth against the model that the run has until then; see `sizes_of_run`."""
@@ -103,17 +91,13 @@ class GrowthInRun:
         self._sizes = sizes_of_run(model, self.steps, check)
         for step, size in zip(self.steps, self._sizes[1:], strict=True):
             old, new = zip(*layers_of(size), strict=True)
-            if step.new_layers_steps and (new == old or step.depth != "stack"):
-                before, after = (" and ".join(map(str, layers)) for layers in (old, new))
-                raise GrowthError(
-                    f"the growth at step {step.at_step}: new_layers_steps needs new layers above "
-                    f"the old ones, but {before} layers become {after} with depth={step.depth!r}"
-                )
+            before, after = (" and ".join(map(str, layers)) for layers in (old, new))
+            check_rules("new layers", step=step, old=old, new=new, before=before, after=after)
 
     def grown_at(self, checkpoint: Path | None) -> int:
         """How many growths the model of a checkpoint has behind it; None is the start."""
         step = 0 if checkpoint is None else step_of(checkpoint)
-        return sum(one.at_step < step for one in self.steps)
+        return sum(growth.at_step < step for growth in self.steps)
 
     def is_due(self, step: int) -> bool:
         """Whether the model grows after so many steps."""
@@ -171,15 +155,11 @@ class GrowthInRun:
 
     def rewarm(self, scheduler: Any, name: Any) -> None:
         """Let the learning rate rise again after each growth that asks for it."""
-        if not any(one.rewarm_steps for one in self.steps):
+        if not any(growth.rewarm_steps for growth in self.steps):
             return
-        if not isinstance(scheduler, LambdaLR):
-            raise GrowthError(
-                "rewarm_steps needs a schedule that depends on the step alone, and "
-                f"{name} does not: use linear, cosine or constant"
-            )
+        check_rules("schedule", by_step=isinstance(scheduler, LambdaLR), kind=name)
         scheduler.lr_lambdas = [
-            partial(rewarmed, rate=one, growth=self.steps) for one in scheduler.lr_lambdas
+            partial(rewarmed, rate=rate, growth=self.steps) for rate in scheduler.lr_lambdas
         ]
 
 
@@ -195,44 +175,3 @@ def complete_directory(model: Any, tokenizer: Any, directory: Path) -> None:
     plan = plan_before(model)
     if plan is not None and misfit(plan, model) is None:
         keep_lineage(history_of(model), directory)
-
-
-def _check(
-    growth: Sequence[GrowthStep], model: Any, args: TrainingArguments, options: dict[str, Any]
-) -> None:
-    """Refuse growths, and arguments under which the model cannot be replaced."""
-    steps = args.max_steps
-    if steps <= 0:
-        raise GrowthError("growth inside a run needs the number of steps: give max_steps")
-    check_order(growth, steps)
-    if not growth[0].at_step:
-        raise GrowthError(
-            "a growth at step 0 is not one inside a run: grow the model with growkern.grow first, "
-            "or use a run file"
-        )
-    frozen = next((name for name, p in model.named_parameters() if not p.requires_grad), None)
-    refuse_first(
-        {
-            f"{frozen} is frozen, and all parameters of the larger model train: leave it "
-            "trainable, or grow the model between two trainings": frozen,
-            "model_init makes models of one size: pass the model": options.get("model_init"),
-            "the optimizer that was passed holds the small model's parameters: set args.optim": (
-                any(one is not None for one in options.get("optimizers") or ())
-            ),
-            "load_best_model_at_end may find a checkpoint of another size: leave it out": (
-                args.load_best_model_at_end
-            ),
-            'growth continues from a checkpoint: set save_strategy to "steps"': (
-                args.save_strategy == "no"
-            ),
-            "growth continues from the optimizer's state: leave out save_only_model": (
-                args.save_only_model
-            ),
-            "the model was sharded by fully_shard, and the larger model must be sharded alike: use "
-            "growkern.shard": is_sharded(model) and not hasattr(model, "distributed_options"),
-            f"the state of {OptimizerNames(args.optim).value} cannot be grown: set moments to "
-            '"reset" in all growths': (
-                args.optim not in ADAMW and any(one.grows_moments for one in growth)
-            ),
-        }
-    )

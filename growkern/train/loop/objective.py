@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from growkern.train.loop.checks import check_objectives
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import FlopCounter, Meter
 from growkern.train.loss.inheritance import Teachers
@@ -122,7 +121,7 @@ class Objective:
         self.causal = not self.decoder and is_causal(model)
         side = side_loss_of(model)
         self.side = None if side is None else SideTerm(side)
-        costs = [ModelCost(one, find_stacks(text_model(one))) for one in teachers.models]
+        costs = [ModelCost(x, find_stacks(text_model(x))) for x in teachers.models]
         self.flops = FlopCounter(None, costs, model.main_input_name, decoder=self.decoder)
 
     def take_model(self, model: Any) -> None:
@@ -139,7 +138,6 @@ class Objective:
 
     def check_size(self, model: Any) -> int | None:
         """The columns that model and teachers share; refuses a model that does not fit them."""
-        check_objectives(self.teachers, model, self.causal)
         return self.teachers.common_vocabulary(model, self._tokenizer)
 
     # ------------------------------------------------------------------- loss

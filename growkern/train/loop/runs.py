@@ -92,7 +92,7 @@ def replace_model(trainer: Any, make: Callable[[Former], Any]) -> None:
     elif trainer.place_model_on_device:
         trainer._move_model_to_device(model, trainer.args.device)
     trainer.model = trainer.model_wrapped = model
-    take_model(trainer.objective, trainer.optimizers, trainer.two_stage, model)
+    take_model(trainer.objective, trainer.optimizers, model)
 
 
 def forget_model(trainer: Any) -> Former:
@@ -235,7 +235,7 @@ def flops_per_step(
     flops["a full step"] = cost.train(sequences, length, **sizes) + head
     if teachers:
         flops["the teachers"] = sum(
-            one.forward(sequences, length, **sizes) + rows * one.head_row(train=False)
-            for one in teachers
+            teacher.forward(sequences, length, **sizes) + rows * teacher.head_row(train=False)
+            for teacher in teachers
         )
     return flops

@@ -5,10 +5,7 @@ A collaborator knows nothing of the trainer. It gets what it needs with each cal
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,18 +14,17 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.errors import GrowthWarning
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.distributed.shards import Shards
-from growkern.train.growth import GrowthStep
 from growkern.train.loop.callbacks import LoopCallback, use_own_displays
 from growkern.train.loop.checks import (
+    Settings,
     check_accelerator,
-    check_arguments,
-    check_block_size,
-    check_kinds,
+    check_objectives,
+    check_settings,
     check_step_numbers,
-    check_trained_model,
+    choose_precision,
     choose_teachers,
     stages_in_steps,
 )
@@ -41,89 +37,64 @@ from growkern.train.loss.inheritance import (
     Teachers,
     TeachersOfSources,
 )
-from growkern.train.loss.options import InheritanceSchedule, LossOptions
+from growkern.train.loss.options import LossOptions
 from growkern.train.loss.passes import are_sent
-from growkern.train.loss.side import check_side, side_loss_of
 from growkern.train.loss.vocabulary import check_vocabularies
-from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator
-from growkern.train.optimizer import OptimizerChoice, OptimizerMaker, OptimizerOptions
+from growkern.train.optimizer import OptimizerMaker, OptimizerOptions
 from growkern.train.rules import check
 from growkern.train.safety.checkpoints import behind_link
 from growkern.train.safety.saving import Saver, Stops
-from growkern.train.safety.steps import StepOptions, StepWatch
-from growkern.train.topk_teacher.teacher import TopKTeacher
+from growkern.train.safety.steps import StepWatch
 
-PRECISIONS = ("fp32", "bf16", "pure-bf16")
-# set by `accelerate launch`; accelerate follows it where the arguments say nothing
-SWITCH = "ACCELERATE_MIXED_PRECISION"
 HALF = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of the trainer that Trainer does not have, see there."""
-
-    two_stage: TwoStageConfig | None
-    inheritance: InheritanceSchedule | None
-    teacher: Any
-    teacher_tokenizer: Any
-    loss: LossOptions | None
-    optimizer: OptimizerChoice
-    optimizer_options: OptimizerOptions | None
-    growth: Sequence[GrowthStep]
-    precision: str | None
-    steps: StepOptions
-
-
 def prepare(
-    settings: Settings, model: Any, args: TrainingArguments, options: dict[str, Any]
+    settings: Settings,
+    model: Any,
+    args: TrainingArguments,
+    options: dict[str, Any],
+    *,
+    resolved: bool,
 ) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards, str]:
     """Check everything that can be checked before Trainer is made, and make what it needs.
 
     Args:
         model: in training. Its weights may get another dtype.
         args: of the trainer; changed where a run needs it.
+        resolved: whether the settings are those of a run file, which were checked.
     """
-    check_kinds(model, **vars(settings))
-    check_arguments(args, options)
-    check_trained_model(model)
+    if not resolved:
+        check_settings(settings, model, args, options)
     two_stage, growth = settings.two_stage is not None, settings.growth
-    set_arguments(args, in_parts=two_stage or any(one.new_layers_steps for one in growth))
+    set_arguments(args, in_parts=two_stage or any(step.new_layers_steps for step in growth))
     loss = (settings.loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
     teachers = choose_teachers(settings.inheritance, settings.teacher)
-    check_side(
-        side_loss_of(model),
-        two_stage=two_stage,
-        teacher=settings.inheritance is not None,
-        cached=isinstance(teachers, TopKTeacher),
-        grows=bool(growth),
-    )
     own = settings.optimizer_options or OptimizerOptions()
     optimizers = OptimizerMaker(settings.optimizer, own, args, options, grows=bool(growth))
     tokenizer = options.get("processing_class")
     objective = Objective(
         model, loss, settings.inheritance, teachers, tokenizer, in_stages=two_stage
     )
-    take_model(objective, optimizers, settings.two_stage, model)
+    check_objectives(teachers, model, objective.causal)
+    take_model(objective, optimizers, model)
+    if not resolved:
+        check("block", two_stage=settings.two_stage, layers=objective.layers)
     if isinstance(teachers, Teachers):
-        found = check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
-        teachers.known = found
+        known = check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
+        teachers.known = known
     teachers.freeze(model, args.device)
-    growths = GrowthInRun(growth, model, args, options)
-    precision = set_precision(model, args, settings.precision)
+    wanted = settings.precision
+    precision = str(wanted) if resolved else choose_precision(args, wanted)
+    set_precision(model, args, precision)
+    growths = GrowthInRun(growth, model)
     return objective, optimizers, growths, Shards(model, teachers.models), precision
 
 
-def take_model(
-    objective: Objective,
-    optimizers: OptimizerMaker,
-    two_stage: TwoStageConfig | None,
-    model: Any,
-) -> None:
+def take_model(objective: Objective, optimizers: OptimizerMaker, model: Any) -> None:
     """Look at the model that will be trained from now on."""
     objective.take_model(model)
-    check_block_size(two_stage, objective.layers)
     optimizers.take_model(model)
 
 
@@ -147,23 +118,21 @@ def complete(
     # the data loader of the run counts its rows
     trainer.batches = Batches(accelerator, objective.loss.columns, **kind)
     trainer.two_stage = stages = stages_in_steps(settings.two_stage, trainer)
-    check_step_numbers(trainer, stages, settings.inheritance, trainer.optimizers.own.rewarm_steps)
-    for one in settings.growth:
-        check("growth in stage 1", growth=one, stage1_steps=(stages and stages.stage1_steps) or 0)
+    if not trainer.is_resolved:
+        rewarm_steps = trainer.optimizers.own.rewarm_steps
+        check_step_numbers(trainer, stages, settings.inheritance, rewarm_steps)
+    for step in settings.growth:
+        check("growth in stage 1", growth=step, stage1_steps=(stages and stages.stage1_steps) or 0)
     own, check_labels = trainer.data_collator, trainer.batches.check_labels
     if isinstance(objective.teachers, TeachersOfSources):
-        if are_sent(trainer.train_dataset, accelerator):
-            raise GrowthError(
-                "the first process sends its batches to the others, which cannot carry the sources "
-                "of teachers: set dispatch_batches=False in accelerator_config"
-            )
+        check("sources", sent=are_sent(trainer.train_dataset, accelerator))
         own = SourceCollator(own, objective.teachers.names)
     without = trainer._get_collator_with_removed_columns
     check_labels(trainer.train_dataset, without(own), trainer._train_batch_size, "training")
     data = trainer.eval_dataset
-    for one in data.values() if isinstance(data, dict) else [data]:
-        collator = without(evaluation_collator(own, one))
-        check_labels(one, collator, args.eval_batch_size, "evaluation")
+    for dataset in data.values() if isinstance(data, dict) else [data]:
+        collator = without(evaluation_collator(own, dataset))
+        check_labels(dataset, collator, args.eval_batch_size, "evaluation")
     trainer.data_collator = objective.teachers.collator(own, trainer.train_dataset)
     schedule = objective.inheritance
     trainer.add_callback(
@@ -187,7 +156,7 @@ def set_arguments(args: TrainingArguments, *, in_parts: bool) -> None:
         args.data_seed = args.seed
 
 
-def set_precision(model: Any, args: TrainingArguments, precision: str | None) -> str:
+def set_precision(model: Any, args: TrainingArguments, precision: str) -> None:
     """Give a model the weights that its training needs, and set the autocast of the arguments.
 
     Weights in half precision become float32 here, in place. Other weights stay as they are.
@@ -196,30 +165,12 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
     weights of norms are about 1 and would never change.
 
     Args:
-        args: of the trainer; changed if `precision` asks for autocast.
-        precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16", where
-            weights and optimizer state are bfloat16 too; None follows `args.bf16` and
-            `args.fp16`, then the environment variable that `accelerate launch` sets.
-
-    Returns:
-        The precision that was chosen: one of the above, or "fp16".
+        args: of the trainer, which get autocast.
+        precision: of `choose_precision`.
     """
-    of_args = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    where = f"the training arguments set {of_args}=True: give one of the two"
-    of_launcher = os.environ.get(SWITCH, "no")
-    if of_args is None and of_launcher in ("bf16", "fp16"):
-        of_args = of_launcher
-        instead = f', or give precision = "{of_args}"' if of_args in PRECISIONS else ""
-        where = f"the environment variable {SWITCH} is {of_args!r}: unset it{instead}"
-    if precision is not None and precision not in PRECISIONS:
-        raise GrowthError(f"precision is {precision!r}{nearest(precision, PRECISIONS)}")
-    if precision is not None and of_args not in (None, precision):
-        default = ", also where a run file says nothing" if precision == "fp32" else ""
-        raise GrowthError(f"precision is {precision!r}{default}, but {where}")
-    chosen = precision or of_args or "fp32"
-    if chosen == "bf16":
+    if precision == "bf16":
         args.bf16, args.mixed_precision = True, "bf16"
-    if chosen == "pure-bf16":
+    if precision == "pure-bf16":
         warnings.warn(
             "pure-bf16: weights and optimizer state are bfloat16, so steps below 1/512 of a weight "
             'are lost and norms hardly train; precision = "bf16" keeps float32 weights',
@@ -240,4 +191,3 @@ def set_precision(model: Any, args: TrainingArguments, precision: str | None) ->
         for tensor in chain(model.parameters(), model.buffers()):
             if tensor.dtype in HALF:
                 tensor.data = tensor.data.float()
-    return chosen

@@ -24,9 +24,9 @@ from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shards import whole_state, without_shared
 from growkern.train.growth import GrowthStep
-from growkern.train.loop import runs
+from growkern.train.loop import checks, runs
 from growkern.train.loop.growing import complete_directory
-from growkern.train.loop.setup import Settings, complete, prepare
+from growkern.train.loop.setup import complete, prepare
 from growkern.train.loss.batches import Batches, unchanged_random_state
 from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.passes import stream_loader
@@ -95,8 +95,9 @@ class TwoStageTrainer(Trainer):
     batches: Batches
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
-    resume_hint = RESUME_HINT
-    misses_evaluation = False
+    resume_hint, misses_evaluation = RESUME_HINT, False
+    # whether the settings are those of a run file, which were checked before
+    is_resolved = False
 
     fit_to = runs.fit_to
     newest_whole_checkpoint = runs.newest_whole_checkpoint
@@ -123,11 +124,11 @@ class TwoStageTrainer(Trainer):
         **options: Any,
     ) -> None:
         args, steps = args or TrainingArguments(), StepOptions(on_nonfinite, save_minutes)
-        settings = Settings(
+        settings = checks.Settings(
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss),
             *(optimizer, optimizer_options, growth, precision, steps),
         )
-        early = prepare(settings, model, args, options)
+        early = prepare(settings, model, args, options, resolved=self.is_resolved)
         self.objective, self.optimizers, self.growths, self.shards, self.precision = early
         self.two_stage, self.inheritance = two_stage, inheritance
         self.loss, self.side = self.objective.loss, side_loss_of(model)

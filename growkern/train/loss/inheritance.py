@@ -56,11 +56,6 @@ class Teachers:
     def __init__(self, models: Sequence[Any], schedule: InheritanceSchedule | None) -> None:
         self.models = list(models)
         weights = None if schedule is None else schedule.teacher_weights
-        if weights is not None and len(weights) != len(self.models):
-            teachers = "1 teacher" if len(self.models) == 1 else f"{len(self.models)} teachers"
-            raise GrowthError(
-                f"{len(weights)} teacher_weights for {teachers}: give one weight per teacher"
-            )
         for model in self.models:
             check_head(model)
         self.options = teacher_options(self.models)
@@ -134,13 +129,7 @@ class Teachers:
 class TeachersOfSources(Teachers):
     """Frozen models, one for the examples of each source, by the names of these."""
 
-    def __init__(
-        self, models: Mapping[str, Any], schedule: InheritanceSchedule | None = None
-    ) -> None:
-        if schedule is not None and schedule.teacher_weights is not None:
-            raise GrowthError(
-                "teachers of one source each share no rows: leave teacher_weights out"
-            )
+    def __init__(self, models: Mapping[str, Any]) -> None:
         super().__init__(list(models.values()), None)
         self.names = tuple(models)
 

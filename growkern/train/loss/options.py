@@ -15,8 +15,8 @@ from growkern.ops.loss.rows.options import (
     Divergence,
     KLRows,
     Tail,
-    check_inheritance,
 )
+from growkern.train.rules import check
 
 Decay = Literal["linear", "constant", "switch"]
 
@@ -121,18 +121,14 @@ class InheritanceSchedule:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.decay == "constant":
-            if self.end_step is not None:
-                raise GrowthError(
-                    "inheritance end_step is given, but a constant rate has no end: leave it out, "
-                    "or set decay to 'switch'"
-                )
-        elif self.end_step is None or self.end_step < 1:
+        check("inheritance", self)
+        if self.decay != "constant" and (self.end_step is None or self.end_step < 1):
             raise GrowthError(
                 f"inheritance end_step is {self.end_step}: give the optimizer step at which the "
                 "rate reaches 0, for example 0.44 of all steps"
             )
-        check_inheritance(self)
+        if self.teacher_weights is not None and not (abs(sum(self.teacher_weights) - 1) <= 1e-6):
+            raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
 
     def rate_at(self, step: int) -> float:
         """The share of the KL term at an optimizer step, counted from 0."""

@@ -24,7 +24,6 @@ from growkern.errors import GrowthError
 from growkern.train.loss.rows import ROW_COUNTS, check_keys, real_rows, real_tokens
 from growkern.train.model.flops import is_experts
 from growkern.train.model.head import probing
-from growkern.train.rules import check
 
 # ------------------------------------------------------------------- of a second head
 
@@ -113,20 +112,6 @@ def side_loss_of(model: Any) -> SideLoss | None:
     if "ReplacedTokenDetection" in names:
         return SIDE_LOSSES["rtd"]
     return SIDE_LOSSES["mlm+nsp"] if "BertForPreTraining" in names else None
-
-
-def check_side(
-    side: SideLoss | None,
-    *,
-    two_stage: bool = False,
-    teacher: bool = False,
-    cached: bool = False,
-    grows: bool = False,
-    two_stacks: bool = False,
-) -> None:
-    """Refuse settings of a run that a side loss does not fit."""
-    facts = {"two_stage": two_stage, "teacher": teacher, "cached": cached, "grows": grows}
-    check("training", side=side and side.name, two_stacks=two_stacks, **facts)
 
 
 class SideTerm:

@@ -37,6 +37,7 @@ from growkern.arguments import (
     whole_number,
 )
 from growkern.errors import GrowthError
+from growkern.train.rules import check
 
 Embeddings = Literal["frozen", "bottom"]
 
@@ -206,8 +207,7 @@ class TwoStageConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if (self.stage1_steps is None) == (self.stage1_epochs is None):
-            raise GrowthError("give either stage1_steps or stage1_epochs")
+        check("two_stage", self)
 
     def in_steps(self, steps_per_epoch: int) -> "TwoStageConfig":
         """The same stages with the length of stage 1 in optimizer steps, rounded up."""

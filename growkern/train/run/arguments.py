@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 import torch
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
     get_available_reporting_integrations,
@@ -22,6 +22,8 @@ from transformers.integrations.integration_utils import (
 from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.ops.loss.rows.options import LABEL_OPTIONS
+from growkern.train.loss.side import SideLoss
+from growkern.train.rules import check
 from growkern.train.run.file import OutputSection, Run, has_tensorboard
 
 # keys of [trainer] that are keys of growkern
@@ -74,17 +76,16 @@ PACKAGES = {
 }
 
 
-def training_arguments(
-    run: Run, output: Path, reports: Sequence[str], *, progress: bool
-) -> TrainingArguments:
+def training_arguments(run: Run, output: Path, *, progress: bool) -> TrainingArguments:
     """The arguments of the trainer."""
     training = run.training
     evaluate = bool(run.data.validation or run.data.validation_split)
+    batch_size = training.batch_size // int(os.environ.get("WORLD_SIZE", "1"))
     known: dict[str, Any] = {
         "output_dir": str(output),
         "max_steps": training.steps,
-        "per_device_train_batch_size": batch_of_a_process(run),
-        "per_device_eval_batch_size": batch_of_a_process(run),
+        "per_device_train_batch_size": batch_size,
+        "per_device_eval_batch_size": batch_size,
         "gradient_accumulation_steps": training.accumulation,
         "learning_rate": training.learning_rate,
         "warmup_steps": training.warmup_steps,
@@ -103,7 +104,7 @@ def training_arguments(
         "save_steps": training.save_every or training.steps,
         "save_total_limit": training.keep_checkpoints,
         "dataloader_num_workers": training.data_workers,
-        "report_to": list(reports) or "none",
+        "report_to": list(reports_of(run.output)) or "none",
         "disable_tqdm": not progress,
         # pinning memory gives a warning in every epoch without an accelerator
         "dataloader_pin_memory": torch.cuda.is_available(),
@@ -116,11 +117,7 @@ def training_arguments(
             raise
         why = " ".join(str(error).split())
         raise GrowthError(f"[trainer] cannot be used: {why}") from error
-    if args.world_size > 1 and args.accelerator_config.split_batches:
-        raise GrowthError(
-            "trainer.accelerator_config split_batches=True divides the batch of a process among "
-            "the processes again: leave it out. training.batch_size is that of all of them"
-        )
+    check("arguments of a run", args)
     _check_steps(args)
     return args
 
@@ -150,29 +147,24 @@ def _check_steps(args: TrainingArguments) -> None:
         ) from error
 
 
-def check_best_metric(trainer: Trainer, side: str | None) -> None:
-    """Check that evaluations give the number by which a trainer chooses its best model."""
-    chosen, sets = trainer.args.metric_for_best_model, trainer.eval_dataset
-    if chosen is None or sets is None:
+def check_best_metric(args: TrainingArguments, sets: Sequence[str], side: SideLoss | None) -> None:
+    """Check that evaluations give the number by which a trainer chooses its best model.
+
+    Args:
+        sets: the names of the validation data, if it has several parts.
+        side: the loss beside that of the labels.
+    """
+    chosen = args.metric_for_best_model
+    if chosen is None or args.eval_strategy == "no":
         return
-    names = ["loss", *((side, f"{side}_accuracy") if side else ())]
-    if isinstance(sets, dict):
-        names = ["loss", *(f"{one}_{name}" for one in sets for name in names)]
+    names = ["loss", *((side.name, f"{side.name}_accuracy") if side else ())]
+    if sets:
+        names = ["loss", *(f"{part}_{name}" for part in sets for name in names)]
     if chosen.removeprefix("eval_") not in names:
         raise GrowthError(
             f"trainer.metric_for_best_model is {chosen!r}, which an evaluation does not give"
             f"{nearest(chosen, names)}"
         )
-
-
-def batch_of_a_process(run: Run) -> int:
-    """The rows of a micro-batch that each process of torchrun gets."""
-    batch, processes = run.training.batch_size, int(os.environ.get("WORLD_SIZE", "1"))
-    if batch % processes:
-        raise GrowthError(
-            f"training.batch_size is {batch}: it must be a multiple of the {processes} processes"
-        )
-    return batch // processes
 
 
 # ------------------------------------------------------------------- [trainer]
@@ -206,14 +198,14 @@ def checked_arguments(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options(kind: Any) -> tuple[Any, ...]:
     if typing.get_origin(kind) in (types.UnionType, Union):
-        return tuple(one for option in typing.get_args(kind) for one in _options(option))
+        return tuple(x for option in typing.get_args(kind) for x in _options(option))
     return (kind,)
 
 
 def _members(kind: Any) -> list[str]:
     """The names that a field takes; none if it is no enumeration."""
-    enums = [one for one in _options(kind) if isinstance(one, type) and issubclass(one, enum.Enum)]
-    return [member.value for one in enums for member in one]
+    enums = [x for x in _options(kind) if isinstance(x, type) and issubclass(x, enum.Enum)]
+    return [member.value for kind in enums for member in kind]
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -221,13 +213,13 @@ def _fits(value: Any, kind: Any) -> bool:
     members = _members(kind)
     if members and isinstance(value, str):
         return value in members
-    return any(_fits_one(value, one) for one in _options(kind))
+    return any(_fits_one(value, option) for option in _options(kind))
 
 
 def _fits_one(value: Any, kind: Any) -> bool:
     origin = typing.get_origin(kind) or kind
     if origin is Literal:
-        return any(value == one and type(value) is type(one) for one in typing.get_args(kind))
+        return any(value == x and type(value) is type(x) for x in typing.get_args(kind))
     if origin is float:
         return type(value) in (int, float)
     if origin is list:
@@ -242,8 +234,8 @@ def _fits_one(value: Any, kind: Any) -> bool:
 def _described(kind: Any) -> str:
     if _members(kind):
         return f"a name, such as {_members(kind)[0]!r}"
-    options = [one for one in _options(kind) if one is not types.NoneType]
-    return " or ".join(getattr(one, "__name__", None) or str(one) for one in options)
+    options = [option for option in _options(kind) if option is not types.NoneType]
+    return " or ".join(getattr(option, "__name__", None) or str(option) for option in options)
 
 
 # ------------------------------------------------------------------- reporting

@@ -188,8 +188,15 @@ class Run:
         if self.growths:
             check_order(self.growths, self.training.steps)
         if self.optimizer is not None:
-            self.optimizer.check_fits(self.training.optimizer)
+            check("optimizer", own=self.optimizer, choice=self.training.optimizer)
         check("run", self)
+        check(
+            "teachers",
+            inheritance=self.inheritance,
+            given=self.teacher is not None,
+            by_source=bool(self.teacher and self.teacher.names),
+            number=len(self.teacher.directories) or None if self.teacher else None,
+        )
         numbers = {
             "two_stage.stage1_steps": self.two_stage.stage1_steps if self.two_stage else None,
             "inheritance.end_step": self.inheritance.end_step if self.inheritance else None,
@@ -228,12 +235,12 @@ class Run:
     @property
     def first_growth(self) -> GrowthStep | None:
         """The growth at the start, if there is one."""
-        return next((one for one in self.growths if not one.at_step), None)
+        return next((growth for growth in self.growths if not growth.at_step), None)
 
     @property
     def later_growths(self) -> tuple[GrowthStep, ...]:
         """The growths inside the run."""
-        return tuple(one for one in self.growths if one.at_step)
+        return tuple(growth for growth in self.growths if growth.at_step)
 
 
 def load_run(path: str | Path) -> Run:
@@ -301,7 +308,7 @@ def _check_places(tables: dict[str, Any], path: Path) -> None:
     }
     for section in keys.keys() & tables.keys():
         for key in tables[section] if isinstance(tables[section], dict) else ():
-            owner = next((one for one, its in keys.items() if key in its), section)
+            owner = next((name for name, its in keys.items() if key in its), section)
             is_meant = key in keys[section] or get_close_matches(key, keys[section])
             if owner != section and not is_meant:
                 raise GrowthError(

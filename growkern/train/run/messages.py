@@ -115,9 +115,9 @@ def header(
         "model": _describe_model(trainer.model, run.model.directory),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
         "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
-        "precision": f"{PRECISIONS[trainer.precision]}; the checkpoint is {dtype}",
-        "optimizer": _describe_optimizer(training.optimizer, trainer.optimizers.plan),
-        "device": _describe_device(trainer.args.device, trainer.args.world_size),
+        "precision": f"{PRECISIONS[run.precision]}; the checkpoint is {dtype}",
+        "optimizer": _describe_optimizer(run.optimizer, trainer.optimizers.plan),
+        "device": _describe_device(*run.devices),
         "steps": f"{training.steps}, of {sequences} x {data.sequence_length} tokens",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
         "saves": _describe_saving(run.output, training),
@@ -125,8 +125,9 @@ def header(
     }
     if settings.later_growths:
         lines["growth"] = "; ".join(
-            f"at step {one.at_step} to " + ", ".join(f"{name} {x}" for name, x in one.sizes.items())
-            for one in settings.later_growths
+            f"at step {step.at_step} to "
+            + ", ".join(f"{name} {x}" for name, x in step.sizes.items())
+            for step in settings.later_growths
         )
     if settings.trainer:
         given = (f"{name} = {json.dumps(value)}" for name, value in settings.trainer.items())

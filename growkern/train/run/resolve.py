@@ -7,9 +7,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from transformers import TrainingArguments
 
 from growkern.errors import GrowthError
 from growkern.growth.history import History
@@ -23,16 +24,23 @@ from growkern.growth.source.refused import scale_block
 from growkern.growth.source.source import Source, open_source
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import find_sources
-from growkern.train.distributed.shard import check_replicas
-from growkern.train.growth import later_sizes, options_of
-from growkern.train.loop.checks import check_block_size
-from growkern.train.loss.side import SIDE_LOSSES, check_side
+from growkern.train.distributed.shard import check_replicas, join_processes
+from growkern.train.growth import later_sizes, on_meta, options_of
+from growkern.train.loop.callbacks import ExpertBalancing
+from growkern.train.loop.checks import check_arguments, check_growths, choose_precision
+from growkern.train.loss.side import SIDE_LOSSES
 from growkern.train.loss.vocabulary import tokenizer_fingerprint
 from growkern.train.model.load import check_directory, check_fits, has_tokenizer, load_tokenizer
+from growkern.train.model.sub_model import layer_stacks, model_depth, text_model
 from growkern.train.objectives.electra import check_pair
 from growkern.train.objectives.names import OF_TWO_STACKS, Objective, choose
+from growkern.train.optimizer import OptimizerChoice, check_optimizer
 from growkern.train.rules import check
-from growkern.train.run.arguments import batch_of_a_process, checked_arguments, reports_of
+from growkern.train.run.arguments import (
+    check_best_metric,
+    checked_arguments,
+    training_arguments,
+)
 from growkern.train.run.directory import check_output
 from growkern.train.run.file import Run
 from growkern.train.safety.checkpoints import behind_link
@@ -69,6 +77,13 @@ class Checkpoint:
         return torch.float32 if self.dtype.itemsize == 2 else self.dtype
 
 
+class Devices(NamedTuple):
+    """What a run is computed on: the device of this process, and the number of processes."""
+
+    device: torch.device
+    processes: int
+
+
 @dataclass(frozen=True)
 class ResolvedRun:
     """A run whose settings were checked against each other and against its models.
@@ -82,6 +97,8 @@ class ResolvedRun:
         texts: the local files of the data, by its use.
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
+        plan: of the growth at the start.
+        arguments: of Trainer, with the settings of the optimizer.
     """
 
     settings: Run
@@ -95,8 +112,11 @@ class ResolvedRun:
     data: DataSection
     texts: Mapping[str, list[Path]]
     inputs: Mapping[str, Path]
-    reports: tuple[str, ...]
     plan: GrowthPlan | None
+    arguments: TrainingArguments
+    optimizer: OptimizerChoice
+    precision: str
+    devices: Devices
 
 
 def locate(base: Path, name: str, revision: str | None = None) -> Path:
@@ -109,14 +129,15 @@ def locate(base: Path, name: str, revision: str | None = None) -> Path:
     return Path(located(name, revision))
 
 
-def resolve(run: Run, base: Path) -> ResolvedRun:
+def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     """Look up and open what a run names, and check all of it. Nothing is written.
 
-    Paths in the settings are relative to `base`.
+    Paths in the settings are relative to `base`. Several processes all call this.
     """
-    batch_of_a_process(run)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    check("processes", batch=run.training.batch_size, processes=processes)
     if run.distributed is not None:
-        check_replicas(run.distributed.replicas, int(os.environ.get("WORLD_SIZE", "1")))
+        check_replicas(run.distributed.replicas, processes)
     checked_arguments(run.trainer or {})
     sources = find_sources(run.data, base)
     texts = {name: list(source.files) if source else [] for name, source in sources.items()}
@@ -132,41 +153,59 @@ def resolve(run: Run, base: Path) -> ResolvedRun:
     names = run.teacher.directories if run.teacher else ()
     teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
     objective = _objective(run, model, generator or None)
-    reports = reports_of(run.output)
 
     inputs = {run.checkpoint: model.directory}
     if generator:
         inputs[str(section.generator)] = generator.directory
-    inputs |= {name: one.directory for name, one in zip(names, teachers, strict=True)}
+    inputs |= {name: teacher.directory for name, teacher in zip(names, teachers, strict=True)}
     of_words = locate(base, *run.words)
     if section.tokenizer:
         inputs[section.tokenizer] = of_words
-    rows = [one.router for one in run.growths if one.router not in ROUTERS]
-    for place in (run.teacher and run.teacher.cache, growth and growth.optimizer, *rows):
-        if place:
-            inputs[place] = base / place
+    rows = [step.router for step in run.growths if step.router not in ROUTERS]
+    for name in (run.teacher and run.teacher.cache, growth and growth.optimizer, *rows):
+        if name:
+            inputs[name] = base / name
     output = behind_link(base / run.output.directory)
     kept = [base / run.data.cache] if run.data.cache else []
     check_output(output, [*inputs.values(), *kept], texts)
 
-    opened = {one.directory: one.config for one in (*teachers, model)}
+    opened = {checkpoint.directory: checkpoint.config for checkpoint in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
-    words = tuple(_words_of(one) for one in teachers)
+    words = tuple(_words_of(teacher) for teacher in teachers)
     plan = None if source is None else _plan(run, source, model.training_dtype, base)
     length = run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
-    for one, own in zip(teachers, words, strict=True):
+    for teacher, own in zip(teachers, words, strict=True):
         # the run's tokenizer may have tokens that a teacher lacks
-        check_fits(one.directory, own, length, one.config)
+        check_fits(teacher.directory, own, length, teacher.config)
     if generator:
         check_fits(generator.directory, tokenizer, length, generator.config)
-        _check_words(generator, tokenizer)
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    if layers is not None and not run.growth:
-        check_block_size(run.two_stage, layers)
-    data = replace(run.data, objective=objective)
-    models = (model, generator or None, teachers, tokenizer, words)
-    return ResolvedRun(run, base, output, *models, data, texts, inputs, reports, plan)
+        own = _words_of(generator) if has_tokenizer(generator.directory) else tokenizer
+        both = [tokenizer_fingerprint(x) for x in (own, tokenizer)]
+        check("generator's tokenizer", directory=generator.directory, both=both)
+    _check_layers(run, model, plan)
+    if processes > 1:
+        # the arguments ask for the devices of all processes
+        join_processes()
+    args = training_arguments(run, output, progress=progress)
+    return ResolvedRun(
+        settings=run,
+        base=base,
+        output=output,
+        model=model,
+        generator=generator or None,
+        teachers=teachers,
+        tokenizer=tokenizer,
+        teacher_tokenizers=words,
+        data=replace(run.data, objective=objective),
+        texts=texts,
+        inputs=inputs,
+        plan=plan,
+        arguments=args,
+        optimizer=run.training.optimizer,
+        precision=_checked_precision(run, args, objective),
+        devices=Devices(args.device, args.world_size),
+    )
 
 
 def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Objective:
@@ -178,8 +217,9 @@ def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Obj
     )
     pair = {"name": run.checkpoint, "generator": generator, "objective": objective}
     check("pair", **pair, sharded=run.is_sharded)
-    check_side(
-        SIDE_LOSSES.get(objective),
+    check(
+        "training",
+        side=objective if objective in SIDE_LOSSES else None,
         two_stage=run.two_stage is not None,
         teacher=run.teacher is not None,
         cached=run.teacher is not None and not run.teacher.is_model,
@@ -189,13 +229,38 @@ def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Obj
     check("weights", weights=run.loss and run.loss.columns, objective=objective)
     check("stages", two_stage=run.two_stage, has_length=not run.data.streaming)
     if generator is not None:
-        if "ElectraForMaskedLM" not in (generator.config.architectures or ()):
-            raise GrowthError(
-                f"model.generator {generator.directory} is not an ElectraForMaskedLM: give one"
-            )
+        names = generator.config.architectures or ()
+        check("generator", directory=generator.directory, names=names)
         shares = run.model.shared_embeddings
         check_pair(generator.config, model.config, shared_embeddings=shares)
     return objective
+
+
+def _check_layers(run: Run, model: Checkpoint, plan: GrowthPlan | None) -> None:
+    """Check that the model has the layers and the routers that a run trains in a special way."""
+    two_stage, speed = run.two_stage, run.training.expert_balancing
+    if two_stage is None and speed is None:
+        return
+    config, name = copy.copy(model.config), class_of(model.directory, model.config).__name__
+    scale_block(config, str(model.directory), dequantize=True)
+    if plan is not None:
+        config, name = plan.target_config, plan.large.class_name
+    built = on_meta(name, config, model.training_dtype)
+    if two_stage is not None:
+        layers = model_depth(layer_stacks(text_model(built))) or config.num_hidden_layers
+        check("block", two_stage=two_stage, layers=layers)
+    if speed is not None:
+        ExpertBalancing(speed).watch(built)
+
+
+def _checked_precision(run: Run, args: TrainingArguments, objective: Objective) -> str:
+    """The precision of a run, when the arguments of its trainer have passed all checks."""
+    check_arguments(args, {})
+    check_optimizer(run.training.optimizer, args, {}, sharded=run.is_sharded)
+    if run.later_growths:
+        check_growths(run.later_growths, args, {})
+    check_best_metric(args, run.data.validation_names, SIDE_LOSSES.get(objective))
+    return choose_precision(args, run.training.precision)
 
 
 def _words_of(teacher: Checkpoint) -> Any:
@@ -206,18 +271,6 @@ def _words_of(teacher: Checkpoint) -> Any:
             "compared with those of the run: copy the files of the teacher's tokenizer there"
         )
     return load_tokenizer(teacher.directory, teacher.config)
-
-
-def _check_words(generator: Checkpoint, tokenizer: Any) -> None:
-    """Check that a generator reads the tokens of the run."""
-    if not has_tokenizer(generator.directory):
-        return
-    own = load_tokenizer(generator.directory, generator.config)
-    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
-        raise GrowthError(
-            f"the generator {generator.directory} has another tokenizer than the run: every token "
-            "must have the same id in both"
-        )
 
 
 def _plan(run: Run, source: Source, dtype: torch.dtype, base: Path) -> GrowthPlan | None:

@@ -19,21 +19,19 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.publish.calls import locked
 from growkern.train.dataset.load import load_data
-from growkern.train.distributed.shard import DistributedOptions, join_processes, shard
+from growkern.train.distributed.shard import DistributedOptions, shard
 from growkern.train.growth import Size, grown_model, unfilled_model
 from growkern.train.loop.callbacks import ExpertBalancing
-from growkern.train.loop.checks import check_arguments, check_switches
+from growkern.train.loop.checks import check_switches
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.electra import ReplacedTokenDetection
-from growkern.train.optimizer import check_optimizer
-from growkern.train.run.arguments import check_best_metric, training_arguments
 from growkern.train.run.directory import begin, has_steps_left, identity_of, is_finished, is_ours
 from growkern.train.run.file import load_runs
 from growkern.train.run.messages import end, header, print_lines, resume_command
 from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
-from growkern.train.topk_teacher.teacher import TopKRows
+from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
 def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> TrainOutput | None:
@@ -69,8 +67,8 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     with SignalWatch(f"stopped; to resume: {command}"):
         check_switches()
         result, base = None, path.parent
-        for one in load_runs(path):
-            resolved = resolve(one, base)
+        for settings in load_runs(path):
+            resolved = resolve(settings, base, progress=progress)
             result = _train(resolved, command, overwrite=overwrite, progress=progress)
         return result
 
@@ -95,7 +93,6 @@ def _train(
         first_start = not ours or last_checkpoint(output) is None
         trainer = build_trainer(run, progress=progress, first_start=first_start)
         trainer.resume_hint = command
-        check_best_metric(trainer, trainer.side.name if trainer.side else None)
         if first_start:
             _grow_optimizer(run, trainer)
         # after all checks, so that a refused run deletes nothing
@@ -139,17 +136,17 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
     return None
 
 
+class _ResolvedTrainer(TwoStageTrainer):
+    """The trainer of a run file, which does not check again what was resolved."""
+
+    is_resolved = True
+
+
 def build_trainer(
     run: ResolvedRun, *, progress: bool = True, first_start: bool = True
 ) -> TwoStageTrainer:
     """Load the models and the data of a run and make its trainer; see `build_model`."""
     settings, training, tokenizer = run.settings, run.settings.training, run.tokenizer
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        join_processes()
-    # before any work: arguments that cannot be used are noticed at once
-    args = training_arguments(settings, run.output, run.reports, progress=progress)
-    check_arguments(args, {})
-    check_optimizer(args, sharded=run.settings.is_sharded)
     # a dead server is noticed before the data is read, and unusable data before the model
     rows_of_teacher = _rows_of_teacher(run)
     data = load_data(
@@ -162,31 +159,27 @@ def build_trainer(
     )
     collator = data.collator(tokenizer, seed=training.seed)
     model = build_model(run, first_start=first_start)
-    balancing = []
-    if training.expert_balancing is not None:
-        balancing = [ExpertBalancing(training.expert_balancing)]
-        # a model without such routers is refused now
-        balancing[0].watch(model)
-    teachers: Any = [_build_teacher(run, one) for one in run.teachers] or None
+    speed = training.expert_balancing
+    teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
-    return TwoStageTrainer(
+    return _ResolvedTrainer(
         model,
-        args,
+        run.arguments,
         two_stage=settings.two_stage,
         inheritance=settings.inheritance,
         teacher=rows_of_teacher or teachers,
         teacher_tokenizer=list(run.teacher_tokenizers),
         loss=settings.loss,
-        growth=[one.inside(run.base) for one in settings.later_growths],
-        optimizer=training.optimizer,
+        growth=[growth.inside(run.base) for growth in settings.later_growths],
+        optimizer=run.optimizer,
         optimizer_options=settings.optimizer,
         processing_class=tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,
         data_collator=collator,
-        callbacks=balancing,
-        precision=training.precision,
+        callbacks=None if speed is None else [ExpertBalancing(speed)],
+        precision=run.precision,
         on_nonfinite=training.on_nonfinite,
         save_minutes=training.save_minutes,
     )
@@ -227,19 +220,20 @@ def _build_teacher(run: ResolvedRun, teacher: Checkpoint) -> Any:
     return shard(model, replace(options, activation_checkpointing=False, compile_blocks=False))
 
 
-def _rows_of_teacher(run: ResolvedRun) -> TopKRows | None:
+def _rows_of_teacher(run: ResolvedRun) -> TopKTeacher | None:
     """A teacher that is known by its likeliest tokens, if the run has one."""
-    section = run.settings.teacher
-    if section is not None and section.cache:
+    section, schedule = run.settings.teacher, run.settings.inheritance
+    if section is None or schedule is None or section.is_model:
+        return None
+    if section.cache:
         from growkern.train.topk_teacher.store import TeacherCache
 
-        return TeacherCache(run.base / section.cache)
-    if section is not None and section.url and section.k:
-        from growkern.train.topk_teacher.served import ServedTeacher
+        return TopKTeacher(TeacherCache(run.base / section.cache), schedule)
+    from growkern.train.topk_teacher.served import ServedTeacher
 
-        size = section.vocab_size
-        return ServedTeacher(
-            section.url, section.k, model=section.served_model, vocab_size=size,
-            tokenizer=run.tokenizer if size else None,
-        )  # fmt: skip
-    return None
+    size = section.vocab_size
+    served = ServedTeacher(
+        str(section.url), section.k or 0, model=section.served_model, vocab_size=size,
+        tokenizer=run.tokenizer if size else None,
+    )  # fmt: skip
+    return TopKTeacher(served, schedule)

@@ -273,20 +273,10 @@ class TopKTeacher:
     known: int | None = None
 
     def __init__(self, rows: TopKRows, schedule: InheritanceSchedule) -> None:
-        self.rows, facts = rows, rows.facts
+        self.rows = rows
         self._tail = schedule.tail or "bucket"
         self._columns: int | None = None
-        given = {"temperature": facts.temperature, "kl_rows": facts.rows}
-        if schedule.temperature != facts.temperature or (
-            schedule.kl_rows == "all" and facts.rows != "all"
-        ):
-            wanted = {"temperature": schedule.temperature, "kl_rows": schedule.kl_rows}
-            raise GrowthError(
-                f"{rows.name} was made with {given}, but the inheritance asks for {wanted}: "
-                f"change the inheritance, or {rows.remedy}"
-            )
-        if schedule.teacher_weights is not None and len(schedule.teacher_weights) != 1:
-            raise GrowthError(f"{rows.name} holds one teacher: leave teacher_weights out")
+        check("cached", rows=rows, schedule=schedule)
 
     def freeze(self, student: nn.Module, device: torch.device) -> None:
         """Do nothing: there is no model to freeze."""

@@ -319,11 +319,11 @@ def test_bad_input_is_refused_and_nothing_written(workplace, old, new, match):
 def test_batches_that_would_be_divided_twice_are_refused(workplace, monkeypatch):
     (workplace / "run.toml").write_text(RUN + "[trainer.accelerator_config]\nsplit_batches = true")
     run = resolve(load_runs(workplace / "run.toml")[0], workplace)
-    training_arguments(run.settings, run.output, run.reports, progress=False)
+    training_arguments(run.settings, run.output, progress=False)
     # as a second process makes of it
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 2)
     with pytest.raises(GrowthError, match="split_batches=True divides the batch"):
-        training_arguments(run.settings, run.output, run.reports, progress=False)
+        training_arguments(run.settings, run.output, progress=False)
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)

@@ -280,20 +280,6 @@ def _drops_tail(tail: str, maths: Maths) -> bool:
     return tail == "renormalise"
 
 
-def check_inheritance(options: Any) -> None:
-    """Refuse options of section [inheritance] that do not go together."""
-    weights, divergence, beta = options.teacher_weights, options.divergence, options.beta
-    if weights is not None and not (abs(sum(weights) - 1) <= 1e-6):
-        raise GrowthError(f"teacher_weights {weights} must sum to 1")
-    if beta is not None and divergence != "jsd":
-        raise GrowthError(f"beta is {beta} with divergence {divergence!r}: beta belongs to 'jsd'")
-    if options.tail == "renormalise" and divergence == "reverse":
-        raise GrowthError(
-            "divergence 'reverse' is infinite with tail 'renormalise', which gives probability "
-            "0 to all but the k tokens: set tail to 'bucket'"
-        )
-
-
 def _checked_row_weights(weights: Tensor | None, labels: Tensor) -> Tensor | None:
     """Row weights as (N,)."""
     check_tensors({"labels": labels})

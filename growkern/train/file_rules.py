@@ -1,0 +1,346 @@
+"""The rules among the settings of a run file, a part of the table `RULES` in `rules.py`.
+
+Within a section the record of a rule is the section's dataclass, which checks itself when it is
+made. Rules between sections are checked when a run is made of them, and when it is resolved.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def changed(record: Any, *names: str) -> str | None:
+    """The first of some fields of a dataclass that has another value than its default."""
+    return next((x for x in names if getattr(record, x) != getattr(type(record), x)), None)
+
+
+def _wrong_weights(weights: tuple[float, ...] | None, teachers: int | None) -> str | None:
+    if weights is None or len(weights) == (teachers or 1):
+        return None
+    if teachers is None:
+        return f"{len(weights)} teacher_weights for a cache or a server, which holds one teacher"
+    return f"{len(weights)} teacher_weights for {teachers} teacher{'s' * (teachers > 1)}"
+
+
+# they put special tokens around and between the tokens of a row by themselves
+OF_BARE_ROWS = ("mlm+nsp", "span_corruption", "denoising")
+OWN_LABELS = (*OF_BARE_ROWS, "rtd")
+# "auto" may stand for one of the others
+WITH_SPANS = ("auto", "span_corruption", "denoising")
+FSDP_ONLY = (
+    *("replicas", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"),
+    "async_checkpoints",
+)
+OF_DATASET = ("dataset_config", "revision", "split", "validation_split")
+OF_GROWTH_ADAMW = ("rewarm_steps", "rewarm_peak")
+ALONE = ("inheritance is given without teacher", "teacher is given without inheritance")
+OF_MUON = ("muon_lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+
+Row = tuple[str, str, str, Callable[[Any], Any], str, str]
+# see `Rule` for the fields
+OF_FILES: tuple[Row, ...] = (
+    (
+        *("data", "`data.dataset`", "`data.train`, `data.validation`"),
+        lambda x: x.dataset is not None and (x.train or x.validation),
+        "data.dataset is given beside files (data.train, data.validation)",
+        "give one of them",
+    ),
+    (
+        *("data", "`dataset_config`, `revision`, `split`, `validation_split` of `[data]`"),
+        "`data.train`",
+        lambda x: x.dataset is None and changed(x, *OF_DATASET),
+        "data.{name} describes a data set",
+        "give data.dataset too",
+    ),
+    (
+        *("data", "`data.labels_column`, `data.attention_mask_column`", "texts"),
+        lambda x: (
+            x.input_ids_column is None and changed(x, "labels_column", "attention_mask_column")
+        ),
+        "data.{name} belongs to token ids",
+        "give data.input_ids_column too",
+    ),
+    (
+        *("data", "`data.target_column`", "`data.input_ids_column`, `data.packing = true`"),
+        lambda x: x.target_column is not None and (x.input_ids_column or x.packing),
+        "data.target_column is the other text of each record",
+        "it goes neither with token ids (data.input_ids_column) nor with data.packing = true",
+    ),
+    (
+        *("data", "names in `data.train`", '`data.streaming`, `data.objective = "mlm+nsp"`'),
+        lambda x: x.train_names and (x.streaming or x.objective == "mlm+nsp"),
+        "neither a stream nor pairs of passages have names of sources",
+        'leave out the names in data.train, or data.streaming and data.objective = "mlm+nsp"',
+    ),
+    (
+        *("data", "`data.shuffle_window`", "data on disk"),
+        lambda x: not x.streaming and changed(x, "shuffle_window"),
+        "data.shuffle_window describes a stream",
+        "give data.streaming = true too",
+    ),
+    (
+        *("data", "`data.labels_column`, `data.target_column`"),
+        '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
+        lambda x: x.objective in OWN_LABELS and changed(x, "labels_column", "target_column"),
+        "data.objective = {x.objective!r} makes the labels itself",
+        "leave out data.{name}",
+    ),
+    (
+        *("data", "`data.packing = false`"),
+        '`data.objective` "mlm+nsp", "span_corruption" or "denoising"',
+        lambda x: x.objective in OF_BARE_ROWS and not x.pack,
+        "data.objective = {x.objective!r} needs full rows",
+        "leave out data.packing = false",
+    ),
+    (
+        *("data", "`data.mean_span_length`", "an objective without spans"),
+        lambda x: x.objective not in WITH_SPANS and changed(x, "mean_span_length"),
+        "data.objective = {x.objective!r} masks no spans",
+        "leave out data.mean_span_length",
+    ),
+    (
+        *("data", '`data.objective = "mlm+nsp"`', "`data.streaming`"),
+        lambda x: x.objective == "mlm+nsp" and x.streaming,
+        "data.objective = {x.objective!r} takes random passages from all rows",
+        "set data.streaming to false",
+    ),
+    (
+        *("output", "`output.tensorboard = false`", '"tensorboard" or "all" in `report_to`'),
+        lambda x: x.tensorboard is False and {"tensorboard", "all"} & set(x.reports),
+        "report_to names TensorBoard, but tensorboard is false",
+        "give one",
+    ),
+    (
+        *("output", '"none" or "all" in `output.report_to`', "other names"),
+        lambda x: len(x.reports) > 1 and {"none", "all"} & set(x.reports),
+        'report_to is a list of names, or "none" or "all" alone',
+        "leave the others out",
+    ),
+    (
+        *("model", "`model.shared_embeddings`", "a model without `model.generator`"),
+        lambda x: x.shared_embeddings and x.generator is None,
+        "shared_embeddings is given without generator",
+        "give both",
+    ),
+    (
+        *("teacher", "`paths`, `cache` or `url` of `[teacher]`", "another of the three"),
+        lambda x: sum(map(bool, (x.paths, x.cache, x.url))) != 1,
+        "[teacher] names one kind of teacher",
+        "give one of paths (teachers that run during training), cache (of one that ran before) and "
+        "url (of a server that runs one)",
+    ),
+    (
+        *("teacher", "`teacher.k`, `teacher.vocab_size`", "a teacher without `teacher.url`"),
+        lambda x: (x.k is None) != (x.url is None) or (x.vocab_size is not None and not x.url),
+        "a teacher's url and k (tokens per row) belong together, and vocab_size to them",
+        "give url and k, or none of the three",
+    ),
+    (
+        *("growth", "`source`, `revision`, `optimizer` of `[[growth]]`", "`at_step`"),
+        lambda x: x.at_step and changed(x, "source", "revision", "optimizer"),
+        "{name} is for a growth at the start of a run; at step {x.at_step} the model in training "
+        "grows",
+        "leave it out",
+    ),
+    (
+        *("growth", "`[growth]` without `at_step`", "no `growth.source`"),
+        lambda x: not x.at_step and x.source is None,
+        "a growth at the start of a run needs its source, the directory of a checkpoint; a growth "
+        "inside a run needs at_step",
+        "give one of them",
+    ),
+    (
+        *("growth", "`growth.moments`", "a start without `growth.optimizer`"),
+        lambda x: not x.at_step and (x.optimizer is None) != (x.moments == "reset"),
+        "moments and optimizer belong together",
+        'give the optimizer state of the source and moments = "grow" or "old_slices", or neither',
+    ),
+    (
+        *("growth", "`rewarm_steps`, `new_layers_steps` of `[growth]`", "no `at_step`"),
+        lambda x: not x.at_step and changed(x, "rewarm_steps", "new_layers_steps"),
+        "{name} is for growth inside a run",
+        "give at_step too",
+    ),
+    (
+        *("distributed", f"{', '.join(f'`{x}`' for x in FSDP_ONLY)}", '`sharding = "ddp"`'),
+        lambda x: x.sharding == "ddp" and changed(x, *FSDP_ONLY),
+        'distributed.{name} needs sharding = "fsdp"',
+        "give both or neither",
+    ),
+    (
+        *("two_stage", "`two_stage.stage1_steps`", "`two_stage.stage1_epochs`"),
+        lambda x: (x.stage1_steps is None) == (x.stage1_epochs is None),
+        "stage 1 has one length",
+        "give either stage1_steps or stage1_epochs",
+    ),
+    (
+        *("inheritance", "`inheritance.end_step`", '`decay = "constant"`'),
+        lambda x: x.decay == "constant" and x.end_step is not None,
+        "inheritance end_step is given, but a constant rate has no end",
+        "leave it out, or set decay to 'switch'",
+    ),
+    (
+        *("inheritance", "`inheritance.beta`", 'a divergence that is not "jsd"'),
+        lambda x: x.beta is not None and x.divergence != "jsd",
+        "beta is {x.beta} with divergence {x.divergence!r}",
+        "beta belongs to 'jsd'",
+    ),
+    (
+        *("inheritance", '`tail = "renormalise"`', '`divergence = "reverse"`'),
+        lambda x: x.tail == "renormalise" and x.divergence == "reverse",
+        "divergence 'reverse' is infinite with tail 'renormalise', which gives probability 0 to "
+        "all but the k tokens",
+        "set tail to 'bucket'",
+    ),
+    (
+        *("sides", "`data.target_column`", "a model of one stack"),
+        lambda x: not x.pairs and x.data.target_column is not None,
+        "data.target_column is for models of an encoder and a decoder",
+        "leave it out",
+    ),
+    (
+        *("sides", '`data.objective = "pairs"`', "data of one side"),
+        lambda x: x.pairs and x.data.target_column is None and x.data.labels_column is None,
+        "a model of an encoder and a decoder needs what it reads and what it writes",
+        "give data.text_column and data.target_column, or data.input_ids_column and "
+        "data.labels_column",
+    ),
+    (
+        *("sides", '`data.objective = "pairs"`', "`data.packing = true`"),
+        lambda x: x.pairs and x.data.pack,
+        "data.packing = true would join the pairs of an encoder and a decoder",
+        "leave it out",
+    ),
+    (
+        *("weights", "`loss.row_weights`"),
+        '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
+        lambda x: x.row_weights is not None and x.objective in OWN_LABELS,
+        "loss.row_weights has one weight per label, which data.objective = {x.objective!r} makes "
+        "itself",
+        "leave it out",
+    ),
+    (
+        *("run", "`training.eval_every`", "a run without validation data"),
+        lambda x: x.training.eval_every and not (x.data.validation or x.data.validation_split),
+        "training.eval_every needs data to evaluate",
+        "give data.validation (files) or data.validation_split (of a data set)",
+    ),
+    (
+        *("run", "`model.path`", "`[growth]` at the start"),
+        lambda x: (x.model.path is None) != (x.first_growth is not None),
+        "a run begins with one model",
+        "give either model.path (a checkpoint to train) or [growth] (one to grow first)",
+    ),
+    (
+        *("run", "`teacher.cache`", "`data.streaming`"),
+        lambda x: x.data.streaming and x.teacher is not None and x.teacher.cache,
+        "a teacher cache needs rows that repeat, which those of a stream do not",
+        "set data.streaming to false, or give the paths of teachers",
+    ),
+    (
+        *("run", "names in `teacher.paths`", "other names in `data.train`"),
+        lambda x: x.teacher and x.teacher.names and set(x.teacher.names) != set(x.data.train_names),
+        "teacher.paths has the names {x.teacher.names}, and data.train {x.data.train_names}",
+        "give one teacher to each source, under the same name",
+    ),
+    (
+        *("pair", "`model.generator`", "a model that is no ElectraForPreTraining"),
+        lambda x: x.generator and x.objective != "rtd",
+        "{x.name} is trained with {x.objective!r}, and model.generator belongs to an "
+        "ElectraForPreTraining",
+        "leave it out",
+    ),
+    (
+        *("pair", "an ElectraForPreTraining", "no `model.generator`"),
+        lambda x: x.objective == "rtd" and not x.generator,
+        "{x.name} is a discriminator",
+        "give the directory of an ElectraForMaskedLM as model.generator",
+    ),
+    (
+        *("pair", "`model.generator`", '`sharding = "fsdp"`'),
+        lambda x: x.generator and x.sharded,
+        "replaced-token detection is not sharded",
+        "set distributed.sharding to 'ddp'",
+    ),
+    (
+        *("processes", "`training.batch_size`", "a number of processes that does not divide it"),
+        lambda x: x.batch % x.processes,
+        "training.batch_size is {x.batch}",
+        "it must be a multiple of the {x.processes} processes",
+    ),
+    (
+        *("arguments of a run", "`accelerator_config.split_batches` of `[trainer]`"),
+        "several processes",
+        lambda x: x.world_size > 1 and x.accelerator_config.split_batches,
+        "trainer.accelerator_config split_batches=True divides the batch of a process among the "
+        "processes again",
+        "leave it out. training.batch_size is that of all of them",
+    ),
+    (
+        *("stages", "`two_stage.stage1_epochs`", "`data.streaming`"),
+        lambda x: x.two_stage and x.two_stage.stage1_epochs is not None and not x.has_length,
+        "stage1_epochs needs training data with a length, and a stream has none",
+        "give stage1_steps",
+    ),
+    (
+        *("growth in stage 1", "`growth.new_layers_steps`", "stage 1 of `[two_stage]`"),
+        lambda x: x.growth.new_layers_steps and x.growth.at_step < x.stage1_steps,
+        "the growth at step {x.growth.at_step} lets only its new layers train, for "
+        "new_layers_steps={x.growth.new_layers_steps}, while stage 1 draws what trains up to step "
+        "{x.stage1_steps}",
+        "grow after stage 1, or leave one of the two out",
+    ),
+    (
+        *("optimizer", "`rewarm_steps`, `rewarm_peak` of `[optimizer]`", '"adamw", "muon"'),
+        lambda x: x.choice not in ("auto", "growth-adamw") and changed(x.own, *OF_GROWTH_ADAMW),
+        "optimizer.{name} is an option of GrowthAdamW, but training.optimizer is {x.choice!r}",
+        "leave it out",
+    ),
+    (
+        *("optimizer", "other keys of `[optimizer]`", 'an optimizer that is not "muon"'),
+        lambda x: x.choice != "muon" and changed(x.own, *OF_MUON),
+        "optimizer.{name} is an option of Muon, but training.optimizer is {x.choice!r}",
+        "set it to 'muon', or leave the option out",
+    ),
+    (
+        *("optimizer", "`optimizer.rewarm_peak`", "no `optimizer.rewarm_steps`"),
+        lambda x: not x.own.rewarm_steps and changed(x.own, *OF_GROWTH_ADAMW),
+        "optimizer.rewarm_peak has no effect without optimizer.rewarm_steps",
+        "give both or neither",
+    ),
+    (
+        *("teachers", "`[inheritance]`", "a run without `[teacher]`, and the reverse"),
+        lambda x: (x.inheritance is None) == x.given and ALONE[x.given],
+        "{name}, but [inheritance] and [teacher] belong together",
+        "give both or neither",
+    ),
+    (
+        *("teachers", "`inheritance.tail`", "teachers that run"),
+        lambda x: x.given and x.number is not None and x.inheritance.tail is not None,
+        "inheritance tail is {x.inheritance.tail!r}, but a model gives every token its probability",
+        "leave it out",
+    ),
+    (
+        *("teachers", "names in `teacher.paths`", "`inheritance.teacher_weights`"),
+        lambda x: x.given and x.by_source and x.inheritance.teacher_weights is not None,
+        "teachers of one source each share no rows",
+        "leave teacher_weights out",
+    ),
+    (
+        *("teachers", "`inheritance.teacher_weights`", "another number of teachers"),
+        lambda x: x.given and _wrong_weights(x.inheritance.teacher_weights, x.number),
+        "{name}",
+        "give one weight per teacher",
+    ),
+    (
+        *("generator", "`model.generator`", "a model that is no ElectraForMaskedLM"),
+        lambda x: "ElectraForMaskedLM" not in x.names,
+        "model.generator {x.directory} is not an ElectraForMaskedLM",
+        "give one",
+    ),
+    (
+        *("generator's tokenizer", "`model.generator`", "another tokenizer than the run's"),
+        lambda x: x.both[0] != x.both[1],
+        "the generator {x.directory} has another tokenizer than the run",
+        "every token must have the same id in both",
+    ),
+)
