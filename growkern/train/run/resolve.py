@@ -141,30 +141,19 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     checked_arguments(run.trainer or {})
     sources = find_sources(run.data, base)
     texts = {name: list(source.files) if source else [] for name, source in sources.items()}
-    growth, section = run.first_growth, run.model
-    place, source = locate(base, run.checkpoint, run.revision), None
-    if run.growths and section.generator is None:
-        dequantize = growth is not None and options_of(growth).dequantize
-        check_directory(place)
-        # grown values are checked, not those of the source
-        source = open_source(place, allow_nonfinite=True, dequantize=dequantize)
-    model = Checkpoint.of(place) if source is None else Checkpoint(place, source.config)
+    section = run.model
+    model, source = _opened(run, base)
     generator = section.generator and Checkpoint.of(locate(base, section.generator))
     names = run.teacher.directories if run.teacher else ()
     teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
     objective = _objective(run, model, generator or None)
 
+    of_words = locate(base, *run.words)
     inputs = {run.checkpoint: model.directory}
     if generator:
         inputs[str(section.generator)] = generator.directory
     inputs |= {name: teacher.directory for name, teacher in zip(names, teachers, strict=True)}
-    of_words = locate(base, *run.words)
-    if section.tokenizer:
-        inputs[section.tokenizer] = of_words
-    rows = [step.router for step in run.growths if step.router not in ROUTERS]
-    for name in (run.teacher and run.teacher.cache, growth and growth.optimizer, *rows):
-        if name:
-            inputs[name] = base / name
+    inputs |= _other_inputs(run, base, of_words)
     output = behind_link(base / run.output.directory)
     kept = [base / run.data.cache] if run.data.cache else []
     check_output(output, [*inputs.values(), *kept], texts)
@@ -179,10 +168,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         # the run's tokenizer may have tokens that a teacher lacks
         check_fits(teacher.directory, own, length, teacher.config)
     if generator:
-        check_fits(generator.directory, tokenizer, length, generator.config)
-        own = _words_of(generator) if has_tokenizer(generator.directory) else tokenizer
-        both = [tokenizer_fingerprint(x) for x in (own, tokenizer)]
-        check("generator's tokenizer", directory=generator.directory, both=both)
+        _check_generator(generator, tokenizer, length)
     _check_layers(run, model, plan)
     if processes > 1:
         # the arguments ask for the devices of all processes
@@ -206,6 +192,35 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         precision=_checked_precision(run, args, objective),
         devices=Devices(args.device, args.world_size),
     )
+
+
+def _opened(run: Run, base: Path) -> tuple[Checkpoint, Source | None]:
+    """The model that a run begins with, and the same as a source if it will grow."""
+    place, growth = locate(base, run.checkpoint, run.revision), run.first_growth
+    if not run.growths or run.model.generator is not None:
+        return Checkpoint.of(place), None
+    check_directory(place)
+    dequantize = growth is not None and options_of(growth).dequantize
+    # grown values are checked, not those of the source
+    source = open_source(place, allow_nonfinite=True, dequantize=dequantize)
+    return Checkpoint(place, source.config), source
+
+
+def _other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:
+    """What a run reads besides models and texts, by the names in the file."""
+    growth = run.first_growth
+    routers = [step.router for step in run.growths if step.router not in ROUTERS]
+    named = (run.teacher and run.teacher.cache, growth and growth.optimizer, *routers)
+    inputs = {run.model.tokenizer: of_words} if run.model.tokenizer else {}
+    return inputs | {name: base / name for name in named if name}
+
+
+def _check_generator(generator: Checkpoint, tokenizer: Any, length: int) -> None:
+    """Check that a generator reads the rows and the tokens of the run."""
+    check_fits(generator.directory, tokenizer, length, generator.config)
+    own = _words_of(generator) if has_tokenizer(generator.directory) else tokenizer
+    both = [tokenizer_fingerprint(x) for x in (own, tokenizer)]
+    check("generator's tokenizer", directory=generator.directory, both=both)
 
 
 def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Objective:
