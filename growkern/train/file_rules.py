@@ -213,7 +213,7 @@ OF_FILES: tuple[Row, ...] = (
     (
         *("weights", "`loss.row_weights`"),
         '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
-        lambda x: x.row_weights is not None and x.objective in OWN_LABELS,
+        lambda x: x.weights and x.objective in OWN_LABELS,
         "loss.row_weights has one weight per label, which data.objective = {x.objective!r} makes "
         "itself",
         "leave it out",
