@@ -67,7 +67,7 @@ def _other_rows(facts: Any, schedule: Any) -> str | None:
 
 NOT_SHARDED = "sharded training by accelerate (FSDP, DeepSpeed, Megatron) is not supported"
 SHARD = (
-    "hard the model with growkern.shard or fully_shard before, or give [distributed] in a run file"
+    "shard the model with growkern.shard or fully_shard before, or give [distributed] in a run file"
 )
 # arguments that read logits
 OF_LOGITS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
