@@ -180,7 +180,7 @@ OF_FILES: tuple[Row, ...] = (
     ),
     (
         *("inheritance", "`inheritance.beta`", 'a divergence that is not "jsd"'),
-        lambda x: x.beta is not None and x.divergence != "jsd",
+        lambda x: x.has_idle_beta,
         "beta is {x.beta} with divergence {x.divergence!r}",
         "beta belongs to 'jsd'",
     ),

@@ -57,14 +57,6 @@ def _in_general(fix: str) -> str:
     return re.sub(r"(?:, or)? ?\{[^{}]+\}(?!\})", "", text).replace("{{", "{").replace("}}", "}")
 
 
-def _other_rows(facts: Any, schedule: Any) -> str | None:
-    made = {"temperature": facts.temperature, "kl_rows": facts.rows}
-    wanted = {"temperature": schedule.temperature, "kl_rows": schedule.kl_rows}
-    if made["temperature"] == wanted["temperature"] and wanted["kl_rows"] in ("labels", facts.rows):
-        return None
-    return f"{made}, but the inheritance asks for {wanted}"
-
-
 NOT_SHARDED = "sharded training by accelerate (FSDP, DeepSpeed, Megatron) is not supported"
 SHARD = (
     "shard the model with growkern.shard or fully_shard before, or give [distributed] in a run file"
@@ -156,7 +148,7 @@ RULES = (
     # --------------------------------------------------------------- teachers
     Rule(
         *("cached", "`teacher.cache`, `teacher.url`", "another temperature, or `kl_rows`"),
-        lambda x: _other_rows(x.rows.facts, x.schedule),
+        lambda x: x.rows.facts.misfit(x.schedule),
         "{x.rows.name} was made with {name}",
         "change the inheritance, or {x.rows.remedy}",
     ),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.custom_ops import has_tangent
 from growkern.ops.expand import MOST_AMPLITUDE, MOST_COPIES, MOST_ENTRIES
 
 # of weights and results
@@ -212,6 +211,9 @@ def _check_index(name: str, x: Tensor, device: torch.device) -> None:
 
 
 def _is_followed(x: Tensor) -> bool:
+    # here, because a plan imports this module, and must be quick
+    from growkern.ops.backend.custom_ops import has_tangent
+
     return (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x)
 
 

@@ -191,14 +191,13 @@ def kl_mlm_loss(
     chosen = backend_of(call.backend, student_logits.device, shard)
     widths = [t.shape[-1] for t in teachers]
     columns = check_columns(call, student_logits.shape[-1], widths, shard)
-    N = labels.numel()
-    # -1 instead of N would fail on a rank without columns
-    logits = [x.reshape(N, x.shape[-1]) for x in (student_logits, *teachers)]
 
     def loss_of(
         options: Options, vocab: int, shard: Shard, rows: RowInputs
     ) -> tuple[Tensor, Tensor]:
-        here = logits if options.has_teachers else logits[:1]
+        given = (student_logits, *(teachers if options.has_teachers else ()))
+        # -1 instead of the number of rows would fail on a rank without columns
+        here = [x.reshape(labels.numel(), x.shape[-1]) for x in given]
         if chosen == "reference":
             rows_RN = _reference_of_all(here, rows, vocab, options.maths)
         else:

@@ -130,6 +130,11 @@ class InheritanceSchedule:
         if self.teacher_weights is not None and not (abs(sum(self.teacher_weights) - 1) <= 1e-6):
             raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
 
+    @property
+    def has_idle_beta(self) -> bool:
+        """Whether a beta is given that the divergence does not read."""
+        return self.beta is not None and self.divergence != "jsd"
+
     def rate_at(self, step: int) -> float:
         """The share of the KL term at an optimizer step, counted from 0."""
         if self.end_step is None:

@@ -72,6 +72,14 @@ class RowFacts:
     tokenizer: str | None
     epochs: int
 
+    def misfit(self, schedule: InheritanceSchedule) -> str | None:
+        """What these rows and a schedule disagree on; None if they fit."""
+        made = {"temperature": self.temperature, "kl_rows": self.rows}
+        wanted = {"temperature": schedule.temperature, "kl_rows": schedule.kl_rows}
+        if made == wanted or made == wanted | {"kl_rows": "all"}:
+            return None
+        return f"{made}, but the inheritance asks for {wanted}"
+
 
 class TopKRows(ABC):
     """The rows of one teacher.

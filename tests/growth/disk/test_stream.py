@@ -287,9 +287,13 @@ def test_what_is_no_weight_may_be_added(with_tokenizer):
         ("", "not valid JSON"),
         ("[1]", "not a record"),
         ("[" * 100_000, "nested more than 20 levels deep"),
-        ('{"piece_bytes": 0, "files": {}, "source": {}, "target": {}}', "piece_bytes is 0"),
         (
-            '{"piece_bytes": 9, "files": {}, "source": {}, "target": {}, "algorithm": "md5"}',
+            '{"format": 1, "piece_bytes": 0, "files": {}, "source": {}, "target": {}}',
+            "piece_bytes is 0",
+        ),
+        (
+            '{"format": 1, "piece_bytes": 9, "files": {}, "source": {}, "target": {}, '
+            '"algorithm": "md5"}',
             "made with 'md5'",
         ),
     ],

@@ -79,7 +79,7 @@ GENERATED = (generate.LOSSES, generate.OPTIONS, generate.HEADER)
 # files where an option's name means something else: a function of PyTorch, the rows of a stored
 # teacher, columns of data, a count, the tokens that a teacher did not keep
 PACKAGE, KERNELS = generate.ROOT / "growkern", generate.HEADER.parent
-STORED = [f"train/topk_teacher/{name}.py" for name in ("distillkit", "facts", "rows", "served")]
+STORED = [f"train/topk_teacher/{name}.py" for name in ("distillkit", "rows", "served", "store")]
 STORED += ["train/topk_teacher/write.py", "cli/training.py"]
 OTHERWISE = {
     "alpha": ["train/loop/callbacks.py"],
