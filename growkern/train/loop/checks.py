@@ -303,8 +303,8 @@ def check_switches() -> None:
             ) from None
         if is_set:
             raise GrowthError(
-                f"the environment variable {name} is {value!r}, and {NOT_SHARDED}: unset it, or "
-                f"run `accelerate config` again, and {SHARD}"
+                f"the environment variable {name} is {value!r}, which shards the model, "
+                f"and {NOT_SHARDED}: unset it, or run `accelerate config` again, and {SHARD}"
             )
 
 
