@@ -63,26 +63,26 @@ BRIEFS = {
     ),
     "sources": Brief(
         "small model, its steps",
-        ("",),
+        ("grown", "`direct_copy`"),
         {
             **{
-                f"GPT-2 of half the width, {steps}": _one(
-                    "moment", "fpi_padded", f"source of {steps} steps"
+                f"GPT-2 of half the width, {steps}": tuple(
+                    ("moment", system, f"source of {steps} steps")
+                    for system in ("fpi_padded", "direct_copy")
                 )
                 for steps in ("200", "600", "2,000", "8,000")
             },
-            "BERT of half the width, 2,000": _one("table3", "aki", "source 4x64"),
-            "BERT of half the width and half the layers, 2,000": _one(
-                "table3", "aki", "source 2x64"
-            ),
-            "BERT of a quarter of the width, 2,000": _one("ages", "aki", "source 4x32"),
             **{
-                f"BERT of a quarter of the width, {steps}": _one(
-                    "ages", "aki", f"source 4x32 of {steps} steps"
-                )
-                for steps in ("6,000", "8,000")
+                f"BERT of {size}": (place, None)
+                for size, place in {
+                    "half the width, 2,000": ("table3", "aki", "source 4x64"),
+                    "half the width and half the layers, 2,000": ("table3", "aki", "source 2x64"),
+                    "a quarter of the width, 2,000": ("ages", "aki", "source 4x32"),
+                    "a quarter of the width, 6,000": ("ages", "aki", "source 4x32 of 6,000 steps"),
+                    "a quarter of the width, 8,000": ("ages", "aki", "source 4x32 of 8,000 steps"),
+                    "an eighth of the width, 2,000": ("table3", "aki", "source 4x16"),
+                }.items()
             },
-            "BERT of an eighth of the width, 2,000": _one("table3", "aki", "source 4x16"),
         },
     ),
     "one-run": Brief(
