@@ -79,13 +79,17 @@ def check_format(file: Path, record: Any, known: int, keys: Collection[str]) -> 
 
     What has neither a format nor all `keys` of one is no record: that is left to other checks.
     """
-    if not isinstance(record, dict) or record.get("format") == known:
+    if not isinstance(record, dict):
+        return
+    if type(number := record.get("format")) is int and number == known:
         return
     if "format" not in record and not record.keys() >= set(keys):
         return
     wrong = f"is {reprlib.repr(record['format'])}" if "format" in record else "is missing"
     writer = record.get("growkern")
-    name = f"growkern {reprlib.repr(writer)[1:-1]}" if writer else "the version that wrote it"
+    name = "the version that wrote it"
+    if isinstance(writer, str) and writer:
+        name = f"growkern {reprlib.repr(writer)[1:-1]}"
     raise GrowthError(
         f"{file}: its format {wrong}, and this version of growkern reads {known}: use {name}"
     )

@@ -3,7 +3,7 @@
 The first nine minutes show whether the kernels run and are right, and how fast the main ones are.
 
 A piece is a module with ``run(recorder)``, or a benchmark with ``main()``. A benchmark must save
-its rows with `harness.show_and_save`, accept --no-test, and keep its sizes in module constants.
+its rows with `harness.measure_all`, accept --no-test, and keep its sizes in module constants.
 """
 
 import gc

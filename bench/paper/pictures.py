@@ -48,7 +48,7 @@ def draw(by_line: Mapping[Line, Pairs], out: Path, *, title: str) -> None:
     """Draw the lines of a table, all with the same seeds.
 
     Args:
-        found: lines, each with its runs and those of its baseline. One of those that are drawn is
+        by_line: lines, each with its runs and those of its baseline. One of those that are drawn is
             no baseline.
     """
     shown = whole(by_line)

@@ -52,7 +52,9 @@ def _value(hint: Any, where: str, value: Any, faults: list[str], name: str = "")
     elif isinstance(value, Mapping):
         if get_origin(kind) is not tuple:
             inner = get_args(kind)[1]
-            kept = {k: v for k, v in value.items() if not _is_removal(inner, v)}
+            # a size, or another entry that may be plain, that the extended table alone has
+            removable = hasattr(inner, "PLAIN")
+            kept = {k: v for k, v in value.items() if not (removable and v == [])}
             return {k: _value(inner, f"{where}.{k}", v, faults, k) for k, v in kept.items()}
         entries = [(k, x) for k, v in value.items() for x in (v if isinstance(v, list) else [v])]
         return tuple(_record(entry, f"{where}.{k}", x, faults, k) for k, x in entries)
@@ -73,11 +75,12 @@ def _record(cls: Any, where: str, entry: Any, faults: list[str], name: str = "")
     own = getattr(cls, "KEY", None)
     known = [f for f in fields(cls) if f.name not in (own, *NO_KEYS)]
     types, choices = hints(cls), getattr(cls, "CHOICES", {})
+    optional = {f.name for f in known if f.default is None}
     given = {} if own is None else {own: name}
     for key, value in entry.items():
         if key not in (allowed := [f.name for f in known]):
             faults.append(f"{where}: unknown key {key!r}{nearest(key, allowed)}")
-        elif not _is_removal(types[key], value):
+        elif not (value == [] and key in optional):
             given[key] = _value(types[key], f"{where}.{key}", value, faults)
             for word in _words(key, given[key]) if key in choices else ():
                 if word not in choices[key]:
@@ -87,11 +90,6 @@ def _record(cls: Any, where: str, entry: Any, faults: list[str], name: str = "")
             values = f", one of {', '.join(choices[key])}" if key in choices else ""
             faults.append(f"{where}: no {key!r}: add it{values}")
     return cls(**given) if len(faults) == before else None
-
-
-def _is_removal(hint: Any, value: Any) -> bool:
-    """True for an empty list in the place of something that the extended table has."""
-    return value == [] and hint is not Any and get_origin(hint) is not tuple
 
 
 def _words(key: str, value: Any) -> list[str]:

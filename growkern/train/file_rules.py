@@ -14,11 +14,9 @@ def changed(record: Any, *names: str) -> str | None:
 
 
 def _wrong_weights(weights: tuple[float, ...] | None, teachers: int | None) -> str | None:
-    if weights is None or len(weights) == (teachers or 1):
+    if weights is None or teachers is None or len(weights) == teachers:
         return None
-    if teachers is None:
-        return f"{len(weights)} teacher_weights for a cache or a server, which holds one teacher"
-    return f"{len(weights)} teacher_weights for {teachers} teacher{'s' * (teachers > 1)}"
+    return f"{len(weights)} teacher_weights for {teachers} teacher{'s' * (teachers != 1)}"
 
 
 # they put special tokens around and between the tokens of a row by themselves
@@ -323,6 +321,14 @@ OF_FILES: tuple[Row, ...] = (
         *("teachers", "names in `teacher.paths`", "`inheritance.teacher_weights`"),
         lambda x: x.given and x.by_source and x.inheritance.teacher_weights is not None,
         "teachers of one source each share no rows",
+        "leave teacher_weights out",
+    ),
+    (
+        *("teachers", "several `inheritance.teacher_weights`", "`teacher.cache`, `teacher.url`"),
+        lambda x: (
+            x.given and x.number is None and len(x.inheritance.teacher_weights or (1.0,)) != 1
+        ),
+        "several teacher_weights are given, and rows of the likeliest tokens come from one teacher",
         "leave teacher_weights out",
     ),
     (

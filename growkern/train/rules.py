@@ -343,8 +343,8 @@ RULES = (
     ),
     Rule(
         *("growth in a run", "moments that grow", "an optimizer other than AdamW"),
-        lambda x: x.args.optim not in ADAMW and any(step.grows_moments for step in x.growth),
-        "the state of {x.args.optim.value} cannot be grown",
+        lambda x: x.optim not in ADAMW and any(step.grows_moments for step in x.growth),
+        "the state of {x.optim} cannot be grown",
         'set moments to "reset" in all growths',
     ),
     Rule(

@@ -203,6 +203,24 @@ def test_unknown_keys_are_refused(path, message):
 
 
 @pytest.mark.parametrize(
+    "path",
+    [
+        *(("model_type",), ("norm",), ("norm", "kind"), ("classes",), ("config",), ("depth",)),
+        *(("attention",), ("spaces", "ffn", "kind"), ("classes", "BertModel")),
+    ],
+    ids=".".join,
+)
+def test_an_empty_list_removes_no_part_that_a_family_needs(path):
+    table = bert_table()
+    inner = table
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = []
+    with pytest.raises(GrowthError, match=rf"bert.toml.{'.'.join(path)}: \[\] must be a t"):
+        parse_family("bert.toml", table)
+
+
+@pytest.mark.parametrize(
     "path, value",
     [
         (("norm", "kind"), "batchnorm"),

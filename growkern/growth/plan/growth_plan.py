@@ -90,7 +90,11 @@ class GrowthPlan(Blueprint):
         return estimate(self, ranks, tokens, source_tokens)
 
     def measurements(self) -> tuple[dict[str, str], ...]:
-        """What growth along these axes saved where it was measured; see `measurements.toml`."""
+        """What growth along these axes saved where it was measured, in papers and by us.
+
+        Each has a figure, the share of the FLOPs of training from scratch that was saved at the
+        same loss, with its setting, citation and date.
+        """
         return measurements(self)
 
     def advice(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from growkern.growth.source.config import (
     read_generation,
 )
 from growkern.growth.source.files import read_headers, refuse_eight_bits
-from growkern.growth.source.formats import Stamps, model_files
+from growkern.growth.source.formats import MODEL_FILES, Stamps, model_files
 from growkern.growth.source.parts import dequantised
 from growkern.growth.source.refused import scale_block
 from growkern.growth.source.source import Source
@@ -54,7 +55,8 @@ def load_model(
     damaged or hostile is refused, and a tensor that is missing or has another shape than the config
     says. `config` is that of the directory, if it was read already; it is not changed.
     """
-    stamps = [Stamps.of(file) for file in model_files(directory)]
+    read = model_files(directory)
+    stamps = [Stamps.of(file) for file in read]
     config = read_config(directory, any_family=True) if config is None else copy.deepcopy(config)
     block = scale_block(config, str(directory), dequantize=True)
     cls = class_of(directory, config)
@@ -67,8 +69,11 @@ def load_model(
     dtype = dtype or config.dtype or next(floating, torch.float32)
     model = _built(directory, cls, config, dtype, headers)
     _own_memory(model)
-    for stamp in stamps:
-        stamp.check()
+    for file, stamp in zip(read, stamps, strict=True):
+        # a hard link or new permissions change nothing in a small file
+        stamp.check(partial(bool, file.name in MODEL_FILES))
+    if new := set(model_files(directory)) - {*read}:
+        raise GrowthError(f"{min(new)} came while the model was read: load it again")
     model.name_or_path = model.config._name_or_path = str(directory)
     if model.can_generate():
         generation = read_generation(config_directory(directory))

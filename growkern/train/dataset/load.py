@@ -203,15 +203,16 @@ def load_data(
         return Reader(settings, tokenizer, source.name)
 
     def cached(key: str, weights: str | None = None, part: str | None = None) -> Any:
-        source = sources[key]
+        source = sources.get(key)
         if source is None:
             return None
         reader = reader_of(source, weights)
+        # its stamps of the files come before the fingerprint that names the directory
+        rows = _rows_of(source, reader, shows)
         directory = location / from_first(lambda: _key(source, reader.settings, tokenizer))
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
         files = () if source.dataset else source.files
         size = sum(file.stat().st_size for file in files)
-        rows = _rows_of(source, reader, shows)
         return cached_rows(directory, rows, source.name, size, weights, part)
 
     train = sources.get("train")

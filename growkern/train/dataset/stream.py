@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -228,7 +229,9 @@ class StreamReader:
         state = read_json(file, MOST_BYTES, "place in a stream")
         check_format(file, state, FORMAT, ())
         try:
-            processes, lanes, batches = (state[key] for key in ("processes", "lanes", "batches"))
+            processes, lanes, batches = (
+                operator.index(state[key]) for key in ("processes", "lanes", "batches")
+            )
             last = {
                 int(lane): BatchPlaces(int(lane), Place(**ends["before"]), Place(**ends["after"]))
                 for lane, ends in state["last"].items()

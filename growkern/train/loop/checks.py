@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
+from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
 
 from growkern.arguments import as_list, check_kind, check_steps
@@ -201,6 +202,7 @@ def check_growths(
         frozen = (name for name, p in model.named_parameters() if not p.requires_grad)
         is_foreign = is_sharded(model) and not hasattr(model, "distributed_options")
         facts = {"frozen": next(frozen, None), "foreign": is_foreign}
+    facts["optim"] = OptimizerNames(args.optim).value
     check("growth in a run", growth=growth, args=args, options=options, **facts)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import TrainingArguments
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, reason
 from growkern.growth.history import History
 from growkern.growth.options import ROUTERS
 from growkern.growth.plan.advice import refuse_idle_options
@@ -260,7 +260,12 @@ def _check_layers(run: Run, model: Checkpoint, plan: GrowthPlan | None) -> None:
     scale_block(config, str(model.directory), dequantize=True)
     if plan is not None:
         config, name = plan.target_config, plan.large.class_name
-    built = on_meta(name, config, model.training_dtype)
+    try:
+        built = on_meta(name, config, model.training_dtype)
+    except Exception as error:
+        # values in a config make classes raise all kinds of errors
+        why = reason(error)[:300]
+        raise GrowthError(f"{model.directory}: config.json makes no model: {why}") from error
     if two_stage is not None:
         layers = model_depth(layer_stacks(text_model(built))) or config.num_hidden_layers
         check("block", two_stage=two_stage, layers=layers)

@@ -6,6 +6,7 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 `manifest.json` with the checksums of these files. A run is finished if they are all as written.
 """
 
+import copy
 import os
 from contextlib import nullcontext
 from dataclasses import replace
@@ -165,7 +166,7 @@ def build_trainer(
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
     return _ResolvedTrainer(
         model,
-        run.arguments,
+        copy.copy(run.arguments),
         two_stage=settings.two_stage,
         inheritance=settings.inheritance,
         teacher=rows_of_teacher or teachers,

@@ -15,6 +15,7 @@ from growkern import GrowthError
 from growkern.errors import GrowthWarning
 from growkern.publish.calls import Lock, lock_file_of
 from growkern.train.dataset import cache
+from growkern.train.dataset import load as loading
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.records import Reader
@@ -150,6 +151,20 @@ def test_data_that_changes_while_it_is_tokenised_is_refused(place, monkeypatch):
         load(place)
     assert not caches(place)
     load(place)
+
+
+def test_data_that_changes_after_its_fingerprint_is_refused(place, monkeypatch):
+    """Or its tokens would be found under the fingerprint of the text before."""
+
+    def key_of(*args, inner=loading._key):
+        name = inner(*args)
+        write_jsonl(place / "a.jsonl", [{"text": text} for text in reversed(TEXTS)])
+        return name
+
+    with monkeypatch.context() as patched, pytest.raises(GrowthError, match="was changed while"):
+        patched.setattr(loading, "_key", key_of)
+        load(place)
+    assert not caches(place)
 
 
 def test_an_error_in_the_middle_leaves_nothing(place, monkeypatch):
