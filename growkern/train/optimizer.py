@@ -27,11 +27,9 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.model.flops import is_experts
 from growkern.train.model.sub_model import find_stacks
-from growkern.train.rules import check
+from growkern.train.rules import ADAMW, check
 
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw", "muon"]
-# the AdamW of PyTorch, in the names of transformers
-ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,8 @@ def _of_code(data: Any, inherited: str | None = None) -> Iterator[str]:
         if isinstance(value, dict):
             yield from _of_code(value, name)
         elif isinstance(value, list):
-            for inner in value:
-                yield from _of_code(inner if isinstance(inner, dict) else {"": inner}, name)
+            for entry in value:
+                yield from _of_code(entry if isinstance(entry, dict) else {"": entry}, name)
         elif name and value is not None and not (isinstance(value, str) and value.isidentifier()):
             yield f"{name}={reprlib.repr(value)} refers to code outside transformers: remove it"
 
@@ -342,8 +342,8 @@ def refuse_unknown(model_type: str, data: Mapping[str, Any]) -> NoReturn:
 
 def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
     """A clause about a model without a table, or nothing."""
-    inner = config.get("text_config")
-    kind = inner.get("model_type") if isinstance(inner, Mapping) else None
+    within = config.get("text_config")
+    kind = within.get("model_type") if isinstance(within, Mapping) else None
     if kind in supported_families():
         return f"its text_config is a {kind}, which has a table: grow that part by itself"
     # some configs have a config of the text or of the FFN inside
@@ -357,12 +357,12 @@ def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
         return ""
     # of families with equally many of its names, the one with the fewest others
     known = {kind: _names_in_table(kind) for kind in supported_families()}
-    nearest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
-    share = len(names & known[nearest]) / len(names)
+    likest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
+    share = len(names & known[likest]) / len(names)
     if share < LEAST:
         return ""
     return (
-        f"nearest: {nearest} ({share:.0%} of its tensor names). A table of your own, by --family "
+        f"nearest: {likest} ({share:.0%} of its tensor names). A table of your own, by --family "
         f"(in Python family=...), may extend it: {DOCS}/add_model.md"
     )
 

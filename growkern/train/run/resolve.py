@@ -17,7 +17,8 @@ from growkern.growth.history import History
 from growkern.growth.options import ROUTERS
 from growkern.growth.plan.advice import refuse_idle_options
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.source.config import read_config
+from growkern.growth.source.config import config_directory, read_config
+from growkern.growth.source.formats import CONFIG_FILE, Stamps
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import class_of, load_model
 from growkern.growth.source.refused import scale_block
@@ -48,22 +49,30 @@ from growkern.train.safety.checkpoints import behind_link
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that a run reads. Its config is read and checked once."""
+    """A model that a run reads. Its config is read and checked once, long before its weights.
+
+    Attributes:
+        stamps: what was known of config.json before it was read.
+    """
 
     directory: Path
     config: Any
+    stamps: Stamps
 
     @classmethod
     def of(cls, directory: Path) -> Checkpoint:
         """Open a directory."""
         check_directory(directory)
+        stamps = Stamps.of(config_directory(directory) / CONFIG_FILE)
         config = read_config(directory, any_family=True)
         # takes the quantisation out of the config that it is given, and the weights need it
         scale_block(copy.copy(config), str(directory), dequantize=True)
-        return cls(directory, config)
+        return cls(directory, config, stamps)
 
     def load(self, dtype: torch.dtype | None = None) -> Any:
         """The model; `dtype` is that of the checkpoint by default."""
+        # a hard link or new permissions change nothing in it
+        self.stamps.check(lambda: True)
         return load_model(self.directory, dtype, config=self.config)
 
     @property
@@ -200,10 +209,11 @@ def _opened(run: Run, base: Path) -> tuple[Checkpoint, Source | None]:
     if not run.growths or run.model.generator is not None:
         return Checkpoint.of(place), None
     check_directory(place)
+    stamps = Stamps.of(config_directory(place) / CONFIG_FILE)
     dequantize = growth is not None and options_of(growth).dequantize
     # grown values are checked, not those of the source
     source = open_source(place, allow_nonfinite=True, dequantize=dequantize)
-    return Checkpoint(place, source.config), source
+    return Checkpoint(place, source.config, stamps), source
 
 
 def _other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:

@@ -77,6 +77,21 @@ def test_a_resolved_run_has_everything_opened(workplace):  # noqa: F811
         resolve(load_run(workplace / "run.toml"), workplace)
 
 
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+@pytest.mark.parametrize("name", ["model", "teacher"])
+def test_weights_do_not_go_with_a_config_of_before(workplace, name):  # noqa: F811
+    """Hours of tokenising may lie between the two."""
+    run = resolve(load_run(workplace / "run.toml"), workplace)
+    opened = run.model if name == "model" else run.teachers[0]
+    file = workplace / name / "config.json"
+    # as a backup does it
+    os.link(file, workplace / "linked.json")
+    opened.load()
+    edit(file, hidden_act="relu")
+    with pytest.raises(GrowthError, match=f"{name}/config.json was changed while it was read"):
+        opened.load()
+
+
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda x: f"{x.setting} {x.other}")
 def test_a_rule_names_what_to_do(rule):
     """Its two halves are formats of the record's fields, and make one line."""
