@@ -307,12 +307,13 @@ def config_directory(directory: Path) -> Path:
     return file.parent
 
 
-def read_generation(directory: Path) -> Any | None:
+def read_generation(directory: Path, data: Mapping[str, Any] | None = None) -> Any | None:
     """How a checkpoint generates: the `GenerationConfig` that its model would have when loaded.
 
     It comes from generation_config.json, or from config.json, where older models keep it. None if
     transformers can read neither. A file that is too large, links to somewhere else, or replaces
-    methods of transformers is refused. `directory` is that of `config_directory`.
+    methods of transformers is refused. `directory` is that of `config_directory`, and `data` the
+    JSON object of its config.json, if that was read already.
     """
     file, read = directory / GENERATION_CONFIG_NAME, transformers.GenerationConfig.from_pretrained
     is_there = file.is_symlink() or file.exists()
@@ -328,6 +329,8 @@ def read_generation(directory: Path) -> Any | None:
     try:
         if is_there:
             return read(directory, local_files_only=True)
+        if data is not None:
+            return transformers.GenerationConfig.from_model_config(dict(data))
         return read(directory, config_file_name="config.json", _from_model_config=True)
     except Exception:
         # a damaged file raises several types of errors; the weights can be grown without it

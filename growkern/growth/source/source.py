@@ -253,7 +253,7 @@ def _open_directory(
     dtypes = {name: header.dtype for name, header in own.items()}
     return Source(
         *(spec, dtypes, partial(_read_stored, own), directory, format, own),
-        generation=read_generation(beside),
+        generation=read_generation(beside, keys),
         history=history_in(beside, spec.config),
         keys=keys,
         stamps=stamps,

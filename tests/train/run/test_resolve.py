@@ -44,7 +44,7 @@ def opened():
 
 
 # a source is opened with checksums of its files before and after, which a journal would record
-@pytest.mark.parametrize(("begin", "most"), [("model", 3), ("growth", 6)])
+@pytest.mark.parametrize(("begin", "most"), [("model", 3), ("growth", 5)])
 def test_a_config_is_opened_a_few_times(workplace, opened, begin, most):  # noqa: F811
     """Of the model, of a teacher and of the source of a growth."""
     if begin == "growth":
