@@ -18,7 +18,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from growkern.arguments import PLAIN, path_of
 from growkern.errors import GrowthError, TableError, nearest
-from growkern.families.family import CONDITIONS, Family, condition_of
+from growkern.families.family import Family
+from growkern.families.fields import CONDITIONS, condition_of
 from growkern.families.spec import NOTHING
 from growkern.files import parse_toml, read_bounded
 

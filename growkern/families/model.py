@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, reason
-from growkern.families.family import Family, field_faults, holds
+from growkern.families.family import Family, field_faults
+from growkern.families.fields import holds
 from growkern.families.load import load_family
 from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec
 

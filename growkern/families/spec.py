@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -309,87 +309,3 @@ class Dense:
     renormalised: str | None = None
     routed: str | None = None
     shared: float = 1.0
-
-
-# what a pattern tells apart: layers with full attention, or those without positions (a 0)
-MARKED = ("full_attention", 0)
-
-# form -> whether a layer has full attention, by its number and the key's value
-PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
-    "full_first": lambda layer, period: layer % period == 0,
-    "full_last": lambda layer, period: (layer + 1) % period == 0,
-    "full_until": lambda layer, count: layer < count,
-}
-# a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
-FORMS = ("value", "scaling", "typed_scaling", *PATTERNS)
-# entries of `rope_parameters` with a key of their own beside the table of the scaling
-OWN_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# the only ones that a table with `type` may hold: older versions count them
-TYPED_KEYS = ("factor", "short_factor", "long_factor")
-
-
-@dataclass(frozen=True)
-class OlderKey:
-    """One entry of [older].
-
-    Attributes:
-        of: where the new form holds the same: names separated by dots.
-        form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
-            attention: every n-th, beginning with the first (`full_first`) or ending with the last
-            of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
-            where those have a 0.
-        when: the flag of the config without which software ignores the key.
-    """
-
-    KEY: ClassVar[str] = "field"
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"form": FORMS}
-
-    field: str
-    of: str
-    form: str = "value"
-    when: str | None = None
-
-    @property
-    def is_pattern(self) -> bool:
-        """True if the key says which layers have full attention."""
-        return self.form in PATTERNS
-
-    @property
-    def is_periodic(self) -> bool:
-        """True if the key says after how many layers their kinds repeat."""
-        return self.form in ("full_first", "full_last")
-
-    def value(self, config: Mapping[str, Any], now: Any = None) -> Any:
-        """The value that says the same as the new form in a config's JSON object, if there is one.
-
-        `now`, the value that the key has, stays if it says the same.
-        """
-        result: Any = config
-        for name in self.of.split("."):
-            result = result.get(name) if isinstance(result, Mapping) else None
-        if self.is_pattern:
-            return self._pattern(result, config, now)
-        return result if self.form == "value" else self._scaling(result)
-
-    def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | None:
-        if not kinds or (self.when is not None and not config.get(self.when)):
-            return now
-        if type(now) is int and self.describes(kinds, now):
-            return now
-        return next((n for n in range(len(kinds) + 2) if self.describes(kinds, n)), None)
-
-    def describes(self, kinds: Sequence[str], value: int) -> bool:
-        """True if the value, of a pattern, gives these kinds of layers."""
-        is_full = PATTERNS[self.form]
-        if value < 1 and self.form != "full_until":
-            return False
-        return all((kind in MARKED) == is_full(i, value) for i, kind in enumerate(kinds))
-
-    def _scaling(self, rope: Any) -> dict[str, Any] | None:
-        kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
-        if kind == "default" and "mrope_section" not in rope:
-            return None
-        rest = {key: value for key, value in rope.items() if key not in OWN_KEYS}
-        if self.form == "scaling":
-            return {"rope_type": kind, **rest}
-        return {"type": kind, **{key: rest[key] for key in TYPED_KEYS if key in rest}}

@@ -8,7 +8,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 
 from growkern.growth.models import restore_buffers
-from growkern.growth.record.fold import fold_tensor
+from growkern.growth.record.fold_rows import fold_tensor
 from growkern.growth.record.lineage import origin_of
 from growkern.growth.source.loading import image_shape
 

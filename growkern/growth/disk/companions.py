@@ -117,7 +117,7 @@ OLD_DTYPE = "torch_dtype"
 def complete_config(directory: Path, source: Source | None = None, model: Any = None) -> None:
     """Add to the config.json of `save_pretrained` what transformers left out.
 
-    - Older names of what growth set, such as `rope_theta` (`growkern.families.spec.OlderKey`).
+    - Older names of what growth set, such as `rope_theta` (`growkern.families.fields.OlderKey`).
     - Every key of the source's config.json that growth did not change, with the source's value. It
       needs the source, and the config of the saved model.
 

@@ -341,3 +341,13 @@ def _cap(small: ModelSpec) -> float:
     """The soft cap of a model's logits; 0 without one."""
     field = small.family.softcap
     return float(getattr(small.text, field, None) or 0) if field is not None else 0.0
+
+
+def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
+    """The entries of a grown output that the source has too, scaled as in the source."""
+    if grown.shape[-1] == size:
+        return grown
+    if predicts_tokens(plan.small):
+        # logits of a larger vocabulary
+        return grown[..., :size]
+    return grown[..., :size] / plan.layout.space(plan.small.output_space).write[:size]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from growkern.families.spec import SpaceSpec
 from growkern.growth.plan import bounds
@@ -102,17 +101,7 @@ def measured_change(plan: Blueprint) -> float | None:
     except Exception:
         # classes of transformers that need other inputs raise errors of any type
         return None
-    return largest_difference(source_coordinates(plan, new, old.shape[-1]), old)
-
-
-def source_coordinates(plan: Blueprint, grown: Tensor, size: int) -> Tensor:
-    """The entries of a grown output that the source has too, scaled as in the source."""
-    if grown.shape[-1] == size:
-        return grown
-    if bounds.predicts_tokens(plan.small):
-        # logits of a larger vocabulary
-        return grown[..., :size]
-    return grown[..., :size] / plan.layout.space(plan.small.output_space).write[:size]
+    return largest_difference(bounds.source_coordinates(plan, new, old.shape[-1]), old)
 
 
 def _width(plan: Blueprint) -> Iterator[Finding]:

@@ -15,7 +15,8 @@ import torch
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
-from growkern.families.family import Family, follow_layers, growable_fields
+from growkern.families.family import Family, growable_fields
+from growkern.families.fields import follow_layers
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB

@@ -15,12 +15,17 @@ from torch.nn.functional import nll_loss
 
 from growkern.errors import GrowthError, reason
 from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.plan.bounds import FEW_TEXTS, SEED, largest_output, predicts_tokens
-from growkern.growth.plan.exactness import source_coordinates
+from growkern.growth.plan.bounds import (
+    FEW_TEXTS,
+    SEED,
+    largest_output,
+    predicts_tokens,
+    source_coordinates,
+)
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.record.fold import fold_tensor
+from growkern.growth.record.fold_rows import fold_tensor
 from growkern.growth.record.lineage import (
     TRAINED,
     origin_of,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
@@ -25,15 +25,7 @@ from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.files import METADATA_FILE, refuse_links_out
-from growkern.growth.source.refused import refuse_directory
-from growkern.package import DOCS
-
-# config fields that count experts
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# the share of a model's names that a family must have to be worth naming
-LEAST = 0.5
-# of a model's layers; more of them add no names
-FEW_LAYERS = 2
+from growkern.growth.source.refused import refuse_directory, refuse_unknown
 
 # the largest configs of the Hub, with 21,000 named labels, have 2 MB
 MOST_BYTES, MOST_VALUES = 4_000_000, 100_000
@@ -319,10 +311,10 @@ def read_generation(directory: Path, data: Mapping[str, Any] | None = None) -> A
     is_there = file.is_symlink() or file.exists()
     if is_there:
         refuse_links_out(file, directory)
-        data = read_bounded(file, MOST_GENERATION_BYTES, "generation config")
+        written = read_bounded(file, MOST_GENERATION_BYTES, "generation config")
         values = None
         with contextlib.suppress(ValueError):
-            values = parse_json(data, MOST_GENERATION_VALUES)
+            values = parse_json(written, MOST_GENERATION_VALUES)
         if not isinstance(values, dict):
             return None
         check_names(file, values, transformers.GenerationConfig)
@@ -335,64 +327,3 @@ def read_generation(directory: Path, data: Mapping[str, Any] | None = None) -> A
     except Exception:
         # a damaged file raises several types of errors; the weights can be grown without it
         return None
-
-
-def refuse_unknown(model_type: str, data: Mapping[str, Any]) -> NoReturn:
-    """Refuse the JSON of a config without a table; the error says what is known of such a model."""
-    known = _what_it_is(model_type, data) or f"supported: {', '.join(supported_families())}"
-    raise GrowthError(f"model_type {model_type!r} has no family table; {known}")
-
-
-def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
-    """A clause about a model without a table, or nothing."""
-    within = config.get("text_config")
-    kind = within.get("model_type") if isinstance(within, Mapping) else None
-    if kind in supported_families():
-        return f"its text_config is a {kind}, which has a table: grow that part by itself"
-    # some configs have a config of the text or of the FFN inside
-    for part in (config, *(x for x in config.values() if isinstance(x, Mapping))):
-        for name in EXPERTS:
-            # dense models of such a class say 0 or 1
-            if isinstance(count := part.get(name), int) and count > 1:
-                return f"it is a mixture of experts ({name}={count})"
-    names = _names_of(model_type)
-    if not names:
-        return ""
-    # of families with equally many of its names, the one with the fewest others
-    known = {kind: _names_in_table(kind) for kind in supported_families()}
-    likest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
-    share = len(names & known[likest]) / len(names)
-    if share < LEAST:
-        return ""
-    return (
-        f"nearest: {likest} ({share:.0%} of its tensor names). A table of your own, by --family "
-        f"(in Python family=...), may extend it: {DOCS}/add_model.md"
-    )
-
-
-def _names_of(model_type: str) -> set[str]:
-    """The names of the tensors of such a model, of any sizes; none if transformers has no such."""
-    try:
-        # the values of a file that is refused could take any time
-        config = transformers.CONFIG_MAPPING[model_type]()
-        config.num_hidden_layers = min(FEW_LAYERS, config.num_hidden_layers)
-        with torch.device("meta"):
-            return _short(transformers.AutoModel.from_config(config).state_dict())
-    except Exception:
-        # of any type: the model is refused in any case
-        return set()
-
-
-def _names_in_table(model_type: str) -> set[str]:
-    """The names of a family's tensors in any of its bodies."""
-    family, names = load_family(model_type), set[str]()
-    parts = {part for model_class in family.classes.values() for part in model_class.body}
-    for row in (row for part in parts for row in family.tensors[part]):
-        names |= {f"{row.name}.weight", f"{row.name}.bias"} if row.norm else {row.name}
-    return _short(names)
-
-
-def _short(names: Iterable[str]) -> set[str]:
-    """Names behind the number of a layer: what is before it differs between classes."""
-    behind = (re.split(r"\.(?:\d+|\{l\})\.", name, maxsplit=1)[-1] for name in names)
-    return {".".join(name.split(".")[-3:]) for name in behind}

@@ -6,14 +6,20 @@ files, quantised checkpoints by their config and by the dtypes of their tensors.
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import transformers
 
 from growkern.errors import GrowthError
+from growkern.families.load import load_family, supported_families
 from growkern.files import read_json
+from growkern.package import DOCS
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
 # names of files that a loader may read as the model's weights, in formats that growth cannot open
@@ -33,6 +39,12 @@ STATE_FILES = (
 WHOLE = ("*.safetensors", "*.safetensors.index.json", ".metadata")
 # a config is read for the name of a class; larger ones are refused elsewhere
 MOST_BYTES = 4_000_000
+# config fields that count experts
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# the share of a model's names that a family must have to be worth naming
+LEAST = 0.5
+# of a model's layers; more of them add no names
+FEW_LAYERS = 2
 # task_type of an adapter -> the class that loads it with its model
 PEFT_CLASSES = {
     "CAUSAL_LM": "AutoPeftModelForCausalLM",
@@ -267,3 +279,64 @@ def refuse_adapters(model: Any, role: str) -> None:
             f"the {role} ({type(model).__name__}) has adapters of PEFT, which belong to the small "
             "weights they were trained beside: use merge_and_unload().requires_grad_()"
         )
+
+
+def refuse_unknown(model_type: str, data: Mapping[str, Any]) -> NoReturn:
+    """Refuse the JSON of a config without a table; the error says what is known of such a model."""
+    known = _what_it_is(model_type, data) or f"supported: {', '.join(supported_families())}"
+    raise GrowthError(f"model_type {model_type!r} has no family table; {known}")
+
+
+def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
+    """A clause about a model without a table, or nothing."""
+    within = config.get("text_config")
+    kind = within.get("model_type") if isinstance(within, Mapping) else None
+    if kind in supported_families():
+        return f"its text_config is a {kind}, which has a table: grow that part by itself"
+    # some configs have a config of the text or of the FFN inside
+    for part in (config, *(x for x in config.values() if isinstance(x, Mapping))):
+        for name in EXPERTS:
+            # dense models of such a class say 0 or 1
+            if isinstance(count := part.get(name), int) and count > 1:
+                return f"it is a mixture of experts ({name}={count})"
+    names = _names_of(model_type)
+    if not names:
+        return ""
+    # of families with equally many of its names, the one with the fewest others
+    known = {kind: _names_in_table(kind) for kind in supported_families()}
+    likest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
+    share = len(names & known[likest]) / len(names)
+    if share < LEAST:
+        return ""
+    return (
+        f"nearest: {likest} ({share:.0%} of its tensor names). A table of your own, by --family "
+        f"(in Python family=...), may extend it: {DOCS}/add_model.md"
+    )
+
+
+def _names_of(model_type: str) -> set[str]:
+    """The names of the tensors of such a model, of any sizes; none if transformers has no such."""
+    try:
+        # the values of a file that is refused could take any time
+        config = transformers.CONFIG_MAPPING[model_type]()
+        config.num_hidden_layers = min(FEW_LAYERS, config.num_hidden_layers)
+        with torch.device("meta"):
+            return _short(transformers.AutoModel.from_config(config).state_dict())
+    except Exception:
+        # of any type: the model is refused in any case
+        return set()
+
+
+def _names_in_table(model_type: str) -> set[str]:
+    """The names of a family's tensors in any of its bodies."""
+    family, names = load_family(model_type), set[str]()
+    parts = {part for model_class in family.classes.values() for part in model_class.body}
+    for row in (row for part in parts for row in family.tensors[part]):
+        names |= {f"{row.name}.weight", f"{row.name}.bias"} if row.norm else {row.name}
+    return _short(names)
+
+
+def _short(names: Iterable[str]) -> set[str]:
+    """Names behind the number of a layer: what is before it differs between classes."""
+    behind = (re.split(r"\.(?:\d+|\{l\})\.", name, maxsplit=1)[-1] for name in names)
+    return {".".join(name.split(".")[-3:]) for name in behind}

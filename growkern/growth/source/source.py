@@ -33,7 +33,6 @@ from growkern.growth.source.config import (
     config_directory,
     read_config_file,
     read_generation,
-    refuse_unknown,
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, Format, Stamps, format_of
@@ -196,7 +195,7 @@ def _open_model(model: Any, family: Family | None) -> Source:
     if family is None and plan:
         family = plan.small.family.whole
     elif family is None and kind not in supported_families():
-        refuse_unknown(kind, model.config.to_dict())
+        refused.refuse_unknown(kind, model.config.to_dict())
     spec = ModelSpec.of(model.config, live.class_of(model).__name__, family)
     for name, _ in model.named_parameters():
         live.refuse_flattened(name)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.families.family import holds
+from growkern.families.fields import holds
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions

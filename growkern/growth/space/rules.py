@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, UnfitError
-from growkern.families.family import condition_of, is_met
+from growkern.families.fields import condition_of, is_met
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Dense, Row, SpaceSpec
 from growkern.growth.options import GrowthOptions

@@ -1,0 +1,157 @@
+"""How fields of a config are read: conditions, and the older keys of other runtimes.
+
+Rows of a table have conditions on the config, and its [kinds] have conditions on layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+def holds(condition: str | None, config: Any) -> bool:
+    """True if a condition holds for a config: "flag", "!flag" or "field != field"; None: always."""
+    if condition is None:
+        return True
+    if " and " in condition:
+        return all(holds(part, config) for part in condition.split(" and "))
+    left, unequal, right = condition.partition(" != ")
+    if unequal:
+        return bool(getattr(config, left) != getattr(config, right))
+    value = bool(getattr(config, condition.removeprefix("!"), False))
+    return value != condition.startswith("!")
+
+
+# of a layer's number, the config's value and the text behind "=" -> whether the layer is meant
+CONDITIONS: Mapping[str, Callable[[int, Any, str], bool]] = {
+    "in": lambda layer, value, _: isinstance(value, list) and layer in value,
+    "every": lambda layer, value, _: type(value) is int and value > 0 and (layer + 1) % value == 0,
+    "from": lambda layer, value, _: type(value) is int and layer >= value,
+    "is": lambda layer, value, text: isinstance(value, list) and value[layer : layer + 1] == [text],
+}
+
+
+def followed(word: str, value: Any, layers: Sequence[int]) -> Any:
+    """The value that such a condition needs where `layers` are copied, one after another."""
+    if word == "in":
+        return [i for i, layer in enumerate(layers) if layer in (value or ())]
+    if word == "from" and type(value) is int:
+        return sum(layer < value for layer in layers)
+    return [*map(value.__getitem__, layers)] if isinstance(value, list) else value
+
+
+def follow_layers(
+    config: Any, source: Any, fields: Mapping[str, str], layers: Sequence[int] | None
+) -> None:
+    """Set the `fields` of a target's config that say, by a condition, of which kind its layers are.
+
+    `layers` has the source layer of every target layer. None: the source has no layers, and the
+    config's class fills the lists.
+    """
+    for name, word in fields.items():
+        value = getattr(source, name, None)
+        if layers is not None and hasattr(source, name):
+            setattr(config, name, followed(word, value, layers))
+        elif value == []:
+            given = {key: kept for key, kept in config.to_dict().items() if key != name}
+            setattr(config, name, getattr(type(config).from_dict(given), name))
+
+
+def condition_of(text: str) -> tuple[bool, str, str, str]:
+    """A condition of [kinds]: whether it is negated, its word, the config field and the text."""
+    word, _, rest = text.removeprefix("not ").partition(":")
+    field, _, value = rest.partition("=")
+    return text.startswith("not "), word, field, value
+
+
+def is_met(text: str, layer: int, config: Any, layers: Sequence[int] = ()) -> bool:
+    """True if a layer meets a condition of [kinds]; of a model with copies of `layers`, if any."""
+    negated, word, field, wanted = condition_of(text)
+    value = getattr(config, field)
+    value = followed(word, value, layers) if layers else value
+    return CONDITIONS[word](layer, value, wanted) != negated
+
+
+# what a pattern tells apart: layers with full attention, or those without positions (a 0)
+MARKED = ("full_attention", 0)
+
+# form -> whether a layer has full attention, by its number and the key's value
+PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
+    "full_first": lambda layer, period: layer % period == 0,
+    "full_last": lambda layer, period: (layer + 1) % period == 0,
+    "full_until": lambda layer, count: layer < count,
+}
+# a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
+FORMS = ("value", "scaling", "typed_scaling", *PATTERNS)
+# entries of `rope_parameters` with a key of their own beside the table of the scaling
+OWN_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# the only ones that a table with `type` may hold: older versions count them
+TYPED_KEYS = ("factor", "short_factor", "long_factor")
+
+
+@dataclass(frozen=True)
+class OlderKey:
+    """One entry of [older].
+
+    Attributes:
+        of: where the new form holds the same: names separated by dots.
+        form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
+            attention: every n-th, beginning with the first (`full_first`) or ending with the last
+            of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
+            where those have a 0.
+        when: the flag of the config without which software ignores the key.
+    """
+
+    KEY: ClassVar[str] = "field"
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"form": FORMS}
+
+    field: str
+    of: str
+    form: str = "value"
+    when: str | None = None
+
+    @property
+    def is_pattern(self) -> bool:
+        """True if the key says which layers have full attention."""
+        return self.form in PATTERNS
+
+    @property
+    def is_periodic(self) -> bool:
+        """True if the key says after how many layers their kinds repeat."""
+        return self.form in ("full_first", "full_last")
+
+    def value(self, config: Mapping[str, Any], now: Any = None) -> Any:
+        """The value that says the same as the new form in a config's JSON object, if there is one.
+
+        `now`, the value that the key has, stays if it says the same.
+        """
+        result: Any = config
+        for name in self.of.split("."):
+            result = result.get(name) if isinstance(result, Mapping) else None
+        if self.is_pattern:
+            return self._pattern(result, config, now)
+        return result if self.form == "value" else self._scaling(result)
+
+    def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | None:
+        if not kinds or (self.when is not None and not config.get(self.when)):
+            return now
+        if type(now) is int and self.describes(kinds, now):
+            return now
+        return next((n for n in range(len(kinds) + 2) if self.describes(kinds, n)), None)
+
+    def describes(self, kinds: Sequence[str], value: int) -> bool:
+        """True if the value, of a pattern, gives these kinds of layers."""
+        is_full = PATTERNS[self.form]
+        if value < 1 and self.form != "full_until":
+            return False
+        return all((kind in MARKED) == is_full(i, value) for i, kind in enumerate(kinds))
+
+    def _scaling(self, rope: Any) -> dict[str, Any] | None:
+        kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
+        if kind == "default" and "mrope_section" not in rope:
+            return None
+        rest = {key: value for key, value in rope.items() if key not in OWN_KEYS}
+        if self.form == "scaling":
+            return {"rope_type": kind, **rest}
+        return {"type": kind, **{key: rest[key] for key in TYPED_KEYS if key in rest}}
