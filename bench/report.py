@@ -132,10 +132,12 @@ def measured(results: Path) -> str:
     saved, counted = savings(rows, ("table5", "fpi_padded", ""))
     what = "training FLOPs saved to reach the loss from scratch, GPT-2, 4 x 64 to 4 x 128"
     lines.append([what, saved, f"with the small model's own training: {counted}"])
-    saved, _ = savings(rows, ("one_run", "random_at_70", "from 2x64, 8x64, adamw"))
-    what = "the same, one run of a Qwen3: 2 layers of width 64, after 70 % of the steps 8"
-    narrow, _ = savings(rows, ("one_run", "random_at_70", "from 2x32, 8x32, adamw"))
-    lines.append([what, saved, f"no small model needed; at width 32: {narrow}"])
+    saved, _ = savings(rows, ("one_run", "stack_at_70", "from 4x64, 8x64, adamw"))
+    what = "the same, one run of a Qwen3: 4 layers of width 64, after 70 % of the steps 8"
+    narrow, _ = savings(rows, ("one_run", "stack_at_70", "from 4x32, 8x32, adamw"))
+    muon, _ = savings(rows, ("one_run", "stack_at_70", "from 4x64, 8x64, muon"))
+    others = f"no small model needed; at width 32: {narrow}; with Muon: {muon}"
+    lines.append([what, saved, others])
     lines += tables.early_saving(results)
     return table(["measured", "growkern", "beside it"], lines)
 

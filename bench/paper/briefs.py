@@ -87,10 +87,11 @@ BRIEFS = {
     ),
     "one-run": Brief(
         "8 layers, of which the run begins with",
-        ("width 64", "width 32"),
+        ("AdamW, width 64", "AdamW, width 32", "Muon, width 64", "Muon, width 32"),
         {
             f"{layers} layers, `{depth}` at 70 % of the steps": tuple(
-                ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, adamw")
+                ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, {optimizer}")
+                for optimizer in ("adamw", "muon")
                 for width in (64, 32)
             )
             for layers, depth in ((2, "random"), (4, "stack"))
