@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from growkern.errors import GrowthError, GrowthWarning
@@ -224,12 +224,20 @@ def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
     return ", ".join(losses)
 
 
-class NamedProgress(ProgressCallback):
-    """The bar of transformers, with log lines that name the label loss."""
+class _Named(TrainerCallback):
+    """Gives the display beside it, a callback of transformers, log lines as `shown` makes them."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show a log line above the bar."""
+        """Show a log line."""
         super().on_log(args, state, control, logs=shown(logs or {}), **kwargs)
+
+
+class NamedProgress(_Named, ProgressCallback):
+    """The bar of transformers, with log lines that name the label loss."""
+
+
+class NamedPrinter(_Named, PrinterCallback):
+    """The log lines without a bar, under the same names."""
 
 
 class SafeTensorBoard(TensorBoardCallback):
@@ -282,12 +290,13 @@ def _expect_failing_writers() -> None:
 
 
 def use_own_displays(trainer: Any) -> None:
-    """Replace the progress bar and the TensorBoard callback of a trainer, if it has them."""
+    """Replace the callbacks of a trainer that print log lines or write them for TensorBoard."""
     board = trainer.pop_callback(TensorBoardCallback)
     if board is not None:
         trainer.add_callback(SafeTensorBoard(board.tb_writer))
+    named = {ProgressCallback: NamedProgress, PrinterCallback: NamedPrinter}
     # a notebook has another bar, and the user's may be a subclass
     for callback in list(trainer.callback_handler.callbacks):
-        if type(callback) is ProgressCallback:
+        if type(callback) in named:
             trainer.remove_callback(callback)
-            trainer.add_callback(NamedProgress())
+            trainer.add_callback(named[type(callback)]())

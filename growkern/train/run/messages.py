@@ -1,17 +1,24 @@
-"""The messages of a run: a header before the first step, and an end after the last one."""
+"""The messages of a run: a header before the first step, and an end after the last one.
+
+A run that shall print neither silences other libraries too: see `without_bars`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
+from transformers.utils import logging
 
 from growkern.errors import clean, human
 from growkern.growth.plan.growth_plan import GrowthPlan
@@ -52,6 +59,24 @@ def print_lines(lines: Mapping[str, str]) -> None:
         # one line each, so that paths can be copied and lines can be searched
         text = Text.assemble((f"{name:<{width}}", "bold"), clean(value, kept=""))
         console.print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """While active, transformers, the Hub's client and datasets show no progress bars."""
+
+    def hidden(bar: Any, args: Any, options: dict[str, Any]) -> Any:
+        return bar(*args, **{**options, "disable": True})
+
+    with contextlib.ExitStack() as stack:
+        # its switch would turn that of the Hub's client with it, and never back
+        stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(hidden))
+        for name in ("huggingface_hub.utils", "datasets"):
+            library = import_module(name) if find_spec(name) else None
+            if library is not None and not library.are_progress_bars_disabled():
+                library.disable_progress_bars()
+                stack.callback(library.enable_progress_bars)
+        yield
 
 
 def _describe_device(device: torch.device, processes: int) -> str:

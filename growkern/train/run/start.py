@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
 from growkern.arguments import path_of
@@ -28,7 +29,13 @@ from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.electra import ReplacedTokenDetection
 from growkern.train.run.directory import begin, has_steps_left, identity_of, is_finished, is_ours
 from growkern.train.run.file import load_runs
-from growkern.train.run.messages import end, header, print_lines, resume_command
+from growkern.train.run.messages import (
+    end,
+    header,
+    print_lines,
+    resume_command,
+    without_bars,
+)
 from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
@@ -50,7 +57,8 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     Args:
         path: the run file.
         overwrite: delete the output directory first if it holds another run.
-        progress: whether to print a header, progress bars and an end.
+        progress: whether to print a header, progress bars, log lines and an end. Without it nothing
+            but warnings is printed. `trainer_state.json` has the log lines in any case.
 
     Returns:
         The output of `transformers.Trainer` (global_step, training_loss, metrics) of the last
@@ -65,7 +73,8 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     """
     path = path_of("path", path, "the name of a run file")
     command = resume_command(path)
-    with SignalWatch(f"stopped; to resume: {command}"):
+    bars = nullcontext() if progress else without_bars()
+    with SignalWatch(f"stopped; to resume: {command}"), bars:
         check_switches()
         result, base = None, path.parent
         for settings in load_runs(path):
@@ -94,6 +103,8 @@ def _train(
         first_start = not ours or last_checkpoint(output) is None
         trainer = build_trainer(run, progress=progress, first_start=first_start)
         trainer.resume_hint = command
+        if not progress:
+            trainer.remove_callback(PrinterCallback)
         if first_start:
             _grow_optimizer(run, trainer)
         # after all checks, so that a refused run deletes nothing

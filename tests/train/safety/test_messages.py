@@ -3,17 +3,22 @@
 import json
 import sys
 
+import datasets
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils import logging
 
 from growkern import GrowthError
 from growkern import run as train
-from growkern.cli.main import main
+from growkern.cli.main import main as command
 from growkern.errors import GrowthWarning, human
 from growkern.train.run.messages import resume_command
 from growkern.train.safety.checkpoints import checkpoints_in
+from tests.shared import warm
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
+from tests.train.safety.runs import small_trainer
 
 ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 
@@ -32,7 +37,7 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     file.write_text(RUN.replace("batch_size = 4", 'batch_size = 4\nprecision = "bf16"'))
     monkeypatch.setattr(sys, "argv", ["growkern", "train", str(file)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     assert ended.value.code == 0
     header, finished, end = capsys.readouterr().out.partition("finished  ")
     found, end = values(header), values(finished + end)
@@ -52,10 +57,46 @@ def test_a_run_prints_a_header_and_an_end(workplace, monkeypatch, capsys):  # no
     assert end["next"] == f"growkern plot {out}"
 
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     assert ended.value.code == 0
     again = capsys.readouterr().out
     assert values(again) == {"finished": f"{out} is trained already; nothing was done"}
+
+
+def switches():
+    """Which libraries show bars in this process."""
+    logging.set_tqdm_hook(hook := logging.set_tqdm_hook(None))
+    off = [are_progress_bars_disabled(), datasets.are_progress_bars_disabled()]
+    return [hook, logging.is_progress_bar_enabled(), *off]
+
+
+def main(folder):
+    """Two runs of a rank: the second finds a finished run."""
+    before = switches()
+    for steps in (6, None):
+        result = train(folder / "run.toml", progress=False)
+        assert (result and result.global_step) == steps
+    assert switches() == before
+
+
+@ONE
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_without_progress_prints_nothing(workplace, ranks):  # noqa: F811
+    done = warm.run("tests.shared.forked_ranks", ranks, __name__, workplace)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    state = json.loads((workplace / "out" / "trainer_state.json").read_text())
+    assert len([line for line in state["log_history"] if "mlm" in line]) == 6
+
+
+@pytest.mark.parametrize("without_bar", [True, False])
+def test_log_lines_have_the_same_names_with_a_bar_and_without(tmp_path, capsys, without_bar):
+    trainer = small_trainer(tmp_path, args={"disable_tqdm": without_bar, "logging_steps": 1})
+    trainer.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "label loss" in line]
+    first = next(line for line in trainer.state.log_history if "mlm" in line)
+    assert len(lines) == trainer.state.max_steps
+    start = f"{{'label loss': '{first['mlm']:.4g}', 'objective': '{first['loss']:.4g}', "
+    assert lines[0].startswith(start)
 
 
 @ONE
