@@ -66,6 +66,7 @@ class Settings:
     growth: Sequence[GrowthStep]
     precision: str | None
     steps: StepOptions
+    is_resolved: bool
 
 
 def check_settings(

@@ -40,7 +40,7 @@ from growkern.train.loss.inheritance import (
 from growkern.train.loss.options import LossOptions
 from growkern.train.loss.passes import are_sent
 from growkern.train.loss.vocabulary import check_vocabularies
-from growkern.train.objectives.language_modeling import evaluation_collator
+from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
 from growkern.train.optimizer import OptimizerMaker, OptimizerOptions
 from growkern.train.rules import check
 from growkern.train.safety.checkpoints import behind_link
@@ -51,21 +51,15 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def prepare(
-    settings: Settings,
-    model: Any,
-    args: TrainingArguments,
-    options: dict[str, Any],
-    *,
-    resolved: bool,
+    settings: Settings, model: Any, args: TrainingArguments, options: dict[str, Any]
 ) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards, str]:
     """Check everything that can be checked before Trainer is made, and make what it needs.
 
     Args:
         model: in training. Its weights may get another dtype.
         args: of the trainer; changed where a run needs it.
-        resolved: whether the settings are those of a run file, which were checked.
     """
-    if not resolved:
+    if not settings.is_resolved:
         check_settings(settings, model, args, options)
     two_stage, growth = settings.two_stage is not None, settings.growth
     set_arguments(args, in_parts=two_stage or any(step.new_layers_steps for step in growth))
@@ -79,14 +73,14 @@ def prepare(
     )
     check_objectives(teachers, model, objective.causal)
     take_model(objective, optimizers, model)
-    if not resolved:
+    if not settings.is_resolved:
         check("block", two_stage=settings.two_stage, layers=objective.layers)
     if isinstance(teachers, Teachers):
         known = check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
         teachers.known = known
     teachers.freeze(model, args.device)
     wanted = settings.precision
-    precision = str(wanted) if resolved else choose_precision(args, wanted)
+    precision = str(wanted) if settings.is_resolved else choose_precision(args, wanted)
     set_precision(model, args, precision)
     growths = GrowthInRun(growth, model)
     return objective, optimizers, growths, Shards(model, teachers.models), precision
@@ -109,6 +103,7 @@ def complete(
     """
     accelerator, args, objective = trainer.accelerator, trainer.args, trainer.objective
     check_accelerator(accelerator)
+    set_labels(trainer, objective)
     trainer.growths.plan(trainer.model, objective.check_size)
     kind = {"causal": objective.causal, "decoder": objective.decoder}
     stops = Stops(accelerator)
@@ -118,7 +113,7 @@ def complete(
     # the data loader of the run counts its rows
     trainer.batches = Batches(accelerator, objective.loss.columns, **kind)
     trainer.two_stage = stages = stages_in_steps(settings.two_stage, trainer)
-    if not trainer.is_resolved:
+    if not settings.is_resolved:
         rewarm_steps = trainer.optimizers.own.rewarm_steps
         check_step_numbers(trainer, stages, settings.inheritance, rewarm_steps)
     for step in settings.growth:
@@ -140,6 +135,16 @@ def complete(
     )
     use_own_displays(trainer)
     return LabelledSteps(), meter, stops, saver, steps
+
+
+def set_labels(trainer: Any, objective: Objective) -> None:
+    """Tell Trainer how labels are counted, and which columns it must leave in the data."""
+    # Trainer counts the labels of an accumulated batch if the first is true, and counts them
+    # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
+    trainer.model_accepts_loss_kwargs = True
+    trainer._loss_shifts_labels = objective.causal
+    sources = [SOURCE] if isinstance(objective.teachers, TeachersOfSources) else []
+    trainer.label_names = [*trainer.label_names, *objective.loss.columns, *sources]
 
 
 def set_arguments(args: TrainingArguments, *, in_parts: bool) -> None:

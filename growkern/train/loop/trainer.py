@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from growkern.train.loss.passes import stream_loader
 from growkern.train.loss.side import EvaluationSums, side_loss_of
 from growkern.train.model.head import setting
 from growkern.train.model.sub_model import TwoStageConfig
-from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
+from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
 from growkern.train.safety.saving import (
     RESUME_HINT,
@@ -42,7 +42,7 @@ from growkern.train.safety.saving import (
     plain_hub_errors,
 )
 from growkern.train.safety.signals import guard_workers
-from growkern.train.safety.steps import StepOptions, clip_on_cpu, own_random_numbers
+from growkern.train.safety.steps import OnNonfinite, StepOptions, clip_on_cpu, own_random_numbers
 
 
 class TwoStageTrainer(Trainer):
@@ -89,15 +89,13 @@ class TwoStageTrainer(Trainer):
         GrowthError: models, teachers or arguments that cannot be trained this way.
     """
 
-    label_names: list[str]
     optimizer: Any
     control: Any
     batches: Batches
+    two_stage: TwoStageConfig | None
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
     resume_hint, misses_evaluation = RESUME_HINT, False
-    # whether the settings are those of a run file, which were checked before
-    is_resolved = False
 
     fit_to = runs.fit_to
     newest_whole_checkpoint = runs.newest_whole_checkpoint
@@ -119,27 +117,21 @@ class TwoStageTrainer(Trainer):
         optimizer_options: OptimizerOptions | None = None,
         growth: Sequence[GrowthStep] = (),
         precision: str | None = None,
-        on_nonfinite: Literal["stop", "skip"] = "stop",
+        on_nonfinite: OnNonfinite = "stop",
         save_minutes: float = 0.0,
         **options: Any,
     ) -> None:
-        args, steps = args or TrainingArguments(), StepOptions(on_nonfinite, save_minutes)
+        args = args or TrainingArguments()
         settings = checks.Settings(
-            *(two_stage, inheritance, teacher, teacher_tokenizer, loss),
-            *(optimizer, optimizer_options, growth, precision, steps),
+            *(two_stage, inheritance, teacher, teacher_tokenizer, loss, optimizer),
+            *(optimizer_options, growth, precision, StepOptions(on_nonfinite, save_minutes)),
+            # of a run file, for which all of this was checked before; see `build_trainer`
+            is_resolved=options.pop("is_resolved", False),
         )
-        early = prepare(settings, model, args, options, resolved=self.is_resolved)
+        early = prepare(settings, model, args, options)
         self.objective, self.optimizers, self.growths, self.shards, self.precision = early
-        self.two_stage, self.inheritance = two_stage, inheritance
         self.loss, self.side = self.objective.loss, side_loss_of(model)
         super().__init__(model=model, args=args, **options)
-        # Trainer counts the labels of an accumulated batch if the first is true, and counts them
-        # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
-        self.model_accepts_loss_kwargs = True
-        self._loss_shifts_labels = self.objective.causal
-        sources = [SOURCE] if isinstance(teacher, dict) else []
-        # so that they are not removed from the data
-        self.label_names = [*self.label_names, *self.loss.columns, *sources]
         self.labelled, self.meter, self.stops, self.saver, self.steps = complete(self, settings)
 
     def get_train_dataloader(self) -> Any:

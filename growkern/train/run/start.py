@@ -9,7 +9,7 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 import copy
 import os
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from growkern.train.run.messages import (
 from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
 from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
+from growkern.train.safety.steps import StepOptions
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
@@ -148,12 +149,6 @@ def _train_from(trainer: TwoStageTrainer, checkpoint: Path | None) -> TrainOutpu
     return None
 
 
-class _ResolvedTrainer(TwoStageTrainer):
-    """The trainer of a run file, which does not check again what was resolved."""
-
-    is_resolved = True
-
-
 def build_trainer(
     run: ResolvedRun, *, progress: bool = True, first_start: bool = True
 ) -> TwoStageTrainer:
@@ -175,7 +170,7 @@ def build_trainer(
     teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
-    return _ResolvedTrainer(
+    return TwoStageTrainer(
         model,
         copy.copy(run.arguments),
         two_stage=settings.two_stage,
@@ -192,8 +187,8 @@ def build_trainer(
         data_collator=collator,
         callbacks=None if speed is None else [ExpertBalancing(speed)],
         precision=run.precision,
-        on_nonfinite=training.on_nonfinite,
-        save_minutes=training.save_minutes,
+        **{field.name: getattr(training, field.name) for field in fields(StepOptions)},
+        is_resolved=True,
     )
 
 

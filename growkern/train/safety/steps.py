@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from accelerate.utils import DistributedType
@@ -18,6 +18,7 @@ from growkern.arguments import MOST_SEED, Limit, check_fields, seed_of_process
 from growkern.errors import GrowthError
 from growkern.train.safety.saving import Saver, Stops
 
+OnNonfinite: TypeAlias = Literal["stop", "skip"]
 # with broken weights every step would be skipped, without end
 MOST_SKIPPED_IN_A_ROW = 100
 
@@ -46,7 +47,7 @@ class StepOptions:
 
     LIMITS: ClassVar[dict[str, Limit]] = {"save_minutes": Limit(lambda x: x >= 0, "be 0 or more")}
 
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: OnNonfinite = "stop"
     save_minutes: float = 0.0
 
     def __post_init__(self) -> None:
