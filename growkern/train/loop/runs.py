@@ -27,9 +27,8 @@ from growkern.train.safety.signals import SignalWatch
 
 def train_in_parts(trainer: Any, checkpoint: Path | None, train: Callable[[Any], Any]) -> Any:
     """Train through all growths: `train` trains until the model grows or the run ends."""
-    trainer.saver.hint = trainer.resume_hint
     trainer.fit_to(checkpoint)
-    message, growths = f"stopped; to resume: {trainer.resume_hint}", trainer.growths
+    message, growths = f"stopped; to resume: {trainer.saver.hint}", trainer.growths
     # An exception of a signal may skip the end of a `torch.no_grad`. A signal during a growth would
     # be lost in a finaliser.
     has_grad = torch.set_grad_enabled(torch.is_grad_enabled())
@@ -65,7 +64,7 @@ def _train_part(trainer: Any, checkpoint: Path | None, train: Callable[[Any], An
     saver.wait(step)
     stops.number = stops.of_any()
     if stops.number:
-        stops.end_run(step, Path(trainer.args.output_dir), trainer.resume_hint)
+        stops.end_run(step, Path(trainer.args.output_dir), saver.hint)
     return result
 
 
@@ -198,7 +197,6 @@ def save_final_model(self: Any, dtype: torch.dtype) -> None:
     Raises:
         GrowthError: the disk takes no more. The checkpoints are as they were.
     """
-    self.saver.hint = self.resume_hint
     self.saver.wait(self.state.global_step)
     set_dtype(self.model, dtype)
     self.saver.save_final(

@@ -35,12 +35,7 @@ from growkern.train.model.head import setting
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
-from growkern.train.safety.saving import (
-    RESUME_HINT,
-    EvaluationStopped,
-    misses_evaluation,
-    plain_hub_errors,
-)
+from growkern.train.safety.saving import EvaluationStopped, misses_evaluation, plain_hub_errors
 from growkern.train.safety.signals import guard_workers
 from growkern.train.safety.steps import OnNonfinite, StepOptions, clip_on_cpu, own_random_numbers
 
@@ -95,7 +90,7 @@ class TwoStageTrainer(Trainer):
     two_stage: TwoStageConfig | None
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
-    resume_hint, misses_evaluation = RESUME_HINT, False
+    misses_evaluation = False
 
     fit_to = runs.fit_to
     newest_whole_checkpoint = runs.newest_whole_checkpoint
@@ -217,11 +212,7 @@ class TwoStageTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of this step's depth and KL share; in evaluation that of the whole model."""
         objective, items, accelerator = self.objective, num_items_in_batch, self.accelerator
@@ -250,7 +241,7 @@ class TwoStageTrainer(Trainer):
         if self.stops.number:
             self.is_in_train = False
             self.control = self.callback_handler.on_train_end(self.args, self.state, control)
-            self.stops.end_run(step, Path(str(self.args.output_dir)), self.resume_hint)
+            self.stops.end_run(step, Path(str(self.args.output_dir)), self.saver.hint)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of a step without repeated examples, and their labels in all processes."""

@@ -103,7 +103,7 @@ def _train(
         ours = is_ours(output, identity, overwrite)
         first_start = not ours or last_checkpoint(output) is None
         trainer = build_trainer(run, progress=progress, first_start=first_start)
-        trainer.resume_hint = command
+        trainer.saver.hint = command
         if not progress:
             trainer.remove_callback(PrinterCallback)
         if first_start:

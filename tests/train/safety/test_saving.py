@@ -94,7 +94,7 @@ def test_the_output_may_be_a_link(tmp_path, is_there):
 def test_a_full_disk_at_the_end_is_one_line(tmp_path):
     trainer = small_trainer(tmp_path)
     trainer.train()
-    trainer.resume_hint = "growkern train run.toml"
+    trainer.saver.hint = "growkern train run.toml"
     with small_files(1000), pytest.raises(GrowthError, match="the model was not saved") as caught:
         trainer.save_final_model(trainer.model.dtype)
     assert str(caught.value).endswith("checkpoint-8; to resume: growkern train run.toml")

@@ -46,7 +46,7 @@ def straight(tmp_path_factory):
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, straight, number, event, capsys):
     before = signal.getsignal(number)
     trainer = small_trainer(tmp_path, callbacks=[At(4, send(number), event)])
-    trainer.resume_hint = "do it again"
+    trainer.saver.hint = "do it again"
     with pytest.raises(KINDS[number]) as caught:
         trainer.train()
     assert signal.getsignal(number) is before
