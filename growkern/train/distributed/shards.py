@@ -6,7 +6,7 @@ handled here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,13 +89,21 @@ class Shards:
             load_weights(model, directory)
         return self.sharded
 
-    def save_part(self, model: Any, tokenizer: Any, directory: Path, *, is_first: bool) -> bool:
-        """Write this process's part of the weights, or copy it; False if this is no checkpoint.
+    def save(
+        self, model: Any, tokenizer: Any, directory: Path, write: Callable[..., Any], is_first: bool
+    ) -> bool:
+        """Save a sharded model; False if Trainer has to.
 
-        The first process also writes the files that make a model directory.
+        For a checkpoint each process writes its part of the weights, or copies it. The first also
+        writes the files that make a model directory. Elsewhere the first writes all, with `write`.
         """
-        if not self.in_checkpoint:
+        if not self.sharded:
             return False
+        if not self.in_checkpoint:
+            state = whole_state(model, keep=is_first)
+            if is_first:
+                write(str(directory), state_dict=state)
+            return True
         directory.mkdir(parents=True, exist_ok=True)
         self._write(weight_parts(model), directory)
         if is_first:

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
-from growkern.train.distributed.shards import whole_state, without_shared
+from growkern.train.distributed.shards import without_shared
 from growkern.train.growth import GrowthStep
 from growkern.train.loop import checks, runs
 from growkern.train.loop.growing import complete_directory
@@ -345,15 +345,11 @@ class TwoStageTrainer(Trainer):
         super()._issue_warnings_after_load(without_shared(load_result, self.model))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's; all processes write a sharded model for a checkpoint, else it is gathered."""
+        """Trainer's, or that of a sharded model, and the files that belong beside the weights."""
         directory, is_first = Path(output_dir or str(self.args.output_dir)), self.args.should_save
         parts = self.model, self.processing_class, directory
-        if not self.shards.sharded:
+        if not self.shards.save(*parts, self._save, is_first):
             super().save_model(str(directory), _internal_call=True)
-        elif not self.shards.save_part(*parts, is_first=is_first):
-            state = whole_state(self.model, keep=is_first)
-            if is_first:
-                self._save(str(directory), state_dict=state)
         if is_first:
             complete_directory(*parts)
         if self.args.push_to_hub and not _internal_call:
