@@ -212,7 +212,11 @@ class TwoStageTrainer(Trainer):
         return loss
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The loss of this step's depth and KL share; in evaluation that of the whole model."""
         objective, items, accelerator = self.objective, num_items_in_batch, self.accelerator
@@ -345,7 +349,7 @@ class TwoStageTrainer(Trainer):
         super()._issue_warnings_after_load(without_shared(load_result, self.model))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's, or that of a sharded model, and the files that belong beside the weights."""
+        """Trainer's; all processes write a sharded model for a checkpoint, else it is gathered."""
         directory, is_first = Path(output_dir or str(self.args.output_dir)), self.args.should_save
         parts = self.model, self.processing_class, directory
         if not self.shards.save(*parts, self._save, is_first):
