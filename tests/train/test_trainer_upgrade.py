@@ -52,7 +52,7 @@ MOST_OVERRIDDEN, MOST_PRIVATE = 24, 14
 ATTRIBUTES = {"_globalstep_last_logged", "_loss_shifts_labels", "_tr_loss", "_train_batch_size"}
 # of growkern's trainer alone
 OWN = {
-    *("batches", "growths", "labelled", "loss", "meter", "optimizers", "precision"),
+    *("batches", "growths", "inheritance", "labelled", "loss", "meter", "optimizers", "precision"),
     *("saver", "shards", "side", "steps", "stops", "two_stage", "_sums"),
     "misses_evaluation",
     *("fit_to", "flops_per_step", "newest_whole_checkpoint", "save_final_model", "take_end"),

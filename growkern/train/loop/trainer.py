@@ -87,7 +87,6 @@ class TwoStageTrainer(Trainer):
     optimizer: Any
     control: Any
     batches: Batches
-    two_stage: TwoStageConfig | None
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
     misses_evaluation = False
@@ -125,6 +124,7 @@ class TwoStageTrainer(Trainer):
         )
         early = prepare(settings, model, args, options)
         self.objective, self.optimizers, self.growths, self.shards, self.precision = early
+        self.two_stage, self.inheritance = two_stage, inheritance
         self.loss, self.side = self.objective.loss, side_loss_of(model)
         super().__init__(model=model, args=args, **options)
         self.labelled, self.meter, self.stops, self.saver, self.steps = complete(self, settings)
