@@ -23,6 +23,7 @@ def _wrong_weights(weights: tuple[float, ...] | None, teachers: int | None) -> s
 OF_BARE_ROWS = ("mlm+nsp", "span_corruption", "denoising")
 OWN_LABELS = (*OF_BARE_ROWS, "rtd")
 # "auto" may stand for one of the others
+WITHOUT_MASKS = ("clm", "pairs")
 WITH_SPANS = ("auto", "span_corruption", "denoising")
 FSDP_ONLY = (
     *("replicas", "param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload"),
@@ -88,6 +89,15 @@ OF_FILES: tuple[Row, ...] = (
         lambda x: x.objective in OF_BARE_ROWS and not x.pack,
         "data.objective = {x.objective!r} needs full rows",
         "leave out data.packing = false",
+    ),
+    (
+        *("data", "`data.masking_probability`", "an objective without masks, or labels"),
+        lambda x: (
+            (x.objective in WITHOUT_MASKS or x.labels_column) and changed(x, "masking_probability")
+        ),
+        "data.masking_probability is given, but no tokens are masked with data.objective = "
+        "{x.objective!r}, or with data.labels_column",
+        "leave it out",
     ),
     (
         *("data", "`data.mean_span_length`", "an objective without spans"),
@@ -209,6 +219,13 @@ OF_FILES: tuple[Row, ...] = (
         "leave it out",
     ),
     (
+        *("source", "`data.input_ids_column`, `data.target_column`, `loss.row_weights`"),
+        "plain text",
+        lambda x: x.source.is_text and x.column,
+        "{x.source.name} is plain text, which has no column {x.column!r}",
+        "give files of records or data.dataset",
+    ),
+    (
         *("weights", "`loss.row_weights`"),
         '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
         lambda x: x.weights and x.objective in OWN_LABELS,
@@ -281,9 +298,11 @@ OF_FILES: tuple[Row, ...] = (
     ),
     (
         *("growth in stage 1", "`growth.new_layers_steps`", "stage 1 of `[two_stage]`"),
-        lambda x: x.growth.new_layers_steps and x.growth.at_step < x.stage1_steps,
-        "the growth at step {x.growth.at_step} lets only its new layers train, for "
-        "new_layers_steps={x.growth.new_layers_steps}, while stage 1 draws what trains up to step "
+        lambda x: next(
+            (g for g in x.growth if g.new_layers_steps and g.at_step < (x.stage1_steps or 0)), None
+        ),
+        "the growth at step {name.at_step} lets only its new layers train, for "
+        "new_layers_steps={name.new_layers_steps}, while stage 1 draws what trains up to step "
         "{x.stage1_steps}",
         "grow after stage 1, or leave one of the two out",
     ),

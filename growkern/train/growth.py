@@ -127,6 +127,14 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         check_steps(end - start, alone, "steps to the next growth or the end of the run")
 
 
+def check_new_layers(growth: Sequence[GrowthStep], sizes: Sequence[Size]) -> None:
+    """Check that growths whose new layers train alone add some, for the sizes after each."""
+    for step, size in zip(growth, sizes, strict=True):
+        old, new = zip(*layers_of(size), strict=True)
+        before, after = (" and ".join(map(str, layers)) for layers in (old, new))
+        check("new layers", step=step, old=old, new=new, before=before, after=after)
+
+
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
     """The learning rate at an optimizer step, which rises again after each growth.
 

@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fields
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, GrowthWarning, nearest
 from growkern.growth.history import History, history_of
 from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, decay_groups
 from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon
@@ -70,6 +70,14 @@ class OptimizerOptions:
         check_fields(self, "optimizer")
 
 
+def check_choice(choice: str, own: OptimizerOptions | None) -> None:
+    """Refuse an optimizer that there is not, and options of another one."""
+    choices = get_args(OptimizerChoice)
+    if choice not in choices:
+        raise GrowthError(f"optimizer is {choice!r}{nearest(choice, choices)}")
+    check("optimizer", own=own or OptimizerOptions(), choice=choice)
+
+
 def check_optimizer(
     choice: str, args: TrainingArguments, options: Mapping[str, Any], *, sharded: bool
 ) -> None:
@@ -118,27 +126,53 @@ class OptimizerMaker:
     def __init__(
         self,
         choice: str,
-        own: OptimizerOptions,
+        own: OptimizerOptions | None,
         args: TrainingArguments,
         options: Mapping[str, Any],
         *,
         grows: bool,
     ) -> None:
-        self.own, self._choice, self._args = own, choice, args
+        self.own, self._choice, self._args = own or OptimizerOptions(), choice, args
         self._given, self._grows = _given(options), grows
 
-    def take_model(self, model: Any) -> None:
-        """Choose the optimizer of a model."""
-        choice, other = self._choice, _other_optimizer(self._args, self._given)
-        self.plan = None if choice == "adamw" or other else _plan_of(model, choice)
+    def check(self, model: Any) -> None:
+        """Refuse a model that was not grown, or has no blocks, if the settings need that."""
+        other = _other_optimizer(self._args, self._given)
+        plan, lost = self._growth_of(model)
+        if lost and self._choice == "growth-adamw":
+            raise GrowthError(lost)
+        follows = plan is not None and not plan.options.is_baseline
         check(
             "model's optimizer",
-            choice=choice,
+            choice=self._choice,
             model=type(model).__name__,
             stacks=find_stacks(model),
             rewarms=self.own.rewarm_steps,
-            grown=self.plan is not None or (self._grows and not other),
+            known=plan is not None,
+            in_parts=any(history_of(part) != History() for part in model.children()),
+            grown=follows or (self._grows and not other),
         )
+
+    def take_model(self, model: Any) -> None:
+        """Choose the optimizer of a model."""
+        plan, lost = self._growth_of(model)
+        if lost:
+            name = "Muon and AdamW" if self._choice == "muon" else "AdamW"
+            warnings.warn(f"trains with {name}, because {lost}", GrowthWarning, stacklevel=4)
+        # random weights have no source whose steps the copies could take
+        self.plan = None if plan is None or plan.options.is_baseline else plan
+
+    def _growth_of(self, model: Any) -> tuple[GrowthPlan | None, str]:
+        """The growth that the steps of a model may follow, or why they cannot if it was grown."""
+        if self._choice == "adamw" or _other_optimizer(self._args, self._given):
+            return None, ""
+        try:
+            plan = growth_plan_of(model)
+        except GrowthError as error:
+            return None, str(error)
+        if plan is not None and (name := misfit(plan, model)):
+            return None, f"{name} is not as growth made it"
+        return plan, ""
 
     def make(self, model: Any) -> Optimizer | None:
         """The optimizer of a model; None if it is the one that Trainer makes from the arguments."""
@@ -160,33 +194,6 @@ class OptimizerMaker:
         muon = Muon(held, **settings) if plan is None else GrowthMuon(held, plan, **settings)
         # the first group's rate is the one in the log
         return CombinedOptimizer(adamw, muon)
-
-
-def _plan_of(model: Any, choice: str) -> GrowthPlan | None:
-    """The growth that made the model, if its steps can follow it."""
-    needed = choice == "growth-adamw"
-    try:
-        plan = growth_plan_of(model)
-        if plan is not None and (name := misfit(plan, model)):
-            raise GrowthError(f"{name} is not as growth made it")
-    except GrowthError as error:
-        if needed:
-            raise
-        name = "Muon and AdamW" if choice == "muon" else "AdamW"
-        warnings.warn(f"trains with {name}, because {error}", GrowthWarning, stacklevel=4)
-        return None
-    if plan is None and needed:
-        if any(history_of(part) != History() for part in model.children()):
-            raise GrowthError(
-                "optimizer is 'growth-adamw', whose factors belong to one growth, but the parts of "
-                f"{type(model).__name__} were grown one by one: set optimizer to 'adamw' or 'muon'"
-            )
-        raise GrowthError(
-            "optimizer is 'growth-adamw', but the model was not grown: load it from the directory "
-            "that growkern wrote, with its lineage.json, or set optimizer to 'adamw'"
-        )
-    # random weights have no source whose steps the copies could take
-    return None if plan is None or plan.options.is_baseline else plan
 
 
 def _other_optimizer(args: TrainingArguments, given: str) -> str:

@@ -140,10 +140,31 @@ RULES = (
         "use 'auto'",
     ),
     Rule(
+        *("model's optimizer", '`optimizer = "growth-adamw"`', "models grown one by one"),
+        lambda x: x.choice == "growth-adamw" and not x.known and x.in_parts,
+        "optimizer is 'growth-adamw', whose factors belong to one growth, but the parts of "
+        "{x.model} were grown one by one",
+        "set optimizer to 'adamw' or 'muon'",
+    ),
+    Rule(
+        *("model's optimizer", '`optimizer = "growth-adamw"`', "a model that was not grown"),
+        lambda x: x.choice == "growth-adamw" and not x.known,
+        "optimizer is 'growth-adamw', but the model was not grown",
+        "load it from the directory that growkern wrote, with its lineage.json, or set optimizer "
+        "to 'adamw'",
+    ),
+    Rule(
         *("model's optimizer", "`optimizer.rewarm_steps`", "a model that was not grown"),
         lambda x: x.rewarms and not x.grown,
         "optimizer.rewarm_steps is for a model that was grown, and trains with GrowthAdamW",
         "leave it out",
+    ),
+    Rule(
+        *("stage 1", "`two_stage.stage1_epochs`", "a run with fewer steps"),
+        lambda x: x.stages.stage1_steps > x.steps,
+        "two_stage.stage1_epochs is {x.epochs}, which makes {x.stages.stage1_steps} steps of "
+        "{x.per_epoch} per epoch",
+        "it must not be more than the {x.steps} steps of the run",
     ),
     # --------------------------------------------------------------- teachers
     Rule(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import tokenizers
@@ -193,37 +193,74 @@ def load_data(
             f"{processes} processes were started, but they cannot wait for each other: call "
             "torch.distributed.init_process_group or make the TrainingArguments before load_data"
         )
-    encoder_decoder = encoder_decoder or data.objective == "pairs"
     sources = find_sources(data, Path(base), name)
-    location = user_cache() if data.cache is None else Path(base) / data.cache
+    readers = open_data(data, sources, tokenizer, row_weights, pairs=encoder_decoder)
+    return read_data(data, readers, base=Path(base), seed=seed, progress=progress)
+
+
+def open_data(
+    data: DataSection,
+    sources: Mapping[str, Source | None],
+    tokenizer: Any,
+    row_weights: str | None = None,
+    *,
+    pairs: bool = False,
+) -> dict[str, Reader]:
+    """What reads the sources of `find_sources`, training data first. Nothing is read yet.
+
+    Data that does not fit the options, the tokenizer or the sides of the model is refused.
+    """
+    pairs = pairs or data.objective == "pairs"
+    check("sides", data=data, pairs=pairs)
+    readers = {}
+    for key, source in sources.items():
+        if source is not None:
+            weights = row_weights if key.startswith("train") else None
+            settings = Settings.of(data, source, tokenizer, weights, pairs=pairs)
+            readers[key] = Reader(settings, tokenizer, source)
+    return readers
+
+
+def early_collator(
+    data: DataSection, readers: Mapping[str, Reader], tokenizer: Any, seed: int
+) -> Collator:
+    """The collator of data that was not read yet; one that takes passages of rows has none."""
+    settings, rows = next(iter(readers.values())).settings, cast(Any, ())
+    empty = TrainingData(data, settings.weights, settings.pairs, rows, None)
+    return empty.collator(tokenizer, seed=seed)
+
+
+def read_data(
+    data: DataSection, readers: Mapping[str, Reader], *, base: Path, seed: int, progress: bool
+) -> TrainingData:
+    """The data behind `load_data`, whose arguments it has, of readers that were checked."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    location = user_cache() if data.cache is None else base / data.cache
     shows = progress and os.environ.get("RANK", "0") == "0"
 
-    def reader_of(source: Source, weights: str | None) -> Reader:
-        settings = Settings.of(data, source, tokenizer, weights, pairs=encoder_decoder)
-        return Reader(settings, tokenizer, source.name)
-
-    def cached(key: str, weights: str | None = None, part: str | None = None) -> Any:
-        source = sources.get(key)
-        if source is None:
+    def cached(key: str, part: str | None = None) -> Any:
+        if key not in readers:
             return None
-        reader = reader_of(source, weights)
+        reader = readers[key]
+        source, weights = reader.source, reader.settings.weights
         # its stamps of the files come before the fingerprint that names the directory
         rows = _rows_of(source, reader, shows)
-        directory = location / from_first(lambda: _key(source, reader.settings, tokenizer))
+        directory = location / from_first(lambda: _key(reader))
         # about 4 bytes of text become a token of 4 bytes. The size of a split is not known
         files = () if source.dataset else source.files
         size = sum(file.stat().st_size for file in files)
         return cached_rows(directory, rows, source.name, size, weights, part)
 
-    train = sources.get("train")
+    # all sources to train on have the same settings
+    first = next(iter(readers.values()))
+    row_weights = first.settings.weights
     rows: TrainRows
     if data.train_names:
-        parts = [cached(f"train.{part}", row_weights, part) for part in data.train_names]
-        rows = ConcatDataset(parts)
-    elif data.streaming and train is not None:
+        rows = ConcatDataset([cached(f"train.{part}", part) for part in data.train_names])
+    elif data.streaming:
         rows = TokenStream(
-            train.stream(),
-            reader_of(train, row_weights),
+            first.source.stream(),
+            first,
             rank=int(os.environ.get("RANK", "0")),
             processes=processes,
             window=data.shuffle_window,
@@ -231,10 +268,10 @@ def load_data(
             weights=row_weights,
         )
     else:
-        rows = cached("train", row_weights)
+        rows = cached("train")
     sets = {part: cached(f"validation.{part}") for part in data.validation_names}
     evaluation = sets or cached("validation")
-    return TrainingData(data, row_weights, encoder_decoder, rows, evaluation)
+    return TrainingData(data, row_weights, first.settings.pairs, rows, evaluation)
 
 
 def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows] | None) -> str:
@@ -302,7 +339,7 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
         for text in texts
         for record in ([{TEXT: text}] if isinstance(text, str) else text_records([text]))
     )
-    runs = list(Reader(settings, tokenizer, source.name).runs(records))
+    runs = list(Reader(settings, tokenizer, source).runs(records))
     rows = [row[IDS] for _, _, row in cut_rows(runs, settings)]
     if not rows:
         count = sum(len(tokens[IDS]) for _, tokens in runs)
@@ -313,10 +350,11 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
     return TokenBlocks(np.stack(rows))
 
 
-def _key(source: Source, settings: Settings, tokenizer: Any) -> str:
+def _key(reader: Reader) -> str:
     """The name of the cache of a source."""
+    settings, tokenizer = vars(reader.settings), _of_tokenizer(reader.tokenizer)
     versions = [VERSION, transformers.__version__, tokenizers.__version__]
-    return digest_of([versions, source.fingerprint(), vars(settings), _of_tokenizer(tokenizer)])
+    return digest_of([versions, reader.source.fingerprint(), settings, tokenizer])
 
 
 def _of_tokenizer(tokenizer: Any) -> Any:

@@ -61,18 +61,12 @@ class Settings:
         *,
         pairs: bool = False,
     ) -> Settings:
-        """The settings for the records of one source.
+        """The settings for the records of one source, for a model of two sides with `pairs`.
 
-        Text files have no columns, a row must have place for a token, and the data as many sides as
-        the model: two with `pairs`.
+        Text files have no columns, and a row must have place for a token.
         """
         column = data.input_ids_column or data.target_column or row_weights
-        if source.is_text and column:
-            raise GrowthError(
-                f"{source.name} is plain text, which has no column {column!r}: give files of "
-                "records or data.dataset"
-            )
-        check("sides", data=data, pairs=pairs)
+        check("source", source=source, column=column)
         of_text = data.input_ids_column is None
         column = TEXT if source.is_text else data.text_column
         settings = cls(
@@ -95,10 +89,11 @@ class Settings:
 
 
 class Reader:
-    """Makes tokens of records. The name of the data is for messages."""
+    """Makes tokens of the records of a source."""
 
-    def __init__(self, settings: Settings, tokenizer: Any, name: str) -> None:
-        self.settings, self.tokenizer, self.name = settings, tokenizer, name
+    def __init__(self, settings: Settings, tokenizer: Any, source: Source) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
+        self.source, self.name = source, source.name
 
     def runs(
         self, records: Iterable[tuple[Any, Mapping[str, Any]]]

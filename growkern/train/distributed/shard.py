@@ -147,9 +147,10 @@ def check_replicas(replicas: int, processes: int) -> None:
     """Check that copies of a model can share out the processes."""
     if processes % replicas:
         fitting = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
+        choice = f"one of {fitting}" if processes > 1 else fitting
         raise GrowthError(
             f"distributed.replicas is {replicas}, but the number of processes is {processes}: set "
-            f"replicas to one of {fitting}, or start a multiple of {replicas} processes"
+            f"replicas to {choice}, or start a multiple of {replicas} processes"
         )
 
 

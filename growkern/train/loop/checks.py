@@ -1,14 +1,14 @@
 """Checks what `TwoStageTrainer` is given before any work, by the rules of `growkern.train.rules`.
 
-A run file has passed the same rules when it was resolved, so its trainer asks again only for what
-nobody knew then: `check_settings` is for trainers that are made in Python.
+Rules about settings and models have their facts in `check_together`, which trainers made in Python
+and run files share. The trainer of a run file asks again only for what nobody knew before.
 """
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import str_to_bool
@@ -30,11 +30,17 @@ from growkern.train.distributed.shard import (
 )
 from growkern.train.growth import GrowthStep, check_order
 from growkern.train.loss.inheritance import Teachers, TeachersOfSources
-from growkern.train.loss.inherited import is_two_stacks
-from growkern.train.loss.options import InheritanceSchedule, LossOptions
+from growkern.train.loss.inherited import check_prediction, is_two_stacks
+from growkern.train.loss.options import InheritanceSchedule, LossOptions, Taught
 from growkern.train.loss.side import side_loss_of
-from growkern.train.model.sub_model import TwoStageConfig
-from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_optimizer
+from growkern.train.model.sub_model import TwoStageConfig, layer_stacks, model_depth
+from growkern.train.optimizer import (
+    OptimizerChoice,
+    OptimizerMaker,
+    OptimizerOptions,
+    check_choice,
+    check_optimizer,
+)
 from growkern.train.rules import NOT_SHARDED, SHARD, check
 from growkern.train.safety.steps import StepOptions
 from growkern.train.topk_teacher.teacher import TopKRows, TopKTeacher
@@ -72,34 +78,62 @@ class Settings:
 def check_settings(
     settings: Settings, model: Any, args: TrainingArguments, options: dict[str, Any]
 ) -> None:
-    """Refuse settings that do not fit each other, the model or the arguments of Trainer."""
+    """Refuse settings of a trainer made in Python; those of a run file are checked in `resolve`."""
     check_kinds(model, settings)
     check_switches()
-    check_arguments(args, options)
     check_trained_model(model)
-    two_stage, growth, teacher = settings.two_stage, settings.growth, settings.teacher
-    check_teachers(settings.inheritance, teacher)
-    side = side_loss_of(model)
+    growth, data = settings.growth, options.get("train_dataset")
+    teachers = check_teachers(settings.inheritance, settings.teacher)
+    check_choice(settings.optimizer, settings.optimizer_options)
+    facts = {"grows": bool(growth), "sharded": is_sharded(model), "has_length": has_length(data)}
+    check_together(settings, model, teachers, args, options, **facts)
+    if growth:
+        check_order(growth, args.max_steps)
+
+
+def check_together(
+    settings: Settings,
+    model: Any,
+    teachers: Sequence[Any] | None,
+    args: TrainingArguments,
+    options: dict[str, Any],
+    *,
+    grows: bool,
+    sharded: bool,
+    has_length: bool,
+) -> None:
+    """Refuse settings that do not fit each other, the models or the arguments of Trainer.
+
+    A trainer made in Python comes here with its models, a run file with models on the meta device,
+    before their weights are read. So a rule about both has its facts here alone.
+
+    Args:
+        teachers: that run, maybe none; None for one that is known by its likeliest tokens.
+        grows: whether the model grows in the run, or at its start.
+        sharded: whether every process holds a part of each parameter.
+        has_length: whether the training data has a length.
+    """
+    check_arguments(args, options)
+    two_stage, growth, side = settings.two_stage, settings.growth, side_loss_of(model)
     check(
         "training",
         side=side and side.name,
         two_stage=two_stage is not None,
-        teacher=teacher is not None,
-        cached=isinstance(teacher, TopKRows),
-        grows=bool(growth),
+        teacher=settings.inheritance is not None,
+        cached=teachers is None,
+        grows=grows,
         two_stacks=is_two_stacks(model),
     )
+    check_objectives(teachers or (), model)
+    check("stages", two_stage=two_stage, has_length=has_length)
     if two_stage is not None:
-        data = options.get("train_dataset")
-        check("stages", two_stage=two_stage, has_length=has_length(data))
-    choice, choices = settings.optimizer, get_args(OptimizerChoice)
-    if choice not in choices:
-        raise GrowthError(f"optimizer is {choice!r}{nearest(choice, choices)}")
-    check("optimizer", own=settings.optimizer_options or OptimizerOptions(), choice=choice)
-    check_optimizer(choice, args, options, sharded=is_sharded(model))
+        check("block", two_stage=two_stage, layers=model_depth(layer_stacks(model)))
+        check("growth in stage 1", growth=growth, stage1_steps=two_stage.stage1_steps)
+    check_optimizer(settings.optimizer, args, options, sharded=sharded)
     if growth:
         check_growths(growth, args, options, model)
-        check_order(growth, args.max_steps)
+    own = settings.optimizer_options
+    OptimizerMaker(settings.optimizer, own, args, options, grows=bool(growth)).check(model)
 
 
 def check_kinds(model: Any, settings: Settings) -> None:
@@ -137,13 +171,18 @@ def check_arguments(args: TrainingArguments, options: dict[str, Any]) -> None:
         raise GrowthError("use_liger_kernel needs the package Liger: pip install liger-kernel")
 
 
-def check_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> None:
-    """Refuse teachers that are no models or do not fit the schedule; see `choose_teachers`."""
+def check_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> list[Any] | None:
+    """Refuse teachers that are no models or do not fit the schedule; see `choose_teachers`.
+
+    Returns:
+        Those that run, or None for one that is known by its likeliest tokens.
+    """
     by_source, runs = isinstance(teacher, dict), not isinstance(teacher, TopKRows)
-    models = list(teacher.values()) if by_source else as_list(teacher)
-    facts = {"given": teacher is not None, "number": len(models) if runs else None}
-    check("teachers", inheritance=inheritance, by_source=by_source, **facts)
-    for model in models if runs and teacher is not None else ():
+    given = list(teacher.values()) if by_source else as_list(teacher)
+    models = given if runs and teacher is not None else []
+    number = len(given) if runs else None
+    check("teachers", Taught(inheritance, teacher is not None, by_source, number))
+    for model in models:
         if not isinstance(model, nn.Module):
             raise GrowthError(
                 f"teacher={model!r} is no model: load it first, with from_pretrained of its class, "
@@ -152,6 +191,7 @@ def check_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> Non
         refuse_adapters(model, "teacher")
         refuse_replicas(model, "teacher")
         check_sharding(model, "teacher")
+    return models if runs else None
 
 
 def choose_teachers(
@@ -174,16 +214,14 @@ def choose_teachers(
     return Teachers(as_list(teacher), inheritance)
 
 
-def check_objectives(teachers: Teachers | TopKTeacher, model: Any, causal: bool) -> None:
-    """Check that the teachers predict the same tokens as the model in training."""
-    decoder = is_two_stacks(model)
-    for teacher in teachers.models:
-        names = {"teacher": type(teacher).__name__, "model": type(model).__name__}
-        check("kinds", stacks=(is_two_stacks(teacher), decoder), **names)
-        if decoder:
-            check("starts", ids=(_start(teacher), _start(model)), **names)
-    if not decoder:
-        teachers.check_objective(causal)
+def check_objectives(teachers: Sequence[Any], model: Any) -> None:
+    """Check that teachers predict the same tokens as the model in training."""
+    for number, teacher in enumerate(teachers):
+        name = type(teacher).__name__
+        check_prediction(f"teacher {number} ({name})", teacher, model)
+        if is_two_stacks(model):
+            ids = _start(teacher), _start(model)
+            check("starts", ids=ids, teacher=name)
 
 
 def _start(model: Any) -> tuple[int, int]:
@@ -234,22 +272,37 @@ def choose_precision(args: TrainingArguments, wanted: str | None) -> str:
 # --------------------------------------------------------------------- steps
 
 
-def stages_in_steps(two_stage: TwoStageConfig | None, trainer: Trainer) -> TwoStageConfig | None:
-    """The two stages with the length of stage 1 in optimizer steps."""
+def stages_in_steps(
+    two_stage: TwoStageConfig | None,
+    growth: Sequence[GrowthStep],
+    length: Callable[[], tuple[int, int]],
+) -> TwoStageConfig | None:
+    """The two stages with the length of stage 1 in optimizer steps.
+
+    `length` gives the steps of an epoch and of the run; only a number of epochs needs them.
+    """
     if two_stage is None or two_stage.stage1_epochs is None:
         return two_stage
-    per_epoch, steps = _length_of_run(trainer)
+    per_epoch, steps = length()
     stages = two_stage.in_steps(per_epoch)
-    if stages.stage1_steps is not None and stages.stage1_steps > steps:
-        raise GrowthError(
-            f"two_stage.stage1_epochs is {two_stage.stage1_epochs}, which makes "
-            f"{stages.stage1_steps} steps of {per_epoch} per epoch: it must not be more than the "
-            f"{steps} steps of the run"
-        )
+    check(
+        "stage 1", stages=stages, epochs=two_stage.stage1_epochs, per_epoch=per_epoch, steps=steps
+    )
+    check("growth in stage 1", growth=growth, stage1_steps=stages.stage1_steps)
     return stages
 
 
-def _length_of_run(trainer: Trainer) -> tuple[int, int]:
+def steps_per_epoch(rows: int, args: TrainingArguments) -> int:
+    """The optimizer steps of an epoch, as many as the data loader of a trainer will give."""
+
+    def batches(rows: int, size: int) -> int:
+        return rows // size if args.dataloader_drop_last else -(-rows // size)
+
+    each = batches(batches(rows, args.train_batch_size), args.world_size)
+    return math.ceil(each / args.gradient_accumulation_steps)
+
+
+def length_of_run(trainer: Trainer) -> tuple[int, int]:
     """The optimizer steps of an epoch and of the run, for data with a length."""
     args = trainer.args
     per_epoch = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
@@ -268,7 +321,7 @@ def check_step_numbers(
     if steps <= 0:
         if trainer.train_dataset is None or not has_length(trainer.train_dataset):
             return
-        _, steps = _length_of_run(trainer)
+        _, steps = length_of_run(trainer)
     numbers = {
         "two_stage.stage1_steps": two_stage.stage1_steps if two_stage else None,
         "inheritance end_step": inheritance.end_step if inheritance else None,

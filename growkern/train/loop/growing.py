@@ -31,7 +31,6 @@ from growkern.train.growth import (
     GrowthStep,
     Size,
     grown_model,
-    layers_of,
     new_part,
     plan_before,
     rewarmed,
@@ -73,6 +72,7 @@ class GrowthInRun:
 
     Attributes:
         grown: how many of them the model in memory has behind it.
+        sizes: of the model, before all growths and after each of them.
         source: the checkpoint of the smaller model from which the model in memory was just grown.
         ends_here: whether this part of the run ends because the model will grow.
     """
@@ -81,18 +81,13 @@ class GrowthInRun:
         self.steps, self.grown = tuple(steps), 0
         self.source: Path | None = None
         self.ends_here = False
-        self._sizes: list[Size] = []
+        self.sizes: list[Size] = []
         self._class_name = type(model).__name__.removeprefix("FSDP")
 
     def plan(self, model: Any, check: Callable[[Any], Any]) -> None:
         """Plan every growth against the model that the run has until then; see `sizes_of_run`."""
-        if not self.steps:
-            return
-        self._sizes = sizes_of_run(model, self.steps, check)
-        for step, size in zip(self.steps, self._sizes[1:], strict=True):
-            old, new = zip(*layers_of(size), strict=True)
-            before, after = (" and ".join(map(str, layers)) for layers in (old, new))
-            check_rules("new layers", step=step, old=old, new=new, before=before, after=after)
+        if self.steps:
+            self.sizes = sizes_of_run(model, self.steps, check)
 
     def grown_at(self, checkpoint: Path | None) -> int:
         """How many growths the model of a checkpoint has behind it; None is the start."""
@@ -112,7 +107,7 @@ class GrowthInRun:
 
     def unfilled(self, grown: int, old: Former) -> Any:
         """A model of the size after so many growths, whose weights are 0."""
-        size = self._sizes[grown]
+        size = self.sizes[grown]
         model = unfilled_model(self._class_name, size, old.distribution, old.dtype, old.mesh)
         self.grown = grown
         return model
@@ -120,7 +115,7 @@ class GrowthInRun:
     def grow(self, checkpoint: Path, old: Former) -> Any:
         """The next larger model, grown from a checkpoint of the smaller one."""
         step, (source, _) = self.steps[self.grown], sources_of(checkpoint)
-        planned = self._sizes[self.grown + 1].plan
+        planned = self.sizes[self.grown + 1].plan
         model = grown_model(source, step, old.distribution, old.dtype, old.mesh, planned)
         self.grown, self.source = self.grown + 1, checkpoint
         return model
@@ -151,7 +146,7 @@ class GrowthInRun:
         """The part that trains while only new layers do; None: the whole model."""
         if not self.grown:
             return None
-        return new_part(step, self.steps[self.grown - 1], self._sizes[self.grown])
+        return new_part(step, self.steps[self.grown - 1], self.sizes[self.grown])
 
     def rewarm(self, scheduler: Any, name: Any) -> None:
         """Let the learning rate rise again after each growth that asks for it."""

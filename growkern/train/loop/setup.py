@@ -17,15 +17,16 @@ from transformers import TrainingArguments
 from growkern.errors import GrowthWarning
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.distributed.shards import Shards
+from growkern.train.growth import check_new_layers
 from growkern.train.loop.callbacks import LoopCallback, use_own_displays
 from growkern.train.loop.checks import (
     Settings,
     check_accelerator,
-    check_objectives,
     check_settings,
     check_step_numbers,
     choose_precision,
     choose_teachers,
+    length_of_run,
     stages_in_steps,
 )
 from growkern.train.loop.growing import GrowthInRun
@@ -41,11 +42,12 @@ from growkern.train.loss.options import LossOptions
 from growkern.train.loss.passes import are_sent
 from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
-from growkern.train.optimizer import OptimizerMaker, OptimizerOptions
+from growkern.train.optimizer import OptimizerMaker
 from growkern.train.rules import check
 from growkern.train.safety.checkpoints import behind_link
 from growkern.train.safety.saving import Saver, Stops
 from growkern.train.safety.steps import StepWatch
+from growkern.train.topk_teacher.teacher import TopKTeacher
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -65,17 +67,16 @@ def prepare(
     set_arguments(args, in_parts=two_stage or any(step.new_layers_steps for step in growth))
     loss = (settings.loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
     teachers = choose_teachers(settings.inheritance, settings.teacher)
-    own = settings.optimizer_options or OptimizerOptions()
+    own = settings.optimizer_options
     optimizers = OptimizerMaker(settings.optimizer, own, args, options, grows=bool(growth))
     tokenizer = options.get("processing_class")
     objective = Objective(
         model, loss, settings.inheritance, teachers, tokenizer, in_stages=two_stage
     )
-    check_objectives(teachers, model, objective.causal)
+    if isinstance(teachers, TopKTeacher) and not settings.is_resolved:
+        teachers.check_objective(objective.causal)
     take_model(objective, optimizers, model)
-    if not settings.is_resolved:
-        check("block", two_stage=settings.two_stage, layers=objective.layers)
-    if isinstance(teachers, Teachers):
+    if isinstance(teachers, Teachers) and not settings.is_resolved:
         known = check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
         teachers.known = known
     teachers.freeze(model, args.device)
@@ -112,12 +113,12 @@ def complete(
     meter = Meter(partial(add_up, accelerator))
     # the data loader of the run counts its rows
     trainer.batches = Batches(accelerator, objective.loss.columns, **kind)
-    trainer.two_stage = stages = stages_in_steps(settings.two_stage, trainer)
+    length = partial(length_of_run, trainer)
+    trainer.two_stage = stages = stages_in_steps(settings.two_stage, settings.growth, length)
     if not settings.is_resolved:
+        check_new_layers(settings.growth, trainer.growths.sizes[1:])
         rewarm_steps = trainer.optimizers.own.rewarm_steps
         check_step_numbers(trainer, stages, settings.inheritance, rewarm_steps)
-    for step in settings.growth:
-        check("growth in stage 1", growth=step, stage1_steps=(stages and stages.stage1_steps) or 0)
     own, check_labels = trainer.data_collator, trainer.batches.check_labels
     if isinstance(objective.teachers, TeachersOfSources):
         check("sources", sent=are_sent(trainer.train_dataset, accelerator))

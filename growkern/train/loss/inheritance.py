@@ -82,12 +82,6 @@ class Teachers:
             if not model.config.is_encoder_decoder and is_causal(model):
                 check_causal(model)
 
-    def check_objective(self, causal: bool) -> None:
-        """Check that the teachers predict what the student does: the next token, or masked ones."""
-        for number, model in enumerate(self.models):
-            name = f"teacher {number} ({type(model).__name__})"
-            check_same_objective(name, is_causal(model), causal)
-
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
         """The vocabulary columns of the student without padding; None if all heads have one size.
 

@@ -40,6 +40,7 @@ from growkern.train.model.head import (
 )
 from growkern.train.model.load import PRETRAINING, is_causal
 from growkern.train.model.projection import HeadInputs, is_linear, projected
+from growkern.train.rules import check
 
 # models that passed the checks, by the part that they play
 _checked: dict[str, WeakSet[Any]] = {"model": WeakSet(), "teacher": WeakSet()}
@@ -319,16 +320,17 @@ def _check_student(inner: Any) -> None:
     _checked["model"].add(inner)
 
 
+def check_prediction(name: str, teacher: Any, model: Any) -> None:
+    """Check that a teacher predicts the same tokens as the model in training."""
+    names = {"teacher": type(teacher).__name__, "model": type(model).__name__}
+    check("kinds", stacks=(is_two_stacks(teacher), is_two_stacks(model)), **names)
+    if not is_two_stacks(model):
+        check_same_objective(name, is_causal(teacher), is_causal(model))
+
+
 def _check_teacher(inner: Any, model: Any) -> None:
     if not is_pair(model):
-        name = f"the teacher ({type(inner).__name__})"
-        if is_two_stacks(inner) != is_two_stacks(model):
-            raise GrowthError(
-                f"{name} and the student ({type(unwrapped(model)).__name__}) differ: one of them "
-                "has an encoder beside its decoder. Choose a teacher with the student's objective"
-            )
-        if not is_two_stacks(inner):
-            check_same_objective(name, is_causal(inner), is_causal(unwrapped(model)))
+        check_prediction(f"the teacher ({type(inner).__name__})", inner, unwrapped(model))
     if inner in _checked["teacher"]:
         return
     check_head(inner)

@@ -40,10 +40,10 @@ from growkern.errors import GrowthError
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.growth import GrowthStep, check_order, from_table
-from growkern.train.loss.options import InheritanceSchedule, LossOptions
+from growkern.train.loss.options import InheritanceSchedule, LossOptions, Taught
 from growkern.train.model.load import ModelSection
 from growkern.train.model.sub_model import TwoStageConfig
-from growkern.train.optimizer import OptimizerChoice, OptimizerOptions
+from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
 from growkern.train.rules import check
 from growkern.train.safety.steps import OnNonfinite
 from growkern.train.toml import read_toml, to_dataclass
@@ -188,16 +188,13 @@ class Run:
     def __post_init__(self) -> None:
         if self.growths:
             check_order(self.growths, self.training.steps)
-        if self.optimizer is not None:
-            check("optimizer", own=self.optimizer, choice=self.training.optimizer)
+        check_choice(self.training.optimizer, self.optimizer)
         check("run", self)
-        check(
-            "teachers",
-            inheritance=self.inheritance,
-            given=self.teacher is not None,
-            by_source=bool(self.teacher and self.teacher.names),
-            number=len(self.teacher.directories) or None if self.teacher else None,
-        )
+        teacher, number = self.teacher, None
+        if teacher is not None and teacher.is_model:
+            number = len(teacher.directories)
+        by_source = bool(teacher and teacher.names)
+        check("teachers", Taught(self.inheritance, teacher is not None, by_source, number))
         numbers = {
             "two_stage.stage1_steps": self.two_stage.stage1_steps if self.two_stage else None,
             "inheritance.end_step": self.inheritance.end_step if self.inheritance else None,

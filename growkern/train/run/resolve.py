@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -23,19 +23,20 @@ from growkern.growth.source.hub import located
 from growkern.growth.source.loading import class_of, load_model
 from growkern.growth.source.refused import scale_block
 from growkern.growth.source.source import Source, open_source
+from growkern.train.dataset.load import early_collator, open_data
 from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.records import Reader
 from growkern.train.dataset.source import find_sources
 from growkern.train.distributed.shard import check_replicas, join_processes
-from growkern.train.growth import later_sizes, on_meta, options_of
+from growkern.train.growth import check_new_layers, later_sizes, on_meta, options_of
 from growkern.train.loop.callbacks import ExpertBalancing
-from growkern.train.loop.checks import check_arguments, check_growths, choose_precision
+from growkern.train.loop.checks import Settings, check_together, choose_precision
 from growkern.train.loss.side import SIDE_LOSSES
-from growkern.train.loss.vocabulary import tokenizer_fingerprint
+from growkern.train.loss.vocabulary import check_tokenizers, tokenizer_fingerprint
 from growkern.train.model.load import check_directory, check_fits, has_tokenizer, load_tokenizer
-from growkern.train.model.sub_model import layer_stacks, model_depth, text_model
-from growkern.train.objectives.electra import check_pair
-from growkern.train.objectives.names import OF_TWO_STACKS, Objective, choose
-from growkern.train.optimizer import OptimizerChoice, check_optimizer
+from growkern.train.objectives.electra import ReplacedTokenDetection
+from growkern.train.objectives.language_modeling import Collator
+from growkern.train.objectives.names import Objective, choose
 from growkern.train.rules import check
 from growkern.train.run.arguments import (
     check_best_metric,
@@ -45,6 +46,7 @@ from growkern.train.run.arguments import (
 from growkern.train.run.directory import check_output
 from growkern.train.run.file import Run
 from growkern.train.safety.checkpoints import behind_link
+from growkern.train.safety.steps import StepOptions
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,20 @@ class Checkpoint:
         scale_block(copy.copy(config), str(directory), dequantize=True)
         return cls(directory, config, stamps)
 
+    def without_weights(self) -> Any:
+        """The model on the meta device, which is enough for the checks of a run."""
+        config, cls = copy.copy(self.config), class_of(self.directory, self.config)
+        scale_block(config, str(self.directory), dequantize=True)
+        try:
+            model = on_meta(cls.__name__, config, self.training_dtype)
+        except Exception as error:
+            # values in a config make classes raise all kinds of errors
+            why = f"config.json makes no model: {reason(error)[:300]}"
+            raise GrowthError(f"{self.directory}: {why}") from error
+        # the record of its growth is there
+        model.name_or_path = str(self.directory)
+        return model
+
     def load(self, dtype: torch.dtype | None = None) -> Any:
         """The model; `dtype` is that of the checkpoint by default."""
         # a hard link or new permissions change nothing in it
@@ -86,13 +102,6 @@ class Checkpoint:
         return torch.float32 if self.dtype.itemsize == 2 else self.dtype
 
 
-class Devices(NamedTuple):
-    """What a run is computed on: the device of this process, and the number of processes."""
-
-    device: torch.device
-    processes: int
-
-
 @dataclass(frozen=True)
 class ResolvedRun:
     """A run whose settings were checked against each other and against its models.
@@ -101,8 +110,12 @@ class ResolvedRun:
         base: folder that the paths in `settings` are relative to.
         model: to be trained, or to be grown at the start.
         generator: ELECTRA's, beside a discriminator.
+        student: the model in training, on the meta device.
         teachers: those that run in this process.
+        known: the tokens that all of these know, if the student has further ones.
         data: with the objective of the model in place of "auto".
+        readers: what reads the data, by its use.
+        collator: makes batches of the rows.
         texts: the local files of the data, by its use.
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
@@ -115,17 +128,18 @@ class ResolvedRun:
     output: Path
     model: Checkpoint
     generator: Checkpoint | None
+    student: Any
     teachers: tuple[Checkpoint, ...]
     tokenizer: Any
-    teacher_tokenizers: tuple[Any, ...]
+    known: int | None
     data: DataSection
+    readers: Mapping[str, Reader]
+    collator: Collator
     texts: Mapping[str, list[Path]]
     inputs: Mapping[str, Path]
     plan: GrowthPlan | None
     arguments: TrainingArguments
-    optimizer: OptimizerChoice
     precision: str
-    devices: Devices
 
 
 def locate(base: Path, name: str, revision: str | None = None) -> Path:
@@ -155,7 +169,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     generator = section.generator and Checkpoint.of(locate(base, section.generator))
     names = run.teacher.directories if run.teacher else ()
     teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
-    objective = _objective(run, model, generator or None)
+    data = replace(run.data, objective=_objective(run, model, generator or None))
 
     of_words = locate(base, *run.words)
     inputs = {run.checkpoint: model.directory}
@@ -169,37 +183,38 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
 
     opened = {checkpoint.directory: checkpoint.config for checkpoint in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
-    words = tuple(_words_of(teacher) for teacher in teachers)
     plan = None if source is None else _plan(run, source, model.training_dtype, base)
     length = run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
-    for teacher, own in zip(teachers, words, strict=True):
-        # the run's tokenizer may have tokens that a teacher lacks
-        check_fits(teacher.directory, own, length, teacher.config)
     if generator:
         _check_generator(generator, tokenizer, length)
-    _check_layers(run, model, plan)
+    known = _known_tokens(tokenizer, teachers, length)
+    readers = open_data(data, sources, tokenizer, run.loss.row_weights if run.loss else None)
+    student = _student(run, model, generator or None, plan)
     if processes > 1:
         # the arguments ask for the devices of all processes
         join_processes()
     args = training_arguments(run, output, progress=progress)
+    _check_together(run, args, student, teachers)
+    check_best_metric(args, run.data.validation_names, SIDE_LOSSES.get(data.objective))
     return ResolvedRun(
         settings=run,
         base=base,
         output=output,
         model=model,
         generator=generator or None,
+        student=student,
         teachers=teachers,
         tokenizer=tokenizer,
-        teacher_tokenizers=words,
-        data=replace(run.data, objective=objective),
+        known=known,
+        data=data,
+        readers=readers,
+        collator=early_collator(data, readers, tokenizer, run.training.seed),
         texts=texts,
         inputs=inputs,
         plan=plan,
         arguments=args,
-        optimizer=run.training.optimizer,
-        precision=_checked_precision(run, args, objective),
-        devices=Devices(args.device, args.world_size),
+        precision=choose_precision(args, run.training.precision),
     )
 
 
@@ -242,55 +257,52 @@ def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Obj
     )
     pair = {"name": run.checkpoint, "generator": generator, "objective": objective}
     check("pair", **pair, sharded=run.is_sharded)
-    check(
-        "training",
-        side=objective if objective in SIDE_LOSSES else None,
-        two_stage=run.two_stage is not None,
-        teacher=run.teacher is not None,
-        cached=run.teacher is not None and not run.teacher.is_model,
-        grows=bool(run.growth),
-        two_stacks=objective in OF_TWO_STACKS,
-    )
-    check("weights", weights=run.loss and run.loss.columns, objective=objective)
-    check("stages", two_stage=run.two_stage, has_length=not run.data.streaming)
     if generator is not None:
         names = generator.config.architectures or ()
         check("generator", directory=generator.directory, names=names)
-        shares = run.model.shared_embeddings
-        check_pair(generator.config, model.config, shared_embeddings=shares)
     return objective
 
 
-def _check_layers(run: Run, model: Checkpoint, plan: GrowthPlan | None) -> None:
-    """Check that the model has the layers and the routers that a run trains in a special way."""
-    two_stage, speed = run.two_stage, run.training.expert_balancing
-    if two_stage is None and speed is None:
-        return
-    config, name = copy.copy(model.config), class_of(model.directory, model.config).__name__
-    scale_block(config, str(model.directory), dequantize=True)
+def _student(
+    run: Run, model: Checkpoint, generator: Checkpoint | None, plan: GrowthPlan | None
+) -> Any:
+    """The model that a run trains, on the meta device."""
     if plan is not None:
-        config, name = plan.target_config, plan.large.class_name
-    try:
-        built = on_meta(name, config, model.training_dtype)
-    except Exception as error:
-        # values in a config make classes raise all kinds of errors
-        why = reason(error)[:300]
-        raise GrowthError(f"{model.directory}: config.json makes no model: {why}") from error
-    if two_stage is not None:
-        layers = model_depth(layer_stacks(text_model(built))) or config.num_hidden_layers
-        check("block", two_stage=two_stage, layers=layers)
-    if speed is not None:
-        ExpertBalancing(speed).watch(built)
+        student = on_meta(plan.large.class_name, plan.target_config, model.training_dtype)
+        student.growth_plan = plan
+        return student
+    if generator is None:
+        return model.without_weights()
+    pair = generator.without_weights(), model.without_weights()
+    return ReplacedTokenDetection(*pair, shared_embeddings=run.model.shared_embeddings)
 
 
-def _checked_precision(run: Run, args: TrainingArguments, objective: Objective) -> str:
-    """The precision of a run, when the arguments of its trainer have passed all checks."""
-    check_arguments(args, {})
-    check_optimizer(run.training.optimizer, args, {}, sharded=run.is_sharded)
-    if run.later_growths:
-        check_growths(run.later_growths, args, {})
-    check_best_metric(args, run.data.validation_names, SIDE_LOSSES.get(objective))
-    return choose_precision(args, run.training.precision)
+def _check_together(
+    run: Run, args: TrainingArguments, student: Any, teachers: Sequence[Checkpoint]
+) -> None:
+    """Check what a trainer checks of its arguments and callbacks; see `check_together`."""
+    training, growths = run.training, run.later_growths
+    if training.expert_balancing is not None:
+        ExpertBalancing(training.expert_balancing).watch(student)
+    settings = Settings(
+        *(run.two_stage, run.inheritance, None, None, run.loss),
+        *(training.optimizer, run.optimizer, growths, training.precision),
+        StepOptions(training.on_nonfinite, training.save_minutes),
+        is_resolved=True,
+    )
+    runs = run.teacher is None or run.teacher.is_model
+    models = [teacher.without_weights() for teacher in teachers] if runs else None
+    facts = {"sharded": run.is_sharded, "has_length": not run.data.streaming}
+    check_together(settings, student, models, args, {}, grows=bool(run.growth), **facts)
+
+
+def _known_tokens(tokenizer: Any, teachers: Sequence[Checkpoint], length: int) -> int | None:
+    """The tokens that all teachers know, if the run has further ones; see `check_tokenizers`."""
+    words = [_words_of(teacher) for teacher in teachers]
+    for teacher, own in zip(teachers, words, strict=True):
+        # the run's tokenizer may have tokens that a teacher lacks
+        check_fits(teacher.directory, own, length, teacher.config)
+    return check_tokenizers(tokenizer, words)
 
 
 def _words_of(teacher: Checkpoint) -> Any:
@@ -312,5 +324,6 @@ def _plan(run: Run, source: Source, dtype: torch.dtype, base: Path) -> GrowthPla
         planned = plan_growth(source, how, first.sizes, judged=False)
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)
-    later_sizes(small, history, dtype, [growth.inside(base) for growth in run.later_growths])
+    growths = [growth.inside(base) for growth in run.later_growths]
+    check_new_layers(growths, later_sizes(small, history, dtype, growths))
     return planned

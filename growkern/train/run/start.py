@@ -20,13 +20,14 @@ from growkern.arguments import path_of
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.publish.calls import locked
-from growkern.train.dataset.load import load_data
+from growkern.train.dataset.load import read_data
 from growkern.train.distributed.shard import DistributedOptions, shard
 from growkern.train.growth import Size, grown_model, unfilled_model
 from growkern.train.loop.callbacks import ExpertBalancing
-from growkern.train.loop.checks import check_switches
+from growkern.train.loop.checks import check_switches, stages_in_steps, steps_per_epoch
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.electra import ReplacedTokenDetection
+from growkern.train.objectives.language_modeling import PassageCollator
 from growkern.train.run.directory import begin, has_steps_left, identity_of, is_finished, is_ours
 from growkern.train.run.file import load_runs
 from growkern.train.run.messages import (
@@ -154,32 +155,38 @@ def build_trainer(
 ) -> TwoStageTrainer:
     """Load the models and the data of a run and make its trainer; see `build_model`."""
     settings, training, tokenizer = run.settings, run.settings.training, run.tokenizer
+    state = settings.first_growth and settings.first_growth.optimizer
+    if first_start and state and not (run.base / state).exists():
+        raise GrowthError(f"growth.optimizer cannot be used: {run.base / state}: no such file")
     # a dead server is noticed before the data is read, and unusable data before the model
     rows_of_teacher = _rows_of_teacher(run)
-    data = load_data(
-        run.data,
-        tokenizer,
-        base=run.base,
-        row_weights=settings.loss.row_weights if settings.loss else None,
-        seed=training.seed,
-        progress=progress,
-    )
-    collator = data.collator(tokenizer, seed=training.seed)
+    if rows_of_teacher is not None:
+        rows_of_teacher.check_objective(run.data.objective == "clm")
+        rows_of_teacher.common_vocabulary(run.student, run.tokenizer)
+    seed = training.seed
+    data: Any = read_data(run.data, run.readers, base=run.base, seed=seed, progress=progress)
+
+    def length() -> tuple[int, int]:
+        return steps_per_epoch(len(data.train), run.arguments), training.steps
+
+    two_stage = stages_in_steps(settings.two_stage, settings.later_growths, length)
+    collator = run.collator
+    if isinstance(collator, PassageCollator):
+        collator = collator.drawing_from(data.train)
     model = build_model(run, first_start=first_start)
     speed = training.expert_balancing
     teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
-    return TwoStageTrainer(
+    trainer = TwoStageTrainer(
         model,
         copy.copy(run.arguments),
-        two_stage=settings.two_stage,
+        two_stage=two_stage,
         inheritance=settings.inheritance,
         teacher=rows_of_teacher or teachers,
-        teacher_tokenizer=list(run.teacher_tokenizers),
         loss=settings.loss,
         growth=[growth.inside(run.base) for growth in settings.later_growths],
-        optimizer=run.optimizer,
+        optimizer=training.optimizer,
         optimizer_options=settings.optimizer,
         processing_class=tokenizer,
         train_dataset=data.train,
@@ -190,6 +197,10 @@ def build_trainer(
         **{field.name: getattr(training, field.name) for field in fields(StepOptions)},
         is_resolved=True,
     )
+    if run.teachers:
+        # their tokenizers were compared when the run was resolved
+        trainer.objective.teachers.known = run.known
+    return trainer
 
 
 def build_model(run: ResolvedRun, *, first_start: bool) -> Any:

@@ -301,7 +301,7 @@ def test_arguments_that_transformers_refuses(workplace):
     [
         ('optim = "adafactor"', "'adafactor', which needs whole parameters"),
         ("use_liger_kernel = true", "pip install liger-kernel"),
-        ("", "the number of processes is 1: set replicas to one of 1,"),
+        ("", "the number of processes is 1: set replicas to 1, or"),
     ],
 )
 def test_arguments_that_are_refused_before_any_work(workplace, arguments, match):

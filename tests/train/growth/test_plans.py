@@ -180,7 +180,7 @@ at_step = 5
     ],
 )
 def test_a_run_file_is_refused_before_its_data_is_read(workplace, last, message, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("growkern.train.run.start.load_data", None)
+    monkeypatch.setattr("growkern.train.run.start.read_data", None)
     text = RUN.replace('[model]\npath = "model"\n', "").replace("= true", "= false")
     (workplace / "run.toml").write_text(text + THRICE + last)
     with pytest.raises(GrowthError, match=message):

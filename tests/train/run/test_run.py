@@ -47,10 +47,10 @@ tensorboard = true
 """
 
 
-def save_tokenizer(path, tokens=VOCAB):
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words += [f"w{i}" for i in range(tokens - len(words))]
-    vocabulary = {word: i for i, word in enumerate(words)}
+def save_tokenizer(path, tokens=VOCAB, words="w"):
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    all_words = [*special, *(f"{words}{i}" for i in range(tokens - len(special)))]
+    vocabulary = {word: i for i, word in enumerate(all_words)}
     transformers.BertTokenizer(vocab=vocabulary).save_pretrained(path)
 
 

@@ -319,7 +319,7 @@ def test_the_limit_of_vllm_is_named_with_both_ways_out():
 
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
 def test_a_dead_server_is_noticed_before_the_data_is_read(workplace, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(run_module, "load_data", None)
+    monkeypatch.setattr(run_module, "read_data", None)
     text = (workplace / "run.toml").read_text()
     text = text.replace('paths = ["teacher"]', 'url = "http://127.0.0.1:9"\nk = 2')
     (workplace / "dead.toml").write_text(text)
