@@ -43,9 +43,6 @@ struct KlMlmArgs : Maths<double> {
     bool parts;                      // whether `sums` includes the entropy and the top-1 token
 };
 
-// whether the label's term needs the sum of the logits of a row
-inline bool sums_logits(const KlMlmArgs& a) { return a.label_smoothing != 0; }
-
 void kl_mlm_portable(const KlMlmArgs&);
 void kl_mlm_avx2(const KlMlmArgs&);
 void kl_mlm_avx512(const KlMlmArgs&);

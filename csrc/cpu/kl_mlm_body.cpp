@@ -215,7 +215,7 @@ void add_teacher(const Row<T>& row, int64_t k, int64_t j0, int64_t n, const T* e
 template <class T>
 void write_gradient(const Row<T>& row) {
     const KlMlmArgs& a = row.a;
-    const T inv_t = static_cast<T>(a.inv_t), cap = static_cast<T>(a.softcap);
+    const T inv_t = static_cast<T>(a.inv_t);
     const Factors<T> f = a.tail ? tail_factors(row) : label_factors(row);
     const bool at_t = a.tail || row.kl;
     alignas(64) T e[BLOCK], grad[BLOCK];
@@ -237,9 +237,7 @@ void write_gradient(const Row<T>& row) {
         if (f.everywhere != 0) {
             for (int64_t j = 0; j < n; ++j) grad[j] -= f.everywhere;
         }
-        if (cap != 0) {
-            for (int64_t j = 0; j < n; ++j) grad[j] *= 1 - (z[j] / cap) * (z[j] / cap);  // (6)
-        }
+        undo_cap(a, z, n, grad);
         store(a, row.i * a.dstudent_stride + j0, grad, n);
     }
 }

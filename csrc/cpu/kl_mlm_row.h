@@ -11,6 +11,9 @@ namespace {
 
 constexpr int64_t BLOCK = 512;  // columns whose gradient is complete before any is written
 
+// whether the label's term needs the sum of the logits of a row
+inline bool sums_logits(const KlMlmArgs& a) { return a.label_smoothing != 0; }
+
 inline void widen(const f16* x, int64_t n, float* y) { decode_halves(x, n, y); }
 inline void widen(const f16* x, int64_t n, double* y) {
     float block[BLOCK];
@@ -126,6 +129,13 @@ Factors<T> label_factors(const Row<T>& row) {
     const T count = sums_logits(a) ? row.sums(S::columns) : 1;
     return {m, row.mlm ? (dmlm + from_z_loss) / d : 0, 0,
             (from_z_loss * e_y - dmlm * rest) / d + smooth, smooth / count};
+}
+
+// (6): the gradient before the cap, from that of n capped logits
+template <class T>
+void undo_cap(const KlMlmArgs& a, const T* z, int64_t n, T* grad) {
+    const T cap = static_cast<T>(a.softcap);
+    for (int64_t j = 0; j < n && cap != 0; ++j) grad[j] *= 1 - (z[j] / cap) * (z[j] / cap);
 }
 
 // rounds n numbers to Out; `out` may be memory that held logits

@@ -53,32 +53,10 @@ def log1p(x, ACC: tl.constexpr):
 
 
 @jit
-def against_mixture(r, BETA: tl.constexpr, ACC: tl.constexpr):
-    """log(q / m) and log(p / m) of (7), given r = log(q / p)."""
-    if BETA == 1:
-        return r, tl.zeros_like(r)
-    # of the larger of q and p, so that nothing overflows; exact where both are close
-    gap = expm1(-tl.abs(r), ACC)
-    above = -log1p(tl.where(r < 0, gap * (1 - BETA), gap * BETA), ACC)
-    return tl.where(r < 0, above + r, above), tl.where(r < 0, above, above - r)
-
-
-@jit
 def ratio(s, u, numbers, T_INV: tl.constexpr):
     """p and log(q / p) at temperature T; `numbers` are the teacher's (m_u, 1 / d_u, shift)."""
     m_u, inv_d_u, shift = numbers
     return exp_of(u - m_u, T_INV) * inv_d_u, (s - u) * T_INV - shift
-
-
-@jit
-def pull_of(q, p, r, centre, BETA: tl.constexpr, ACC: tl.constexpr):
-    """(5), or (8) with the divergence's factor, without 1 / T, given r = log(q / p)."""
-    if BETA == 0:
-        # q - p; where they are close as p * expm1(log q - log p). False for NaN: both are 0
-        return tl.where(tl.abs(r) < 0.25, p * expm1(r, ACC), q - p)
-    log_qm, _ = against_mixture(r, BETA, ACC)
-    share: tl.constexpr = 1 if BETA == 1 else 1 - BETA
-    return tl.where(q > 0, share * q * (log_qm - centre), 0.0)
 
 
 @jit
@@ -122,13 +100,6 @@ def load_logits(
         if MASKED:
             x = tl.where(v < V, x, float("-inf"))
     return x
-
-
-@jit
-def slope_of_cap(s, CAP: tl.constexpr):
-    """The derivative of the cap at a capped logit, (6)."""
-    share = s * (1.0 / CAP)
-    return 1 - share * share
 
 
 @jit

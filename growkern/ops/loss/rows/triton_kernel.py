@@ -10,9 +10,7 @@ from growkern.ops.loss.rows.triton_blocks import (
     exponentials,
     in_lanes,
     lane_sum,
-    pull_of,
     ratio,
-    slope_of_cap,
     store_gradient,
     zero_row,
 )
@@ -25,21 +23,21 @@ from growkern.ops.loss.rows.triton_sums import (
     INV_T,
     KL_ROW,
     LABEL_LOGIT,
-    LABEL_SMOOTHING,
     MLM_ROW,
-    REST,
-    SOFTCAP,
     STUDENT,
     STUDENT_SUMS,
     SUMS,
     T_CENTRE,
     TEACHER_SUMS,
     TEACHERS,
-    Z_LOSS,
+    before_cap,
+    label_factors,
     logits_of,
+    pull_of,
     ratios_of,
     row_numbers,
     second_reading,
+    smoothed,
     store_sums,
     teacher_sums,
 )
@@ -57,7 +55,7 @@ def _add_offsets(
     made = ()
     for k in tl.static_range(len(offsets)):
         p, r = ratios[k]
-        pull = pull_of(q, p, r, 0.0, MATHS[BETA], ACC)
+        pull = pull_of(q, p, r, 0.0, MATHS, ACC)
         if MASKED:
             pull = tl.where(v < V, pull, 0.0)
         made += (offsets[k] + lane_sum(in_lanes(pull, LANES)),)  # type: ignore[assignment]
@@ -104,24 +102,19 @@ def _write_block(
     `factors` are those of exp(z - m), the number at the label, and the number that is subtracted
     everywhere. `pulls` has for each teacher whether the row has the term, its factor and centre.
     """
-    CAP: tl.constexpr = MATHS[SOFTCAP]
     s = logits_of(rows, biases, 0, v, V, MASKED, MATHS, ACC)  # (BLOCK_V,)
     m, inv_d_t = numbers[0]
     per_e, at_y, everywhere = factors
     e, e_t = exponentials(s - m, MATHS[INV_T], MATHS[BETA] == 0)
-    g = tl.where(v == label, at_y, per_e * e)  # (4)
-    if MATHS[LABEL_SMOOTHING] != 0:
-        g -= everywhere  # (9)
+    g = smoothed(tl.where(v == label, at_y, per_e * e), everywhere, MATHS)  # (4), (9)
     for k in tl.static_range(1, len(rows)):
         u = logits_of(rows, biases, k, v, V, MASKED, MATHS, ACC)
         p, r = ratio(s, u, numbers[k], MATHS[INV_T])
         has_kl, dkl, centre = pulls[k - 1]
-        pull = dkl * pull_of(e_t * inv_d_t, p, r, centre, MATHS[BETA], ACC)
+        pull = dkl * pull_of(e_t * inv_d_t, p, r, centre, MATHS, ACC)
         # not a factor of 0: a row without the KL term may hold NaN
         g += tl.where(has_kl, pull, 0.0)
-    if CAP != 0:
-        g *= slope_of_cap(s, CAP)  # (6)
-    store_gradient(dstudent_ptr, v, V, g, MASKED)
+    store_gradient(dstudent_ptr, v, V, before_cap(g, s, MATHS), MASKED)
 
 
 @jit
@@ -131,16 +124,8 @@ def _write_gradient(
 ):  # fmt: skip
     """Write one row of the gradient, (4) to (6), (8) and (9), possibly over the student's row."""
     K: tl.constexpr = len(rows) - 1
-    rest = tl.load(state_ptr + N * REST)
     numbers = row_numbers(state_ptr, N, K, MATHS)
-    m, _ = numbers[0]
-    e_y = tl.exp(tl.load(state_ptr + N * LABEL_LOGIT) - m)
-    d = rest + e_y
-    dmlm = tl.where((kind & MLM_ROW) != 0, tl.load(drows_ptr).to(ACC), 0.0)
-    from_z_loss = dmlm * 2 * MATHS[Z_LOSS] * (tl.log(d) + m)
-    smooth = dmlm * MATHS[LABEL_SMOOTHING]
-    at_y = (from_z_loss * e_y - dmlm * rest) / d + smooth
-    factors = ((dmlm + from_z_loss) / d, at_y, smooth / tl.load(state_ptr + N * COLUMNS))
+    factors = label_factors(drows_ptr, state_ptr, kind, N, MATHS, ACC)
     # a narrower gradient does not have those digits, and float64 has enough of them
     if MATHS[BETA] == 0 and dstudent_ptr.dtype.element_ty == tl.float32:
         numbers = _corrected(numbers, rows, biases, state_ptr, N, V, MATHS, ACC, BLOCK_V, LANES)

@@ -6,16 +6,18 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, R x L x E col
 """
 
 from growkern.ops.backend.launch import jit, tl
+from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.triton_blocks import (
-    against_mixture,
     base_of,
     exp_of,
+    expm1,
     exponentials,
     first_of,
     in_lanes,
     lane_max,
     lane_sum,
     load_logits,
+    log1p,
     merge_lanes,
     ratio,
     weighted,
@@ -26,7 +28,9 @@ from growkern.ops.loss.rows.triton_blocks import (
 # Positions in tuples and in the state. A test compares them with the fields in `rows/state.py`.
 
 # MATHS: 1 / temperature, then as in `Maths`
-INV_T, SOFTCAP, TEACHER_SOFTCAP, BETA, LABEL_SMOOTHING, Z_LOSS = map(tl.constexpr, range(6))
+INV_T, SOFTCAP, TEACHER_SOFTCAP, BETA, LABEL_SMOOTHING, Z_LOSS = map(
+    tl.constexpr, range(len(Maths._fields))
+)
 # STEPS: as in `Steps`, then whether parts are wanted
 SUMS, DIVERGE, GRAD, PARTS = map(tl.constexpr, range(4))
 # strides between rows: of the student, of its gradient, of the first teacher
@@ -159,6 +163,30 @@ def store_sums(
 
 
 @jit
+def against_mixture(r, MATHS: tl.constexpr, ACC: tl.constexpr):
+    """log(q / m) and log(p / m) of (7), given r = log(q / p)."""
+    B: tl.constexpr = MATHS[BETA]
+    if B == 1:
+        return r, tl.zeros_like(r)
+    # of the larger of q and p, so that nothing overflows; exact where both are close
+    gap = expm1(-tl.abs(r), ACC)
+    above = -log1p(tl.where(r < 0, gap * (1 - B), gap * B), ACC)
+    return tl.where(r < 0, above + r, above), tl.where(r < 0, above, above - r)
+
+
+@jit
+def pull_of(q, p, r, centre, MATHS: tl.constexpr, ACC: tl.constexpr):
+    """(5), or (8) with the divergence's factor, without 1 / T, given r = log(q / p)."""
+    B: tl.constexpr = MATHS[BETA]
+    if B == 0:
+        # q - p; where they are close as p * expm1(log q - log p). False for NaN: both are 0
+        return tl.where(tl.abs(r) < 0.25, p * expm1(r, ACC), q - p)
+    log_qm, _ = against_mixture(r, MATHS, ACC)
+    share: tl.constexpr = 1 if B == 1 else 1 - B
+    return tl.where(q > 0, share * q * (log_qm - centre), 0.0)
+
+
+@jit
 def row_numbers(state_ptr, N, K: tl.constexpr, MATHS: tl.constexpr):
     """Numbers of a row, read once: (m, 1 / d_t), then of each teacher (m_u, 1 / d_u, shift).
 
@@ -201,7 +229,7 @@ def _add_divergences(
     made = ()
     for k in tl.static_range(len(sums)):
         p, r = ratios[k]
-        log_qm, log_pm = against_mixture(r, MATHS[BETA], ACC)
+        log_qm, log_pm = against_mixture(r, MATHS, ACC)
         centre, spread = sums[k]
         centre += lane_sum(in_lanes(tl.where(q > 0, q * log_qm, 0.0), LANES))
         spread += lane_sum(in_lanes(tl.where(p > 0, p * log_pm, 0.0), LANES))
@@ -231,3 +259,35 @@ def second_reading(
     for k in tl.static_range(1, K + 1):
         tl.store(teacher_sums(state_ptr, k, N) + N * T_CENTRE, tl.sum(sums[k - 1][0], axis=0))
         tl.store(teacher_sums(state_ptr, k, N) + N * T_SPREAD, tl.sum(sums[k - 1][1], axis=0))
+
+
+# ---------------------------------------------------------------------- gradient
+
+
+@jit
+def label_factors(drows_ptr, state_ptr, kind, N, MATHS: tl.constexpr, ACC: tl.constexpr):
+    """(4) and (9) of a row in three numbers, as in `label_gradient` of `rows/state.py`."""
+    m, rest = tl.load(state_ptr + N * MAXIMUM), tl.load(state_ptr + N * REST)
+    e_y = tl.exp(tl.load(state_ptr + N * LABEL_LOGIT) - m)
+    d = rest + e_y
+    dmlm = tl.where((kind & MLM_ROW) != 0, tl.load(drows_ptr).to(ACC), 0.0)
+    from_z_loss = dmlm * 2 * MATHS[Z_LOSS] * (tl.log(d) + m)
+    smooth = dmlm * MATHS[LABEL_SMOOTHING]
+    at_y = (from_z_loss * e_y - dmlm * rest) / d + smooth
+    return (dmlm + from_z_loss) / d, at_y, smooth / tl.load(state_ptr + N * COLUMNS)
+
+
+@jit
+def smoothed(g, everywhere, MATHS: tl.constexpr):
+    """A block of the gradient with the number of (9) that is subtracted at every column."""
+    return g - everywhere if MATHS[LABEL_SMOOTHING] != 0 else g
+
+
+@jit
+def before_cap(g, s, MATHS: tl.constexpr):
+    """The gradient of logits before their cap, (6), from that of the capped logits s."""
+    CAP: tl.constexpr = MATHS[SOFTCAP]
+    if CAP != 0:
+        share = s * (1.0 / CAP)
+        g *= 1 - share * share
+    return g

@@ -13,11 +13,10 @@ from growkern.ops.loss.rows.state import Rows
 from growkern.ops.loss.rows.triton_blocks import (
     exponentials,
     load_logits,
-    slope_of_cap,
     store_gradient,
     zero_row,
 )
-from growkern.ops.loss.rows.triton_sums import INV_T, LABEL_SMOOTHING, MLM_ROW, SOFTCAP
+from growkern.ops.loss.rows.triton_sums import INV_T, MLM_ROW, before_cap, smoothed
 
 # `TailFactors` of `topk/buckets.py`; a test compares them
 MAXIMUM, SOFTMAX, SOFTMAX_T, AT_LABEL, EVERYWHERE = map(tl.constexpr, range(5))
@@ -32,15 +31,11 @@ def _write_block(
     MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write a block of the gradient; `tail` has the numbers of `TailFactors`."""
-    CAP: tl.constexpr = MATHS[SOFTCAP]
     s = load_logits(student_ptr, None, v, V, MASKED, 0, ACC)  # (BLOCK_V,)
     e, e_t = exponentials(s - tail[MAXIMUM], MATHS[INV_T])
     g = tl.where(v == label, tail[AT_LABEL], tail[SOFTMAX] * e)
     g += tail[SOFTMAX_T] * e_t
-    if MATHS[LABEL_SMOOTHING] != 0:
-        g -= tail[EVERYWHERE]
-    if CAP != 0:
-        g *= slope_of_cap(s, CAP)
+    g = before_cap(smoothed(g, tail[EVERYWHERE], MATHS), s, MATHS)
     store_gradient(dstudent_ptr, v, V, g, MASKED)
 
 
