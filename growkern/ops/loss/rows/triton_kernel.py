@@ -7,16 +7,11 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of 
 
 from growkern.ops.backend.launch import jit, tl
 from growkern.ops.loss.rows.triton_blocks import (
-    exponentials,
-    in_lanes,
-    lane_sum,
     ratio,
     store_gradient,
     zero_row,
 )
 from growkern.ops.loss.rows.triton_sums import (
-    BETA,
-    COLUMNS,
     DIVERGE,
     DSTUDENT,
     GRAD,
@@ -31,65 +26,19 @@ from growkern.ops.loss.rows.triton_sums import (
     TEACHER_SUMS,
     TEACHERS,
     before_cap,
+    corrected,
     label_factors,
     logits_of,
     pull_of,
-    ratios_of,
     row_numbers,
     second_reading,
     smoothed,
+    softmax_parts,
     store_sums,
     teacher_sums,
 )
 
 # ---------------------------------------------------------------------- gradient
-
-
-@jit
-def _add_offsets(
-    offsets, rows, biases, numbers, v, V,
-    MASKED: tl.constexpr, MATHS: tl.constexpr, ACC: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """The sum of q - p for each teacher in each lane, with one more block of columns."""
-    q, ratios = ratios_of(rows, biases, numbers, v, V, MASKED, MATHS, ACC)
-    made = ()
-    for k in tl.static_range(len(offsets)):
-        p, r = ratios[k]
-        pull = pull_of(q, p, r, 0.0, MATHS, ACC)
-        if MASKED:
-            pull = tl.where(v < V, pull, 0.0)
-        made += (offsets[k] + lane_sum(in_lanes(pull, LANES)),)  # type: ignore[assignment]
-    return made
-
-
-@jit
-def _corrected(
-    numbers, rows, biases, state_ptr, N, V,
-    MATHS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """The numbers of a row with the rounding error of log(q / p) in each shift.
-
-    The sum of q - p over a row should be 0; what remains is the error. It comes from the row's
-    sums, which are good to 1e-7, and would be 1e-5 of the gradient at 1 % drift.
-    """
-    K: tl.constexpr = len(rows) - 1
-    offsets = ()
-    for _ in tl.static_range(K):
-        offsets += (tl.full((LANES[0],), 0.0, ACC),)  # type: ignore[assignment]
-    whole = V // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):
-        v = start + tl.arange(0, BLOCK_V)
-        offsets = _add_offsets(offsets, rows, biases, numbers, v, V, False, MATHS, ACC, LANES)
-    if whole < V:
-        v = whole + tl.arange(0, BLOCK_V)
-        offsets = _add_offsets(offsets, rows, biases, numbers, v, V, True, MATHS, ACC, LANES)
-    # over a slice of the vocabulary the sum is not 0
-    is_row = tl.load(state_ptr + N * COLUMNS) == V
-    made = (numbers[0],)
-    for k in tl.static_range(1, K + 1):
-        m_u, inv_d_u, shift = numbers[k]
-        made += ((m_u, inv_d_u, shift + tl.where(is_row, tl.sum(offsets[k - 1], axis=0), 0.0)),)  # type: ignore[assignment]
-    return made
 
 
 @jit
@@ -105,7 +54,7 @@ def _write_block(
     s = logits_of(rows, biases, 0, v, V, MASKED, MATHS, ACC)  # (BLOCK_V,)
     m, inv_d_t = numbers[0]
     per_e, at_y, everywhere = factors
-    e, e_t = exponentials(s - m, MATHS[INV_T], MATHS[BETA] == 0)
+    e, e_t = softmax_parts(s - m, MATHS)
     g = smoothed(tl.where(v == label, at_y, per_e * e), everywhere, MATHS)  # (4), (9)
     for k in tl.static_range(1, len(rows)):
         u = logits_of(rows, biases, k, v, V, MASKED, MATHS, ACC)
@@ -126,9 +75,9 @@ def _write_gradient(
     K: tl.constexpr = len(rows) - 1
     numbers = row_numbers(state_ptr, N, K, MATHS)
     factors = label_factors(drows_ptr, state_ptr, kind, N, MATHS, ACC)
-    # a narrower gradient does not have those digits, and float64 has enough of them
-    if MATHS[BETA] == 0 and dstudent_ptr.dtype.element_ty == tl.float32:
-        numbers = _corrected(numbers, rows, biases, state_ptr, N, V, MATHS, ACC, BLOCK_V, LANES)
+    numbers = corrected(
+        numbers, rows, biases, dstudent_ptr, state_ptr, N, V, MATHS, ACC, BLOCK_V, LANES
+    )
     pulls = ()
     for k in tl.static_range(1, K + 1):
         dkl = tl.load(drows_ptr + k * N).to(ACC) * MATHS[INV_T]
