@@ -1,5 +1,5 @@
 // The numbers in the formulas of a loss: 1 / temperature, then as in class Maths of
-// growkern/ops/loss/rows/options.py. `python -m tests.train.loss.generate` writes this file.
+// growkern/ops/loss/rows/options.py. `python -m docs.options` writes this file.
 #pragma once
 
 namespace growkern {

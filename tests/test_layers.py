@@ -159,7 +159,7 @@ RENAMING = (
 LINE_CHARACTERS = 100
 FUNCTION_LINES = 60
 FILE_LINES = 400
-# `python -m tests.train.loss.generate` writes most of it
+# `python -m docs.options` writes most of it
 GENERATED = PACKAGE / "train/loss/losses.py"
 FOLDER_FILES = 14
 # files and folders with code, side by side

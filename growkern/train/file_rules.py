@@ -188,7 +188,7 @@ OF_FILES: tuple[Row, ...] = (
     ),
     (
         *("inheritance", "`inheritance.beta`", 'a divergence that is not "jsd"'),
-        lambda x: x.has_idle_beta,
+        lambda x: x.beta is not None and x.divergence != "jsd",
         "beta is {x.beta} with divergence {x.divergence!r}",
         "beta belongs to 'jsd'",
     ),

@@ -56,7 +56,7 @@ def inherited_loss(
     alpha: float | Tensor,
     vocab_size: int | None,
     teacher_vocab_size: int | None,
-    causal: bool | None,
+    causal: bool | None = None,
     return_parts: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, LossParts]:

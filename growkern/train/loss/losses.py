@@ -1,8 +1,8 @@
 """The losses as users call them, with all of their options.
 
-`python -m tests.train.loss.generate` writes the signatures, the keywords for type checkers and the
-entries of options, from `growkern/ops/loss/rows/options.py`. Change an option there. All other
-words of the docstrings are written here.
+`python -m docs.options` writes the signatures, the keywords for type checkers and the entries of
+options, from `growkern/ops/loss/rows/options.py`. Change an option there. All other words of the
+docstrings are written here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,7 @@ from torch import Tensor
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as of_logits
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as of_heads
 from growkern.ops.loss.rows.inputs import LossParts
-from growkern.ops.loss.rows.options import (
-    IGNORE_INDEX,
-    Divergence,
-    KLRows,
-    Reduction,
-    Tail,
-)
+from growkern.ops.loss.rows.options import IGNORE_INDEX, Divergence, KLRows, Reduction, Tail
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as of_topk
 
 if TYPE_CHECKING:
@@ -133,10 +127,10 @@ def kl_mlm_loss(
             probability 0 to a token. "reverse", KL(student || teacher), infinite if the teacher
             alone does. "jsd", the generalised Jensen-Shannon divergence of GKD (Agarwal et al.
             2024), always finite. A token of probability 0 in both adds nothing.
-        beta: of "jsd", in (0, 1). Default: 0.5.
+        beta: of "jsd", in (0, 1): small values are close to "forward". Default: 0.5.
         ignore_index: the label of rows without the MLM term.
-        kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
-            mask of the labels' shape.
+        kl_rows: rows with the KL term: "labels" (rows with a label) or "all" (in training every
+            real token). The losses of tensors also take a bool mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.
         row_weights: float, (...): multiplies both terms of a row. A row of weight 0 may hold
             anything: its terms are not computed. It still counts in the number of rows that "mean"
@@ -394,8 +388,9 @@ def topk_kl_mlm_loss(
         divergence: as in `kl_mlm_loss`. For "reverse" the teacher's remaining probability counts as
             no smaller than the rounding error of the stored log-probs, because the divergence is
             infinite without it. So "reverse" does not go with tail="renormalise".
-        tail: the use of the teacher's remaining probability. "bucket" compares it as a whole with
-            the student's. "renormalise" distributes it over the k tokens.
+        tail: of a teacher known by its k likeliest tokens, the use of its remaining probability.
+            "bucket", the default, compares it as a whole with the student's. "renormalise" spreads
+            it over the k tokens, as Knowledge Inheritance does, with a wrong gradient for small k.
         group, vocab_start: as in `linear_kl_mlm_loss`. Every rank passes all ids, which count the
             columns of all ranks.
         backend: "reference", "cpu" or "triton". Default: as in `kl_mlm_loss`.

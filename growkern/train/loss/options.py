@@ -1,31 +1,26 @@
 """Options of the loss in training, as sections of a run file and arguments of the trainer.
 
-`python -m tests.train.loss.generate` writes the fields, from `growkern/ops/loss/rows/options.py`.
-Change an option there. The words and the methods are written here.
+`python -m docs.options` copies meanings, types and defaults from those of the losses,
+`growkern/ops/loss/rows/options.py`. Types and defaults that differ in training are declared here.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from growkern.arguments import SHARE, Limit, check_fields
 from growkern.errors import GrowthError
-from growkern.ops.loss.rows.options import (
-    KL_OPTIONS,
-    LIMITS,
-    Divergence,
-    KLRows,
-    Tail,
-)
+from growkern.ops.loss.rows.options import KL_OPTIONS, LABEL_OPTIONS, Divergence, KLRows, Tail
+from growkern.ops.loss.rows.options import LIMITS as LOSS_LIMITS
 from growkern.train.rules import check
 
 Decay = Literal["linear", "constant", "switch"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossOptions:
     """Options of the training loss. The loss of an evaluation is always plain cross-entropy.
 
-    The options that concern a teacher are those of `growkern.InheritanceSchedule`.
+    Give them by name. Options that concern a teacher are those of `growkern.InheritanceSchedule`.
 
     Args:
         label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
@@ -38,10 +33,7 @@ class LossOptions:
         GrowthError: a value is out of range.
     """
 
-    LIMITS: ClassVar[dict[str, Limit]] = {
-        "label_smoothing": LIMITS["label_smoothing"],
-        "z_loss": LIMITS["z_loss"],
-    }
+    LIMITS: ClassVar[dict[str, Limit]] = LOSS_LIMITS
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -52,24 +44,23 @@ class LossOptions:
 
     def arguments(self) -> dict[str, float]:
         """The arguments of `growkern.inherited_loss`: all options but the name of the weights."""
-        options = asdict(self)
-        del options["row_weights"]  # the rows of a batch bring the weights themselves
-        return options
+        return {name: getattr(self, name) for name in LABEL_OPTIONS}
 
-    def with_smoothing(self, factor: float) -> "LossOptions":
-        """These options with the `label_smoothing_factor` of `transformers.TrainingArguments`.
+    def with_arguments(self, args: Any) -> "LossOptions":
+        """These options with those of `transformers.TrainingArguments`, where NAME_factor is NAME.
 
         Raises:
             GrowthError: both are given and differ.
         """
-        if factor in (0, self.label_smoothing):
-            return self
-        if self.label_smoothing:
-            raise GrowthError(
-                f"label_smoothing is {self.label_smoothing} in the options of the loss, but "
-                f"label_smoothing_factor is {factor}: give one of them"
-            )
-        return replace(self, label_smoothing=factor)
+        given: dict[str, Any] = {name: getattr(args, f"{name}_factor", 0) for name in LABEL_OPTIONS}
+        for name, factor in given.items():
+            own = getattr(self, name)
+            if own and factor not in (0, own):
+                raise GrowthError(
+                    f"{name} is {own} in the options of the loss, but {name}_factor is {factor}: "
+                    "give one of them"
+                )
+        return replace(self, **{name: factor for name, factor in given.items() if factor})
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -88,26 +79,24 @@ class InheritanceSchedule:
         decay: of the share: "linear" falls in a straight line from `rate` to 0 at `end_step`;
             "constant" stays at `rate` to the end of the run; "switch" stays at `rate` up to
             `end_step`.
-        temperature: of the softmax in the KL term.
-        kl_rows: rows with a KL term: "labels" (rows with a label) or "all" (every real token).
-        teacher_weights: one weight per teacher, with sum 1; None weighs all alike.
-        divergence: between teacher p and student q: "forward" is KL(p || q), "reverse" is
-            KL(q || p), "jsd" is the Jensen-Shannon divergence.
-        beta: of "jsd", in (0, 1): small values are close to "forward". None takes 0.5.
-        tail: of a teacher that is known by its k likeliest tokens, the use of its remaining
-            probability. "bucket" compares it as a whole with the student's. "renormalise"
-            distributes it over the k tokens, as Knowledge Inheritance does; its gradient is wrong
-            where k is small. None is "bucket".
+        temperature: of the softmax of student and teachers in the KL term.
+        kl_rows: rows with the KL term: "labels" (rows with a label) or "all" (in training every
+            real token). The losses of tensors also take a bool mask of the labels' shape.
+        teacher_weights: one number per teacher, sum 1. Default: equal.
+        divergence: "forward", KL(teacher || student), infinite if the student alone gives
+            probability 0 to a token. "reverse", KL(student || teacher), infinite if the teacher
+            alone does. "jsd", the generalised Jensen-Shannon divergence of GKD (Agarwal et al.
+            2024), always finite. A token of probability 0 in both adds nothing.
+        beta: of "jsd", in (0, 1): small values are close to "forward". Default: 0.5.
+        tail: of a teacher known by its k likeliest tokens, the use of its remaining probability.
+            "bucket", the default, compares it as a whole with the student's. "renormalise" spreads
+            it over the k tokens, as Knowledge Inheritance does, with a wrong gradient for small k.
 
     Raises:
         GrowthError: a value is out of range.
     """
 
-    LIMITS: ClassVar[dict[str, Limit]] = {
-        "rate": SHARE,
-        "temperature": LIMITS["temperature"],
-        "beta": LIMITS["beta"],
-    }
+    LIMITS: ClassVar[dict[str, Limit]] = LOSS_LIMITS | {"rate": SHARE}
 
     rate: float = 0.5
     end_step: int | None = None
@@ -129,11 +118,6 @@ class InheritanceSchedule:
             )
         if self.teacher_weights is not None and not (abs(sum(self.teacher_weights) - 1) <= 1e-6):
             raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
-
-    @property
-    def has_idle_beta(self) -> bool:
-        """Whether a beta is given that the divergence does not read."""
-        return self.beta is not None and self.divergence != "jsd"
 
     def rate_at(self, step: int) -> float:
         """The share of the KL term at an optimizer step, counted from 0."""

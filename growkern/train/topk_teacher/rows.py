@@ -195,7 +195,7 @@ def topk_of_head(
     vocab: int,
     k: int,
     temperature: float,
-    softcap: float | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of an output projection, at a temperature and maybe with a softcap.
 
@@ -207,8 +207,8 @@ def topk_of_head(
     for x_CH in hidden_RH.split(max(1, LOGIT_ELEMENTS // vocab)):
         z_CV = torch.empty(len(x_CH), vocab, dtype=torch.float32, device=x_CH.device)
         project(x_CH, weight_VH[:vocab], bias_V, z_CV)
-        if softcap is not None:
-            z_CV.div_(softcap).tanh_().mul_(softcap)
+        if cap is not None:
+            z_CV.div_(cap).tanh_().mul_(cap)
         top = z_CV.div_(temperature).topk(k)
         m_C1 = top.values[:, :1]
         # not z - logsumexp(z): that is off by the rounding of a logit, 4e-6 at 100

@@ -122,7 +122,7 @@ row_weights = "importance"
 def test_the_same_names_in_a_run_file(load, tmp_path):  # noqa: F811
     text = COMPLETE.replace("end_step = 44", 'end_step = 44\ndivergence = "jsd"\nbeta = 0.2')
     run = load(text + LOSS)
-    assert run.loss == LossOptions(0.1, 1e-4, "importance")
+    assert run.loss == LossOptions(label_smoothing=0.1, z_loss=1e-4, row_weights="importance")
     assert (run.inheritance.divergence, run.inheritance.beta) == ("jsd", 0.2)
     assert isinstance(run, Run)
     with pytest.raises(GrowthError, match="no key 'z_los'; did you mean 'z_loss'"):

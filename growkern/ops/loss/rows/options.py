@@ -1,14 +1,14 @@
 """The options of the losses, each declared once, and their checks.
 
 `LossCall` has their names, types, defaults and meanings, and `LIMITS` the values that a number may
-have. From here `python -m tests.train.loss.generate` writes `growkern/train/loss/losses.py` and
+have. From here `python -m docs.options` writes `growkern/train/loss/losses.py` and
 `growkern/train/loss/options.py`, whose functions and classes users and editors see, and
 `csrc/maths.h`.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,11 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.custom_ops import check_tensors
 
 IGNORE_INDEX = -100
-REDUCTIONS = ("mean", "sum", "none")
-DIVERGENCES = ("forward", "reverse", "jsd")
-TAILS = ("bucket", "renormalise")
-
 Divergence = Literal["forward", "reverse", "jsd"]
 KLRows = Literal["labels", "all"]
 Reduction = Literal["mean", "sum", "none"]
 Tail = Literal["bucket", "renormalise"]
+REDUCTIONS, DIVERGENCES, TAILS = map(get_args, (Reduction, Divergence, Tail))
 
 # ------------------------------------------------------------------- declarations
 
@@ -44,10 +41,10 @@ class LossCall(NamedTuple):
             probability 0 to a token. "reverse", KL(student || teacher), infinite if the teacher
             alone does. "jsd", the generalised Jensen-Shannon divergence of GKD (Agarwal et al.
             2024), always finite. A token of probability 0 in both adds nothing.
-        beta: of "jsd", in (0, 1). Default: 0.5.
+        beta: of "jsd", in (0, 1): small values are close to "forward". Default: 0.5.
         ignore_index: the label of rows without the MLM term.
-        kl_rows: rows with the KL term: "labels" (those of the MLM mask), "all", or a bool
-            mask of the labels' shape.
+        kl_rows: rows with the KL term: "labels" (rows with a label) or "all" (in training every
+            real token). The losses of tensors also take a bool mask of the labels' shape.
         teacher_weights: one number per teacher, sum 1. Default: equal.
         row_weights: float, (...): multiplies both terms of a row. A row of weight 0 may hold
             anything: its terms are not computed. It still counts in the number of rows that "mean"
@@ -62,8 +59,9 @@ class LossCall(NamedTuple):
         softcap, teacher_softcap: cap logits to c * tanh(z / c).
         label_smoothing: share of the label that is spread over the whole vocabulary, in [0, 1).
         z_loss: factor of the squared log of the softmax's denominator.
-        tail: the use of the teacher's remaining probability. "bucket" compares it as a whole with
-            the student's. "renormalise" distributes it over the k tokens.
+        tail: of a teacher known by its k likeliest tokens, the use of its remaining probability.
+            "bucket", the default, compares it as a whole with the student's. "renormalise" spreads
+            it over the k tokens, as Knowledge Inheritance does, with a wrong gradient for small k.
         reduction: "mean" divides each term by its number of rows, "sum" does not divide, "none"
             returns the loss per row, (...).
         num_items: the divisor of "mean" instead of the local counts, for gradient accumulation:
@@ -124,15 +122,18 @@ class LossCall(NamedTuple):
     backend: str | None = None
 
 
+_DEFAULTS = LossCall._field_defaults
+
+
 class Maths(NamedTuple):
     """The numbers in the formulas of a row's terms. Custom ops take them as a list of floats."""
 
-    temperature: float = 1.0
+    temperature: float = _DEFAULTS["temperature"]
     softcap: float = 0.0  # 0: none
     teacher_softcap: float = 0.0  # 0: none
     beta: float = 0.0  # 0: forward KL, 1: reverse KL, between them Jensen-Shannon
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: float = _DEFAULTS["label_smoothing"]
+    z_loss: float = _DEFAULTS["z_loss"]
 
     @property
     def is_forward(self) -> bool:
@@ -159,6 +160,21 @@ class Maths(NamedTuple):
         """Whether the label's term needs the sum of the logits of a row."""
         return self.label_smoothing != 0
 
+    @property
+    def student_share(self) -> float:
+        """The factor of the student's part of (7); 1 for the reverse KL, which has no other."""
+        return 1.0 if self.is_reverse else 1 - self.beta
+
+    def log_mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Log m of (7); of the reverse KL m is p."""
+        if self.is_reverse:
+            return log_p
+        return torch.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
+
+    def mixed(self, spread: Tensor, centre: Tensor) -> Tensor:
+        """(7) from its two sums, that with p and that with q; also the reverse KL."""
+        return self.beta * spread + self.student_share * centre
+
     def of_kernels(self) -> tuple[float, ...]:
         """The numbers in the order of the fields, as kernels take them: 1 / T instead of T."""
         return tuple(self._replace(temperature=1 / self.temperature))
@@ -184,8 +200,12 @@ LIMITS = {
     "teacher_softcap": _CAP,
     "label_smoothing": Limit(lambda x: 0 <= x < 1, "lie in [0, 1)"),
     "z_loss": NOT_NEGATIVE,
-    "beta": Limit(lambda x: 0 < x < 1, "lie in (0, 1)"),
+    "beta": Limit(
+        lambda x: 0 < x < 1,
+        "lie in (0, 1), as the divergence is 0 at both ends (use 'forward' or 'reverse')",
+    ),
 }
+_MAY_BE_NONE = {name for name in LIMITS if LossCall._field_defaults[name] is None}
 # how the term of a label is computed: also without a teacher, and in section [loss] of a run file
 LABEL_OPTIONS = ("label_smoothing", "z_loss")
 # how student and teachers are compared: also in section [inheritance]
@@ -243,15 +263,12 @@ def _check_number(name: str, x: Any, limit: Limit) -> None:
 def check_options(call: LossCall, n_teachers: int, labels: Tensor) -> Options:
     """The options of a call, checked."""
     row_weights = _checked_row_weights(call.row_weights, labels)
-    _check_number("temperature", call.temperature, LIMITS["temperature"])
-    for name in ("softcap", "teacher_softcap"):
-        if getattr(call, name) is not None:
-            _check_number(name, getattr(call, name), LIMITS[name])
+    for name, limit in LIMITS.items():
+        if name not in _MAY_BE_NONE or getattr(call, name) is not None:
+            _check_number(name, getattr(call, name), limit)
     if call.reduction not in REDUCTIONS:
         raise GrowthError(f"reduction must be one of {REDUCTIONS}, got {call.reduction!r}")
     num_items = _checked_num_items(call.num_items, call.reduction)
-    for name in LABEL_OPTIONS:
-        _check_number(name, getattr(call, name), LIMITS[name])
     maths = Maths(
         # without a teacher nothing is computed at the temperature
         temperature=float(call.temperature) if n_teachers else 1.0,
@@ -261,10 +278,9 @@ def check_options(call: LossCall, n_teachers: int, labels: Tensor) -> Options:
         **{name: float(getattr(call, name)) for name in LABEL_OPTIONS},
     )
     weights = _checked_teacher_weights(call.teacher_weights, n_teachers)
-    drop_tail = _drops_tail(call.tail, maths)
     return Options(
         call.alpha, maths, weights, call.reduction, num_items, call.return_parts, row_weights,
-        drop_tail,
+        _drops_tail(call.tail, maths),
     )  # fmt: skip
 
 
@@ -334,14 +350,8 @@ def _checked_beta(divergence: str, beta: float | None) -> float:
     """`Maths.beta`."""
     if divergence not in DIVERGENCES:
         raise GrowthError(f"divergence must be one of {DIVERGENCES}, got {divergence!r}")
-    if divergence != "jsd":
-        if beta is not None:
-            raise GrowthError(f"beta belongs to divergence='jsd', not to {divergence!r}")
-        return float(divergence == "reverse")
-    beta = 0.5 if beta is None else float(beta)
-    if not LIMITS["beta"].inside(beta):
-        raise GrowthError(
-            f"beta must lie between 0 and 1, got {beta} (at both ends the divergence is 0): "
-            "use 'forward' or 'reverse'"
-        )
-    return beta
+    if divergence == "jsd":
+        return 0.5 if beta is None else float(beta)
+    if beta is not None:
+        raise GrowthError(f"beta belongs to divergence='jsd', not to {divergence!r}")
+    return float(divergence == "reverse")

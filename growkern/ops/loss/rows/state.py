@@ -305,7 +305,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
     """
     student, teachers = unpack(state_SN)
     kl_N = (kind_N & KL_ROW) > 0 if teachers else kind_N
-    m, beta = student.maximum, maths.beta
+    m = student.maximum
     d = student.rest + (student.label_logit - m).exp()
     lse = d.log() + m
     mlm = lse - student.label_logit  # (1)
@@ -316,14 +316,12 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
         mlm = mlm + maths.z_loss * lse.square()  # (9)
     divergences, agreements = [], []
     for teacher in teachers:
-        if beta == 0:
+        if maths.is_forward:
             log_ratio = (student.sum_t / teacher.sum_t).log()
             shift = (m - teacher.maximum) / maths.temperature + log_ratio
             value = teacher.cross / teacher.sum_t + shift  # (2)
-        elif beta == 1:
-            value = teacher.centre
         else:
-            value = beta * teacher.spread + (1 - beta) * teacher.centre  # (7)
+            value = maths.mixed(teacher.spread, teacher.centre)  # (7)
         # rounding may leave it below 0, where no divergence is
         divergences.append(torch.where(kl_N, value.clamp(min=0), 0))
         agrees = (student.best == teacher.best) & kl_N & parts

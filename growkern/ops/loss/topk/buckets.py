@@ -9,7 +9,6 @@ chunk, k entries of one teacher, U tokens of all teachers, B = U + 1 with the ta
 place, K teachers, S numbers of a state, T = 2 + 2 K terms of a row.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -81,7 +80,7 @@ def union(ids: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return ids_CU, list(place_CU.split([x.shape[1] for x in ids], 1))
 
 
-def divergence(log_p_CB: Tensor, log_q_CB: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def divergence(log_p_CB: Tensor, log_q_CB: Tensor, maths: Maths) -> tuple[Tensor, Tensor]:
     """D of (3), (C,), and (5), (C, B)."""
     p, q = log_p_CB.exp(), log_q_CB.exp()
 
@@ -89,17 +88,13 @@ def divergence(log_p_CB: Tensor, log_q_CB: Tensor, beta: float) -> tuple[Tensor,
         # 0 * inf counts as 0, not NaN: a token of probability 0 costs nothing
         return torch.where(weight > 0, weight * x, 0).sum(-1)
 
-    if beta == 0:
+    if maths.is_forward:
         return mean(p, log_p_CB - log_q_CB), q - p
-    if beta == 1:
-        share, log_m = 1.0, log_p_CB
-    else:
-        share = 1 - beta
-        log_m = torch.logaddexp(log_p_CB + math.log(beta), log_q_CB + math.log1p(-beta))
+    log_m = maths.log_mixture(log_p_CB, log_q_CB)
     log_qm = log_q_CB - log_m
     centre = mean(q, log_qm)
-    pull = torch.where(q > 0, share * q * (log_qm - centre[:, None]), 0)
-    return share * centre + (0 if beta == 1 else beta * mean(p, log_p_CB - log_m)), pull
+    pull = torch.where(q > 0, maths.student_share * q * (log_qm - centre[:, None]), 0)
+    return maths.mixed(mean(p, log_p_CB - log_m), centre), pull
 
 
 def first_top(values_Ck: Tensor, ids_Ck: Tensor) -> Tensor:
@@ -142,7 +137,7 @@ def solve(
         top_C = first_top(x_CB, torch.cat([ids_CU, tail.best.long()[:, None]], 1))
     values, agreement, on_CB = [], [], torch.zeros_like(x_CB)
     for kept, dkl_C in zip(teachers, drows_WC[1:], strict=True):
-        value, pull_CB = _against(kept, log_q_CB, maths.beta)
+        value, pull_CB = _against(kept, log_q_CB, maths)
         # the pull of the reverse KL may be infinite, and 0 * inf is NaN
         pull_CB.masked_fill_((dkl_C == 0)[:, None], 0)
         on_CB.addcmul_(pull_CB, (dkl_C.double() / maths.temperature)[:, None])
@@ -190,7 +185,7 @@ def _state(z_CU: Tensor, is_label_CU: Tensor, maths: Maths) -> Tensor:
     return torch.stack(sums)
 
 
-def _against(kept: Kept, log_q_CB: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def _against(kept: Kept, log_q_CB: Tensor, maths: Maths) -> tuple[Tensor, Tensor]:
     """D of one teacher, (C,), and T times (4) of every token and of the tail, (C, B).
 
     The tokens of other teachers are in this teacher's last bucket, together with the tail.
@@ -202,7 +197,7 @@ def _against(kept: Kept, log_q_CB: Tensor, beta: float) -> tuple[Tensor, Tensor]
     log_q_CB[:, -1:] = log_rest_C1
     log_p_CB = torch.full_like(log_q_CB, -INF).scatter_(1, kept.place_Ck, kept.log_p_Ck)
     log_p_CB[:, -1] = kept.log_tail_C
-    value, pull_CB = divergence(log_p_CB, log_q_CB, beta)
+    value, pull_CB = divergence(log_p_CB, log_q_CB, maths)
     on_rest_C1 = pull_CB[:, -1:].clone()
     pull_CB[:, -1] = 0
     return value, pull_CB.addcmul_(share_CB, on_rest_C1)

@@ -1,11 +1,11 @@
 """Writes what follows from the declared options of the losses, `growkern/ops/loss/rows/options.py`.
 
-`python -m tests.train.loss.generate` writes
+`python -m docs.options` writes
 
 - `growkern/train/loss/losses.py`, the losses as users call them: signatures, keywords for type
   checkers, calls, and the entries of options in docstrings;
-- `growkern/train/loss/options.py`, the fields of the sections of a run file with options. All other
-  words of the docstrings, and the methods, are written by hand in both files, and stay;
+- `growkern/train/loss/options.py`, the options of losses in the sections of a run file. What is
+  written by hand stays in both files: the other words of docstrings, own options, methods;
 - `csrc/maths.h`, the numbers that the compiled kernels get.
 """
 
@@ -14,9 +14,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from growkern.ops.loss.rows.options import LABEL_OPTIONS, LIMITS, LossCall, Maths
+from growkern.ops.loss.rows.options import KL_OPTIONS, LABEL_OPTIONS, LossCall, Maths
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
 OPS, DECLARED = ROOT / "growkern/ops/loss", "rows/options.py"
 LOSSES, HEADER = ROOT / "growkern/train/loss/losses.py", ROOT / "csrc/maths.h"
 OPTIONS = LOSSES.with_name("options.py")
@@ -28,27 +28,16 @@ OF_LOGITS, OF_HEADS = (
 OF_ALL = tuple(
     name for name in LossCall._fields if name not in (*OF_LOGITS, *OF_HEADS, "tail", "return_parts")
 )
-# options of the loss of a batch, in their order there, with what differs
-OF_BATCH = {
-    **dict.fromkeys(("alpha", "temperature", "num_items", "divergence", "beta", "kl_rows")),
-    **dict.fromkeys(
-        ("teacher_weights", "row_weights", "vocab_size", "teacher_vocab_size", "max_rows")
-    ),
-    "causal": "bool | None = None",
-    **{"return_parts": None, "temperature": "float = 2.0", "kl_rows": 'KLRows = "labels"'},
-    **dict.fromkeys(LABEL_OPTIONS),
-}
-# sections of a run file: their options, in their order there, with what differs
-SECTIONS = {
-    "LossOptions": {**dict.fromkeys(LABEL_OPTIONS), "row_weights": "str | None = None"},
-    "InheritanceSchedule": {
-        **{"rate": "float = 0.5", "end_step": "int | None = None", "temperature": "float = 2.0"},
-        "kl_rows": 'KLRows = "labels"',
-        "teacher_weights": "tuple[float, ...] | None = None",
-        **dict.fromkeys(("divergence", "beta")),
-        **{"decay": 'Decay = "linear"', "tail": "Tail | None = None"},
-    },
-}
+# options of the loss of a batch, in their order there
+OF_BATCH = (
+    *("alpha", "temperature", "num_items", "divergence", "beta", "kl_rows", "teacher_weights"),
+    *("row_weights", "vocab_size", "teacher_vocab_size", "max_rows", "causal", "return_parts"),
+    *LABEL_OPTIONS,
+)
+# the options that a section of a run file gets
+SECTIONS = {"LossOptions": LABEL_OPTIONS, "InheritanceSchedule": KL_OPTIONS}
+# options that have another type or default in training: as `InheritanceSchedule` declares them
+IN_TRAINING = ("temperature", "kl_rows")
 
 
 class Loss(NamedTuple):
@@ -56,21 +45,21 @@ class Loss(NamedTuple):
 
     Attributes:
         keywords: name of its `TypedDict`.
-        options: name -> type and default, where these are not the declared ones.
+        options: in their order.
         explained: options whose entries are written here.
         module: of the function behind it.
         called: the name of that function in the file.
     """
 
     keywords: str
-    options: dict[str, str | None]
+    options: tuple[str, ...]
     explained: tuple[str, ...]
     module: Path
     called: str
 
 
-def _options(*without: str) -> dict[str, str | None]:
-    return {name: None for name in LossCall._fields if name not in without}
+def _options(*without: str) -> tuple[str, ...]:
+    return tuple(name for name in LossCall._fields if name not in without)
 
 
 FUNCTIONS = {
@@ -116,12 +105,16 @@ def _entries(docstring: str) -> dict[str, str]:
 def _declared() -> tuple[dict[str, str], dict[str, str]]:
     """The type and default of each option, and the entries of the docstring."""
     node = _node(ast.parse((OPS / DECLARED).read_text()), "LossCall")
-    fields = {
-        ast.unparse(x.target): f"{ast.unparse(x.annotation)} = {_plain(x.value)}"
+    return _fields(node), _entries(ast.get_docstring(node, clean=False))
+
+
+def _fields(node: ast.ClassDef) -> dict[str, str]:
+    """The type and default of each field of a class."""
+    return {
+        ast.unparse(x.target): f"{_plain(x.annotation)} = {_plain(x.value)}"
         for x in node.body
-        if isinstance(x, ast.AnnAssign)
+        if isinstance(x, ast.AnnAssign) and x.target.id != "LIMITS"
     }
-    return fields, _entries(ast.get_docstring(node, clean=False))
 
 
 def _plain(node: ast.expr) -> str:
@@ -168,9 +161,13 @@ def _function(name: str, loss: Loss, docstring: str, declared: dict[str, str]) -
     own = {
         x.arg: f"{_plain(x.annotation)} = {_plain(default)}"
         for x, default in zip(behind.args.kwonlyargs, behind.args.kw_defaults, strict=True)
-        if x.arg not in loss.options
+        if default is not None
     }
-    options = own | {k: given or declared[k] for k, given in loss.options.items()}
+    if loss.called == "of_models":
+        schedule = _fields(_node(ast.parse(OPTIONS.read_text()), "InheritanceSchedule"))
+        declared = declared | {k: schedule[k] for k in IN_TRAINING}
+    options = {k: x for k, x in own.items() if k not in loss.options}
+    options |= {k: own.get(k) or declared[k] for k in loss.options}
     elsewhere = ("return_parts", *_inherited(BASES[loss.keywords]))
     among = {k: x for k, x in options.items() if k not in elsewhere}
     parts = [_class(loss.keywords, BASES[loss.keywords], among)]
@@ -196,31 +193,19 @@ def _function(name: str, loss: Loss, docstring: str, declared: dict[str, str]) -
     return "\n\n\n".join(parts)
 
 
-def _section(name: str, tree: ast.Module, text: str, declared: dict[str, str]) -> str:
-    """A section of a run file; its methods are written by hand."""
-    node = _node(tree, name)
-    docstring = _explained(
-        ast.get_docstring(node, clean=False), LABEL_OPTIONS if name == "LossOptions" else ()
-    )
-    fields = "".join(f"    {k}: {x or declared[k]}\n" for k, x in SECTIONS[name].items())
-    lines = text.splitlines()
-    methods = [
-        "\n".join(lines[min([x.lineno, *(d.lineno for d in x.decorator_list)]) - 1 : x.end_lineno])
-        for x in node.body
-        if isinstance(x, ast.FunctionDef)
-    ]
-    limits = {k: f'LIMITS["{k}"]' for k in SECTIONS[name] if k in LIMITS}
-    if "rate" in SECTIONS[name]:
-        limits = {"rate": "SHARE"} | limits
-    entries = "".join(f'        "{k}": {x},\n' for k, x in limits.items())
-    return "\n\n".join(
-        [
-            f'@dataclass(frozen=True)\nclass {name}:\n    """{docstring}"""',
-            f"    LIMITS: ClassVar[dict[str, Limit]] = {{\n{entries}    }}",
-            fields.rstrip(),
-            *methods,
-        ]
-    )
+def _section(node: ast.ClassDef, source: str) -> str:
+    """The source of a section of a run file, with the declared options."""
+    (declared, _), fields = _declared(), _fields(node)
+    copied = {k: declared[k] for k in SECTIONS[node.name] if k not in IN_TRAINING}
+    names = {k for k in fields if k in declared} | copied.keys()
+    docstring = ast.get_docstring(node, clean=False)
+    source = source.replace(docstring, _explained(docstring, tuple(names - {"row_weights"})))
+    for k in copied.keys() & fields.keys():
+        source = source.replace(f"    {k}: {fields[k]}\n", f"    {k}: {copied[k]}\n")
+    *_, last = fields.items()
+    line = "    {}: {}\n".format(*last)
+    added = "".join(f"    {k}: {copied[k]}\n" for k in copied if k not in fields)
+    return source.replace(line, line + added)
 
 
 def losses(text: str) -> str:
@@ -239,17 +224,18 @@ def losses(text: str) -> str:
 
 def sections(text: str) -> str:
     """The file of the sections, from its present text."""
-    tree, (declared, _) = ast.parse(text), _declared()
-    parts = [text[: text.index("\n\n@dataclass")].rstrip()]
-    parts += [_section(name, tree, text, declared) for name in SECTIONS]
-    return "\n\n\n".join(parts) + "\n"
+    for name in SECTIONS:
+        node = _node(ast.parse(text), name)
+        source = ast.get_source_segment(text, node)
+        text = text.replace(source, _section(node, source))
+    return text
 
 
 def header() -> str:
     """The header of the kernels."""
     fields = ", ".join(("inv_t", *Maths._fields[1:]))
     return f"""// The numbers in the formulas of a loss: 1 / temperature, then as in class Maths of
-// growkern/ops/loss/rows/options.py. `python -m tests.train.loss.generate` writes this file.
+// growkern/ops/loss/rows/options.py. `python -m docs.options` writes this file.
 #pragma once
 
 namespace growkern {{
