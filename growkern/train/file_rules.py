@@ -95,7 +95,7 @@ OF_FILES: tuple[Row, ...] = (
         lambda x: (
             (x.objective in WITHOUT_MASKS or x.labels_column) and changed(x, "masking_probability")
         ),
-        "data.masking_probability is given, but no tokens are masked with data.objective = "
+        "data.masking_probability is given, but no tokens are masked with the objective "
         "{x.objective!r}, or with data.labels_column",
         "leave it out",
     ),

@@ -138,9 +138,7 @@ class OptimizerMaker:
     def check(self, model: Any) -> None:
         """Refuse a model that was not grown, or has no blocks, if the settings need that."""
         other = _other_optimizer(self._args, self._given)
-        plan, lost = self._growth_of(model)
-        if lost and self._choice == "growth-adamw":
-            raise GrowthError(lost)
+        plan, _ = self._growth_of(model)
         follows = plan is not None and not plan.options.is_baseline
         check(
             "model's optimizer",
@@ -166,13 +164,16 @@ class OptimizerMaker:
         """The growth that the steps of a model may follow, or why they cannot if it was grown."""
         if self._choice == "adamw" or _other_optimizer(self._args, self._given):
             return None, ""
+        plan, lost = None, ""
         try:
             plan = growth_plan_of(model)
         except GrowthError as error:
-            return None, str(error)
+            lost = str(error)
         if plan is not None and (name := misfit(plan, model)):
-            return None, f"{name} is not as growth made it"
-        return plan, ""
+            plan, lost = None, f"{name} is not as growth made it"
+        if lost and self._choice == "growth-adamw":
+            raise GrowthError(lost)
+        return plan, lost
 
     def make(self, model: Any) -> Optimizer | None:
         """The optimizer of a model; None if it is the one that Trainer makes from the arguments."""

@@ -86,8 +86,8 @@ class TrainingData:
         objective = options.objective
         if objective == "auto":
             objective = "clm" if causal else "mlm"
-        inner = self._plain("clm" if has_labels else objective, tokenizer, seed)
         check("weights", weights=self.row_weights, objective=objective)
+        inner = self._plain("clm" if has_labels else objective, tokenizer, seed)
         if not has_labels and self.row_weights is None:
             return inner
         return ColumnCollator(inner, labels=has_labels, weights=self.row_weights)

@@ -225,7 +225,7 @@ UNFIT = {
         ('path = "model"', 'path = "llama"'),
         ('paths = ["teacher"]', 'paths = ["llama"]'),
         ("sequence_length = 16", "sequence_length = 16\nmasking_probability = 0.2"),
-        "no tokens are masked with data.objective = 'clm', or with data.labels_column: leave it",
+        "no tokens are masked with the objective 'clm', or with data.labels_column: leave it",
     ),
     "text for evaluation beside records": (
         ('train = ["text/*.txt"]', 'train = ["text/a.jsonl"]\ninput_ids_column = "ids"'),

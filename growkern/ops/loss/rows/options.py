@@ -263,6 +263,7 @@ def _check_number(name: str, x: Any, limit: Limit) -> None:
 def check_options(call: LossCall, n_teachers: int, labels: Tensor) -> Options:
     """The options of a call, checked."""
     row_weights = _checked_row_weights(call.row_weights, labels)
+    beta = _checked_beta(call.divergence, call.beta)
     for name, limit in LIMITS.items():
         if name not in _MAY_BE_NONE or getattr(call, name) is not None:
             _check_number(name, getattr(call, name), limit)
@@ -274,7 +275,7 @@ def check_options(call: LossCall, n_teachers: int, labels: Tensor) -> Options:
         temperature=float(call.temperature) if n_teachers else 1.0,
         softcap=float(call.softcap or 0.0),
         teacher_softcap=float(call.teacher_softcap or 0.0),
-        beta=_checked_beta(call.divergence, call.beta),
+        beta=beta,
         **{name: float(getattr(call, name)) for name in LABEL_OPTIONS},
     )
     weights = _checked_teacher_weights(call.teacher_weights, n_teachers)
@@ -347,11 +348,11 @@ def _checked_num_items(num_items: Any, reduction: str) -> tuple[Any, Any] | None
 
 
 def _checked_beta(divergence: str, beta: float | None) -> float:
-    """`Maths.beta`."""
+    """`Maths.beta`; that it is within its limits is checked with the others."""
     if divergence not in DIVERGENCES:
         raise GrowthError(f"divergence must be one of {DIVERGENCES}, got {divergence!r}")
     if divergence == "jsd":
-        return 0.5 if beta is None else float(beta)
+        return 0.5 if beta is None else beta
     if beta is not None:
         raise GrowthError(f"beta belongs to divergence='jsd', not to {divergence!r}")
     return float(divergence == "reverse")
