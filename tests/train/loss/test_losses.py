@@ -89,7 +89,7 @@ OTHERWISE = {
     "beta": ["ops/loss/linear/gemm.py"],
     "kl_rows": ["train/loop/meter.py"],
     "vocab_size": ["train/file_rules.py"],
-    "row_weights": ["train/dataset/load.py", "train/dataset/records.py", "train/run/start.py"],
+    "row_weights": ["train/dataset/load.py", "train/dataset/records.py", "train/run/resolve.py"],
 }
 # growth and model families have no loss; the compiled kernels of growth neither
 FOLDERS = ("growkern/ops/loss", "growkern/train", "growkern/cli", "csrc")
