@@ -9,7 +9,7 @@ import pytest
 from growkern.ops.adamw.on_cpu import AdamwArgs
 from growkern.ops.expand.on_cpu import ExpandArgs
 from growkern.ops.expand.on_cuda import ExpandRowsArgs
-from growkern.ops.loss.linear.gemm_on_cpu import GemmArgs
+from growkern.ops.loss.linear.gemm import GemmArgs
 from growkern.ops.loss.rows.on_cpu import KlMlmArgs
 
 CSRC = Path(__file__).parents[3] / "csrc"

@@ -9,8 +9,7 @@ import torch
 from growkern.ops.backend import native
 from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
-from growkern.ops.loss.linear.gemm import _tiles
-from growkern.ops.loss.linear.gemm_on_cpu import AVX512, gemm_on_cpu, has_bfloat16, multiplies
+from growkern.ops.loss.linear.gemm import AVX512, _tiles, gemm_on_cpu, has_bfloat16, multiplies
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss.loss_inputs import relative_error
 

@@ -1,13 +1,14 @@
 """Matrix products of the linear loss, the sums of its gradients, and the size of a chunk.
 
 Factors may be narrower than the sums, and no wide copy of a head is made. On a CPU with AVX-512 the
-compiled library multiplies such factors (`gemm_on_cpu.py`). Elsewhere a head is converted a few
+compiled library multiplies such factors (`csrc/cpu/gemm.h`). Elsewhere a head is converted a few
 rows at a time.
 
 Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this file: C rows of one
 chunk, H width, V vocabulary; M, K and N, rows, depth and columns of any product.
 """
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from growkern.ops.backend import native
 from growkern.ops.backend.native import acc_torch_dtype
-from growkern.ops.loss.linear.gemm_on_cpu import gemm_on_cpu, has_bfloat16, multiplies
 from growkern.ops.loss.linear.heads import (
     LEAST_HELD,
     Head,
@@ -51,6 +51,8 @@ LEAST_ROWS = 32
 
 # of errors that say nothing about a product: neither the device nor cuBLAS got memory
 NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "STATUS_NOT_INITIALIZED")
+
+AVX512, AVX512_BF16 = (native.ISA_NAMES.index(f"AVX-512{rest}") for rest in ("", " with bfloat16"))
 
 # ------------------------------------------------------------------------- sizes
 
@@ -320,3 +322,79 @@ class GradientSums:
                 total *= unscale
             if total is not grad:
                 grad.copy_(total)
+
+
+# -------------------------------------------------------------- compiled library
+
+_SIZES = ("m", "n", "k", "a_m", "a_k", "b_k", "b_n", "c_m")
+_NUMBERS = ("a_type", "b_type", "c_type", "product", "threads", "isa")
+
+
+class GemmArgs(ctypes.Structure):
+    """struct GemmArgs of `csrc/cpu/gemm.h`."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in "abc"]
+        + [(name, ctypes.c_int64) for name in _SIZES]
+        + [(name, ctypes.c_int32) for name in _NUMBERS]
+        + [("add", ctypes.c_bool)]
+    )
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16, at twice the rate of float32."""
+    return AVX512_BF16 in native.available_isas()
+
+
+def multiplies(factor: torch.dtype, total: torch.dtype) -> bool:
+    """Whether the library multiplies such factors into sums of the dtype `total`."""
+    narrow = factor in (torch.float16, torch.bfloat16, torch.float32)
+    wide = total in (torch.float32, torch.float64)
+    return narrow and wide and AVX512 in native.available_isas()
+
+
+def gemm_on_cpu(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    out_MN: Tensor,
+    *,
+    add: bool = False,
+    wide_products: bool = True,
+) -> None:
+    """Write ``a @ b`` to `out_MN`, or add it; for dtypes that `multiplies` names.
+
+    Two bfloat16 tensors are multiplied by the processor's own instructions if it has them. All
+    other products are computed in the dtype of `out_MN`, except that two float32 tensors are
+    multiplied in float32 without `wide_products`: `FloatsInDoubles` of `csrc/cpu/gemm_tile.h`.
+
+    Raises:
+        MemoryError: there is no memory for the packed factors.
+    """
+    lib = native.loaded()
+    assert lib is not None
+    a_MK, b_KN = (x if 1 in x.stride() else x.contiguous() for x in (a_MK, b_KN))
+    dtypes, product = (a_MK.dtype, b_KN.dtype, out_MN.dtype), out_MN.dtype
+    if dtypes == (torch.bfloat16, torch.bfloat16, torch.float32) and has_bfloat16():
+        product = torch.bfloat16
+    elif dtypes == (torch.float32, torch.float32, torch.float64) and not wide_products:
+        product = torch.float32
+    (m, n), (a_m, a_k), (b_k, b_n) = out_MN.shape, a_MK.stride(), b_KN.stride()
+    args = GemmArgs(
+        a=a_MK.data_ptr(),
+        b=b_KN.data_ptr(),
+        c=out_MN.data_ptr(),
+        **{"m": m, "n": n, "k": a_MK.shape[1], "c_m": out_MN.stride(0)},
+        **{"a_m": a_m, "a_k": a_k, "b_k": b_k, "b_n": b_n},
+        a_type=native.TYPES[a_MK.dtype],
+        b_type=native.TYPES[b_KN.dtype],
+        c_type=native.TYPES[out_MN.dtype],
+        product=native.TYPES[product],
+        add=add,
+        threads=torch.get_num_threads(),
+        isa=lib.growkern_best_isa(),
+    )
+    status = lib.growkern_gemm(ctypes.byref(args))
+    if status == 1:
+        raise MemoryError("no memory for the packed factors of a matrix product")
+    if status:
+        raise RuntimeError("this processor has no instructions for such a matrix product")
