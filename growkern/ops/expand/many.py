@@ -25,8 +25,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.backend.tuned import launch_choice
-from growkern.ops.expand.call import ExpandCall
-from growkern.ops.expand.check import check_sizes
+from growkern.ops.expand.call import ExpandCall, check_sizes
 from growkern.ops.expand.hashes import keys_of_lines, seed_words
 from growkern.ops.expand.on_triton import EXACT, ROUTED_COLS, ROUTED_ROWS, block_of, expand_block
 from growkern.ops.expand.op import expand_call

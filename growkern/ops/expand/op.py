@@ -48,8 +48,13 @@ from torch import Tensor, library
 from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.custom_ops import NAMESPACE, Rules, apply
 from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
-from growkern.ops.expand.call import ExpandCall, Routing
-from growkern.ops.expand.check import check_expand, check_no_overlap, check_ranges
+from growkern.ops.expand.call import (
+    ExpandCall,
+    Routing,
+    check_expand,
+    check_no_overlap,
+    check_ranges,
+)
 from growkern.ops.expand.hashes import noise_of_columns, routed, routed_gradient, with_noise
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.on_cuda import expand_on_cuda

@@ -76,8 +76,7 @@ class TrainingData:
             seed: of the masks, and of all else that is drawn.
 
         Raises:
-            GrowthError: the tokenizer lacks a token that the objective needs, such as a mask, or
-                the rows have weights that it has no use for.
+            GrowthError: the tokenizer lacks a token that the objective needs, such as a mask.
         """
         if self.pairs:
             plain = CausalLMCollator(tokenizer)
@@ -86,7 +85,6 @@ class TrainingData:
         objective = options.objective
         if objective == "auto":
             objective = "clm" if causal else "mlm"
-        check("weights", weights=self.row_weights, objective=objective)
         inner = self._plain("clm" if has_labels else objective, tokenizer, seed)
         if not has_labels and self.row_weights is None:
             return inner
@@ -212,6 +210,7 @@ def open_data(
     """
     pairs = pairs or data.objective == "pairs"
     check("sides", data=data, pairs=pairs)
+    check("weights", weights=row_weights, objective=data.objective)
     readers = {}
     for key, source in sources.items():
         if source is not None:
