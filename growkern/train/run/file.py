@@ -45,7 +45,6 @@ from growkern.train.model.load import ModelSection
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
 from growkern.train.rules import check
-from growkern.train.safety.steps import OnNonfinite
 from growkern.train.toml import read_toml, to_dataclass
 from growkern.train.topk_teacher.teacher import TeacherSection
 
@@ -117,7 +116,7 @@ class TrainingSection:
     save_every: int = 0
     save_minutes: float = 10.0
     keep_checkpoints: int = 2
-    on_nonfinite: OnNonfinite = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     data_workers: int = 0
     expert_balancing: float | None = None
 
