@@ -293,7 +293,7 @@ def stages_in_steps(
 
 
 def steps_per_epoch(rows: int, args: TrainingArguments) -> int:
-    """The optimizer steps of an epoch, as many as the data loader of a trainer will give."""
+    """The optimizer steps of an epoch as its rows let one expect, before there is a loader."""
 
     def batches(rows: int, size: int) -> int:
         return rows // size if args.dataloader_drop_last else -(-rows // size)

@@ -65,7 +65,7 @@ def prepare(
         check_settings(settings, model, args, options)
     two_stage, growth = settings.two_stage is not None, settings.growth
     set_arguments(args, in_parts=two_stage or any(step.new_layers_steps for step in growth))
-    loss = (settings.loss or LossOptions()).with_arguments(args)
+    loss = (settings.loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
     teachers = choose_teachers(settings.inheritance, settings.teacher)
     own = settings.optimizer_options
     optimizers = OptimizerMaker(settings.optimizer, own, args, options, grows=bool(growth))

@@ -46,21 +46,20 @@ class LossOptions:
         """The arguments of `growkern.inherited_loss`: all options but the name of the weights."""
         return {name: getattr(self, name) for name in LABEL_OPTIONS}
 
-    def with_arguments(self, args: Any) -> "LossOptions":
-        """These options with those of `transformers.TrainingArguments`, where NAME_factor is NAME.
+    def with_smoothing(self, factor: float) -> "LossOptions":
+        """These options with the `label_smoothing_factor` of `transformers.TrainingArguments`.
 
         Raises:
             GrowthError: both are given and differ.
         """
-        given: dict[str, Any] = {name: getattr(args, f"{name}_factor", 0) for name in LABEL_OPTIONS}
-        for name, factor in given.items():
-            own = getattr(self, name)
-            if own and factor not in (0, own):
-                raise GrowthError(
-                    f"{name} is {own} in the options of the loss, but {name}_factor is {factor}: "
-                    "give one of them"
-                )
-        return replace(self, **{name: factor for name, factor in given.items() if factor})
+        if factor in (0, self.label_smoothing):
+            return self
+        if self.label_smoothing:
+            raise GrowthError(
+                f"label_smoothing is {self.label_smoothing} in the options of the loss, but "
+                f"label_smoothing_factor is {factor}: give one of them"
+            )
+        return replace(self, label_smoothing=factor)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -169,7 +169,8 @@ def build_trainer(
     def length() -> tuple[int, int]:
         return steps_per_epoch(len(data.train), run.arguments), training.steps
 
-    two_stage = stages_in_steps(settings.two_stage, settings.later_growths, length)
+    # only to refuse it before the model is read: the trainer counts the batches of its own loader
+    stages_in_steps(settings.two_stage, settings.later_growths, length)
     collator = run.collator
     if isinstance(collator, PassageCollator):
         collator = collator.drawing_from(data.train)
@@ -181,7 +182,7 @@ def build_trainer(
     trainer = TwoStageTrainer(
         model,
         copy.copy(run.arguments),
-        two_stage=two_stage,
+        two_stage=settings.two_stage,
         inheritance=settings.inheritance,
         teacher=rows_of_teacher or teachers,
         loss=settings.loss,

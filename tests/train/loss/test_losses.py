@@ -82,9 +82,10 @@ PACKAGE, KERNELS = generate.ROOT / "growkern", generate.HEADER.parent
 # a loss by name, alone or in a dict of several options.
 AMBIGUOUS = ("group", "backend", "vocab_size", "ignore_index", "temperature", "tail", "reduction")
 OWNERS = ("call", "maths", "options", "loss", "inheritance", "schedule", "x")
-# files where a word means another thing: keywords of PyTorch, a count, the columns of a served
-# teacher, a column of the data
+# files where a word means another thing: keywords of PyTorch, a count, the argument of transformers
+# that is translated, the columns of a served teacher, a column of the data
 OTHERWISE = {
+    "label_smoothing": ["train/loss/options.py"],
     "alpha": ["train/loop/callbacks.py"],
     "beta": ["ops/loss/linear/gemm.py"],
     "kl_rows": ["train/loop/meter.py"],
