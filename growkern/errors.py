@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import errno
+import sys
 import unicodedata
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TextIO
 
 # Characters of a message, and of one with a path that is longer than a name: two paths of Linux's
@@ -71,6 +74,20 @@ class GrowthWarning(UserWarning):
 
 class FunctionChangedWarning(GrowthWarning):
     """The grown model will compute another function than its source."""
+
+
+def warn(message: str, category: type[GrowthWarning] = GrowthWarning) -> None:
+    """Warn at the user's line that called this package, however many calls lie between."""
+    frame: FrameType | None = sys._getframe(1)
+    place = frame
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).split(".")[0] == __package__:
+            place = frame.f_back or frame
+        frame = frame.f_back
+    assert place is not None
+    registry = place.f_globals.setdefault("__warningregistry__", {})
+    name, line = place.f_code.co_filename, place.f_lineno
+    warnings.warn_explicit(category(message), None, name, line, registry=registry)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from growkern.arguments import path_of
-from growkern.errors import FunctionChangedWarning, GrowthError
+from growkern.errors import FunctionChangedWarning, GrowthError, warn
 from growkern.growth.disk.checksums import are_stored, write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
@@ -137,14 +136,13 @@ def grow(
     return model
 
 
-def _warn_of_changes(grown: GrowthPlan, calls: int = 2) -> None:
-    """Say in one line what is lost of the source's function; `calls` lie between here and users."""
+def _warn_of_changes(grown: GrowthPlan) -> None:
+    """Say in one line what is lost of the source's function."""
     changes = [f"{f.what} ({f.why})" for f in grown.findings if f.level == "changed"]
     if changes:
-        warnings.warn(
+        warn(
             f"the grown model computes another function than its source: {'; '.join(changes)}",
             FunctionChangedWarning,
-            stacklevel=calls + 1,
         )
 
 
@@ -257,7 +255,7 @@ def grow_checkpoint(
             **how,
         )
         refuse_unreadable(grown.source)
-        _warn_of_changes(grown, calls=4)
+        _warn_of_changes(grown)
         return grown
 
     return _carry_out(
@@ -377,7 +375,7 @@ def replay(
         )
         plan = plan_from_lineage(source, record)
         for line in [*notes, *contradictions(record, plan)]:
-            warnings.warn(line, stacklevel=4)
+            warn(line)
         return plan
 
     return _carry_out(

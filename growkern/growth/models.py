@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from transformers import initialization
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
-from growkern.errors import GrowthError, GrowthWarning, reason
+from growkern.errors import GrowthError, reason, warn
 from growkern.families.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -153,12 +152,10 @@ def fit_cache(spec: ModelSpec, *configs: Any) -> None:
         config.use_cache = False
     if cached:
         field, layers = spec.short_cache or ("", 0)
-        warnings.warn(
+        warn(
             f"transformers makes its cache of keys and values for {field}={layers} layers, and the "
             "decoder of the grown model has more: use_cache is now False, so generation works but "
-            f"is slower; grow {field} too to keep the cache",
-            GrowthWarning,
-            stacklevel=3,
+            f"is slower; grow {field} too to keep the cache"
         )
 
 

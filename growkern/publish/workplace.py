@@ -22,12 +22,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, warn
 from growkern.files import sync_tree, write_all
 from growkern.publish.calls import (
     Lock,
@@ -210,10 +209,9 @@ class Workplace:
         try:
             self._settle()
         except OSError as error:
-            warnings.warn(
+            warn(
                 f"{self.target} is complete, but its old contents in {self.directory} cannot be "
-                f"removed: {error.strerror or error}",
-                stacklevel=3,
+                f"removed: {error.strerror or error}"
             )
 
     def _replace(self) -> None:

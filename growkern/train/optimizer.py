@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fields
-from growkern.errors import GrowthError, GrowthWarning, nearest
+from growkern.errors import GrowthError, GrowthWarning, nearest, warn
 from growkern.growth.history import History, history_of
 from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, decay_groups
 from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon
@@ -156,7 +156,7 @@ class OptimizerMaker:
         plan, lost = self._growth_of(model)
         if lost:
             name = "Muon and AdamW" if self._choice == "muon" else "AdamW"
-            warnings.warn(f"trains with {name}, because {lost}", GrowthWarning, stacklevel=4)
+            warn(f"trains with {name}, because {lost}")
         # random weights have no source whose steps the copies could take
         self.plan = None if plan is None or plan.options.is_baseline else plan
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
@@ -41,11 +40,9 @@ def companions(directory: Path) -> Iterator[Path]:
     """
     for file in beside_weights(directory):
         if not stays_in(file, directory):
-            warnings.warn(
+            warn(
                 f"{file} links to {os.path.realpath(file)}, outside of the checkpoint: left out; "
-                "replace the link by the file itself",
-                GrowthWarning,
-                stacklevel=2,
+                "replace the link by the file itself"
             )
         elif file.is_file():
             yield file

@@ -14,7 +14,6 @@ PyTorch does it, for all such parameters at once. Other parameters take `growker
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.growth.models import local_tensor
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.checks import COUNTS
@@ -222,12 +221,10 @@ class GrowthAdamW(torch.optim.AdamW):
             checks.check_group(f"the given group {number}", group)
         half = {p.dtype for group in self.param_groups for p in group["params"]}
         if half := half & {torch.bfloat16, torch.float16}:
-            warnings.warn(
+            warn(
                 f"{HALF_WEIGHTS} {min(map(str, half)).removeprefix('torch.')}: small steps "
                 "round to nothing, and the norms' weights stay where they are. Train float32 "
-                "weights, model.float(), under torch.autocast",
-                GrowthWarning,
-                stacklevel=2,
+                "weights, model.float(), under torch.autocast"
             )
         self.matched, self.rewarm_steps, self.rewarm_peak = matched, rewarm_steps, rewarm_peak
         self.plan = plan

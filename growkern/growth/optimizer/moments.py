@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +52,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.growth.optimizer.checks import MOMENTS, check_values
 from growkern.growth.plan.axes import AxisMap, asleep, axis_maps, gradient_map, old_entries
 from growkern.growth.plan.blueprint import RANDOM, Task
@@ -130,7 +129,7 @@ def warn_of_unknown_growth(plan: GrowthPlan) -> None:
     if unknown := unknown_growth(plan):
         # at this line, so that two optimizers of one model say it once
         line = f"{unknown}; if it stays unknown, train with AdamW"
-        warnings.warn(line, GrowthWarning, stacklevel=1)
+        warn(line)
 
 
 def entry_factors(

@@ -13,11 +13,10 @@ that ask for nothing, such as `symmetry="none"`, and what "auto" stands for are 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from growkern.errors import GrowthError, GrowthWarning, human
+from growkern.errors import GrowthError, human, warn
 from growkern.families.family import inner
 from growkern.files import parse_toml
 from growkern.growth.history import forgotten
@@ -135,7 +134,7 @@ def refuse_idle_options(plan: Blueprint) -> None:
         )
         if name not in CHOICES:
             raise GrowthError(message)
-        warnings.warn(message, GrowthWarning, stacklevel=4)
+        warn(message)
 
 
 def portability(plan: Blueprint) -> Iterator[str]:

@@ -12,7 +12,6 @@ import mmap
 import os
 import reprlib
 import struct
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.files import no_collections, parse_json, read_json
 from growkern.growth.source.refused import quantised_advice, refuse_directory
 from growkern.growth.source.stored import StoredTensor
@@ -129,11 +128,9 @@ def read_headers(
     if is_single is None:
         is_single = (directory / WEIGHTS_FILE).is_file()
     if is_single and index.is_file():
-        warnings.warn(
+        warn(
             f"{directory}: {WEIGHTS_FILE} is read, and {INDEX_FILE} with its files is ignored, as "
-            "transformers does: delete those that are out of date",
-            GrowthWarning,
-            stacklevel=2,
+            "transformers does: delete those that are out of date"
         )
     if is_single or not index.is_file():
         single = directory / WEIGHTS_FILE

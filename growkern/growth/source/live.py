@@ -6,7 +6,6 @@ config that was edited later describes another function than the model computes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -17,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.families.model import ModelSpec
 from growkern.growth.models import is_dtensor, restore_buffers, untrained_model
 from growkern.growth.source.refused import quantised_advice
@@ -159,7 +158,7 @@ def check_live(model: Any, spec: ModelSpec) -> tuple[str, ...]:
             f"{hooked[0]} has a forward hook, or a method of its own{more}; growth leaves it out"
         )
     for line in lines:
-        warnings.warn(line, GrowthWarning, stacklevel=2)
+        warn(line)
     return tuple(lines)
 
 

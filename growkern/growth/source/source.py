@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, warn
 from growkern.families.family import Family
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
@@ -328,6 +327,4 @@ def _leave_out_other_heads(model: ModelSpec, names: dict[str, str]) -> None:
     for name in others:
         del names[name]
     if others:
-        warnings.warn(
-            f"{model.class_name} has no {', '.join(others)}: left out of the growth", stacklevel=2
-        )
+        warn(f"{model.class_name} has no {', '.join(others)}: left out of the growth")

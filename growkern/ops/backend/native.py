@@ -5,14 +5,13 @@ This module imports neither Triton nor the compiler of PyTorch.
 
 import ctypes
 import hashlib
-import warnings
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from growkern.errors import GrowthWarning
+from growkern.errors import warn
 from growkern.package import folders
 
 FILE_NAME = "libgrowkern.so"
@@ -77,7 +76,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{candidates[0]} cannot be loaded: {error}"
     if not _is_current(lib):
         why = f"{candidates[0]} is not built from the sources in csrc: {HOW_TO_REBUILD}"
-        warnings.warn(f"the compiled library is not used: {why}", GrowthWarning, stacklevel=2)
+        warn(f"the compiled library is not used: {why}")
         return None, why
     lib.growkern_advise_huge.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
     lib.growkern_advise_huge.restype = None

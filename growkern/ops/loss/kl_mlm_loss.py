@@ -55,7 +55,6 @@ Users call the function with all of its options in `growkern/train/loss/losses.p
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +62,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, warn
 from growkern.ops.backend.custom_ops import apply, check_tensors
 from growkern.ops.loss.rows.inputs import backend_of, check_columns, loss_of_rows, shard_of_call
 from growkern.ops.loss.rows.op import KL_MLM_ROWS
@@ -233,11 +232,10 @@ def _warn_of_half(dtype: torch.dtype) -> None:
 def _warn_once_of_half(dtype: torch.dtype) -> None:
     """Warn once per dtype. How close the teacher is would have to be asked of a GPU."""
     digits = {torch.bfloat16: "81 %", torch.float16: "10 %"}[dtype]
-    warnings.warn(
+    warn(
         f"kl_mlm_loss got {dtype} logits: if student and teacher nearly agree, the gradient of the "
         f"KL term is as inexact as they are ({digits} off at 1 % drift). Use linear_kl_mlm_loss, "
-        "which computes float32 logits from hidden states, or compute the logits in float32",
-        stacklevel=6,
+        "which computes float32 logits from hidden states, or compute the logits in float32"
     )
 
 

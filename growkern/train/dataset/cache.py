@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.files import read_bounded, sync, sync_tree, write_whole
 from growkern.publish.calls import Lock, delete, lock_file_of, move
 from growkern.publish.manifest import (
@@ -167,10 +166,8 @@ def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iter
                         raise GrowthError(
                             f"{directory}: {why}, or set data.cache to another directory"
                         )
-                    warnings.warn(
-                        f"the tokenised data in {directory} is damaged ({wrong}): it is made again",
-                        GrowthWarning,
-                        stacklevel=1,
+                    warn(
+                        f"the tokenised data in {directory} is damaged ({wrong}): it is made again"
                     )
                 check_space(directory, KIND, size)
                 yield from _write(directory, staged, rows, name)

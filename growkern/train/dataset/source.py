@@ -10,7 +10,6 @@ import contextlib
 import glob
 import importlib
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.files import regular_size
 from growkern.train.dataset.cache import fingerprint
 from growkern.train.dataset.options import DataSection
@@ -314,12 +313,9 @@ def read_text(file: Path, most: int = -1) -> str:
 def _note_nul(text: str, file: Path) -> None:
     """Warn of NUL characters, which no text has: UTF-16 without a mark, or a binary file."""
     if "\0" in text:
-        warnings.warn(
-            GrowthWarning(
-                f"{file} has NUL characters, so it may be no text: they become tokens like others. "
-                "If it is UTF-16 or binary, save it as UTF-8, or leave it out"
-            ),
-            stacklevel=3,
+        warn(
+            f"{file} has NUL characters, so it may be no text: they become tokens like others. "
+            "If it is UTF-16 or binary, save it as UTF-8, or leave it out"
         )
 
 

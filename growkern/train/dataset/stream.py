@@ -11,7 +11,6 @@ import copy
 import json
 import operator
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.files import check_format, read_json
 from growkern.package import version
 from growkern.train.dataset.cache import IDS, Tokens, features_of
@@ -247,12 +246,10 @@ class StreamReader:
                 stream.places[lane] = places.before if lane < self._to_drop else places.after
             return
         if warns:
-            warnings.warn(
+            warn(
                 f"{checkpoint} was saved by {processes} processes with {lanes} data workers each: "
                 f"with {stream.processes} and {self._lanes} the stream cannot be continued where "
-                "it was, so a new pass begins",
-                GrowthWarning,
-                stacklevel=2,
+                "it was, so a new pass begins"
             )
         number = 1 + max((places.after.number for places in last.values()), default=-1)
         start = Place(number=number, window=batches)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.train.distributed.checkpoint import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
@@ -267,11 +266,7 @@ class SafeTensorBoard(TensorBoardCallback):
             work(*args, **kwargs)
         except OSError as error:
             self._failed, self.tb_writer = True, None
-            warnings.warn(
-                f"no more TensorBoard logs are written ({error}); training continues",
-                GrowthWarning,
-                stacklevel=2,
-            )
+            warn(f"no more TensorBoard logs are written ({error}); training continues")
 
 
 def _expect_failing_writers() -> None:

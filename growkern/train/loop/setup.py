@@ -5,7 +5,6 @@ A collaborator knows nothing of the trainer. It gets what it needs with each cal
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from growkern.errors import GrowthWarning
+from growkern.errors import warn
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.distributed.shards import Shards
 from growkern.train.growth import check_new_layers
@@ -177,11 +176,9 @@ def set_precision(model: Any, args: TrainingArguments, precision: str) -> None:
     if precision == "bf16":
         args.bf16, args.mixed_precision = True, "bf16"
     if precision == "pure-bf16":
-        warnings.warn(
+        warn(
             "pure-bf16: weights and optimizer state are bfloat16, so steps below 1/512 of a weight "
-            'are lost and norms hardly train; precision = "bf16" keeps float32 weights',
-            GrowthWarning,
-            stacklevel=4,
+            'are lost and norms hardly train; precision = "bf16" keeps float32 weights'
         )
         strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
         kept = {n: b for n, b in model.named_buffers() if any(word in n for word in strict)}

@@ -4,7 +4,6 @@ import contextlib
 import math
 import random
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.train.dataset.stream import StreamReader, TokenStream
 from growkern.train.loss.passes import (
     are_sent,
@@ -153,22 +152,18 @@ class Batches:
         if len(taken) == number:
             return taken
         if taken:
-            warnings.warn(
+            warn(
                 f"the data ended in the middle of an accumulated batch: its last {len(taken)} "
-                f"of {number} batches are left out",
-                GrowthWarning,
-                stacklevel=3,
+                f"of {number} batches are left out"
             )
         if self.done > len(taken):
             return []
         # this pass gave no step: Trainer ends the run
         if state.global_step == 0:
             raise GrowthError("the training data has not enough examples for a single step")
-        warnings.warn(
+        warn(
             "the training data has no more examples: the run ends after step "
-            f"{state.global_step} of {state.max_steps}",
-            GrowthWarning,
-            stacklevel=3,
+            f"{state.global_step} of {state.max_steps}"
         )
         return []
 

@@ -7,13 +7,12 @@ head with more columns than padding explains.
 
 import hashlib
 import json
-import warnings
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
 from growkern.arguments import as_list
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.families.load import dense_families
 from growkern.growth.history import directory_of
 from growkern.train.model.load import has_tokenizer, load_tokenizer
@@ -148,11 +147,9 @@ def check_padding(name: str, columns: int, tokens: int, remedy: str) -> None:
             f"{differ}: padding does not explain the difference. If all ids agree, {remedy}"
         )
     if free > 0:
-        warnings.warn(
+        warn(
             f"{differ}: the last {free} are taken as padding, as no two tokenizers could be "
-            f"compared. To have that done, {remedy}",
-            GrowthWarning,
-            stacklevel=2,
+            f"compared. To have that done, {remedy}"
         )
 
 

@@ -10,13 +10,12 @@ import dataclasses
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.files import PARTIAL, check_format, read_json, write_whole
 from growkern.package import version
 from growkern.publish.calls import LOCK_FILE, move
@@ -163,11 +162,9 @@ def is_finished(output: Path) -> bool:
                 f"{output} holds a trained model that is damaged ({wrong}) and no checkpoints: "
                 "restore it, or delete the directory to train again"
             )
-        warnings.warn(
+        warn(
             f"the trained model in {output} is damaged ({wrong}): it is made again from the last "
-            "whole checkpoint",
-            GrowthWarning,
-            stacklevel=4,
+            "whole checkpoint"
         )
     return False
 

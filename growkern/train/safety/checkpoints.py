@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError, warn
 from growkern.files import sync, sync_tree
 from growkern.publish.calls import delete, move, open_ours
 from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, write_manifest
@@ -113,11 +112,9 @@ def newest_whole(directory: Path) -> Path | None:
         aside = path.with_name(DAMAGED.format(path.name))
         delete(aside)
         move(path, aside)
-        warnings.warn(
+        warn(
             f"{path} is damaged ({reason}): it is now called {aside.name}, and the run resumes "
-            f"from {whole and whole.name}",
-            GrowthWarning,
-            stacklevel=2,
+            f"from {whole and whole.name}"
         )
     return whole
 

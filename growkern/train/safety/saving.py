@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.errors import GrowthError, GrowthWarning, say
+from growkern.errors import GrowthError, say, warn
 from growkern.train.distributed.checkpoint import Parts, write_parts
 from growkern.train.distributed.shards import Shards, all_finite, largest_entry
 from growkern.train.safety.checkpoints import (
@@ -148,7 +147,7 @@ class Saver:
             name = Signals(self._stops.number).name
             raise GrowthError(f"{name}: {message}; to resume: {self.hint}")
         if self._processes.first:
-            warnings.warn(f"{message}; training continues", GrowthWarning, stacklevel=3)
+            warn(f"{message}; training continues")
         return None
 
     def last(self, step: int) -> str:
@@ -223,11 +222,7 @@ def set_dtype(model: Any, dtype: torch.dtype) -> None:
     if largest_entry(model) <= torch.finfo(dtype).max:
         model.to(dtype)
     else:
-        warnings.warn(
-            f"a weight does not fit into {dtype}: the model is saved in {model.dtype}",
-            GrowthWarning,
-            stacklevel=3,
-        )
+        warn(f"a weight does not fit into {dtype}: the model is saved in {model.dtype}")
 
 
 @contextlib.contextmanager
