@@ -73,8 +73,16 @@ def fit_to(self: Any, checkpoint: Path | None) -> None:
 
     Args:
         checkpoint: that will be loaded; None is the start of the run.
+
+    Raises:
+        GrowthError: the run would start again, but its first model has grown and is gone.
     """
     grown = self.growths.grown_at(checkpoint)
+    if checkpoint is None and self.growths.grown:
+        raise GrowthError(
+            "the model has grown in this trainer, so the run cannot start again with the small "
+            "one: make a new trainer, or give resume_from_checkpoint=True to continue the run"
+        )
     if grown != self.growths.grown:
         replace_model(self, partial(self.growths.unfilled, grown))
 

@@ -208,6 +208,19 @@ def test_the_growth_goes_on_from_its_checkpoint_also_if_only_the_best_is_kept(tm
     assert kept == {"checkpoint-2", f"checkpoint-{STEPS}"}
 
 
+def test_a_run_does_not_start_again_with_a_model_that_is_gone(tmp_path):
+    trainer = trainer_in(tmp_path)
+    trainer.train()
+    weights, files = weights_of(trainer), sorted(tmp_path.iterdir())
+    with pytest.raises(GrowthError, match="has grown in this trainer, so the run cannot"):
+        trainer.train()
+    assert_same(weights_of(trainer), weights)
+    assert sorted(tmp_path.iterdir()) == files
+    # the checkpoint before the last growth has the model that is grown again
+    trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-6")
+    assert_same(weights_of(trainer), weights)
+
+
 def test_each_stack_trains_the_layers_that_it_gains():
     config = T5Config(
         vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=3, num_decoder_layers=2
