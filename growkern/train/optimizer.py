@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -21,7 +21,7 @@ from transformers.training_args import OptimizerNames
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fields
 from growkern.errors import GrowthError, GrowthWarning, nearest, warn
 from growkern.growth.history import History, history_of
-from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, decay_groups
+from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, groups_of
 from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of, misfit
@@ -175,21 +175,26 @@ class OptimizerMaker:
             raise GrowthError(lost)
         return plan, lost
 
-    def make(self, model: Any) -> Optimizer | None:
-        """The optimizer of a model; None if it is the one that Trainer makes from the arguments."""
+    def make(self, model: Any, decays: Collection[str]) -> Optimizer | None:
+        """The optimizer of a model; None if it is the one that Trainer makes from the arguments.
+
+        Args:
+            decays: names of the parameters that decay.
+        """
         plan, own, args = self.plan, self.own, self._args
-        groups = decay_groups(model, args.weight_decay)
+        groups = groups_of(model, decays, args.weight_decay)
         if self._choice != "muon":
             return None if plan is None else _adamw(groups, plan, own, args)
         matrices = _block_matrices(model)
-        held = [x for group in groups for x in group["params"] if x[0] in matrices]
-        for group in groups:
-            group["params"] = [x for x in group["params"] if x[0] not in matrices]
-        adamw = _adamw([group for group in groups if group["params"]], plan, own, args)
+
+        def part(*, held: bool) -> list[dict[str, Any]]:
+            chosen = [[x for x in g["params"] if (x[0] in matrices) is held] for g in groups]
+            return [g | {"params": x} for g, x in zip(groups, chosen, strict=True) if x]
+
+        adamw, held = _adamw(part(held=False), plan, own, args), part(held=True)
         names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         settings: dict[str, Any] = {
             "lr": args.learning_rate if own.muon_lr is None else own.muon_lr,
-            "weight_decay": args.weight_decay,
             **{name: getattr(own, name) for name in names},
         }
         muon = Muon(held, **settings) if plan is None else GrowthMuon(held, plan, **settings)

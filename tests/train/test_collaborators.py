@@ -169,7 +169,7 @@ def test_the_optimizer_of_a_model_that_was_not_grown_is_that_of_the_arguments(ar
     maker = OptimizerMaker("auto", OptimizerOptions(), args, {}, grows=False)
     model = build("bert", layers=2)
     maker.take_model(model)
-    assert maker.plan is None and maker.make(model) is None
+    assert maker.plan is None and maker.make(model, ()) is None
 
 
 def test_no_collaborator_holds_the_trainer(tmp_path):

@@ -14,7 +14,7 @@ PyTorch does it, for all such parameters at once. Other parameters take `growker
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +153,13 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         model: whose trainable parameters are grouped.
         weight_decay: of the first group; the second has 0.
     """
-    decays = decay_names(model)
+    return groups_of(model, decay_names(model), weight_decay)
+
+
+def groups_of(
+    model: nn.Module, decays: Collection[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """The groups of `decay_groups` for parameters that decay, by their names."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
         {"params": [x for x in named if x[0] in decays], "weight_decay": weight_decay},

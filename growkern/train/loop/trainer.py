@@ -150,7 +150,8 @@ class TwoStageTrainer(Trainer):
         # a probe of the model may have gathered some of its shards
         free_gathered(self.model)
         if self.optimizer is None:
-            self.optimizer = self.optimizers.make(self.model)
+            decays = self.get_decay_parameter_names(self.model)
+            self.optimizer = self.optimizers.make(self.model, decays)
         # by now Trainer has let go of what it had prepared before
         self.shards.prepare(self.model, self.accelerator)
         return super().create_optimizer(*args, **options)

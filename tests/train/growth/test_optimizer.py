@@ -98,6 +98,19 @@ def test_what_the_user_asks_for_is_used(tmp_path):
     assert type(optimizer_of(trained(random, tmp_path))) is torch.optim.AdamW
 
 
+@pytest.mark.parametrize("choice", ["adamw", "auto", "muon"])
+def test_a_subclass_says_what_decays(choice, tmp_path):
+    class OneDecays(TwoStageTrainer):
+        def get_decay_parameter_names(self, model):
+            return super().get_decay_parameter_names(model)[:1]
+
+    _, large = grown()
+    args = arguments(tmp_path, weight_decay=0.1)
+    trainer = OneDecays(large, args, train_dataset=Batches(4), optimizer=choice)
+    groups = trainer.create_optimizer().param_groups
+    assert sum(len(group["params"]) for group in groups if group["weight_decay"]) == 1
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
