@@ -8,6 +8,7 @@ resumed takes the same way, and so gets the same bits as a run that was never in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from growkern.train.growth import (
     sizes_of_run,
     unfilled_model,
 )
-from growkern.train.model.sub_model import Part
+from growkern.train.model.sub_model import Part, find_stacks
 from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
 from growkern.train.rules import check as check_rules
 from growkern.train.safety.checkpoints import MANIFEST, step_of
@@ -59,9 +60,18 @@ class Former(NamedTuple):
         model.zero_grad()
         free_gathered(model)
         parameter = next(model.parameters())
+        blocks = [block for stack in find_stacks(model) for block in stack]
+        options = getattr(model, "distributed_options", None) or DistributedOptions()
         return cls(
             parameter.dtype,
-            getattr(model, "distributed_options", None) or DistributedOptions(),
+            # a model that is not sharded has no options, and its user may have called for these
+            replace(
+                options,
+                activation_checkpointing=any(
+                    getattr(module, "gradient_checkpointing", False) for module in model.modules()
+                ),
+                compile_blocks=any(block._compiled_call_impl is not None for block in blocks),
+            ),
             parameter.device_mesh if isinstance(parameter, DTensor) else None,
             model.generation_config if model.can_generate() else None,
         )

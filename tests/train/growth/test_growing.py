@@ -221,6 +221,37 @@ def test_a_run_does_not_start_again_with_a_model_that_is_gone(tmp_path):
     assert_same(weights_of(trainer), weights)
 
 
+@pytest.mark.parametrize("way", ["shard", "by hand"])
+def test_blocks_stay_compiled_and_checkpointed(way, tmp_path, monkeypatch):
+    """After a growth and in a resumed run, also of a model that is not sharded."""
+
+    class Shown(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **_):
+            blocks = layer_stacks(model)[0]
+            kept.add(all(block.gradient_checkpointing for block in blocks))
+            kept.add(all(block._compiled_call_impl is not None for block in blocks))
+
+    def prepare(model):
+        if way == "shard":
+            options = {"activation_checkpointing": True, "compile_blocks": True}
+            growkern.shard(model, growkern.DistributedOptions(**options))
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for block in layer_stacks(model)[0]:
+                block.compile()
+
+    def compiled(block):
+        block._compiled_call_impl = block._call_impl
+
+    kept = set()
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    for checkpoint in (None, tmp_path / "checkpoint-8"):
+        trainer = trainer_in(tmp_path, watcher=Shown())
+        prepare(trainer.model)
+        trainer.train(checkpoint)
+    assert kept == {True}
+
+
 def test_each_stack_trains_the_layers_that_it_gains():
     config = T5Config(
         vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=3, num_decoder_layers=2
