@@ -161,7 +161,10 @@ def test_a_part_of_the_run_ends_before_a_growth(args, tmp_path):
     growths.end_part(control, 3)
     assert not growths.ends_here
     growths.end_part(control, 4)
-    assert growths.ends_here and control.should_training_stop and control.should_save
+    assert growths.ends_here and control.should_save
+    with growths.stop(control):
+        assert not control.should_training_stop
+    assert control.should_training_stop
     assert growths.part(4) is None
 
 

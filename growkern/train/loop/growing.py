@@ -7,7 +7,8 @@ resumed takes the same way, and so gets the same bits as a run that was never in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ class GrowthInRun:
     def __init__(self, steps: Sequence[GrowthStep], model: Any) -> None:
         self.steps, self.grown = tuple(steps), 0
         self.source: Path | None = None
-        self.ends_here = False
+        self.ends_here = self._stops = False
         self.sizes: list[Size] = []
         self._class_name = type(model).__name__.removeprefix("FSDP")
 
@@ -109,11 +110,23 @@ class GrowthInRun:
         return self.grown < len(self.steps) and step == self.steps[self.grown].at_step
 
     def end_part(self, control: Any, step: int) -> None:
-        """Let Trainer save and end this part of the run, if the model grows after this step."""
+        """Let Trainer save, if the model grows after this step; see `stop`."""
         # Trainer asks again when an epoch ends with the step
         if self.is_due(step) and not self.ends_here:
             self.ends_here = True
-            control.should_log = control.should_save = control.should_training_stop = True
+            control.should_log = control.should_save = True
+
+    @contextlib.contextmanager
+    def stop(self, control: Any) -> Iterator[None]:
+        """Let Trainer end this part of the run, around what it does after a step or an epoch.
+
+        A callback that ends the run there, or did so before, has precedence over the growth.
+        """
+        if self.ends_here and self._stops:
+            control.should_training_stop = False
+        yield
+        self._stops = self.ends_here = self.ends_here and not control.should_training_stop
+        control.should_training_stop |= self._stops
 
     def unfilled(self, grown: int, old: Former) -> Any:
         """A model of the size after so many growths, whose weights are 0."""

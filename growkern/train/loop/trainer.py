@@ -231,12 +231,13 @@ class TwoStageTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         """Trainer's, after a step and after an epoch; a stop saves and raises."""
         step, control = self.state.global_step, self.control
-        try:
-            super()._maybe_log_save_evaluate(*args, **options)
-        except EvaluationStopped as stopped:
-            self.stops.number = stopped.number
-            control.should_evaluate, control.should_save = False, True
-            super()._maybe_log_save_evaluate(*args, **options)
+        with self.growths.stop(control):
+            try:
+                super()._maybe_log_save_evaluate(*args, **options)
+            except EvaluationStopped as stopped:
+                self.stops.number = stopped.number
+                control.should_evaluate, control.should_save = False, True
+                super()._maybe_log_save_evaluate(*args, **options)
         if step >= self.state.max_steps:
             # there are no steps left to write behind
             self.saver.wait(step)

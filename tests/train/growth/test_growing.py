@@ -221,6 +221,25 @@ def test_a_run_does_not_start_again_with_a_model_that_is_gone(tmp_path):
     assert_same(weights_of(trainer), weights)
 
 
+@pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_save", "on_evaluate"])
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_callback_ends_the_run_at_a_growth(event, strategy, tmp_path):
+    class Ends(TrainerCallback):
+        pass
+
+    def end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 4
+
+    setattr(Ends, event, end)
+    # an epoch has 4 steps
+    growth = [replace(GROWTH[0], at_step=4)]
+    args = {"eval_strategy": strategy, "eval_steps": 4}
+    trainer = trainer_in(tmp_path, growth, args=args, eval_dataset=Batches(2))
+    trainer.add_callback(Ends())
+    trainer.train()
+    assert trainer.state.global_step == 4 and trainer.model.config.num_hidden_layers == 2
+
+
 @pytest.mark.parametrize("way", ["shard", "by hand"])
 def test_blocks_stay_compiled_and_checkpointed(way, tmp_path, monkeypatch):
     """After a growth and in a resumed run, also of a model that is not sharded."""
