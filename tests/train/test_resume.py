@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import TrainingArguments
 from transformers import trainer as trainer_of_transformers
 
+import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.dataset.load import TokenBlocks
 from growkern.train.objectives.language_modeling import MaskedLMCollator
@@ -133,3 +135,29 @@ def test_resuming_a_tied_model_reports_no_missing_weight(tmp_path, monkeypatch):
     )
     trainer._issue_warnings_after_load(found)
     assert "transform.dense.bias" in said[0]
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_mixture_resumes_with_the_experts_of_its_checkpoint(grows, tmp_path):
+    """transformers writes each expert under a name that its Trainer does not load."""
+    growth = [growkern.GrowthStep(at_step=1, sizes={"num_hidden_layers": 3})] if grows else []
+
+    def trained(checkpoint):
+        config = transformers.Qwen3MoeConfig(
+            **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8},
+            **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        )
+        args = transformers.TrainingArguments(
+            **{"output_dir": str(tmp_path), "max_steps": 4, "save_steps": 2, "use_cpu": True},
+            **{"report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2},
+        )
+        tokens = torch.arange(12).repeat(9, 1) + torch.arange(9)[:, None]
+        data = [{"input_ids": row, "labels": row} for row in tokens]
+        model = transformers.Qwen3MoeForCausalLM(config)
+        trainer = growkern.TwoStageTrainer(model, args, train_dataset=data, growth=growth)
+        trainer.train(checkpoint)
+        return trainer.model.state_dict()
+
+    straight, resumed = trained(None), trained(tmp_path / "checkpoint-2")
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())

@@ -20,6 +20,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from growkern.growth.models import local_tensor
 from growkern.growth.sharded import free_gathered
+from growkern.growth.source.files import read_headers
 from growkern.train.distributed.checkpoint import (
     Parts,
     copy_to_host,
@@ -87,7 +88,14 @@ class Shards:
             return True
         if self.sharded:
             load_weights(model, directory)
-        return self.sharded
+            return True
+        known = model.state_dict().keys()
+        if not any(directory.glob("*.safetensors")) or read_headers(directory).keys() <= known:
+            return False
+        # transformers writes each expert by itself, and its Trainer would load none of them
+        dtype = next(model.parameters()).dtype
+        model.load_state_dict(type(model).from_pretrained(directory, dtype=dtype).state_dict())
+        return True
 
     def save(
         self, model: Any, tokenizer: Any, directory: Path, write: Callable[..., Any], is_first: bool
