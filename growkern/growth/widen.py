@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from growkern.arguments import check_kind, whole_number
 from growkern.errors import GrowthError, nearest
+from growkern.growth.source.live import FUNCTIONS, QUANTISED, class_of
 from growkern.growth.space import maps
 from growkern.growth.space.spaces import copies
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 
 Shape = tuple[int, ...] | list[int]
+# layers that do nothing in evaluation mode
+IN_TRAINING = (nn.Identity, nn.Dropout, nn.modules.dropout._DropoutNd)
 BY_HAND = "growkern.expand(weight, **growkern.widening(...))"
 
 
@@ -84,14 +88,16 @@ def widen(small: nn.Module, large: nn.Module, *, fused: dict[str, int] | None = 
         `large`.
 
     Raises:
-        GrowthError: names that differ, a tied weight, or a parameter that cannot be widened
-            exactly. Nothing is written then.
+        GrowthError: names or layers that differ, a tied weight, or a parameter that cannot be
+            widened exactly. Nothing is written then.
     """
     fused = {} if fused is None else fused
     check_kind("fused", fused, dict, 'numbers by the names of layers, such as {"qkv": 3}')
     _check_names(small, large, fused)
+    _check_layers(small, large)
     jobs = []
-    for path, layer in small.named_modules():
+    # a module that `small` has in two places may be two modules in `large`
+    for path, layer in small.named_modules(remove_duplicate=False):
         for name, weight in layer.named_parameters(recurse=False):
             full, out = f"{path}.{name}".lstrip("."), large.get_submodule(path).get_parameter(name)
             parts = fused.get(path.rpartition(".")[2], 1)
@@ -129,6 +135,11 @@ def _check_names(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> N
     first: dict[int, str] = {}
     for name, x in theirs.items():
         other = first.setdefault(id(x), name)
+        if ours[other] is not ours[name]:
+            raise GrowthError(
+                f"{other} and {name} are one parameter in `large`, but two in `small`: build both "
+                "with the same class"
+            )
         if other != name and x.shape != ours[name].shape:
             raise GrowthError(
                 f"{other} and {name} are one parameter, but one writes copies and the other reads "
@@ -143,8 +154,61 @@ def _check_names(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> N
             )
 
 
+def _check_layers(small: nn.Module, large: nn.Module) -> None:
+    """Refuse layers that compute something else in `large`, whatever weights they get."""
+    wide = dict(large.named_modules(remove_duplicate=False))
+    for path, layer in small.named_modules(remove_duplicate=False):
+        if path in wide and (why := _other_function(layer, wide[path])):
+            raise GrowthError(f"{path or 'the layer'} ({class_of(layer).__name__}): {why}")
+
+
+def _other_function(layer: nn.Module, wide: Any) -> str:
+    """Why a layer and a wider one compute different things; empty if nothing shows that."""
+    kind, other_kind = class_of(layer), class_of(wide)
+    if kind.__module__.startswith(QUANTISED):
+        return "a quantised layer has no weights to fill: widen the module that it was made from"
+    if isinstance(layer, IN_TRAINING) and isinstance(wide, IN_TRAINING):
+        return ""
+    # by name: a notebook may have made the class twice
+    if (kind.__module__, kind.__qualname__) != (other_kind.__module__, other_kind.__qualname__):
+        return f"`large` has a {other_kind.__name__} here: build both with the same class"
+    if not kind.__module__.startswith("torch.nn."):
+        return ""
+    for key, value in vars(layer).items():
+        other = getattr(wide, key, value)
+        # whole numbers are sizes
+        is_setting = isinstance(value, (float, str, bool, type(None), *FUNCTIONS))
+        if is_setting and other != value and key != "training" and "drop" not in key:
+            ours, theirs = (getattr(x, "__name__", x) for x in (value, other))
+            return f"{key} is {ours}, but {theirs} in `large`: give both the same"
+    if isinstance(layer, nn.MultiheadAttention) and layer.head_dim != wide.head_dim:
+        return (
+            f"heads of {layer.head_dim} entries cannot become heads of {wide.head_dim}: give "
+            f"`large` num_heads=embed_dim / {layer.head_dim}"
+        )
+    if isinstance(layer, nn.GroupNorm):
+        each = layer.num_channels // layer.num_groups
+        if layer.num_groups > 1 and wide.num_channels != wide.num_groups * each:
+            return f"a group must keep its size: give `large` num_groups=num_channels / {each}"
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm) and layer.weight is None:
+        # with a weight, that is refused by its name
+        pairs = zip(layer.normalized_shape, wide.normalized_shape, strict=True)
+        if any(b % a for a, b in pairs):
+            return (
+                f"{wide.normalized_shape} is no multiple of {layer.normalized_shape}: a norm needs "
+                "equally many copies of each entry"
+            )
+    grows = isinstance(layer, nn.Embedding) and layer.embedding_dim != wide.embedding_dim
+    if grows and layer.max_norm is not None:
+        return "max_norm also counts the copies: cut the rows once, and build both without it"
+    return ""
+
+
 def _arguments(name: str, layer: nn.Module, weight: Tensor, out: Tensor, fused: int) -> Any:
     """`widening` for one parameter of a layer."""
+    for where, x in (("small", weight), ("large", out)):
+        if is_lazy(x) or x.is_meta:
+            raise GrowthError(f"`{where}` has no values here: build it with its sizes on a device")
     source, target = tuple(weight.shape), tuple(out.shape)
     if source == target:
         return {}

@@ -113,6 +113,69 @@ def test_other_modules_are_refused_by_name():
         growkern.widen(nn.BatchNorm1d(2), nn.BatchNorm1d(4))
 
 
+@pytest.mark.parametrize(
+    ("small", "large", "message"),
+    [
+        (
+            nn.MultiheadAttention(8, 2),
+            nn.MultiheadAttention(16, 2),
+            "heads of 4 entries cannot become heads of 8: .* num_heads=embed_dim / 4",
+        ),
+        (
+            nn.TransformerEncoderLayer(8, 2, 8, activation=F.gelu),
+            nn.TransformerEncoderLayer(16, 4, 8, activation=F.relu),
+            "activation is gelu, but relu in `large`",
+        ),
+        (nn.GroupNorm(2, 8), nn.GroupNorm(2, 16), "num_groups=num_channels / 4"),
+        (
+            nn.LayerNorm(8, elementwise_affine=False),
+            nn.LayerNorm(12, elementwise_affine=False),
+            r"\(12,\) is no multiple of \(8,\)",
+        ),
+        (nn.RMSNorm(8, eps=1e-6), nn.RMSNorm(16), "eps is 1e-06, but None in `large`"),
+        (nn.Embedding(3, 8, max_norm=1.0), nn.Embedding(3, 16, max_norm=1.0), "max_norm also"),
+        (nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU()), "`large` has a GELU here"),
+        (nn.Linear(8, 8), nn.Linear(16, 16, device="meta"), "`large` has no values here"),
+        (nn.Linear(8, 8, device="meta"), nn.Linear(16, 16), "`small` has no values here"),
+        (nn.LazyLinear(8), nn.LazyLinear(16), "`small` has no values here"),
+        (
+            torch.ao.nn.quantized.dynamic.Linear(8, 8),
+            torch.ao.nn.quantized.dynamic.Linear(16, 16),
+            "a quantised layer has no weights to fill",
+        ),
+    ],
+)
+def test_layers_that_compute_something_else_are_refused(small, large, message):
+    with pytest.raises(GrowthError, match=message):
+        growkern.widen(small, large)
+
+
+def test_modules_in_two_places():
+    """`large` may have two modules where `small` has one, and not the other way round."""
+    inner, two = nn.Linear(4, 4), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    growkern.widen(nn.Sequential(inner, inner), two)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(two(x.repeat(1, 2))[:, :4], inner(inner(x)))
+    inner = nn.Linear(8, 8)
+    with pytest.raises(GrowthError, match=r"are one parameter in `large`, but two in `small`"):
+        growkern.widen(two, nn.Sequential(inner, inner))
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        (nn.GroupNorm(2, 8), nn.GroupNorm(4, 16)),
+        (nn.GroupNorm(1, 8), nn.GroupNorm(1, 16)),
+        (nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(16, elementwise_affine=False)),
+        (nn.Sequential(nn.Dropout(0.1)), nn.Sequential(nn.Identity())),
+    ],
+)
+def test_norms_of_groups_and_without_weights_stay_exact(small, large):
+    growkern.widen(small.eval(), large.eval())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(large(x.repeat(1, 2)), small(x).repeat(1, 2))
+
+
 def test_buffers_of_the_same_shape_are_copied():
     """The outputs depend on them too."""
     small, large = (
