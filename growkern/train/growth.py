@@ -289,6 +289,7 @@ def grown_model(
     if plan is not None:
         # not part of a checkpoint
         config._attn_implementation = plan.target_config._attn_implementation
+        config._experts_implementation = plan.target_config._experts_implementation
     model = shard(on_meta(planned.large.class_name, config, dtype), options, mesh)
     grow_into(model, source, **growth.options())
     if plan is not None:

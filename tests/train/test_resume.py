@@ -147,6 +147,7 @@ def test_a_mixture_resumes_with_the_experts_of_its_checkpoint(grows, tmp_path):
             **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8},
             **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
             **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            experts_implementation="eager",
         )
         args = transformers.TrainingArguments(
             **{"output_dir": str(tmp_path), "max_steps": 4, "save_steps": 2, "use_cpu": True},
@@ -157,6 +158,7 @@ def test_a_mixture_resumes_with_the_experts_of_its_checkpoint(grows, tmp_path):
         model = transformers.Qwen3MoeForCausalLM(config)
         trainer = growkern.TwoStageTrainer(model, args, train_dataset=data, growth=growth)
         trainer.train(checkpoint)
+        assert trainer.model.config._experts_implementation == "eager"
         return trainer.model.state_dict()
 
     straight, resumed = trained(None), trained(tmp_path / "checkpoint-2")
