@@ -23,6 +23,8 @@ from growkern.ops.expand.op import expand
 Shape = tuple[int, ...] | list[int]
 # layers that do nothing in evaluation mode
 IN_TRAINING = (nn.Identity, nn.Dropout, nn.modules.dropout._DropoutNd)
+# attributes of a layer that say how it computes, and not what
+OF_SPEED = ("training", "enable_nested_tensor", "use_nested_tensor", "mask_check", "sparse")
 BY_HAND = "growkern.expand(weight, **growkern.widening(...))"
 
 
@@ -178,7 +180,7 @@ def _other_function(layer: nn.Module, wide: Any) -> str:
         other = getattr(wide, key, value)
         # whole numbers are sizes
         is_setting = isinstance(value, (float, str, bool, type(None), *FUNCTIONS))
-        if is_setting and other != value and key != "training" and "drop" not in key:
+        if is_setting and other != value and key not in OF_SPEED and "drop" not in key:
             ours, theirs = (getattr(x, "__name__", x) for x in (value, other))
             return f"{key} is {ours}, but {theirs} in `large`: give both the same"
     if isinstance(layer, nn.MultiheadAttention) and layer.head_dim != wide.head_dim:

@@ -176,6 +176,17 @@ def test_norms_of_groups_and_without_weights_stay_exact(small, large):
     torch.testing.assert_close(large(x.repeat(1, 2)), small(x).repeat(1, 2))
 
 
+def test_a_transformer_that_chooses_another_fast_path():
+    """With an odd number of heads PyTorch does not take its nested tensors."""
+    small, large = (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(d, d // 4, d, batch_first=True), 2)
+        for d in (4, 8)
+    )
+    growkern.widen(small.eval(), large.eval())
+    x = torch.randn(2, 3, 4)
+    torch.testing.assert_close(large(x.repeat(1, 1, 2))[..., :4], small(x))
+
+
 def test_buffers_of_the_same_shape_are_copied():
     """The outputs depend on them too."""
     small, large = (

@@ -138,7 +138,9 @@ def test_a_damaged_lineage_is_said(tmp_path):
     file = tmp_path / "large" / "lineage.json"
     file.write_text(json.dumps({"options": {}}))
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "large")
-    with pytest.warns(GrowthWarning, match="trains with AdamW, because .*not a growth record") as seen:
+    with pytest.warns(
+        GrowthWarning, match="trains with AdamW, because .*not a growth record"
+    ) as seen:
         trainer = trained(loaded, tmp_path)
     assert seen[0].filename == trained.__code__.co_filename, "names the caller's line"
     assert type(optimizer_of(trainer)) is torch.optim.AdamW
