@@ -69,9 +69,10 @@ class TwoStageTrainer(Trainer):
             the one beside the weights. Without any, other special ids, families or sizes are
             refused.
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
-        optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, others with
-            the optimizer of `args`. "adamw" takes that of `args` always, "growth-adamw" never.
-            "muon" takes Muon for the matrices of the blocks, and one of the two for all else.
+        optimizer: "auto" takes the optimizer of `args` or of a subclass. If that is AdamW and the
+            model was grown, it takes `growkern.GrowthAdamW`. "adamw" takes that of `args` always,
+            "growth-adamw" never. "muon" takes Muon for the matrices of the blocks, and one of the
+            two for all else.
         optimizer_options: section [optimizer] of a run file.
         growth: inside the run, in the order of their steps.
         precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16"; None follows
@@ -116,6 +117,10 @@ class TwoStageTrainer(Trainer):
         **options: Any,
     ) -> None:
         args = args or TrainingArguments()
+        names_own = type(self).get_optimizer_cls_and_kwargs
+        if optimizer == "auto" and names_own is not Trainer.get_optimizer_cls_and_kwargs:
+            # a subclass has chosen
+            optimizer = "adamw"
         settings = checks.Settings(
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss, optimizer),
             *(optimizer_options, growth, precision, StepOptions(on_nonfinite, save_minutes)),

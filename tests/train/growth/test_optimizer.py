@@ -98,6 +98,20 @@ def test_what_the_user_asks_for_is_used(tmp_path):
     assert type(optimizer_of(trained(random, tmp_path))) is torch.optim.AdamW
 
 
+def test_a_subclass_names_the_optimizer(tmp_path):
+    class Plain(TwoStageTrainer):
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(args, model=None):
+            return torch.optim.SGD, {"lr": args.learning_rate}
+
+    _, large = grown()
+    args = arguments(tmp_path)
+    trainer = Plain(large, args, train_dataset=Batches(4))
+    assert type(trainer.create_optimizer()) is torch.optim.SGD
+    asked = Plain(large, args, train_dataset=Batches(4), optimizer="growth-adamw")
+    assert type(asked.create_optimizer()) is GrowthAdamW
+
+
 @pytest.mark.parametrize("choice", ["adamw", "auto", "muon"])
 def test_a_subclass_says_what_decays(choice, tmp_path):
     class OneDecays(TwoStageTrainer):
