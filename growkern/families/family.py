@@ -133,6 +133,7 @@ class Family:
     activation: str | None = None
     softcap: str | None = None
     ignored: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     per_layer: tuple[str, ...] = ()
     ties_by_value: bool = False
     stacks: Mapping[str, str] = field(default_factory=lambda: {"": "layers"})

@@ -23,6 +23,7 @@ from growkern.growth.history import forgotten
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
+from growkern.growth.plan.target import unread_in
 from growkern.growth.space.rules import (
     computed_head_dim,
     is_undeclared,
@@ -146,6 +147,11 @@ def portability(plan: Blueprint) -> Iterator[str]:
             f"model for a {small.family.model_type} of transformers"
         )
     yield from _older_keys(plan)
+    if unread := [f"{n} {getattr(small.text, n)} -> 0" for n in unread_in(small)]:
+        yield (
+            "layers that predict a second token are left out, as transformers does not load them: "
+            f"{', '.join(unread)} in config.json"
+        )
     yield from _kinds(plan)
     yield from _heads(plan)
     old, new = plan.layout.sizes("vocab")

@@ -36,6 +36,11 @@ def followed_fields(family: Family) -> tuple[str, ...]:
     return (*by_layer, *averaged, "rope_parameters")
 
 
+def unread_in(small: ModelSpec) -> list[str]:
+    """The config fields that count layers of the source which transformers does not load."""
+    return [name for name in small.family.unread if getattr(small.text, name, None)]
+
+
 def given_target(small: ModelSpec, dims: dict[str, int], target_config: Any) -> ModelSpec:
     """The target of a whole config that differs in sizes alone; `finish_target` must follow."""
     if dims:
@@ -83,6 +88,9 @@ def finish_target(
             value = older.value(vars(text), getattr(text, older.field))
             # without a value, software reads `per_layer` lists or fails, where it would be wrong
             delattr(text, older.field) if value is None else setattr(text, older.field, value)
+    for name in unread_in(small):
+        # other software would look for weights that are left out
+        setattr(text, name, 0)
     config.dtype = text.dtype = dtype
     # the source's path names another model
     config._name_or_path = ""
@@ -270,7 +278,7 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
     # the whole family: sizes of stacks that this class lacks may differ, too
     may_differ = {*growable_fields(family.whole), *followed_fields(family)}
     may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
-    may_differ |= {key.field for key in family.older}
+    may_differ |= {*family.unread, *(key.field for key in family.older)}
     may_differ |= {str(family.under), *family.classes[small.class_name].repeats}
     old, new = (_flat(config.to_dict(), family.under) for config in (source, target))
     changed = [

@@ -225,3 +225,30 @@ def test_portable_is_recorded(tmp_path):
 def test_portable_is_a_flag():
     with pytest.raises(growkern.GrowthError, match="portable"):
         growkern.plan(model("LlamaForCausalLM"), hidden_size=64, portable="yes")
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("Qwen3_5ForCausalLM", "mtp_num_hidden_layers"),
+        ("Qwen3_5ForCausalLM", "num_nextn_predict_layers"),
+    ],
+)
+def test_layers_that_are_left_out_are_not_counted(name, field):
+    """Other software would look for their weights."""
+    source = model(name, **{field: 1}, head_dim=8, num_hidden_layers=4)
+    assert said(source, "second token", hidden_size=48) == [
+        "layers that predict a second token are left out, as transformers does not load them: "
+        f"{field} 1 -> 0 in config.json"
+    ]
+    grown = growkern.grow(source, hidden_size=48)
+    assert getattr(grown.config, field) == 0
+    assert getattr(source.config, field) == 1
+    assert not said(grown, "second token", hidden_size=64)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"])
+def test_families_with_such_layers_name_their_fields(name):
+    family = load_family(name)
+    assert family.ignored
+    assert family.unread
