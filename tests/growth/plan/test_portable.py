@@ -136,6 +136,8 @@ PERIODS = [
     ("Gemma3ForCausalLM", {"layer_types": EVERY_3 * 2}, 9),
     ("Gemma3ForCausalLM", {"num_hidden_layers": 7}, 13),
     ("ModernBertForMaskedLM", {}, 9),
+    # one period is enough in a family that other software knows
+    ("Cohere2ForCausalLM", {"num_hidden_layers": 4, "sliding_window": 4}, 8),
     # no runtime computes the kinds of its layers
     ("Olmo3ForCausalLM", {"layer_types": EVERY_3 * 2, "sliding_window": 4}, 9),
 ]
@@ -149,7 +151,8 @@ def test_whole_periods_are_added_where_they_fit(name, config, layers, depth):
         config |= dict.fromkeys(("bos_token_id", "cls_token_id", "sep_token_id"), 2)
         config |= {"num_key_value_heads": None}
     source = model(name, **config)
-    period = {"Gemma2ForCausalLM": 2, "ModernBertForMaskedLM": 3}.get(name)
+    periods = {"Gemma2ForCausalLM": 2, "ModernBertForMaskedLM": 3, "Cohere2ForCausalLM": 4}
+    period = periods.get(name)
     period = period or (3 if "layer_types" in config else 6)
     how = {"num_hidden_layers": layers, "depth": depth}
     if depth == "identity":
@@ -168,6 +171,13 @@ def test_whole_periods_are_added_where_they_fit(name, config, layers, depth):
         assert differ(grown, source) < 1e-12
     with pytest.raises(growkern.GrowthError, match=f"repeat every {period}, so portable=True tak"):
         growkern.plan(source, portable=True, num_hidden_layers=layers + 1)
+
+
+def test_runtimes_that_compute_the_kinds_of_layers_are_named():
+    kinds = ["sliding_attention", "full_attention"] * 3
+    source = model("GptOssForCausalLM", torch.float32, layer_types=kinds, head_dim=8)
+    (line,) = said(source, "no longer repeats", num_hidden_layers=7)
+    assert "every 2 layers: vLLM and llama.cpp give wrong outputs" in line
 
 
 def test_pattern_keys_are_said_in_one_line():
