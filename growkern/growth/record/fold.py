@@ -27,6 +27,7 @@ from growkern.growth.disk.staging import check_space, check_target, refusing, st
 from growkern.growth.models import class_shapes
 from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan.blueprint import dtype_of
+from growkern.growth.plan.target import unread_in
 from growkern.growth.record.fold_rows import axis_folds, fold_rows
 from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import Lineage, own_family_of, read_lineage_of
@@ -117,6 +118,9 @@ def fold(
     refuse_changed(record.file)
     shown = record.shown(opened.spec.with_config(record.source_config))
     small, chosen = shown.dense or shown, choose(record, opened, shown)
+    for name in unread_in(small):
+        # the grown model has none of the layers that these fields count
+        setattr(small.text, name, 0)
     dtype = dtype or record.source_dtype
     places = places_in(shown, record.options)
     # of a dense model, what its mixture is made of

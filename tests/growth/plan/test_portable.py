@@ -1,6 +1,7 @@
 """What plans say of other runtimes, and growth that avoids what they get wrong."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -244,7 +245,7 @@ def test_portable_is_a_flag():
         ("Qwen3_5ForCausalLM", "num_nextn_predict_layers"),
     ],
 )
-def test_layers_that_are_left_out_are_not_counted(name, field):
+def test_layers_that_are_left_out_are_not_counted(name, field, tmp_path):
     """Other software would look for their weights."""
     source = model(name, **{field: 1}, head_dim=8, num_hidden_layers=4)
     assert said(source, "second token", hidden_size=48) == [
@@ -255,6 +256,10 @@ def test_layers_that_are_left_out_are_not_counted(name, field):
     assert getattr(grown.config, field) == 0
     assert getattr(source.config, field) == 1
     assert not said(grown, "second token", hidden_size=64)
+    grown.save_pretrained(tmp_path / "grown")
+    growkern.fold(tmp_path / "grown", tmp_path / "folded", progress=False)
+    folded = json.loads((tmp_path / "folded" / "config.json").read_text())
+    assert folded[field] == 0
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"])
