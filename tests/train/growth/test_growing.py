@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback, TrainingArguments
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
@@ -15,7 +23,7 @@ from tests.shared import walks
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
 from tests.train.test_trainer import Batches
-from tests.train.tiny import build
+from tests.train.tiny import VOCAB, build
 
 STEPS = 9
 SIZES = ("num_hidden_layers", "intermediate_size")
@@ -339,3 +347,21 @@ def test_a_frozen_parameter_is_refused(tmp_path):
 def test_values_of_a_growth_are_checked(values, message):
     with pytest.raises(GrowthError, match=message):
         GrowthStep(**{"sizes": {"num_hidden_layers": 4}} | values)
+
+
+@pytest.mark.parametrize("dtype, width", [(torch.float64, 16), (torch.float32, 18)])
+def test_a_dense_model_becomes_a_mixture_that_grouped_products_do_not_take(dtype, width, tmp_path):
+    """The default of transformers takes neither float64 nor rows of other than 16 bytes."""
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1}
+    growth = [GrowthStep(at_step=1, to="qwen3_moe", sizes=sizes)]
+    config = Qwen3Config(
+        **{"vocab_size": VOCAB, "hidden_size": width, "intermediate_size": 24, "head_dim": 8},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    )
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none")
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(24).view(8, 3)]
+    model = Qwen3ForCausalLM(config).to(dtype)
+    trainer = TwoStageTrainer(model, args, train_dataset=data, growth=growth)
+    trainer.train()
+    assert trainer.model.dtype == dtype
+    assert type(trainer.model) is Qwen3MoeForCausalLM
