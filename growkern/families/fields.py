@@ -41,6 +41,15 @@ def followed(word: str, value: Any, layers: Sequence[int]) -> Any:
     return [*map(value.__getitem__, layers)] if isinstance(value, list) else value
 
 
+def unfollowed(word: str, value: Any, layers: Sequence[int]) -> Any:
+    """The source's value for a target's: of copied `layers`, the first copies count."""
+    if word == "in" and isinstance(value, list):
+        return [layer for layer in sorted({*layers}) if layers.index(layer) in value]
+    if word == "from" and type(value) is int:
+        return len({*layers[: max(value, 0)]})
+    return value
+
+
 def follow_layers(
     config: Any, source: Any, fields: Mapping[str, str], layers: Sequence[int] | None
 ) -> None:

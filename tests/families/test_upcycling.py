@@ -154,6 +154,26 @@ def test_some_layers_stay_dense():
 
 
 @pytest.mark.parametrize(
+    "name, kind, field, value, deeper",
+    [
+        ("Qwen3", "qwen3_moe", "mlp_only_layers", [0], [0, 1]),
+        ("Qwen3", "qwen3_moe", "mlp_only_layers", [2], [4]),
+        ("DeepseekV3", "deepseek_v3", "first_k_dense_replace", 2, 4),
+    ],
+)
+def test_a_target_config_counts_its_own_layers(name, kind, field, value, deeper):
+    layers = {"first_k_dense_replace": 3} if name == "DeepseekV3" else {}
+    source = dense(name, num_hidden_layers=3, **layers)
+    sizes = {**sizes_of(kind, 4, 2), field: value, "num_hidden_layers": 5}
+    config = growkern.plan(source, to=kind, **sizes).target_config
+    assert getattr(config, field) == deeper
+    assert getattr(growkern.plan(source, target_config=config).target_config, field) == deeper
+    large = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    growkern.grow_into(large, source)
+    assert relative_error(source, eager(large)) < 1e-12
+
+
+@pytest.mark.parametrize(
     "source, options, why",
     [
         ({"attention_bias": True}, {}, "config.attention_bias: a MixtralForCausalLM has no place"),

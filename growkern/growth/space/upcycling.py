@@ -19,6 +19,7 @@ import transformers
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
+from growkern.families.fields import unfollowed
 from growkern.families.load import dense_families, load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row
@@ -26,7 +27,7 @@ from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source.parts import Assembled, Parts
 from growkern.growth.source.source import Source
-from growkern.growth.space.rules import adds_nothing, has_pairs, is_output
+from growkern.growth.space.rules import adds_nothing, has_pairs, is_output, layers_of
 
 # fields that say what a config is of
 NAMES = ("model_type", "architectures", "transformers_version")
@@ -89,6 +90,8 @@ def mixture_config(
     config._name_or_path = getattr(small.config, "_name_or_path", "")
     _set_sizes(config, small, family, options, dims if target is None else vars(target))
     view = ModelSpec(family, config, "")
+    if target is not None:
+        _of_source_layers(view, target, options)
     if kinds and not any(view.kinds_of(layer, layers)["sparse"] for layer in range(layers)):
         given = " and ".join(f"{name}={getattr(config, name)}" for name in sorted(kinds))
         raise GrowthError(f"{given}: no layer of the {layers} becomes a mixture: give other values")
@@ -220,6 +223,16 @@ def _check_layers(name: str, word: str, value: Any, layers: int) -> None:
         wanted = f"a list of numbers of layers, 0 to {layers - 1}"
     if not is_fit:
         raise GrowthError(f"{name}={value!r}: give {wanted}")
+
+
+def _of_source_layers(view: ModelSpec, target: Any, options: GrowthOptions) -> None:
+    """Count a target's own layers by the source's, in the fields that say which are sparse."""
+    large, key = view.with_config(target), next(iter(view.family.stacks.values()))
+    if not 0 < view.size(key) < large.size(key):
+        return
+    layers = layers_of(view, large, key, options)
+    for name, word in view.family.sparse_fields.items():
+        setattr(view.config, name, unfollowed(word, getattr(target, name), layers))
 
 
 def _set_sizes(
