@@ -253,22 +253,11 @@ def _plan_of_config(
     dtypes = {name: dtype for name in small.shapes if name not in small.ties}
     source, options = Source(small, dtypes, read, history=history), options_of(growth)
     planned = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
-    config = planned.target_config
-    if config._experts_implementation in (None, "grouped_mm") and not _groups(planned.large, dtype):
-        config._experts_implementation = "eager"
     model = on_meta(planned.large.class_name, planned.target_config, dtype)
     # what would be refused when the growth comes is refused now
     plan_into(model, source, options)
     check(model)
     return planned
-
-
-def _groups(model: ModelSpec, dtype: torch.dtype) -> bool:
-    """Whether grouped products, the default of transformers, can compute the experts of a model."""
-    experts = [t.name for t in model.tensors if len(t.axes) == 3 and model.is_of_experts(t)]
-    sides = {side for name in experts for side in model.shapes[name][1:]}
-    # they take no float64, and read rows of whole 16 bytes
-    return dtype != torch.float64 and all(side * dtype.itemsize % 16 == 0 for side in sides)
 
 
 def options_of(growth: GrowthStep) -> GrowthOptions:

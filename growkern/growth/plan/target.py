@@ -98,8 +98,19 @@ def finish_target(
     if large.short_cache:
         config.use_cache = False
     finished = small.with_config(config)
+    is_default = config._experts_implementation in (None, "grouped_mm")
+    if is_default and not _can_group(finished, dtype):
+        config._experts_implementation = "eager"
     _validate(finished)
     return finished
+
+
+def _can_group(model: ModelSpec, dtype: torch.dtype) -> bool:
+    """Whether grouped products, the default of transformers, can compute the experts of a model."""
+    experts = [t.name for t in model.tensors if len(t.axes) == 3 and model.is_of_experts(t)]
+    sides = {side for name in experts for side in model.shapes[name][1:]}
+    # they take no float64, and read rows of whole 16 bytes
+    return not any(dtype == torch.float64 or side * dtype.itemsize % 16 for side in sides)
 
 
 def follow_heads(
