@@ -104,9 +104,9 @@ def grow(
 
     Returns:
         A model of the source's class in evaluation mode, on the source's GPU or else on the CPU.
-        Its plan is `model.growth_plan`. `save_pretrained` also writes `lineage.json` and a model
-        card, and `push_to_hub` sends them. If the model was trained or cast before, the record says
-        so, and no card is written.
+        All of its parameters are trainable. Its plan is `model.growth_plan`. `save_pretrained` also
+        writes `lineage.json` and a model card, and `push_to_hub` sends them. If the model was
+        trained or cast before, the record says so, and no card is written.
 
     Raises:
         GrowthError: the source or the sizes cannot be used; this is checked before any work.
