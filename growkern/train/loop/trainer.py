@@ -69,10 +69,10 @@ class TwoStageTrainer(Trainer):
             the one beside the weights. Without any, other special ids, families or sizes are
             refused.
         loss: label smoothing, z-loss and row weights. `args.label_smoothing_factor` counts too.
-        optimizer: "auto" takes the optimizer of `args` or of a subclass. If that is AdamW and the
-            model was grown, it takes `growkern.GrowthAdamW`. "adamw" takes that of `args` always,
-            "growth-adamw" never. "muon" takes Muon for the matrices of the blocks, and one of the
-            two for all else.
+        optimizer: "auto" trains a model that was grown with `growkern.GrowthAdamW`, unless
+            `args.optim` is no AdamW or a subclass has its own `get_optimizer_cls_and_kwargs`. Other
+            models take the optimizer of these. "adamw" takes it always, "growth-adamw" never.
+            "muon" takes Muon for the matrices of the blocks, and one of the two for all else.
         optimizer_options: section [optimizer] of a run file.
         growth: inside the run, in the order of their steps.
         precision: "fp32"; "bf16", which is autocast over float32 weights; "pure-bf16"; None follows
@@ -119,7 +119,7 @@ class TwoStageTrainer(Trainer):
         args = args or TrainingArguments()
         names_own = type(self).get_optimizer_cls_and_kwargs
         if optimizer == "auto" and names_own is not Trainer.get_optimizer_cls_and_kwargs:
-            # a subclass has chosen
+            # whatever it returns: its settings could not be handed on to GrowthAdamW
             optimizer = "adamw"
         settings = checks.Settings(
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss, optimizer),
