@@ -72,5 +72,5 @@ docs: setup
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find growkern tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find growkern testbed tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(INSTALLED)

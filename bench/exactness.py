@@ -19,9 +19,9 @@ import growkern
 from bench.shared import loss_measure
 from bench.shared.harness import measure_all, name_of
 from growkern.families.model import ModelSpec
-from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
-from tests.growth.plan.test_relatives import alone, at_once, grown_by, largest_error
-from tests.growth.relatives import RELATIVES
+from testbed.growths import alone, at_once, grown_by, largest_error
+from testbed.models import BERT, GPT2, LLAMA, random_model, relative_error
+from testbed.relatives import RELATIVES
 
 # hidden size and heads of the source, hidden size of the target, feed-forward sizes of both
 WIDTHS = ((384, 6, 512), (96, 6, 144), (12, 3, 20))

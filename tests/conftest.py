@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from bench.launches import cuda_emulator, interpreter
+from testbed import cuda_emulator, interpreter
 from tests.shared import walks
 
 ROOT = Path(__file__).parents[1]

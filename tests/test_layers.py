@@ -20,7 +20,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # everything of ours, by its dotted name
 OURS = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for folder in ("growkern", "bench", "tests", "examples")
+    for folder in ("growkern", "testbed", "bench", "tests", "examples")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
@@ -91,10 +91,11 @@ PARTS = {
         "attention",
     ),
 }
+# the same of what is not installed
+NOT_INSTALLED = {"testbed", "bench", "tests", "examples"}
+ROOMS = ("growkern", "testbed", "bench", "tests")
 # the same of bench; everything else in it is a command, and imports no other command
 BENCH_PARTS = ("shared", "launches", "on_gpu", "paper")
-# commands that run cases of the tests: over more seeds, at full size, or on more processes
-USE_TESTS = {"exactness", "fuzz_exactness", "distributed"}
 # modules of bench that import others by name, which the other tests here do not see. `pieces` is
 # the one exception to the order: a runner has to name what it runs
 IMPORT_BY_NAME = {
@@ -229,7 +230,7 @@ def of_each(places: Iterable[Path | str]) -> Callable[[Callable[[Any], None]], C
 
 @of_each(MODULES)
 def test_imports_point_one_way(path):
-    outside = {name.split(".")[0] for name in imported_names(path)} & {"bench", "tests", "examples"}
+    outside = {name.split(".")[0] for name in imported_names(path)} & NOT_INSTALLED
     assert not outside, f"{by_name(path)} must not import {outside}: they are not installed"
     layer = layer_of(path)
     if layer == "__init__":  # the package's door: it may name every layer
@@ -288,8 +289,17 @@ def test_benchmarks_import_one_way(name):
             assert part_of(imported, "bench") in (*below, part), (
                 f"{name} must not import {imported}"
             )
-        elif imported.startswith("tests."):
-            assert part in USE_TESTS, f"{name} must not import {imported}"
+
+
+@of_each([name for name in OURS if name.split(".")[0] in ROOMS])
+def test_rooms_import_one_way_what_is_there(name):
+    room = name.split(".")[0]
+    for imported in imported_names(OURS[name]):
+        other = imported.split(".")[0]
+        if other in ROOMS:
+            assert ROOMS.index(other) <= ROOMS.index(room), f"{name} must not import {imported}"
+            # a module, or a name in one
+            assert {imported, imported.rpartition(".")[0]} & OURS.keys(), f"{name}: no {imported}"
 
 
 def test_few_modules_of_bench_import_by_name():

@@ -24,8 +24,8 @@ import torch
 from bench.distributed.start_memory import KINDS
 from bench.shared.harness import machine, measure_all, parser_of
 from bench.shared.results import ROOT
-from tests.shared.forked_ranks import on_ranks
-from tests.train.distributed.parity import Case, differences, moved_apart
+from testbed.forked_ranks import on_ranks
+from testbed.parity import Case, differences, moved_apart
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -65,7 +65,7 @@ def parity(sources: str) -> Iterator[dict[str, Any]]:
         (folder / "store").unlink(missing_ok=True)
         (folder / "cases.json").write_text(json.dumps([dataclasses.asdict(c) for c in chosen]))
         if not all((folder / f"{number}.pt").exists() for number in range(len(chosen))):
-            on_ranks(processes, "tests.train.distributed.parity", folder, MOST_SECONDS)
+            on_ranks(processes, "testbed.parity", folder, MOST_SECONDS)
     for number, case in enumerate(chosen):
         alone, *others = (
             torch.load(WORK / sources / f"on{n}" / f"{number}.pt", weights_only=True)

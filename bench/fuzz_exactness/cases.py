@@ -8,8 +8,8 @@ import torch
 
 from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
-from tests.growth.plan.test_matrix import FAMILIES
-from tests.growth.relatives import RELATIVES, with_sizes
+from testbed.families import FAMILIES
+from testbed.relatives import RELATIVES, with_sizes
 
 # model type -> class, sizes
 SOURCES: dict[str, Any] = {**FAMILIES, **RELATIVES}

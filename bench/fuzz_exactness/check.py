@@ -24,7 +24,7 @@ from growkern.growth.record.verdict import (
     rounding,
 )
 from growkern.growth.source.loading import Float64, random_inputs
-from tests.growth.models import eager, images, random_model
+from testbed.models import eager, images, random_model
 
 # float32 shares of weights are rounded, and may be larger than the weights
 FLOAT32_ROOM = 16.0

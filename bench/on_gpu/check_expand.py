@@ -22,7 +22,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.launches import cuda_emulator
 from bench.shared.inputs import in_nan, make_case, truth_rows
 from bench.shared.llama_growth import expand_calls
 from bench.shared.recorder import Recorder, Skip, fill_new_memory
@@ -31,6 +30,7 @@ from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many, launch_kind
 from growkern.ops.expand.op import expand
+from testbed import cuda_emulator
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 # How many rows are compared with float64. All elements are tested for NaN.

@@ -23,10 +23,10 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.launches import interpreter
 from bench.on_gpu.pieces import Piece, chosen
 from bench.shared import results
 from bench.shared.recorder import Recorder, Skip
+from testbed import interpreter
 
 
 def run_here(piece: Piece, path: Path, *, toy: bool, limit_s: float = math.inf) -> str:

@@ -31,6 +31,7 @@ SOURCES = (
     "growkern/**/*.toml",
     "growkern/**/*.json",
     "csrc/**/*",
+    "testbed/**/*",
     "bench/**/*.py",
 )
 # Launch choices are results, too: saving them must not make finished pieces run again.
@@ -117,7 +118,7 @@ def git_facts() -> dict[str, Any]:
     # Results and prose do not count. Otherwise writing the first result would make the sources of
     # the second one look changed.
     changed = ("git", "status", "--porcelain", "--untracked-files=no", "--", "growkern", "csrc")
-    status = _output(*changed, "bench", "tests", ":!bench/results", ":!*.md")
+    status = _output(*changed, "testbed", "bench", "tests", ":!bench/results", ":!*.md")
     commit = _output("git", "rev-parse", "--short", "HEAD")
     return {
         "commit": commit or "unknown",

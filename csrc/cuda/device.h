@@ -1,7 +1,7 @@
 // Building blocks of CUDA kernels: types, and copies into shared memory.
 //
 // It includes nothing, so that NVRTC can compile it. On a CPU the functions that need PTX come from
-// bench/launches/cuda_on_cpu.h instead, so that tests run the source that GPUs run.
+// testbed/cuda_on_cpu.h instead, so that tests run the source that GPUs run.
 #pragma once
 
 // 1 if all rows begin and end at multiples of 16 bytes, which the launch has checked

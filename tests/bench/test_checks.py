@@ -11,13 +11,14 @@ import pytest
 import torch
 import transformers
 
-from bench.launches import cases, cuda_emulator, smoke
+from bench.launches import cases, smoke
 from bench.on_gpu import check_expand, check_loss, check_suite, cuda_tools
 from bench.shared import llama_growth
 from bench.shared.harness import largest_error
 from bench.shared.loss_measure import gradient_error
 from bench.shared.recorder import Recorder, Skip
 from growkern.ops.backend.launch import HAS_TRITON
+from testbed import cuda_emulator
 
 # Masked lanes of a kernel compute inf - inf, which NumPy warns of. The kernel drops the result.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")

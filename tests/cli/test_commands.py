@@ -19,7 +19,7 @@ from growkern.cli.commands import GROUPS, app, collect
 from growkern.cli.growing import growth_options
 from growkern.cli.main import main
 from growkern.train.model import load
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "d_ff": 20, "num_layers": 2}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]

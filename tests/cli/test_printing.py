@@ -18,7 +18,7 @@ from growkern.cli import main
 from growkern.errors import GrowthWarning, clean
 from growkern.growth.plan.table import as_text
 from growkern.train.run.messages import print_lines
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 # a title, a cleared screen, eight-bit codes, another direction of writing, a new line
 NAMES = ["\x1b]0;title\x07", "\x1b[2Jred", "\x9b31m", "\u202eevil", "a\rb\x08\x7f", "a\u2028b"]

@@ -18,7 +18,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.train.tiny import build
+from testbed.tiny import build
 from tests.train.topk_teacher.server import serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)

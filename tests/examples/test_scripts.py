@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from examples import accelerate_loop, pytorch_loop
 from examples.hf_trainer import InheritingTrainer
 from growkern import InheritanceSchedule
-from tests.shared import warm
-from tests.train.tiny import VOCAB, batch, build, randomise
+from testbed import warm
+from testbed.tiny import VOCAB, batch, build, randomise
 
 FOLDER = Path(pytorch_loop.__file__).parent
 SCHEDULE = InheritanceSchedule(rate=0.8, end_step=2, temperature=2.0)

@@ -28,8 +28,8 @@ from growkern.growth.space.rules import check_kinds
 from growkern.ops.expand.many import OneByOne
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks
-from tests.growth.models import random_model, relative_error
-from tests.growth.relatives import LOCAL, ONE_GROUP, RELATIVES, WIDTHS
+from testbed.models import random_model, relative_error
+from testbed.relatives import LOCAL, ONE_GROUP, RELATIVES, WIDTHS
 from tests.shared.delta import by_products
 
 GATE = "model.layers.1.mlp.gate.weight"

@@ -8,7 +8,7 @@ import transformers
 
 import growkern
 from growkern.families.model import ModelSpec
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 PLAIN = {**LLAMA, "mlp_bias": False}
 LISTS = {**PLAIN, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}

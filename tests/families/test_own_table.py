@@ -18,7 +18,7 @@ import growkern
 from growkern.errors import TableError
 from growkern.families.load import read_family
 from growkern.growth.own_table import check_table
-from tests.growth.relatives import RELATIVES
+from testbed.relatives import RELATIVES
 
 CONFIG = {
     "model_type": "ernie4_5",

@@ -14,8 +14,8 @@ from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import row_blocks
-from tests.growth.models import random_model
-from tests.growth.relatives import LOCAL, RELATIVES, WIDTHS
+from testbed.models import random_model
+from testbed.relatives import LOCAL, RELATIVES, WIDTHS
 
 BLOCK = (4, 8)
 SIZES = {"hidden_size": 20, "moe_intermediate_size": 11, "num_experts": 8}

@@ -11,7 +11,7 @@ from growkern.errors import GrowthError
 from growkern.families.load import load_family, parse_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.files import parse_toml
-from tests.growth.relatives import RELATIVES
+from testbed.relatives import RELATIVES
 
 # every size differs, so that two axes cannot be confused
 BERT = {

@@ -21,7 +21,7 @@ from growkern.growth.source.parts import Stacked
 from growkern.train.run.file import load_run
 from growkern.train.run.resolve import resolve
 from growkern.train.run.start import build_model
-from tests.growth.models import random_model, relative_error
+from testbed.models import random_model, relative_error
 
 SIZES = {
     "hidden_size": 12,

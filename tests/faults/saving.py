@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from growkern.train.safety.checkpoints import checkpoints_in, damage
+from testbed.tiny import build
 from tests.faults.walk import CHANGES, Walk, Work, attempt, library, tree
 from tests.train.safety.runs import small_trainer
-from tests.train.tiny import build
 
 SETTINGS = {"max_steps": 2, "save_strategy": "no", "save_total_limit": 1}
 

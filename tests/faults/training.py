@@ -31,9 +31,9 @@ import transformers
 from growkern import run as train
 from growkern.publish.calls import LOCK_FILE
 from growkern.train.safety.checkpoints import damage
+from testbed.tiny import build
 from tests.faults.walk import CHANGES, Work, attempt_in_child, library
 from tests.train.run.test_run import save_tokenizer
-from tests.train.tiny import build
 
 RUN = """
 [model]

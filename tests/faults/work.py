@@ -13,6 +13,7 @@ from growkern.publish.manifest import write_manifest
 from growkern.train.dataset.cache import cached_rows
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.safety.export import export
+from testbed.tiny import VOCAB, TinyTokenizer
 from tests.faults.walk import (
     CHANGES,
     EVERY,
@@ -23,7 +24,6 @@ from tests.faults.walk import (
     models_made_once,
     only_one_thread,
 )
-from tests.train.tiny import VOCAB, TinyTokenizer
 
 SIZES = {
     "hidden_size": 4,

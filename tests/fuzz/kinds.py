@@ -22,11 +22,11 @@ import growkern
 from growkern.train.model.load import load_language_model
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.run.file import load_run
+from testbed.tiny import VOCAB, TinyTokenizer
 from tests.faults.walk import tree
 from tests.faults.work import save_source, tiny
 from tests.fuzz import mutate, readers
 from tests.train.run.test_config import COMPLETE
-from tests.train.tiny import VOCAB, TinyTokenizer
 
 if sys.version_info >= (3, 11):
     import tomllib

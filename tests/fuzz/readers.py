@@ -35,10 +35,10 @@ from growkern.train.run.file import load_run
 from growkern.train.safety.checkpoints import damage
 from growkern.train.topk_teacher.distillkit import read_compression
 from growkern.train.topk_teacher.served import SCHEMAS, ServedTeacher
+from testbed.tiny import VOCAB, TinyTokenizer
 from tests.faults.work import save_source, tiny
 from tests.train.run.test_config import COMPLETE
 from tests.train.run.test_run import save_tokenizer
-from tests.train.tiny import VOCAB, TinyTokenizer
 
 HOW = {"hidden_size": 8, "progress": False}
 IDENTITY = {"work": "growing", "sizes": [4, 8]}

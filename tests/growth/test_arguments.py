@@ -9,7 +9,7 @@ import torch
 import growkern
 from growkern.errors import GrowthError
 from growkern.growth.options import GrowthOptions
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 
 @pytest.fixture(scope="module")

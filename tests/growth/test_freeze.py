@@ -6,7 +6,7 @@ import transformers
 
 import growkern
 from growkern.errors import GrowthError
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 
 def test_only_inserted_layers_train(tmp_path):

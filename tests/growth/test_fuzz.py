@@ -16,8 +16,8 @@ from growkern.families.model import ModelSpec
 from growkern.growth import grow
 from growkern.growth.plan import exactness
 from growkern.growth.record import verify
-from tests.growth.models import BERT, GPT2, LLAMA
-from tests.growth.plan.test_matrix import FAMILIES
+from testbed.families import FAMILIES
+from testbed.models import BERT, GPT2, LLAMA
 from tests.shared import walks
 
 # one failure names its part

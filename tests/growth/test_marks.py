@@ -16,7 +16,7 @@ import growkern
 from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.growth import GrowthStep, Size, grown_model, unfilled_model
 from growkern.train.model.load import load_language_model
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 
 def stored(tmp_path, model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import growkern
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 MODES = {
     "inference_mode": torch.inference_mode,

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench.launches import interpreter, split_products
+from bench.launches import split_products
 from growkern.ops.backend.launch import HAS_TRITON, jit, launch, tl
+from testbed import interpreter
 
 pytestmark = pytest.mark.skipif(
     not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here"

@@ -10,7 +10,7 @@ import growkern
 from examples.demo.corpus import train_tokenizer
 from growkern.errors import GrowthError
 from growkern.plot.attention import attention_maps, paired_rows, plot_attention, shown_layers
-from tests.growth.models import BERT, LLAMA, random_model
+from testbed.models import BERT, LLAMA, random_model
 from tests.plot.runs import drawn, texts
 
 TEXT = "attention is drawn for every head of every layer " * 4

@@ -12,8 +12,8 @@ import growkern
 from growkern.errors import GrowthError
 from growkern.growth.record.lineage import read_index
 from growkern.plot.weights import NOTHING, layer_panels, plot_weights, unit_panels
-from tests.growth.models import BERT, LLAMA, random_model
-from tests.growth.relatives import RELATIVES
+from testbed.models import BERT, LLAMA, random_model
+from testbed.relatives import RELATIVES
 from tests.plot.runs import drawn
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.shared import warm
+from testbed import warm
 
 
 def test_a_module_runs_as_the_main_one():

@@ -1,6 +1,6 @@
 """The work of one of several processes.
 
-`python -m tests.shared.forked_ranks N tests.train.ranks FOLDER` starts N of them. Each trains
+`python -m testbed.forked_ranks N tests.train.ranks FOLDER` starts N of them. Each trains
 on the rows that the other processes do not have, evaluates, stops, resumes, and leaves what it
 found as FOLDER/<case>.pt. Float64, so that the order of a sum shows nowhere. The places that
 dropout set to 0 are in FOLDER/dropped<rank>.pt.
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
+from testbed.tiny import Batches, arguments, build
 
 ROWS, EVAL_ROWS, STEPS = 16, 5, 8
 STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=5)

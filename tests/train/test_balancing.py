@@ -10,10 +10,9 @@ import growkern
 from growkern import ExpertBalancing, GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.train.loop.setup import set_precision
+from testbed.tiny import arguments, build
 from tests.train.loss.test_inherited import padded
 from tests.train.run.test_run import save_tokenizer
-from tests.train.test_trainer import arguments
-from tests.train.tiny import build
 
 SPEED, STEPS = 0.05, 3
 

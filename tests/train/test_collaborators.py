@@ -24,8 +24,8 @@ from growkern.train.optimizer import OptimizerMaker, OptimizerOptions
 from growkern.train.safety.checkpoints import damage
 from growkern.train.safety.saving import EvaluationStopped, Saver, Stops
 from growkern.train.safety.steps import StepOptions, StepWatch, clip_on_cpu
+from testbed.tiny import batch, build
 from tests.train.safety.runs import small_trainer
-from tests.train.tiny import batch, build
 
 STEPS = 8
 KIND = {"causal": False, "decoder": False}

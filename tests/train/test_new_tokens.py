@@ -21,11 +21,10 @@ from growkern.train.dataset.load import TokenBlocks
 from growkern.train.loss.rows import taught_rows
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.write import cache_teacher
+from testbed.tiny import VOCAB, TinyTokenizer, arguments, build, losses_of
 from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, relative_error
 from tests.train.loss.plain import shifted
 from tests.train.run.test_run import save_tokenizer, workplace  # noqa: F401
-from tests.train.test_trainer import arguments, losses_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
 from tests.train.topk_teacher.server import serving
 from tests.train.topk_teacher.test_cached_teacher import run_app
 

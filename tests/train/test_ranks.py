@@ -16,11 +16,11 @@ import transformers
 from growkern import GrowthError
 from growkern import run as train
 from growkern.train.model.head import align_labels
-from tests.shared.forked_ranks import on_ranks
+from testbed.forked_ranks import on_ranks
+from testbed.tiny import Batches
 from tests.train import ranks
 from tests.train.distributed import rows
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
-from tests.train.test_trainer import Batches
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

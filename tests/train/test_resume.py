@@ -13,8 +13,8 @@ import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.dataset.load import TokenBlocks
 from growkern.train.objectives.language_modeling import MaskedLMCollator
+from testbed.tiny import VOCAB, TinyTokenizer, build
 from tests.train.safety.runs import assert_same, small_trainer, weights_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
 
 STEPS = 10
 STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=5)

@@ -16,11 +16,11 @@ from growkern import (
     inherited_loss,
 )
 from growkern.train.loss.inherited import check_models
-from tests.growth.models import Float64Everywhere, random_model
-from tests.growth.relatives import RELATIVES
+from testbed.models import Float64Everywhere, random_model
+from testbed.relatives import RELATIVES
+from testbed.tiny import arguments
 from tests.train.loss.plain import plain_loss
 from tests.train.loss.test_inherited import assert_same, padded
-from tests.train.test_trainer import arguments
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
 

@@ -20,7 +20,7 @@ from bench.paper.settings import MICRO_GPT, SIZES
 from bench.paper.systems import job_of
 from bench.shared.results import RESULTS, append_row, read, write
 from growkern.errors import GrowthError, GrowthWarning
-from tests.shared import warm
+from testbed import warm
 
 OLD, NEW = {"train_bytes": 1000, "validation_bytes": 50}, {"train_bytes": 900}
 

@@ -17,7 +17,7 @@ from growkern.growth.optimizer import file as optimizer_file
 from growkern.growth.source import formats, loading
 from growkern.publish.manifest import checksum
 from growkern.train.model.load import load_language_model
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 HOW = {"num_hidden_layers": 4, "progress": False}
 

@@ -18,9 +18,8 @@ import growkern
 from growkern.cli.commands import app
 from growkern.growth.source.files import Header
 from growkern.growth.source.source import open_source
-from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
-from tests.growth.plan.test_families import BART, MODERN, NEOX, ROTARY, T5
-from tests.growth.plan.test_matrix import GROUPED
+from testbed.families import BART, GROUPED, MODERN, NEOX, ROTARY, T5
+from testbed.models import BERT, GPT2, LLAMA, fold_back, random_model
 
 SIZES = {**BERT, "hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
 

@@ -13,7 +13,7 @@ import growkern
 from growkern import files
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.companions import companions
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 
 @pytest.fixture

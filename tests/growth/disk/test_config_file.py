@@ -8,8 +8,8 @@ import transformers
 
 import growkern
 from growkern.families.load import load_family, supported_families
-from tests.growth.models import random_model
-from tests.growth.relatives import RELATIVES
+from testbed.models import random_model
+from testbed.relatives import RELATIVES
 
 SIZES = {
     "vocab_size": 60,

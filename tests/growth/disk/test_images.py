@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.growth import sharded
-from tests.growth.models import image_inputs, random_model, relative_error
-from tests.growth.relatives import RELATIVES
+from testbed.models import image_inputs, random_model, relative_error
+from testbed.relatives import RELATIVES
 
 HOW = {"hidden_size": 24, "num_hidden_layers": 3, "depth": "identity", "progress": False}
 GEMMA3 = RELATIVES["gemma3"][:2]

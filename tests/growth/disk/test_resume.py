@@ -17,9 +17,10 @@ from growkern.growth.plan import growth_plan, pieces
 from growkern.growth.plan.finding import Finding
 from growkern.growth.source import formats
 from growkern.growth.source.files import read_headers
+from testbed import warm
+from testbed.models import LLAMA, random_model
 from tests.growth.disk.small_pieces import BYTES, cut_small
-from tests.growth.models import LLAMA, random_model
-from tests.shared import walks, warm
+from tests.shared import walks
 
 HOW = {"hidden_size": 24, "max_shard_size": "30kB", "progress": False}
 

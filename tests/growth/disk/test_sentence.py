@@ -16,7 +16,7 @@ import growkern
 from growkern.growth.disk.checksums import verify_checksums
 from growkern.growth.disk.sentence import fold_matrix
 from growkern.growth.space.spaces import copies, tied_output
-from tests.growth.models import BERT, random_model
+from testbed.models import BERT, random_model
 
 WORDS = [f"w{i}" for i in range(45)]
 TEXTS = ["w1 w2 w3", "w40 w3 w9 w9 w12 w30 w7", "w5"]

@@ -10,7 +10,7 @@ import torch
 import growkern
 from growkern.growth.disk import shards
 from growkern.growth.disk.shards import BLOCK_BYTES, Buffer, TargetFile
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 SIZE = 40 * BLOCK_BYTES + 123
 # cuts of a file, as pieces of tensors cut it: through blocks, at their ends, inside one

@@ -16,9 +16,9 @@ from growkern.growth.options import parse_size
 from growkern.growth.plan import axes, pieces
 from growkern.growth.plan.tensors import extras
 from growkern.growth.source.files import Header, read_headers
+from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.disk.peak import measured
 from tests.growth.disk.small_pieces import cut_small
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 CLASSES = {
     "BertForMaskedLM": (BERT, {"hidden_size": 24}),

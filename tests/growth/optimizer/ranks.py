@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 import growkern
-from tests.growth.models import GPT2, random_model
+from testbed.models import GPT2, random_model
 from tests.growth.watch import Watch
 
 STEPS = 2

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import growkern
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
+from testbed.models import BERT, GPT2, LLAMA, outputs, random_model
+from testbed.tiny import Batches, arguments, build
 from tests.growth.optimizer.test_growth_adamw import (
     CASES,
     OPTIONS,
@@ -16,8 +17,6 @@ from tests.growth.optimizer.test_growth_adamw import (
     largest_difference,
 )
 from tests.growth.optimizer.test_optimizer import GROUPS, TIED, UNTIED, loss_of
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
 
 MAX_NORM = 0.5
 

@@ -5,7 +5,7 @@ import torch
 
 import growkern
 from growkern.train.distributed.checkpoint import create_optimizer_state
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
+from testbed.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, train
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3}

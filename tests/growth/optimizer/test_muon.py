@@ -13,10 +13,10 @@ from torch.optim import _muon
 import growkern
 from growkern.growth.optimizer.moments import MUON_RULES
 from growkern.growth.optimizer.muon import Muon
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
+from testbed.models import BERT, GPT2, LLAMA, outputs, random_model
+from testbed.relatives import RELATIVES
 from tests.growth.optimizer.test_growth_adamw import largest_difference
 from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, loss_of
-from tests.growth.relatives import RELATIVES
 
 MUON = {"lr": 1e-2, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}

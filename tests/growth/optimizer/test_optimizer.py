@@ -14,10 +14,11 @@ from torch.nn.functional import cross_entropy
 import growkern
 from growkern.growth.optimizer.moments import starts_at_zero
 from growkern.growth.optimizer.state import decay_names
-from tests.growth.models import BERT, GPT2, LLAMA, Float64Everywhere, images, random_model
+from testbed.families import PYTHIA, ROTARY
+from testbed.models import BERT, GPT2, LLAMA, Float64Everywhere, images, random_model
+from testbed.relatives import RELATIVES
 from tests.growth.plan.test_families import CASES as FAMILIES
-from tests.growth.plan.test_families import HEAD_DIM, PYTHIA, ROTARY
-from tests.growth.relatives import RELATIVES
+from tests.growth.plan.test_families import HEAD_DIM
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 # new entries of a padded stream learn from the first step on, which the source's do not

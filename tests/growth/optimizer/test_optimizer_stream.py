@@ -20,8 +20,8 @@ from growkern.growth.optimizer import file as file_module
 from growkern.growth.optimizer import into
 from growkern.growth.optimizer.file import archive_size, check_archive, write_archive
 from growkern.publish import workplace
+from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.disk.peak import measured
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
 
 CASES = {
     "GPT2LMHeadModel": (GPT2, {"n_embd": 20, "n_layer": 3, "depth": "identity"}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import growkern
-from tests.growth.models import BERT, GPT2, outputs, random_model
+from testbed.models import BERT, GPT2, outputs, random_model
 from tests.growth.optimizer.test_growth_adamw import OPTIONS, groups, grown, largest_difference
 from tests.growth.optimizer.test_optimizer import train
 

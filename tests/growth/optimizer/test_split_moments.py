@@ -5,7 +5,7 @@ import torch
 
 import growkern
 from growkern.growth.optimizer.moments import starts_at_zero
-from tests.growth.models import GPT2, LLAMA, random_model
+from testbed.models import GPT2, LLAMA, random_model
 from tests.growth.optimizer.test_optimizer import (
     GROUPS,
     UNTIED,

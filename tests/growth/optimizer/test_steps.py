@@ -10,7 +10,7 @@ from growkern.growth.optimizer import adamw
 from growkern.growth.optimizer.moments import EntryFactors
 from growkern.ops.adamw import op
 from growkern.ops.adamw.factors import Rule
-from tests.growth.models import GPT2, random_model
+from testbed.models import GPT2, random_model
 from tests.growth.watch import Watch
 from tests.ops.adamw.test_adamw import SETTINGS, changed, draw, example, factors_for, truth
 

@@ -22,7 +22,7 @@ from growkern.growth.plan.advice import FIELDS
 from growkern.ops.backend import native
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import find_stacks
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_relatives import ALL, described
 
 

@@ -9,8 +9,8 @@ import transformers
 import growkern
 from growkern.growth.plan.finding import says_something
 from growkern.growth.record.verdict import measured_level
-from tests.growth.models import BERT, GPT2, random_model, relative_error
-from tests.growth.plan.test_matrix import FAMILIES
+from testbed.families import FAMILIES
+from testbed.models import BERT, GPT2, random_model, relative_error
 
 EXACT = 1e-12
 

@@ -13,9 +13,8 @@ import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.record.verdict import measured_level
 from growkern.growth.space import maps
-from tests.growth.models import BERT, GPT2, LLAMA, fold_back, outputs, random_model, relative_error
-from tests.growth.plan.test_families import BART, ROTARY, T5
-from tests.growth.plan.test_matrix import FAMILIES
+from testbed.families import BART, FAMILIES, ROTARY, T5
+from testbed.models import BERT, GPT2, LLAMA, fold_back, outputs, random_model, relative_error
 
 EXACT = 1e-12
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import growkern
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
-from tests.growth.plan.test_families import T5
+from testbed.families import T5
+from testbed.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
 
 EXACT = 1e-12
 

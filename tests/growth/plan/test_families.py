@@ -7,15 +7,13 @@ import transformers
 import growkern
 from growkern.families.load import supported_families
 from growkern.growth.plan.tensors.tensor import build_tensor
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
-from tests.growth.relatives import RELATIVES
+from testbed.families import BART, MODERN, NEOX, PYTHIA, ROTARY, SQUARE, T5, WINDOW
+from testbed.models import BERT, GPT2, LLAMA, outputs, random_model, relative_error
+from testbed.relatives import RELATIVES
 
 EXACT = 1e-12
 
 ENCODER = {**BERT, "layer_norm_eps": 1e-3}
-ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")}
-SQUARE = {k: v for k, v in ROTARY.items() if k != "head_dim"}
-NEOX = {**SQUARE, "num_attention_heads": 3, "layer_norm_eps": 1e-3, "rotary_pct": 0.5}
 
 
 def turning(share):
@@ -24,42 +22,10 @@ def turning(share):
     return {"rope_parameters": rope}
 
 
-PYTHIA = {**NEOX, "hidden_size": 24}
 PHI3 = {**ROTARY, "pad_token_id": 0}
-MODERN = {
-    **SQUARE,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 4,
-    "local_attention": 4,
-    "norm_eps": 1e-3,
-    "pad_token_id": 0,
-}
-T5 = {
-    "vocab_size": 50,
-    "d_model": 12,
-    "d_kv": 4,
-    "d_ff": 20,
-    "num_heads": 3,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "layer_norm_epsilon": 1e-3,
-    "decoder_start_token_id": 0,
-}
-BART = {
-    "vocab_size": 50,
-    "d_model": 12,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 6,
-    "encoder_ffn_dim": 20,
-    "decoder_ffn_dim": 22,
-    "max_position_embeddings": 16,
-}
 ALL_BIASES = {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True}
 GROUPS = {"num_attention_heads": 10, "num_key_value_heads": 5}
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
-WINDOW = {"sliding_window": 4, "query_pre_attn_scalar": 6}
 LAYERS = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 4,

@@ -12,7 +12,7 @@ from growkern.growth.plan.advice import idle_options, uses
 from growkern.growth.plan.growth_plan import plan_growth
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.growth.source.source import open_source
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 WIDE = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4}
 DEEP = {"num_hidden_layers": 4}

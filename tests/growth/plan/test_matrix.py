@@ -14,35 +14,12 @@ import transformers
 import growkern
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
-from tests.growth.models import BERT, GPT2, LLAMA, eager, outputs, random_model, relative_error
-from tests.growth.plan.test_families import BART, MODERN, NEOX, ROTARY, SQUARE, T5, WINDOW
-from tests.growth.relatives import RELATIVES
+from testbed.families import FAMILIES
+from testbed.models import GPT2, LLAMA, eager, outputs, random_model, relative_error
+from testbed.relatives import RELATIVES
 
 EXACT = 1e-12
 
-# identity blocks behind post-norms are exact up to eps
-ENCODER = {**BERT, "layer_norm_eps": 1e-12}
-GROUPED = {**SQUARE, "pad_token_id": 0}
-SLIDING = {"use_sliding_window": True, "sliding_window": 4}
-# model type -> class with a vocabulary head, sizes
-FAMILIES = {
-    "bart": ("BartForConditionalGeneration", {**BART, "eos_token_id": 1}),
-    "bert": ("BertForMaskedLM", ENCODER),
-    "electra": ("ElectraForMaskedLM", {**ENCODER, "embedding_size": 8}),
-    "gemma2": ("Gemma2ForCausalLM", {**ROTARY, **WINDOW}),
-    "gemma3_text": ("Gemma3ForCausalLM", {**ROTARY, **WINDOW}),
-    "gpt2": ("GPT2LMHeadModel", {**GPT2, "n_inner": 20, "pad_token_id": 0}),
-    "gpt_neox": ("GPTNeoXForCausalLM", {**NEOX, "pad_token_id": 0}),
-    "llama": ("LlamaForCausalLM", {**LLAMA, "pad_token_id": 0}),
-    "mistral": ("MistralForCausalLM", {**ROTARY, "pad_token_id": 0}),
-    "modernbert": ("ModernBertForMaskedLM", MODERN),
-    "olmo2": ("Olmo2ForCausalLM", GROUPED),
-    "phi3": ("Phi3ForCausalLM", GROUPED),
-    "qwen2": ("Qwen2ForCausalLM", {**GROUPED, **SLIDING}),
-    "qwen3": ("Qwen3ForCausalLM", {**ROTARY, **SLIDING, "pad_token_id": 0}),
-    "roberta": ("RobertaForMaskedLM", {**ENCODER, "pad_token_id": 1}),
-    "t5": ("T5ForConditionalGeneration", {**T5, "eos_token_id": 1}),
-}
 GROUPED_QUERIES = [m for m in FAMILIES if "kv_heads" in load_family(m).config]
 # sizes that are not multiples are exact under RMSNorm, and under LayerNorm before blocks
 ANY_WIDTH = [

@@ -7,7 +7,7 @@ import torch
 
 import growkern
 from growkern.growth.space import maps
-from tests.growth.models import BERT, GPT2, LLAMA, random_model, relative_error
+from testbed.models import BERT, GPT2, LLAMA, random_model, relative_error
 
 D, HEADS, FFN, HEAD_DIM, LAYERS = 12, 3, 20, 4, 3
 GROWN = {"hidden_size": 20, "intermediate_size": 33, "scheme": "paper"}
@@ -116,7 +116,7 @@ def test_aki_keeps_residual_copies_equal():
     """Units are mixed, residual coordinates never: h[i] == h[i + D] after every layer."""
     source = bert()
     grown = growkern.grow(source, method="aki", hidden_size=24, symmetry="none")
-    from tests.growth.models import outputs
+    from testbed.models import outputs
 
     hidden = outputs(grown.bert)["last_hidden_state"]
     assert torch.allclose(hidden[:, :D], hidden[:, D:], rtol=0, atol=1e-12)

@@ -8,7 +8,7 @@ import torch
 
 import growkern
 from growkern.families.load import load_family, supported_families
-from tests.growth.models import Float64Everywhere, outputs, random_model
+from testbed.models import Float64Everywhere, outputs, random_model
 
 SIZES = {
     "vocab_size": 50,

@@ -12,9 +12,10 @@ import growkern
 from growkern.families.load import load_family
 from growkern.growth.record.recorded import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
-from tests.growth.models import fold_back, random_model, relative_error
+from testbed.families import FAMILIES
+from testbed.models import fold_back, random_model, relative_error
 from tests.growth.plan.test_families import turning
-from tests.growth.plan.test_matrix import FAMILIES, GROUPED_QUERIES
+from tests.growth.plan.test_matrix import GROUPED_QUERIES
 from tests.shared.walks import walk
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import growkern
-from tests.growth.models import Float64Everywhere, outputs, random_model
+from testbed.models import Float64Everywhere, outputs, random_model
 
 SIZES = {
     "vocab_size": 50,

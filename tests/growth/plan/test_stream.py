@@ -5,7 +5,8 @@ import torch
 
 import growkern
 from growkern.growth.plan.tensors.tensor import build_tensor
-from tests.growth.models import (
+from testbed.families import FAMILIES
+from testbed.models import (
     BERT,
     GPT2,
     LLAMA,
@@ -14,7 +15,7 @@ from tests.growth.models import (
     random_model,
     relative_error,
 )
-from tests.growth.plan.test_matrix import ANY_WIDTH, EXACT, FAMILIES, width
+from tests.growth.plan.test_matrix import ANY_WIDTH, EXACT, width
 
 SYMMETRIES = ("routing", "noise", "split", "none")
 

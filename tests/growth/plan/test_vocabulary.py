@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import growkern
-from tests.growth.models import LLAMA, random_model
-from tests.growth.plan.test_matrix import FAMILIES
+from testbed.families import FAMILIES
+from testbed.models import LLAMA, random_model
 
 TOKENS = "new tokens (nats)"
 

@@ -20,7 +20,7 @@ from growkern.errors import FunctionChangedWarning
 from growkern.files import read_json
 from growkern.growth.disk.stream import Stream
 from growkern.publish.manifest import differences
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.record.test_lineage import files
 
 CASES = [

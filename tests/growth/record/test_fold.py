@@ -13,8 +13,9 @@ import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.companions import complete_config
-from tests.growth.models import BERT, GPT2, LLAMA, fold_back, random_model
-from tests.growth.plan.test_matrix import FAMILIES, WIDTHS, deeper, width
+from testbed.families import FAMILIES
+from testbed.models import BERT, GPT2, LLAMA, fold_back, random_model
+from tests.growth.plan.test_matrix import WIDTHS, deeper, width
 
 # post-norm blocks: their norms are taken apart
 DEEP = {"num_hidden_layers": 5, "depth": "identity"}

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import growkern
-from tests.growth.models import BERT, GPT2, random_model
+from testbed.models import BERT, GPT2, random_model
 
 WITH = {"repetition_penalty": 1.9, "suppress_tokens": list(range(40))}
 

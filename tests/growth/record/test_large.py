@@ -11,8 +11,8 @@ import torch
 import growkern
 from growkern.growth.record import verify as verifying
 from growkern.growth.record.verdict import measured_level
-from tests.growth.models import random_model
-from tests.growth.plan.test_matrix import FAMILIES
+from testbed.families import FAMILIES
+from testbed.models import random_model
 
 ARITHMETIC = "error of 16-bit arithmetic"
 WIDTH = {"gpt2": "n_embd", "t5": "d_model", "bart": "d_model"}

@@ -23,9 +23,9 @@ from growkern.growth.record.lineage import (
 )
 from growkern.growth.record.recorded import read_lineage
 from growkern.publish.manifest import read_manifest
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
-from tests.growth.plan.test_families import BART
-from tests.growth.plan.test_matrix import FAMILIES, deeper, width
+from testbed.families import BART, FAMILIES
+from testbed.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.plan.test_matrix import deeper, width
 
 GROWTHS = [
     ("BertForMaskedLM", BERT, {"hidden_size": 32, "num_hidden_layers": 4, "depth": "identity"}),

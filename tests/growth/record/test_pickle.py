@@ -10,7 +10,7 @@ import torch
 from torch.distributed import checkpoint as distributed
 
 import growkern
-from tests.growth.models import BERT, LLAMA, random_model
+from testbed.models import BERT, LLAMA, random_model
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 12, "num_key_value_heads": 4}
 

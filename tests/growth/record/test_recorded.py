@@ -10,8 +10,9 @@ import growkern
 from growkern import GrowthError
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.record.recorded import growth_plan_of
-from tests.growth.models import LLAMA, random_model
-from tests.growth.plan.test_matrix import ANY_WIDTH, FAMILIES, deeper, width
+from testbed.families import FAMILIES
+from testbed.models import LLAMA, random_model
+from tests.growth.plan.test_matrix import ANY_WIDTH, deeper, width
 
 
 def saved(directory, class_name, sizes, **how):

@@ -9,9 +9,8 @@ from rich.console import Console
 import growkern
 from growkern.families.load import load_family
 from growkern.growth.record.verdict import rounding
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
-from tests.growth.plan.test_families import NEOX, T5
-from tests.growth.plan.test_matrix import FAMILIES
+from testbed.families import FAMILIES, NEOX, T5
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 
 def verified(class_name, sizes, change=lambda model: None, **how):

@@ -1,6 +1,6 @@
 """The work of the ranks of test_grow_into: grow into sharded models and compare, case by case.
 
-`tests.shared.forked_ranks` runs `main` with a directory for sources and results. Each rank writes a
+`testbed.forked_ranks` runs `main` with a directory for sources and results. Each rank writes a
 file.
 """
 
@@ -29,10 +29,10 @@ from growkern.growth import sharded
 from growkern.growth.models import persistent_buffers
 from growkern.growth.plan.tensors import untrained
 from growkern.growth.source.distributed import DistributedTensor
-from tests.growth.models import BERT, GPT2, LLAMA, eager, random_model
+from testbed.families import PYTHIA
+from testbed.models import BERT, GPT2, LLAMA, eager, random_model
+from testbed.relatives import LOCAL, ONE_GROUP, RELATIVES, ROTARY
 from tests.growth.optimizer import ranks
-from tests.growth.plan.test_families import PYTHIA
-from tests.growth.relatives import LOCAL, ONE_GROUP, RELATIVES, ROTARY
 from tests.growth.watch import Watch
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 import growkern
 from growkern.growth import sharded
 from growkern.growth.source.distributed import runs_of
-from tests.growth.models import BERT, GPT2, LLAMA, outputs, random_model
+from testbed.forked_ranks import on_ranks
+from testbed.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.plan.test_families import CASES as FAMILIES
 from tests.growth.sharded.ranks import CASES, GROWN_CHECKPOINT, OPTIMIZERS, RANKS
-from tests.shared.forked_ranks import on_ranks
 
 
 def launch(ranks, directory):

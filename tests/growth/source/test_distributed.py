@@ -28,7 +28,7 @@ from growkern import GrowthError
 from growkern.growth.source.distributed import bounds_of, wrong_pieces
 from growkern.growth.source.pickles import read_metadata
 from growkern.train.distributed.checkpoint import load_weights
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 from tests.shared.walks import walk
 
 NAME = "model.embed_tokens.weight"

@@ -10,7 +10,7 @@ import torch
 import growkern
 from growkern.growth.source import formats
 from growkern.growth.source.stored import StoredTensor
-from tests.growth.models import GPT2, random_model
+from testbed.models import GPT2, random_model
 
 SUFFIX, MODEL, OPTIMIZER = ".toy", "model.toy", "adam.toy"
 

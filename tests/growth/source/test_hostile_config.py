@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 import growkern
 from growkern.errors import GrowthError
 from growkern.growth.source.config import USUAL_ACTIVATIONS
-from tests.growth.models import GPT2, LLAMA, random_model
+from testbed.models import GPT2, LLAMA, random_model
 
 CONFIGS = {
     "classes that are no list": ({"architectures": {"a": 1}}, "architectures"),

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.source.hub import hub_model, located
-from tests.growth.models import BERT, LLAMA, random_model
+from testbed.models import BERT, LLAMA, random_model
 from tests.growth.record.test_lineage import files
 from tests.growth.source.hub_server import commit_of, serving
 

@@ -9,7 +9,7 @@ from torch.distributed import checkpoint as distributed
 
 import growkern
 from growkern.growth.source.files import refuse_links_out, stays_in
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations, prune
 import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.source.loading import Float64
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 
 def function_as_activation(model):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import growkern
 from growkern.growth.optimizer.state import known_names
 from growkern.train.growth import GrowthStep, sizes_of_run
-from tests.growth.models import random_model
+from testbed.models import random_model
 
 SIZES = {
     "vocab_size": 60,

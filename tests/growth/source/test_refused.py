@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import growkern
 from growkern.growth.source.refused import KINDS, refuse_files
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 
 def advice_of(source, **sizes):

@@ -6,7 +6,7 @@ from torch.distributed import checkpoint
 
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import StoredTensor
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 
 def save(model, directory, kind):

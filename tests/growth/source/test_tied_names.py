@@ -12,7 +12,7 @@ import growkern
 from growkern import GrowthError
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 T5 = {
     "d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 3,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import growkern
-from tests.growth.models import LLAMA, random_model
+from testbed.models import LLAMA, random_model
 
 
 def small():

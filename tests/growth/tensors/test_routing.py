@@ -11,13 +11,9 @@ from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.growth_plan import plan
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
-from tests.growth.plan.test_matrix import (
-    ANY_WIDTH,
-    EXACT,
-    FAMILIES,
-    error_of_bfloat16,
-)
+from testbed.families import FAMILIES
+from testbed.models import BERT, GPT2, LLAMA, random_model
+from tests.growth.plan.test_matrix import ANY_WIDTH, EXACT, error_of_bfloat16
 
 # two, three and five copies, and units copied one to three times; heads that grow themselves
 GROWTHS = [

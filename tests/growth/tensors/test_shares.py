@@ -14,7 +14,7 @@ from growkern.growth.space import maps
 from growkern.growth.space.maps import partial_sums, take_shares
 from growkern.growth.space.spaces import signed_split
 from growkern.ops.backend.launch import HAS_TRITON
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.shared.walks import walk
 
 NARROW = [torch.bfloat16, torch.float16]

@@ -9,7 +9,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.models import initial_tensors
 from growkern.growth.plan.tensors import untrained
 from growkern.growth.plan.tensors.tensor import build_tensor, source_index
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_families import CASES
 
 

@@ -11,7 +11,7 @@ from growkern.growth import sharded
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand.many import WorkList, work_on
-from tests.growth.models import BERT, GPT2, LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.launches.cuda_emulator import emulate
 from bench.shared.cuda_cases import cuda_cases
 from growkern.errors import GrowthError
 from growkern.ops.backend import nvrtc
 from growkern.ops.backend.nvrtc import Grid
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_cuda import ExpandRowsArgs, plan
+from testbed.cuda_emulator import emulate
 
 CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 NVCC = next((str(p) for p in [CUDA_HOME / "bin/nvcc"] if p.is_file()), shutil.which("nvcc"))

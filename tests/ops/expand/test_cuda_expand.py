@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.launches.cuda_emulator import emulate
 from growkern.errors import GrowthError
 from growkern.ops.expand import on_cuda
 from growkern.ops.expand.call import ExpandCall, check_expand
 from growkern.ops.expand.on_cuda import by_source, plan
 from growkern.ops.expand.op import expand_reference
+from testbed.cuda_emulator import emulate
 from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
 from tests.ops.expand.test_expand_rounding import infinities, midpoints
 

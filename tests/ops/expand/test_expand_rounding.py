@@ -137,7 +137,7 @@ def test_infinities_become_nan_where_a_call_has_noise(name, dtype, device):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_compiled_kernels_round_to_nearest_and_flush_no_subnormals():
-    """What the interpreter of the tests is made to do (`bench/launches/interpreter.py`)."""
+    """What the interpreter of the tests is made to do (`testbed/interpreter.py`)."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", CONVERSIONS],

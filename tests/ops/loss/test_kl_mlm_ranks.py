@@ -8,9 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import growkern
+from testbed.forked_ranks import on_ranks
 from tests.ops.loss.loss_inputs import IGNORED, make_logits
 from tests.ops.loss.test_linear_kl_mlm_loss import make_heads
-from tests.shared.forked_ranks import on_ranks
 
 V, REAL = 41, 40  # the last column is padding
 # one rank of the four has no column at all
@@ -241,7 +241,7 @@ def check_fsdp(rank):
 
 
 def main(folder):
-    """The checks of each of four ranks; run by `tests.shared.forked_ranks`."""
+    """The checks of each of four ranks; run by `testbed.forked_ranks`."""
     rank = dist.get_rank()
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     check_columns(rank, dist.group.WORLD)

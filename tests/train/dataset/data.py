@@ -9,8 +9,8 @@ import transformers
 from growkern import GrowthError
 from growkern import run as train
 from growkern.train.dataset import cache
+from testbed.tiny import VOCAB
 from tests.train.distributed import run_ranks
-from tests.train.tiny import VOCAB
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(VOCAB - 5))]
 CLS, SEP = 2, 3
@@ -56,7 +56,7 @@ def rows_of(dataset):
 
 
 def main(folder):
-    """Runs by run files, for `tests.shared.forked_ranks`; and one that is refused."""
+    """Runs by run files, for `testbed.forked_ranks`; and one that is refused."""
     # the processes that wait ask after every step of the work
     cache.SECONDS = 0.0
     run_ranks.main(folder)

@@ -13,6 +13,7 @@ from growkern.train.dataset import source
 from growkern.train.dataset.load import load_data, pack_text
 from growkern.train.dataset.options import DataSection
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
+from testbed.tiny import VOCAB
 from tests.train.dataset.data import (
     CLS,
     SEP,
@@ -24,7 +25,6 @@ from tests.train.dataset.data import (
     tokenizer,
     write_jsonl,
 )
-from tests.train.tiny import VOCAB
 
 TOKENIZER = tokenizer()
 LENGTH = 8

@@ -11,10 +11,9 @@ from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageT
 from growkern import run as train
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
+from testbed.tiny import arguments, build
 from tests.train.dataset.data import CLS, SEP, ids_of, in_order, texts, tokenizer, write_jsonl
 from tests.train.run.test_run import save_tokenizer
-from tests.train.test_trainer import arguments
-from tests.train.tiny import build
 
 LENGTH = 33
 READ, WRITTEN = texts(20, seed=1), texts(20, seed=2)

@@ -19,12 +19,12 @@ from growkern.train.run import start as module
 from growkern.train.run.arguments import OWNED, REFUSED, checked_arguments, reports_of
 from growkern.train.run.file import OutputSection, Run
 from growkern.train.safety.signals import Terminated
-from tests.shared.forked_ranks import on_ranks
+from testbed.forked_ranks import on_ranks
+from testbed.tiny import build
 from tests.train.dataset import data
 from tests.train.dataset.data import texts, write_jsonl
 from tests.train.distributed import run_ranks
 from tests.train.run.test_run import save_tokenizer
-from tests.train.tiny import build
 
 # a run on records of a .jsonl file, each with a "text" and a "quality"
 RUN = """

@@ -18,8 +18,7 @@ from growkern.train.objectives.language_modeling import (
     evaluation_collator,
 )
 from growkern.train.topk_teacher.teacher import TopKCollator, TopKTeacher
-from tests.train.test_trainer import Batches, arguments, losses_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
+from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
 from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make
 
 TOKENIZER = TinyTokenizer()

@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 from growkern import run as train
 from growkern.train.run import start as module
 from growkern.train.safety import saving
-from tests.shared import warm
+from testbed import warm
 
 
 class Killer(TrainerCallback):

@@ -1,6 +1,6 @@
 """The rows that each of two processes trains on.
 
-`python -m tests.shared.forked_ranks 2 tests.train.distributed.rows FOLDER` leaves FOLDER/rows.json.
+`python -m testbed.forked_ranks 2 tests.train.distributed.rows FOLDER` leaves FOLDER/rows.json.
 For each case it has a list of token lists for each process: the rows in their order. The run files
 of RUNS in FOLDER are trained too. Dropout is on, so that training draws random numbers between
 rows.
@@ -17,8 +17,7 @@ from growkern import TwoStageTrainer
 from growkern.train.distributed.shard import DistributedOptions, make_mesh, shard
 from growkern.train.growth import GrowthStep
 from growkern.train.run import start as module
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
+from testbed.tiny import Batches, arguments, build
 
 RUNS = ("run-ddp", "run-fsdp")
 # two passes through the data, two rows in each step of each process

@@ -1,4 +1,4 @@
-"""Trains by run files on several ranks, for `tests.shared.forked_ranks`.
+"""Trains by run files on several ranks, for `testbed.forked_ranks`.
 
 DIR/script.json is a list of [run file, step after which the run is stopped or null].
 """

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.shared import walks, warm
+from testbed import warm
+from tests.shared import walks
 from tests.train.distributed import elastic
 from tests.train.distributed.test_run import SCHEDULE, SHARDED, grown_run, log_of, write
 from tests.train.run.test_run import workplace  # noqa: F401

@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 
+from testbed import parity
+from testbed.forked_ranks import on_ranks
+from testbed.parity import Case, differences, found_in, moved_apart
 from tests.shared import walks
-from tests.shared.forked_ranks import on_ranks
-from tests.train.distributed import parity
-from tests.train.distributed.parity import Case, differences, found_in, moved_apart
 
 FAMILIES = ("bert", "gpt2", "llama", "t5")
 # two ranks have every family; on four, all but one of some cases are for `--walks 2`

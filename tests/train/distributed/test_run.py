@@ -18,7 +18,7 @@ from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.run.file import load_run
 from growkern.train.safety.export import export
-from tests.shared.forked_ranks import on_ranks
+from testbed.forked_ranks import on_ranks
 from tests.train.distributed import run_ranks
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 

@@ -29,10 +29,9 @@ from growkern.train.distributed.shard import (
 )
 from growkern.train.distributed.shards import all_finite, largest_entry
 from growkern.train.rules import ON_SHARDS
+from testbed.parity import Case, differences, found_by, trainer_for, weights_of
+from testbed.tiny import Batches, arguments, build
 from tests.shared import walks
-from tests.train.distributed.parity import Case, differences, found_by, trainer_for, weights_of
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
 
 
 def sharded(mesh, model=None, **options):

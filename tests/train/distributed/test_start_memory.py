@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.distributed.start_memory import GROWN, PLAIN, SOURCE, measure, save_source
 from growkern.ops.backend import native
-from tests.shared import warm
+from testbed import warm
 
 RANKS, MOST_MB = 4, 300
 # 14 times the memory of a rank's part of the output matrix would be too much

@@ -14,8 +14,8 @@ from growkern import DataSection
 from growkern.train.dataset.load import pack_text
 from growkern.train.evaluation.evaluate import FOR_TRAINING, TextKeywords
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
+from testbed.tiny import build
 from tests.train.dataset.data import texts, tokenizer, write_jsonl
-from tests.train.tiny import build
 
 TOKENIZER, LENGTH, BATCH = tokenizer(), 16, 4
 

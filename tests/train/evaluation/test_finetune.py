@@ -10,8 +10,8 @@ import torch
 
 import growkern
 from growkern.train.evaluation.finetune import classifier_of
+from testbed.tiny import build
 from tests.train.dataset.data import WORDS, tokenizer
-from tests.train.tiny import build
 
 OPTIONS = {"sequence_length": 16, "learning_rate": 3e-3, "epochs": 8, "progress": False}
 

@@ -1,4 +1,4 @@
-"""The work of one of several processes, for `python -m tests.shared.forked_ranks`.
+"""The work of one of several processes, for `python -m testbed.forked_ranks`.
 
 Trains a model that grows twice, and leaves its weights as FOLDER/weights.pt. Float64, so that the
 order of a sum shows nowhere.
@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from growkern import GrowthStep, TwoStageTrainer
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import VOCAB, build
+from testbed.tiny import VOCAB, Batches, arguments, build
 
 STEPS = 9
 EVEN = {"symmetry": "none", "stream": "copies"}

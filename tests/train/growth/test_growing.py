@@ -19,11 +19,10 @@ import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
 from growkern.train.growth import new_part, sizes_of_run
 from growkern.train.model.sub_model import Part, layer_stacks
+from testbed.tiny import VOCAB, Batches, build
 from tests.shared import walks
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
-from tests.train.test_trainer import Batches
-from tests.train.tiny import VOCAB, build
 
 STEPS = 9
 SIZES = ("num_hidden_layers", "intermediate_size")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from growkern import TwoStageTrainer
 from growkern import run as train
 from growkern.train.loop import runs
-from tests.shared.forked_ranks import on_ranks
+from testbed.forked_ranks import on_ranks
 from tests.train.run.test_run import workplace  # noqa: F401
 
 RUN = """

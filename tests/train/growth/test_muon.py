@@ -18,13 +18,13 @@ from growkern import (
 )
 from growkern.growth.optimizer.muon import CombinedOptimizer, Muon
 from growkern.train.distributed import checkpoint
+from testbed.tiny import Batches, arguments, build, is_causal
 from tests.shared import walks
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
 from tests.train.growth.test_optimizer import optimizer_of, trained, trained_both_ways
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
-from tests.train.test_trainer import Batches, arguments, micro_batches
-from tests.train.tiny import build, is_causal
+from tests.train.test_trainer import micro_batches
 
 OWN = OptimizerOptions(muon_lr=2e-2, momentum=0.9, ns_steps=4, adjust_lr_fn="original")
 

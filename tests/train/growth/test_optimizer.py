@@ -11,9 +11,8 @@ import transformers
 import growkern
 from growkern import GrowthAdamW, GrowthError, OptimizerOptions, TwoStageTrainer
 from growkern.errors import GrowthWarning
+from testbed.tiny import Batches, arguments, build
 from tests.train.run.test_run import save_tokenizer
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
 
 TWICE = {
     "bert": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},

@@ -13,12 +13,12 @@ from growkern import run as train
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.record.recorded import growth_plan_of
 from growkern.train.safety.export import export
-from tests.shared.forked_ranks import on_ranks
+from testbed.forked_ranks import on_ranks
+from testbed.tiny import build
 from tests.train.growth import ranks
 from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import assert_same, weights_of
-from tests.train.tiny import build
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Epochs that do not divide by the batch, on one process or several.
 
-`python -m tests.shared.forked_ranks 2 tests.train.loss.epochs FOLDER` leaves the results in FOLDER.
+`python -m testbed.forked_ranks 2 tests.train.loss.epochs FOLDER` leaves the results in FOLDER.
 """
 
 import torch
@@ -9,8 +9,7 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening
 
 from growkern import InheritanceSchedule, TwoStageTrainer
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
+from testbed.tiny import Batches, arguments, build
 
 # rows of the data, micro-batches a step, rows with a KL term, the kind of data
 CASES = {

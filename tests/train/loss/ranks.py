@@ -1,4 +1,4 @@
-"""One of two processes: `python -m tests.shared.forked_ranks 2 tests.train.loss.ranks FOLDER`.
+"""One of two processes: `python -m testbed.forked_ranks 2 tests.train.loss.ranks FOLDER`.
 
 Each process has one half of the rows. Loss and gradients must be those of plain logits on all rows.
 """
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from examples import pytorch_loop
 from growkern import ExpertBalancing, InheritanceSchedule, count_labels, inherited_loss
 from growkern.train.model.sub_model import Part, layer_stacks, sub_model
+from testbed.tiny import VOCAB, batch, build, randomise
 from tests.train.loss.plain import plain_loss
-from tests.train.tiny import VOCAB, batch, build, randomise
 
 
 def sharded(model):

@@ -8,12 +8,12 @@ import torch
 import growkern
 from growkern import GrowthError, count_labels, inherited_loss
 from growkern.train.model.sub_model import layer_stacks, text_model
+from testbed.forked_ranks import on_ranks
+from testbed.models import random_model
+from testbed.relatives import RELATIVES
+from testbed.tiny import batch, build, randomise
 from tests.examples.test_scripts import MODELS
-from tests.growth.models import random_model
-from tests.growth.relatives import RELATIVES
-from tests.shared.forked_ranks import on_ranks
 from tests.train.loss.plain import plain_loss
-from tests.train.tiny import batch, build, randomise
 
 
 def padded(seed=0):

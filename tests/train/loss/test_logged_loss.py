@@ -5,8 +5,7 @@ import math
 import pytest
 
 from growkern import InheritanceSchedule, TwoStageTrainer
-from tests.train.test_trainer import Batches, arguments, losses_of
-from tests.train.tiny import build
+from testbed.tiny import Batches, arguments, build, losses_of
 
 EMPTY = (2, 3, 6, 7, 8)
 

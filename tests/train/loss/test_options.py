@@ -11,13 +11,12 @@ from growkern.train.loss import inheritance
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.run.file import Run
-from tests.shared.forked_ranks import on_ranks
+from testbed.forked_ranks import on_ranks
+from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
 from tests.train.loss import epochs
 from tests.train.loss.plain import plain_loss
 from tests.train.run.test_config import COMPLETE, load  # noqa: F401
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
-from tests.train.test_trainer import Batches, arguments, losses_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
 
 OPTIONS = [
     {"divergence": "reverse"},

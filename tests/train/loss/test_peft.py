@@ -15,9 +15,8 @@ from growkern import (
     plan,
 )
 from growkern import run as train
+from testbed.tiny import Batches, arguments, batch, build, randomise
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import batch, build, randomise
 
 
 def adapted(model=None):

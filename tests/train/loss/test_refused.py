@@ -28,11 +28,10 @@ from growkern.train.loop.checks import check_accelerator
 from growkern.train.model.load import load_tokenizer
 from growkern.train.model.sub_model import layer_stacks
 from growkern.train.topk_teacher.rows import ModelTeacher
-from tests.growth.models import random_model
-from tests.growth.relatives import LOCAL
+from testbed.models import random_model
+from testbed.relatives import LOCAL
+from testbed.tiny import Batches, arguments, build
 from tests.train.run.test_run import workplace  # noqa: F401
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
 
 SCHEDULE = InheritanceSchedule(end_step=4)
 # those that accelerate reads

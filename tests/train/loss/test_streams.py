@@ -11,12 +11,11 @@ from growkern import GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.train.loss.passes import check_stream, examples_in_last_sent
 from growkern.train.objectives.language_modeling import MaskedLMCollator
+from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
 from tests.shared import walks
 from tests.train.loss.epochs import Stream
 from tests.train.loss.test_options import calls  # noqa: F401
 from tests.train.safety.runs import assert_same, small_model, weights_of
-from tests.train.test_trainer import Batches, arguments, losses_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
 
 
 class Blocks(IterableDataset):

@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from growkern import GrowthError, count_labels, inherited_loss
+from testbed.tiny import VOCAB, batch, build, randomise
 from tests.train.loss.plain import plain_loss
-from tests.train.tiny import VOCAB, batch, build, randomise
 
 START = {"decoder_start_token_id": 2, "pad_token_id": 0}
 

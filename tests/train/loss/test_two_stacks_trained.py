@@ -13,8 +13,7 @@ from growkern import (
     TwoStageTrainer,
     inherited_loss,
 )
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
+from testbed.tiny import Batches, arguments, build
 
 STACKS = ("encoder", "decoder")
 STAGES = TwoStageConfig(layers_per_block=1, stage1_steps=4, seed=1)

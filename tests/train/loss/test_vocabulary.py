@@ -16,8 +16,7 @@ from growkern.train.dataset.load import TokenBlocks
 from growkern.train.loss.vocabulary import check_padding, check_tokenizers, check_vocabulary
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher
-from tests.train.test_trainer import arguments
-from tests.train.tiny import VOCAB, TinyTokenizer, batch, build
+from testbed.tiny import VOCAB, TinyTokenizer, arguments, batch, build
 from tests.train.topk_teacher.test_teacher_cache import make
 
 SCHEDULE = InheritanceSchedule(end_step=2)

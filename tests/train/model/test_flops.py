@@ -9,9 +9,8 @@ from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.loss.rows import count_rows
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import Part, layer_stacks, sub_model
+from testbed.tiny import FAMILIES, Batches, arguments, batch, build
 from tests.shared.delta import by_products
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import FAMILIES, batch, build
 
 ROWS, LENGTH = 3, 10
 

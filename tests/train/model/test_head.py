@@ -19,7 +19,7 @@ from growkern.train.model.head import (
     reading,
     softcap_of,
 )
-from tests.train.tiny import FAMILIES, VOCAB, batch, build, is_causal, randomise
+from testbed.tiny import FAMILIES, VOCAB, batch, build, is_causal, randomise
 
 SIZES = {
     "vocab_size": VOCAB,

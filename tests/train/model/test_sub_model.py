@@ -8,7 +8,7 @@ import transformers
 
 from growkern import GrowthError, TwoStageConfig
 from growkern.train.model.sub_model import Part, layer_stacks, model_depth, sub_model
-from tests.train.tiny import FAMILIES, VOCAB, batch, build, stack_of
+from testbed.tiny import FAMILIES, VOCAB, batch, build, stack_of
 
 EMBEDDINGS = ("bert.embeddings", "wte", "wpe", "embed_tokens")
 

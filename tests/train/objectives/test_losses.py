@@ -21,8 +21,8 @@ from growkern.train.model.flops import ModelCost, cost_of
 from growkern.train.model.sub_model import find_stacks
 from growkern.train.objectives.electra import draw
 from growkern.train.objectives.language_modeling import evaluation_collator
+from testbed.tiny import arguments
 from tests.train.objectives.places import data_of, model_of, tokenizer
-from tests.train.test_trainer import arguments
 
 ROWS = 6
 

@@ -18,8 +18,8 @@ from growkern.plot.curves import read_curve
 from growkern.publish.manifest import differences
 from growkern.train.model.load import has_tokenizer
 from growkern.train.safety.export import export
-from tests.shared import warm
-from tests.shared.forked_ranks import on_ranks
+from testbed import warm
+from testbed.forked_ranks import on_ranks
 from tests.train.distributed import run_ranks
 from tests.train.objectives.places import data_of, model_of, place_of, tokenizer
 

@@ -25,10 +25,9 @@ from growkern.train.run import resolve as resolving
 from growkern.train.run import start
 from growkern.train.run.file import load_run
 from growkern.train.run.resolve import resolve
+from testbed.tiny import VOCAB, arguments, build
 from tests.train.model.test_load import edit
 from tests.train.run.test_run import RUN, save_tokenizer, workplace  # noqa: F401
-from tests.train.test_trainer import arguments
-from tests.train.tiny import VOCAB, build
 from tests.train.topk_teacher.test_teacher_cache import make as make_cache
 
 OPENED = []

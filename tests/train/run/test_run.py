@@ -17,7 +17,7 @@ from growkern.train.run import directory as run_directory
 from growkern.train.run.arguments import training_arguments
 from growkern.train.run.file import load_runs
 from growkern.train.run.resolve import resolve
-from tests.train.tiny import VOCAB, build
+from testbed.tiny import VOCAB, build
 
 RUN = """
 [model]

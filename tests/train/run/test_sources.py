@@ -8,10 +8,9 @@ import torch
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
 from growkern.train.loss.inheritance import TeachersOfSources
 from growkern.train.run.file import load_runs
+from testbed.tiny import Batches, arguments, build, losses_of
 from tests.train.loss.plain import plain_loss
 from tests.train.run.test_run import RUN, train, workplace  # noqa: F401
-from tests.train.test_trainer import Batches, arguments, losses_of
-from tests.train.tiny import build
 
 SOURCES = ("law", "news", "news", "law", "law", "law")
 

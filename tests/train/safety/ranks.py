@@ -1,4 +1,4 @@
-"""The work of a process: `python -m tests.shared.forked_ranks 2 tests.train.safety.ranks FOLDER`.
+"""The work of a process: `python -m testbed.forked_ranks 2 tests.train.safety.ranks FOLDER`.
 
 A signal, a NaN and a full disk each reach one of the processes only. Each process leaves what
 became of it as FOLDER/<case>-<rank>.json. FOLDER/walk.json is [number of signals at random moments,

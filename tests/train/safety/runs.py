@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 from growkern import TwoStageConfig, TwoStageTrainer
 from growkern.train.dataset.load import TokenBlocks
 from growkern.train.objectives.language_modeling import MaskedLMCollator
-from tests.train.tiny import VOCAB, TinyTokenizer, build
+from testbed.tiny import VOCAB, TinyTokenizer, build
 
 STEPS = 8
 STAGES = TwoStageConfig(layers_per_block=1, stage1_steps=3)

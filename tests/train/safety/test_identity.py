@@ -10,8 +10,8 @@ from growkern import run as train
 from growkern.train.dataset import cache as fingerprints
 from growkern.train.dataset.cache import MOST_READ, fingerprint
 from growkern.train.run.directory import changes
+from testbed.tiny import build
 from tests.train.run.test_run import RUN, save_tokenizer, workplace  # noqa: F401
-from tests.train.tiny import build
 
 ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from tests.shared import walks, warm
+from testbed import warm
+from tests.shared import walks
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 
 SIZES = """

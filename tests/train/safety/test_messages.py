@@ -16,7 +16,7 @@ from growkern.cli.main import main as command
 from growkern.errors import GrowthWarning, human
 from growkern.train.run.messages import resume_command
 from growkern.train.safety.checkpoints import checkpoints_in
-from tests.shared import warm
+from testbed import warm
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import small_trainer
 
@@ -82,7 +82,7 @@ def main(folder):
 @ONE
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_without_progress_prints_nothing(workplace, ranks):  # noqa: F811
-    done = warm.run("tests.shared.forked_ranks", ranks, __name__, workplace)
+    done = warm.run("testbed.forked_ranks", ranks, __name__, workplace)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     state = json.loads((workplace / "out" / "trainer_state.json").read_text())
     assert len([line for line in state["log_history"] if "mlm" in line]) == 6

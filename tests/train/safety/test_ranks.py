@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from testbed.forked_ranks import on_ranks
 from tests.shared import walks
-from tests.shared.forked_ranks import on_ranks
 
 SIGNALS = 5
 

@@ -13,8 +13,8 @@ from growkern.errors import GrowthWarning
 from growkern.publish.manifest import MANIFEST
 from growkern.train.run.start import _train_from
 from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
+from testbed.tiny import TinyTokenizer
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
-from tests.train.tiny import TinyTokenizer
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher
+from testbed.tiny import VOCAB, TinyTokenizer, arguments, build, losses_of
 from tests.train.dataset.data import write_jsonl
 from tests.train.run.test_run import workplace  # noqa: F401
-from tests.train.test_trainer import STAGES, arguments, losses_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
+from tests.train.test_trainer import STAGES
 from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make
 
 SCHEDULE = InheritanceSchedule(rate=0.8, end_step=6)

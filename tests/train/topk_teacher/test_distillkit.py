@@ -13,8 +13,7 @@ import yaml
 from growkern import DistillKitTeacher, GrowthError, InheritanceSchedule, TeacherCache
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.distillkit import read_compression
-from tests.train.test_trainer import losses_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
+from testbed.tiny import VOCAB, TinyTokenizer, build, losses_of
 from tests.train.topk_teacher.test_cached_teacher import train_with
 from tests.train.topk_teacher.test_teacher_cache import make
 

@@ -25,9 +25,8 @@ from growkern.train.loss.passes import first_examples
 from growkern.train.loss.rows import count_kl_rows, take_rows
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
+from testbed.tiny import VOCAB, TinyTokenizer, arguments, build, losses_of
 from tests.train.run.test_run import workplace  # noqa: F401
-from tests.train.test_trainer import arguments, losses_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build
 from tests.train.topk_teacher.server import serving
 from tests.train.topk_teacher.test_cached_teacher import train_with
 from tests.train.topk_teacher.test_teacher_cache import make

@@ -26,7 +26,7 @@ from growkern.train.topk_teacher import store
 from growkern.train.topk_teacher import write as writer
 from growkern.train.topk_teacher.store import BITS_AT_ONCE, pack_ids, unpack_ids, write_tensors
 from growkern.train.topk_teacher.teacher import rows_of
-from tests.train.tiny import VOCAB, TinyTokenizer, build, is_causal
+from testbed.tiny import VOCAB, TinyTokenizer, build, is_causal
 
 
 def blocks_of(rows=11, length=9, seed=0):

@@ -1,6 +1,6 @@
 """The same training on one process and on several: cases, and the numbers that they leave.
 
-`python -m tests.shared.forked_ranks N tests.train.distributed.parity DIR` runs cases on N ranks.
+`python -m testbed.forked_ranks N testbed.parity DIR` runs cases on N ranks.
 DIR/cases.json names them. The first rank leaves DIR/<number>.pt; a case that has one is not run
 again. One process trains the whole model. Several shard it or have copies, and share out the same
 batches.
@@ -23,8 +23,7 @@ import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.distributed.shard import DistributedOptions, make_mesh, shard
 from growkern.train.model.sub_model import layer_stacks
-from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
+from testbed.tiny import Batches, arguments, build
 
 BATCH, ROWS, EVAL_ROWS = 8, 24, 10
 

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 VOCAB = 48
 FAMILIES = ("bert", "gpt2", "llama")
@@ -117,3 +117,42 @@ class TinyTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return {str(i): i for i in range(VOCAB)}
+
+
+class Batches(torch.utils.data.Dataset):
+    """Rows of unequal numbers of labels, in a fixed order."""
+
+    def __init__(self, rows):
+        self.rows = [batch(1, 8, seed=i, labelled=0.1 + 0.08 * (i % 9)) for i in range(rows)]
+        for row in self.rows:
+            row["labels"][0, 1] = row["input_ids"][0, 1]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {key: value[0] for key, value in self.rows[i].items()}
+
+
+def arguments(path, **options):
+    defaults = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "dataloader_pin_memory": False,
+    }
+    settings = {**defaults, **options}
+    if settings["max_steps"] > 0:
+        settings["warmup_steps"] = min(settings["warmup_steps"], settings["max_steps"])
+    return TrainingArguments(str(path), **settings)
+
+
+def losses_of(trainer):
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]

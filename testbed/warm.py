@@ -24,7 +24,7 @@ import warnings
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 # names the file to which a fork writes the modules that it has imported
 NOTE = "GROWKERN_TEST_MODULES"
 

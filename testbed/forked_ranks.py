@@ -1,8 +1,8 @@
-"""python -m tests.shared.forked_ranks N MODULE FOLDER: the `main(FOLDER)` of MODULE on N ranks.
+"""python -m testbed.forked_ranks N MODULE FOLDER: the `main(FOLDER)` of MODULE on N ranks.
 
 `torchrun` starts a Python for every rank, and each imports PyTorch and transformers for seconds of
 processor time. Here the ranks are forks of one process, itself a fork of the server of
-`tests.shared.warm`. They form a group of gloo. The first rank that fails ends all of them.
+`testbed.warm`. They form a group of gloo. The first rank that fails ends all of them.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.shared import warm
+from testbed import warm
 
 
 def on_ranks(number: int, module: str, folder: Path, limit_s: float = 600) -> None:
@@ -25,7 +25,7 @@ def on_ranks(number: int, module: str, folder: Path, limit_s: float = 600) -> No
         AssertionError: a rank failed; with the end of what the ranks said.
     """
     # a rank that fails ends them all; the limit is for those that wait for each other
-    done = warm.run("tests.shared.forked_ranks", number, module, folder, limit_s=limit_s)
+    done = warm.run("testbed.forked_ranks", number, module, folder, limit_s=limit_s)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -8,7 +8,7 @@ import copy
 from typing import Any
 
 from growkern.families.family import Family
-from tests.growth.models import BERT, GPT2, IMAGE, LLAMA
+from testbed.models import BERT, GPT2, IMAGE, LLAMA
 
 ENCODER = {**BERT, "layer_norm_eps": 1e-12, "pad_token_id": 1}
 ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"pad_token_id": 0}

@@ -1,0 +1,117 @@
+"""The growths that a family's table offers: each size alone, and all at once."""
+
+from growkern.growth.space.rules import followers
+from testbed.models import outputs, relative_error
+
+HEADS = "entries of a head"
+
+
+def old_sizes(model):
+    return {key: model.size(key) for key in model.family.config}
+
+
+def head_counts(model):
+    counts = (*model.family.query_heads, "kv_heads")
+    return {key: size for key, size in old_sizes(model).items() if key in counts}
+
+
+def heads_grow(family):
+    """True if heads may get more entries."""
+    return family.forces_head_dim or bool(growable_parts(family))
+
+
+def growable_parts(family):
+    """The sizes of a head that may grow: one, or those of its parts."""
+    parts = {space.size for space in family.spaces.values() if space.kind == "head"}
+    return {"head_dim", *parts} & {*family.growable}
+
+
+def more_experts(model, count):
+    """`count` copies of all experts."""
+    return {
+        key: count * model.size(key)
+        for space in model.family.mixtures
+        for key in (space.size, *followers(space, model))
+    }
+
+
+def parts_of_heads(model):
+    """Those of `growable_parts` -> entries."""
+    parts = growable_parts(model.family)
+    return {key: n for key, n in old_sizes(model).items() if key in parts}
+
+
+def more_units(model, together=False):
+    """Sizes of units, and those that others are products or quotients of.
+
+    Args:
+        together: they grow at once.
+    """
+    family, old = model.family, old_sizes(model)
+    sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
+    sizes |= {key: old[key] + 1 for key in family.ratios if key in family.growable}
+    units = [space for space in family.spaces.values() if space.kind == "units"]
+    sizes |= {s.size: 2 * old[s.size] for s in units if s.activated and s.size != "stream"}
+    keys = {size.field: key for key, size in family.config.items()}
+    for size in family.config.values():
+        if "/" in size.factors:
+            above, below = keys[size.factors[0]], keys[size.factors[2]]
+            count = sizes[below] if together else old[below]
+            sizes[above] = (old[above] // old[below] + 1) * count
+    return sizes
+
+
+def alone(model):
+    """What grows -> the table's sizes that change it, and as little else as fits."""
+    family, old, heads = model.family, old_sizes(model), head_counts(model)
+    wider = {"stream": 2 * old["stream"]}
+    found = {key: {key: size} for key, size in more_units(model).items()}
+    found |= {key: {key: old[key] + 1} for key in family.stacks.values()}
+    found |= {"vocab": {"vocab": 64}} if "vocab" in old else {}
+    found["stream"] = wider
+    found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
+    if not family.forces_head_dim:
+        parts = parts_of_heads(model)
+        found |= {key: {key: 2 * n} for key, n in {**heads, **parts}.items()}
+        return found | ({HEADS: {key: 2 * n for key, n in parts.items()}} if parts else {})
+    found |= {key: {**wider, **heads, key: 2 * n} for key, n in heads.items()}
+    if "kv_heads" in heads:
+        found["kv_heads"] = {**wider, **{key: 2 * n for key, n in heads.items()}}
+    return found | {HEADS: {**wider, **heads}}
+
+
+def at_once(model):
+    """Every size larger, and none a multiple where the family allows that."""
+    family, old, heads = model.family, old_sizes(model), head_counts(model)
+    sizes = more_units(model, together=True)
+    sizes |= {key: old[key] + 1 for key in family.stacks.values()}
+    sizes |= {"vocab": 64} if "vocab" in old else {}
+    if not family.forces_head_dim:
+        sizes |= {key: 3 * n for key, n in parts_of_heads(model).items()}
+    sizes |= more_experts(model, 3)
+    if not family.pads_exactly:
+        return sizes | heads | {"stream": 2 * old["stream"]}
+    sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}
+    if family.forces_head_dim:
+        return sizes | {"stream": 2 * model.head_dim() * sizes[family.query_heads[0]]}
+    return sizes | {"stream": old["stream"] + 8}
+
+
+def grown_by(model, sizes):
+    """The sizes by the config's names, and how layers are added exactly."""
+    how = {model.family.config_field(key): size for key, size in sizes.items()}
+    if any(sizes.get(key, 0) > model.size(key) for key in model.family.stacks.values()):
+        how["depth"] = "identity"
+        if model.family.norm.placement == "post":
+            # with the default of 1, inserted blocks are exact up to the norms' eps
+            how["identity_gain"] = 1e-8
+    return how
+
+
+def largest_error(source, grown, plan):
+    """The largest difference of the outputs, on old tokens, over the largest output."""
+    old, new = plan.layout.sizes("vocab")
+    if old == new or "logits" not in (z := outputs(source)) or z["logits"].shape[-1] != old:
+        return relative_error(source, grown)
+    grown_z = {name: x[..., :old] for name, x in outputs(grown).items()}
+    return max(((x - z[n]).abs().max() / z[n].abs().max()).item() for n, x in grown_z.items())
