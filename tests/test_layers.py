@@ -143,7 +143,7 @@ THIRD_PARTY = {
     "errors": {"rich"},
     "arguments": set(),
     "files": {"tomli"},
-    "publish": {"xxhash"},
+    "publish": {"filelock", "xxhash"},
     # the last for type checkers alone
     "ops": {"torch", "triton", "typing_extensions"},
     # to ask for the tensors of a tower

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from growkern.errors import GrowthError
 from growkern.files import write_all
@@ -28,6 +29,8 @@ TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 LOCK_FILE = ".lock"
 # errors of a folder that takes no new files
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+# errors of a lock where the file system, or its mount, has none
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def rename_new(name: str, folder: int, new_name: str, new_folder: int) -> None:
@@ -192,8 +195,12 @@ def lock_file_of(target: Path) -> Path:
     return target.parent.resolve() / f".{target.name}{LOCK_FILE}"
 
 
+class Held(GrowthError):
+    """Another process, or another part of this one, has the lock."""
+
+
 class Lock:
-    """An exclusive lock that ends with its process, however that ends.
+    """An exclusive lock that ends with its process, however that ends; a forked child has none.
 
     The file holds the process id and the host of the process that has the lock, and its work.
     """
@@ -203,54 +210,48 @@ class Lock:
 
         The message to other processes names the target, which the lock protects, and the work, as
         in "growing".
-        """
-        self.file = file
-        while True:
-            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                if self._take(target, doing):
-                    break
-            except BaseException:
-                os.close(self._descriptor)
-                raise
-            os.close(self._descriptor)
-        _held.add(self)
 
-    def _take(self, target: Path, doing: str) -> bool:
-        """Lock the open file; False: it is not the file of that name any more."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(self._descriptor)
-            raise GrowthError(f"{target}: {holder} it now: wait for it or stop it") from None
-        # the process that had the lock may have removed the file since it was opened here
-        try:
-            if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self.file)):
-                return False
-        except FileNotFoundError:
-            return False
-        os.ftruncate(self._descriptor, 0)
-        write_all(self._descriptor, f"{os.getpid()} {socket.gethostname()} {doing}\n".encode(), 0)
-        return True
+        Raises:
+            Held: somebody else has it.
+            GrowthError: the file system has no locks.
+        """
+        words = f"{os.getpid()} {socket.gethostname()} {doing}\n".encode()
+        self.file = file
+        # a lock that only a file stands for would outlive a killed process
+        self._lock = FileLock(
+            file, mode=0o666, thread_local=False, fallback_to_soft=False,
+            on_acquired=lambda descriptor: write_all(descriptor, words, 0),
+        )  # fmt: skip
+        while not self.is_held:
+            try:
+                self._lock.acquire(blocking=False)
+            except Timeout:
+                # the process that had the lock may have removed the file since it was opened here
+                if os.path.lexists(file):
+                    raise Held(
+                        f"{target}: {_holder(file)} it now: wait for it or stop it"
+                    ) from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                raise GrowthError(
+                    f"{file.parent} is on a file system without locks ({error.strerror}): mount it "
+                    "with them (Lustre: option flock; NFS: local_lock=none and a lock service), or "
+                    "give a directory on another one"
+                ) from error
 
     @property
     def is_held(self) -> bool:
         """Whether this process has the lock; a forked child does not."""
-        return self in _held
+        return self._lock.is_locked
 
-    def release(self, *, remove: bool = True) -> None:
+    def release(self) -> None:
         """Let the next process in, also if the file cannot be deleted; no effect if not held."""
-        if not self.is_held:
-            return
-        _held.remove(self)
-        try:
-            if remove:
+        if self.is_held:
+            try:
                 self.file.unlink(missing_ok=True)
-        finally:
-            os.close(self._descriptor)
-
-
-_held: set[Lock] = set()
+            finally:
+                self._lock.release()
 
 
 def make_folder(directory: Path) -> None:
@@ -286,21 +287,12 @@ def locked(directory: Path, doing: str) -> Iterator[None]:
                 directory.rmdir()
 
 
-def _holder(descriptor: int) -> str:
+def _holder(file: Path) -> str:
     """The process that wrote the lock file, and its work; it may not have come to that yet."""
-    words = os.pread(descriptor, 300, 0).decode(errors="replace").split(maxsplit=2)
-    if len(words) < 3:
+    words = ""
+    with contextlib.suppress(OSError):
+        words = file.read_bytes()[:300].decode(errors="replace")
+    if len(found := words.split(maxsplit=2)) < 3:
         return "another process is writing"
-    process, host, doing = words
+    process, host, doing = found
     return f"process {process} on {host} is {doing.strip()}"
-
-
-def _let_go_in_child() -> None:
-    # a fork shares the locks of its parent: workers of a data loader outlive a killed trainer by
-    # some seconds, and the restarted one would find its directory taken
-    for lock in _held:
-        os.close(lock._descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

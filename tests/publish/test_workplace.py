@@ -1,6 +1,7 @@
 """A directory appears only when it is complete, and files of others are never touched."""
 
 import errno
+import fcntl
 import os
 import re
 import socket
@@ -280,7 +281,7 @@ def test_a_child_does_not_hold_the_lock(tmp_path):
     childs.close()
     assert ours.recv(5) == b"ready"
     # as by the end of the process: the file stays
-    lock.release(remove=False)
+    lock._lock.release()
     Lock(tmp_path / "lock", tmp_path, "training").release()
     ours.close()
     os.waitpid(child, 0)
@@ -299,6 +300,19 @@ def test_a_locked_directory_is_as_it_was_afterwards(tmp_path):
     with locked(tmp_path / "empty", "training in"):
         pass
     assert names(tmp_path / "empty") == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_with_the_mount_option(target, monkeypatch, code):
+    def none(descriptor, how):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    why = rf"{target.parent} .*{os.strerror(code)}.*option flock"
+    with pytest.raises(GrowthError, match=why):
+        work(target)
+    with pytest.raises(GrowthError, match=why), locked(target, "training in"):
+        pass
 
 
 def test_a_planted_lock_is_not_followed(target, victim):

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError, warn
 from growkern.files import read_bounded, sync, sync_tree, write_whole
-from growkern.publish.calls import Lock, delete, lock_file_of, move
+from growkern.publish.calls import Held, Lock, delete, lock_file_of, move
 from growkern.publish.manifest import (
     ALGORITHM,
     MANIFEST,
@@ -153,7 +153,7 @@ def _make(directory: Path, rows: Iterable[Tokens], name: str, size: int) -> Iter
         lock = None
         while lock is None:
             # another run may be making the same cache
-            with contextlib.suppress(GrowthError):
+            with contextlib.suppress(Held):
                 lock = Lock(lock_file, directory, "tokenising to")
             if lock is None:
                 time.sleep(POLL)
