@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from growkern.growth.optimizer.moments import growth_lr_multipliers as growth_lr_multipliers
     from growkern.growth.optimizer.muon import GrowthMuon as GrowthMuon
     from growkern.growth.optimizer.state import grow_optimizer as grow_optimizer
+    from growkern.growth.own_modules.widen import widen as widen
+    from growkern.growth.own_modules.widen import widening as widening
     from growkern.growth.plan.growth_plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan.growth_plan import GrowthReport as GrowthReport
     from growkern.growth.plan.growth_plan import plan as plan
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from growkern.growth.record.verify import VerifyReport as VerifyReport
     from growkern.growth.record.verify import verify as verify
     from growkern.growth.sharded import grow_into as grow_into
-    from growkern.growth.widen import widen as widen
-    from growkern.growth.widen import widening as widening
     from growkern.ops.expand.call import Routing as Routing
     from growkern.ops.expand.op import expand as expand
     from growkern.train.dataset.load import load_data as load_data
@@ -82,7 +82,7 @@ _NAMES = {
     "growth.record.recorded": "growth_plan_of",
     "growth.record.verify": "VerifyReport verify",
     "growth.sharded": "grow_into",
-    "growth.widen": "widen widening",
+    "growth.own_modules.widen": "widen widening",
     "ops.expand.call": "Routing",
     "ops.expand.op": "expand",
     "train.dataset.load": "load_data",

@@ -56,7 +56,7 @@ PARTS = {
         "models",
         "source",
         "space",
-        "widen",
+        "own_modules",
         "plan",
         "disk",
         "sharded",

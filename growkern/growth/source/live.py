@@ -100,7 +100,7 @@ def class_of(module: Any) -> type:
 def refuse_computed(model: Any) -> None:
     """Refuse weights that PyTorch computes from other tensors: quantised, normed or pruned ones."""
     for name, module in model.named_modules():
-        here = f"model.get_submodule({name!r})"
+        here, name = f"model.get_submodule({name!r})", name or "the module"
         if type(module).__module__.startswith(QUANTISED):
             kind = type(module).__name__
             raise GrowthError(f"{name} is a quantised {kind}: {quantised_advice('')}")

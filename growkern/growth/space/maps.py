@@ -44,9 +44,14 @@ def generator(seed: int, *key: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def cyclic(source: int, target: int) -> Tensor:
-    """0 .. source-1 repeated. Numbers of copies differ by one at most."""
-    return torch.arange(target) % source
+def cyclic(source: int, target: int, parts: int = 1) -> Tensor:
+    """0 .. source-1 repeated. Numbers of copies differ by one at most.
+
+    `parts`: how many equal parts lie side by side; each repeats entries of its own.
+    """
+    each = source // parts
+    part = torch.arange(target // parts) % each
+    return (part + torch.arange(parts)[:, None] * each).flatten()
 
 
 def balanced(source: int, target: int, rng: torch.Generator) -> Tensor:

@@ -1,0 +1,1 @@
+"""Any PyTorch module, widened."""

@@ -1,0 +1,150 @@
+"""Runs two modules on the same inputs in float64, and finds where their outputs begin to differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from growkern.errors import GrowthError, reason
+from growkern.growth.source.live import class_of
+from growkern.growth.space import maps
+
+# relative to the largest output. A forward may compute a part in float32, which costs 1e-6
+TOLERANCE = 1e-5
+
+
+def check_same_outputs(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]) -> None:
+    """Refuse two modules whose outputs differ. Outputs that are wider are compared by copies.
+
+    Args:
+        small, large: both in float64, in evaluation mode and on one device.
+        inputs: arguments of `forward`, in a tuple, or in a dict by their names.
+        parts: how many axes of copies may lie side by side in an output.
+    """
+    ours, theirs = _run(small, "small", inputs), _run(large, "large", inputs)
+    error = _error(ours, theirs, parts)
+    if error <= TOLERANCE:
+        if not any(bool(x.count_nonzero()) for x in ours):
+            raise GrowthError(
+                "all outputs of `small` are 0 or empty, so they compare nothing: give other inputs"
+            )
+        return
+    place = _first_difference(small, large, inputs, parts)
+    raise GrowthError(
+        f"the outputs of `large` would differ by {error:.1e} of the largest. {place}. `fused`, "
+        "`copies` and `skip` of growkern.widen say what it cannot see"
+    )
+
+
+def _run(module: nn.Module, role: str, inputs: Any) -> list[Tensor]:
+    """The tensors that a module returns."""
+    try:
+        result = _leaves(_call(module, inputs))
+    except Exception as error:
+        raise GrowthError(
+            f"`{role}` cannot be run on copies of `inputs` in float64: {reason(error)}"
+        ) from error
+    if not result:
+        raise GrowthError(f"`{role}` returns no tensor for `inputs`, so nothing can be compared")
+    return result
+
+
+@torch.no_grad()
+def _call(module: nn.Module, inputs: Any) -> Any:
+    """The outputs of a module for copies of inputs, in float64. All draw the same numbers."""
+    first = next((x for x in (*module.parameters(), *module.buffers())), torch.empty(0))
+
+    def as_double(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach().to(first.device, copy=True)
+        return x.double() if x.is_floating_point() else x
+
+    inputs = pytree.tree_map(as_double, inputs)
+    devices = [first.device] if first.is_cuda else []
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.random.fork_rng(devices):
+            return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    found = list[Tensor]()
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf):
+            found += _leaves(list(vars(leaf).values()))
+    return found
+
+
+def _error(ours: list[Tensor], theirs: list[Tensor], parts: Iterable[int]) -> float:
+    """The largest difference, relative to the largest number of its tensor."""
+    if len(ours) != len(theirs):
+        return float("inf")
+    pairs = zip(ours, theirs, strict=True)
+    return max((min(_error_of(a, b, n) for n in parts) for a, b in pairs), default=0.0)
+
+
+def _error_of(a: Tensor, b: Tensor, parts: int) -> float:
+    """The difference of one tensor from a wider one, whose axes may be copies in parts."""
+    if a.ndim != b.ndim or any(n > m for n, m in zip(a.shape, b.shape, strict=True)):
+        return float("inf")
+    for axis, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)):
+        if n < m:
+            if n == 0 or n % parts or m % parts:
+                return float("inf")
+            a = a.index_select(axis, maps.cyclic(n, m, parts).to(a.device))
+    if a.numel() == 0:
+        return 0.0
+    a, b = (x if x.is_complex() else x.double() for x in (a, b))
+    if bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all()):
+        return 0.0
+    finite = a[a.isfinite()].abs()
+    scale = finite.max().item() if finite.numel() else 0.0
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs())
+    largest = apart.nan_to_num(float("inf")).max().item()
+    return largest / scale if scale else largest
+
+
+def _first_difference(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]) -> str:
+    """Where two runs begin to differ, in a sentence."""
+    seen = [_events(module, inputs) for module in (small, large)]
+    for (path, what, ours), (other, _, theirs) in zip(*seen, strict=False):
+        if path != other:
+            break
+        if _error(ours, theirs, parts) > TOLERANCE:
+            kind = class_of(small.get_submodule(path)).__name__
+            name = f"{path} ({kind})" if path else f"the {kind} itself"
+            if what == "input":
+                return f"The first to differ is {name}: already its input mixes what grows"
+            return f"The first to differ is the output of {name}"
+    return "Their modules are called in another order"
+
+
+def _events(module: nn.Module, inputs: Any) -> list[tuple[str, str, list[Tensor]]]:
+    """Inputs and outputs of all modules inside, in the order of a run: path, which, tensors."""
+    events = list[tuple[str, str, list[Tensor]]]()
+
+    def note(path: str, what: str, value: Any) -> None:
+        # what follows may change it in place
+        events.append((path, what, [x.clone() for x in _leaves(value)]))
+
+    for path, inner in module.named_modules():
+        if path:
+            inner.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: note(path, "input", (args, kwargs)),
+                with_kwargs=True,
+            )
+        inner.register_forward_hook(lambda _, __, out, path=path: note(path, "output", out))
+    _call(module, inputs)
+    return events
