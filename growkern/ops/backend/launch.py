@@ -18,9 +18,9 @@ if HAS_TRITON:
     jit = triton.jit
 else:
 
-    def jit(fn: Any) -> Any:
+    def jit(fn: Any = None, **options: Any) -> Any:
         """Stand in for ``triton.jit``, so that a module with kernels imports without Triton."""
-        return fn
+        return jit if fn is None else fn
 
 
 def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: Any) -> None:

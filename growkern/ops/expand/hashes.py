@@ -8,8 +8,8 @@ index on that axis, and ``line`` is the position on the other axis:
     key  = mix(mix(line ^ seed_hi) + seed_lo)        mult = mix(key + 0x9e3779b9) | 1        (2)
     h    = key + src * mult
 
-Key and mult depend on the line only. They are computed in this file, once per line. Kernels compute
-h and (3) to (5) for every element. The constants of (1) come from the two-round hash `lowbias32`,
+Key and mult depend on the line only. They are computed once per line: for GPUs by `lines_kernel` of
+`on_triton.py`, else in this file. Kernels compute h and (3) to (5) for every element. The constants of (1) come from the two-round hash `lowbias32`,
 which was found by a search for low bias.
 
 Noise of an element, with the size s of its entry on the noisy axis:
@@ -74,18 +74,12 @@ def seed_words(seed: int) -> tuple[int, int]:
     return _int32(seed >> 32), _int32(seed)
 
 
-def keys_of_lines(
-    line: Tensor, seed_hi: int | Tensor, seed_lo: int | Tensor
-) -> tuple[Tensor, Tensor]:
-    """(2): key and mult of lines, all (n,) int32 bits; the seed is one for all, or one for each."""
-    key = _mix(_mix(line ^ seed_hi) + seed_lo)
-    return key, _mix(key + GOLDEN) | 1
-
-
 def line_keys(n_lines: int, offset: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(2) for the lines offset, offset + 1, ...: (key, mult), both (n_lines,) int32 bits."""
     line = torch.arange(offset, offset + n_lines, device=device).to(torch.int32)
-    return keys_of_lines(line, *seed_words(seed))
+    seed_hi, seed_lo = seed_words(seed)
+    key = _mix(_mix(line ^ seed_hi) + seed_lo)
+    return key, _mix(key + GOLDEN) | 1
 
 
 def keys_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None]:

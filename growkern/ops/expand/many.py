@@ -26,8 +26,16 @@ from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import ExpandCall, check_sizes
-from growkern.ops.expand.hashes import keys_of_lines, seed_words
-from growkern.ops.expand.on_triton import EXACT, ROUTED_COLS, ROUTED_ROWS, block_of, expand_block
+from growkern.ops.expand.hashes import seed_words
+from growkern.ops.expand.on_triton import (
+    EXACT,
+    LINES_AT_ONCE,
+    ROUTED_COLS,
+    ROUTED_ROWS,
+    block_of,
+    expand_block,
+    lines_kernel,
+)
 from growkern.ops.expand.op import expand_call
 
 
@@ -131,7 +139,7 @@ def expand_many_kernel(
         sources = (weight_ptr, tl.load(t + AT_UPPER).to(like[LIKE_WEIGHT].dtype))
     expand_block(
         block, sources, maps, scales, noise, out_ptr, strides, shape,
-        NOISE, LARGER, ACC, BLOCK_M, BLOCK_N,
+        NOISE, LARGER, ACC, 0, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -158,24 +166,39 @@ class _Packed:
 
 
 class _LineKeys:
-    """(2) of `hashes.py` for many calls at once: one by one takes about 20 small launches each."""
+    """(2) of `hashes.py` for many calls in one launch. Each program's lines are of one call."""
 
     def __init__(self) -> None:
         self.length, self.ranges = 0, list[tuple[int, ...]]()
 
     def add(self, n_lines: int, offset: int, seed: int) -> int:
         """Append the lines offset, offset + 1, ...; the first key's place, as `_Packed.add`."""
-        at, length = self.length, -(-n_lines // 4) * 4
-        self.ranges.append((length, offset - at, *seed_words(seed)))
-        self.length += length
+        at, words = self.length, seed_words(seed)
+        starts = range(0, n_lines, LINES_AT_ONCE)
+        self.ranges += [(offset + start, *words) for start in starts]
+        self.length += len(starts) * LINES_AT_ONCE
         return at
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Key and mult of all lines."""
-        ranges = torch.tensor(self.ranges, dtype=torch.int64).reshape(-1, 4).to(device)
-        each = ranges[:, 1:].repeat_interleave(ranges[:, 0], 0, output_size=self.length)
-        line = torch.arange(self.length, device=device) + each[:, 0]
-        return keys_of_lines(*(x.to(torch.int32) for x in (line, each[:, 1], each[:, 2])))
+        key = torch.empty(self.length, dtype=torch.int32, device=device)
+        mult, table = torch.empty_like(key), torch.tensor(self.ranges).to(device)
+        if self.ranges:
+            launch(
+                lines_kernel,
+                len(self.ranges),
+                key,
+                key,
+                mult,
+                None,
+                None,
+                table,
+                self.length,
+                *(0, 0, 0, 0),
+                BLOCK=LINES_AT_ONCE,
+                **EXACT,
+            )
+        return key, mult
 
 
 class LaunchKind(NamedTuple):

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend import nvrtc
+from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.backend.nvrtc import TYPES, Grid, Kernel
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.hashes import keys_of_call, noise_of_entries
+from growkern.ops.expand.on_triton import lines_of_call
 
 THREADS = 256
 # with fewer rows than this, several blocks share a row: a vector is one row
@@ -103,8 +105,7 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
         *(as_vector(x, torch.int32) for x in (call.rows, call.cols)),
         *(as_vector(x, acc) for x in (call.row_scale, call.col_scale)),
         *noise_of_entries(call, acc),
-        None if call.routing is None else call.routing.packed,
-        *keys_of_call(call),
+        *_lines(call),
     )
     row_bytes = -(-C // 8) * 8 * weight_RC.element_size() * (1 if upper_RC is None else 2)
     staged = row_bytes <= limit
@@ -122,6 +123,13 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
     kernel = expand_kernel(call, _aligned(tensors, args))
     grid = Grid(R * blocks_per_row, THREADS, row_bytes if staged else 0)
     return Plan(kernel, grid, args, tensors)
+
+
+def _lines(call: ExpandCall) -> tuple[Tensor | None, ...]:
+    """`Routing.packed`, and key and mult of every line."""
+    if HAS_TRITON and call.out.is_cuda:
+        return lines_of_call(call)
+    return None if call.routing is None else call.routing.packed, *keys_of_call(call)
 
 
 def _aligned(tensors: Sequence[Tensor | None], args: ExpandRowsArgs) -> bool:
