@@ -10,15 +10,24 @@ from growkern.ops.backend import scale
 from growkern.ops.backend.launch import tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE
 from growkern.ops.expand.many import N_FIELDS, expand_many_kernel
-from growkern.ops.expand.on_triton import EXACT, GATHER, block_of, expand_kernel
+from growkern.ops.expand.on_triton import (
+    EXACT,
+    GATHER,
+    LINES_AT_ONCE,
+    block_of,
+    expand_kernel,
+    lines_kernel,
+)
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, lanes_of, most_columns
 from growkern.ops.loss.rows.state import Maths, Steps
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_kernel
 
-# of a large matrix
-EXPAND_BLOCK = block_of(8192)
+# of a large matrix, and with its rows in shared memory
+WHOLE = 4096
+EXPAND_BLOCK, WHOLE_BLOCK = block_of(8192), block_of(8192, WHOLE)
 EXPAND_WARPS = EXPAND_BLOCK.pop("num_warps")
+assert WHOLE_BLOCK.pop("num_warps") == EXPAND_WARPS
 
 
 class AotCase(NamedTuple):
@@ -72,8 +81,7 @@ def expand_cases() -> list[AotCase]:
         aki = {"sources": (x, x), "scales": (factor, factor)}
         rows = {"maps": (index, None), "scales": (factor, None)}
         size = {"bf16": 2, "fp32": 4, "fp64": 8}[dtype]
-        constants = {"ACC": getattr(tl, acc.replace("fp", "float"))}
-        constants |= EXPAND_BLOCK | {"LARGER": 1.0}
+        constants: dict[str, Any] = {"ACC": getattr(tl, acc.replace("fp", "float")), "LARGER": 1.0}
         noisy = {"noise": (factor, "*i32", "*i32")}
         routed = {"noise": ("*i32", "*i32", "*i32")}
         ways = (
@@ -87,13 +95,38 @@ def expand_cases() -> list[AotCase]:
         )
         # float64 is for tests
         for name, signature, noise in ways[: 1 if dtype == "fp64" else None]:
-            case = AotCase(f"expand {name} {dtype}", expand_kernel, signature, {}, options=EXACT)
-            case = case._replace(constexprs=constants | {"NOISE": noise}, num_warps=EXPAND_WARPS)
-            # twice as wide: four elements written for each one read
-            cases.append(
-                case._replace(narrow="" if name == "rows" else GATHER, traffic=1.25 * size)
-            )
+            # as `whole_of` decides
+            whole = WHOLE if name.startswith("FPI") and size <= 4 else 0
+            block = WHOLE_BLOCK if whole else EXPAND_BLOCK
+            narrow = "" if whole or name == "rows" else GATHER
+            case = AotCase(
+                f"expand {name} {dtype}", expand_kernel, signature,
+                constants | block | {"NOISE": noise, "WHOLE": whole},
+                # twice as wide: four elements written for each one read
+                (), EXPAND_WARPS, None, EXACT, narrow, 1.25 * size,
+            )  # fmt: skip
+            cases.append(case)
     return cases
+
+
+def lines_cases() -> list[AotCase]:
+    """One call with routing, and a work list."""
+    numbers = {"n": "i32", "n_copies": "i32", "offset": "i32", "seed_hi": "i32", "seed_lo": "i32"}
+    ways = (("", "*i32", "*i64", None), (" of a work list", None, None, "*i64"))
+    return [
+        AotCase(
+            f"expand lines{name}",
+            lines_kernel,
+            {"key_ptr": "*i32", "mult_ptr": "*i32", "packed_ptr": packed, "copies_ptr": copies}
+            | {"table_ptr": table, **numbers},
+            {"BLOCK_N": LINES_AT_ONCE},
+            tuple(numbers),
+            options=EXACT,
+            narrow="a program has 256 lines, two for each thread",
+            narrow_stores="a program has 256 lines, two for each thread",
+        )
+        for name, packed, copies, table in ways
+    ]
 
 
 def expand_many_cases() -> list[AotCase]:
@@ -227,5 +260,5 @@ def tail_cases() -> list[AotCase]:
 
 def listed() -> list[AotCase]:
     """The launches of every kernel."""
-    lists = (adamw_cases, scale_cases, expand_many_cases, expand_cases, rows_cases, tail_cases)
-    return [case for cases in lists for case in cases()]
+    lists = (adamw_cases, scale_cases, expand_many_cases, expand_cases, lines_cases, rows_cases)
+    return [case for cases in (*lists, tail_cases) for case in cases()]

@@ -247,7 +247,7 @@ def expands(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
     kinds: list[dict[str, Any]] = [{}, {"noise": "col"}, {"upper": True, "noise": "col"}]
     kinds += [{"upper": True}, {"noise": "row"}, {"routing": "row"}, {"routing": "col"}]
     kinds += [{"upper": True, "routing": "col"}, {"routing": "col", "amplitude": 2.0}]
-    wide, ragged = (16, 64, 32, 2048), (9, 17, 20, 33)
+    wide, ragged = (16, 4096, 32, 8192), (9, 17, 20, 33)
     # as growth by FPI launches it: nothing is scaled
     yield _expand(wide, BF16, BF16, {"routing": "col", "scales": False}, rng)
     for dtype, kind in itertools.product((BF16, FP32, FP16, FP64), kinds):

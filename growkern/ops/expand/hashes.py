@@ -9,8 +9,8 @@ index on that axis, and ``line`` is the position on the other axis:
     h    = key + src * mult
 
 Key and mult depend on the line only. They are computed once per line: for GPUs by `lines_kernel` of
-`on_triton.py`, else in this file. Kernels compute h and (3) to (5) for every element. The constants of (1) come from the two-round hash `lowbias32`,
-which was found by a search for low bias.
+`on_triton.py`, else in this file. Kernels compute h and (3) to (5) for every element. The constants
+of (1) come from the two-round hash `lowbias32`, which was found by a search for low bias.
 
 Noise of an element, with the size s of its entry on the noisy axis:
 

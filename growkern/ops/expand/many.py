@@ -195,7 +195,7 @@ class _LineKeys:
                 table,
                 self.length,
                 *(0, 0, 0, 0),
-                BLOCK=LINES_AT_ONCE,
+                BLOCK_N=LINES_AT_ONCE,
                 **EXACT,
             )
         return key, mult

@@ -322,16 +322,16 @@ def lines_kernel(
     offset,  # of the first line
     seed_hi,  # both as int32
     seed_lo,
-    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    first = tl.program_id(0) * BLOCK
-    at = first + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK_N
+    at = first + tl.arange(0, BLOCK_N)
     if table_ptr is None:
         offset += first
     else:
         table = table_ptr + tl.program_id(0) * 3
         offset, seed_hi, seed_lo = tl.load(table), tl.load(table + 1), tl.load(table + 2)
-    line = (offset + tl.arange(0, BLOCK)).to(tl.uint32)
+    line = (offset + tl.arange(0, BLOCK_N)).to(tl.uint32)
     key = _mix(_mix(line ^ seed_hi.to(tl.uint32)) + seed_lo.to(tl.uint32))
     mult = _mix(key + 0x9E3779B9) | 1
     tl.store(key_ptr + at, key.to(tl.int32, bitcast=True), mask=at < n)
@@ -370,7 +370,7 @@ def lines_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None, Tenso
         n_copies,
         offset,
         *seed_words(call.seed),
-        BLOCK=LINES_AT_ONCE,
+        BLOCK_N=LINES_AT_ONCE,
         **EXACT,
     )
     return packed, key, mult
@@ -395,9 +395,9 @@ def block_of(columns: int, whole: int = 0) -> dict[str, int]:
     return {"BLOCK_M": 16, "BLOCK_N": size, "num_warps": max(4, min(8, size // 256))}
 
 
-# columns of a source row in shared memory, where each takes 4 bytes: seven programs then fit on a
-# multiprocessor of an H100
-MOST_WHOLE = 8192
+# columns of a source row in shared memory, where each takes 4 bytes. With twice as many a kernel
+# spills, and another takes so many registers that one program fills a multiprocessor
+MOST_WHOLE = 4096
 
 
 def whole_of(call: ExpandCall) -> int:

@@ -159,12 +159,10 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, curr
         monkeypatch.setattr(module, name, recorder(name))
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 64)
     monkeypatch.setattr(tuned, "_arch", lambda device: "sm_90")
-    # a build of PyTorch without CUDA cannot slice fake CUDA tensors, as the keys of lines do
-    keys = (torch.empty(0, dtype=torch.int32),) * 2
-    monkeypatch.setattr(many._LineKeys, "on", lambda self, device: keys)
     with FakeTensorMode():
         launches_on("cuda:1")
-    assert seen == {name: [1] for _, name in expected}
+    # a work list and a single call both make hashes of lines
+    assert {name: set(found) for name, found in seen.items()} == {name: {1} for _, name in expected}
     assert current.index == 0
 
 
