@@ -31,7 +31,7 @@ FILES = {
     ("adamw_step", "cpu"): {*ADAMW, "adamw/on_cpu.py", "csrc/cpu/adamw_body.cpp"},
     ("adamw_step", "triton"): {*ADAMW, "adamw/on_triton.py"},
     ("expand", "cpu"): {*EXPAND, "expand/on_cpu.py", "csrc/cpu/expand_body.cpp"},
-    ("expand", "triton"): {*EXPAND, "expand/on_triton.py"},
+    ("expand", "triton"): {*EXPAND, "expand/on_triton.py", "expand/noise_on_triton.py"},
     ("expand", "cuda"): {
         *(*EXPAND, "expand/on_cuda.py", "expand/on_triton.py", "csrc/cuda/expand_rows.cu")
     },

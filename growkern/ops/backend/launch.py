@@ -23,6 +23,11 @@ else:
         return jit if fn is None else fn
 
 
+# Options of the compiler for the bits of other backends: a fused x * factor - x would differ in the
+# last one. Hashes wrap around on purpose, which TRITON_DEBUG=1 would turn into a trap.
+EXACT = {"enable_fp_fusion": False, "sanitize_overflow": False}
+
+
 def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: Any) -> None:
     """Run a Triton kernel on the device of a tensor. All launches go through here.
 

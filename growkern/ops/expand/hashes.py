@@ -8,9 +8,9 @@ index on that axis, and ``line`` is the position on the other axis:
     key  = mix(mix(line ^ seed_hi) + seed_lo)        mult = mix(key + 0x9e3779b9) | 1        (2)
     h    = key + src * mult
 
-Key and mult depend on the line only. They are computed once per line: for GPUs by `lines_kernel` of
-`on_triton.py`, else in this file. Kernels compute h and (3) to (5) for every element. The constants
-of (1) come from the two-round hash `lowbias32`, which was found by a search for low bias.
+Key and mult depend on the line only. They are computed once per line: for GPUs by `on_triton.py`,
+else in this file. Kernels compute h and (3) to (5) for every element. The constants of (1) come
+from the two-round hash `lowbias32`, which was found by a search for low bias.
 
 Noise of an element, with the size s of its entry on the noisy axis:
 
@@ -40,8 +40,9 @@ independent too, because h is a strongly universal hash (multiply-shift, Dietzfe
 is all that separating copies needs: the gradients that two copies get are sums over lines. To mix h
 again would take at least five more operations per element.
 
-(3) to (5) are in four places: for PyTorch in this file, for Triton in `on_triton.py`, for CPUs in
-csrc/cpu (expand_noise.h, expand_routing.h, expand_stream.h), for GPUs in csrc/cuda/expand_rows.cu.
+(3) to (5) are in four places: for PyTorch in this file, for Triton in `noise_on_triton.py`, for
+CPUs in csrc/cpu (expand_noise.h, expand_routing.h, expand_stream.h), for GPUs in
+csrc/cuda/expand_rows.cu.
 Both kinds of C++ have h and (4) from csrc/line_hash.h.
 """
 

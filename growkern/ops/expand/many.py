@@ -23,12 +23,11 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import BACKENDS, choose_backend
-from growkern.ops.backend.launch import acc_dtype, jit, launch, tl
+from growkern.ops.backend.launch import EXACT, acc_dtype, jit, launch, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import ExpandCall, check_sizes
 from growkern.ops.expand.hashes import seed_words
 from growkern.ops.expand.on_triton import (
-    EXACT,
     LINES_AT_ONCE,
     ROUTED_COLS,
     ROUTED_ROWS,

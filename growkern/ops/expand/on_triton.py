@@ -7,7 +7,7 @@ weight; M, N those of the result.
 import torch
 from torch import Tensor
 
-from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
+from growkern.ops.backend.launch import EXACT, acc_dtype, jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import (
     COL_NOISE,
@@ -19,6 +19,7 @@ from growkern.ops.expand.call import (
     has_contiguous_columns,
 )
 from growkern.ops.expand.hashes import seed_words
+from growkern.ops.expand.noise_on_triton import noise_of, rounded, routed, with_noise
 
 # kinds of noise, for kernels: these read no global numbers but constexpr
 NOISY_ROWS, NOISY_COLS = tl.constexpr(ROW_NOISE), tl.constexpr(COL_NOISE)
@@ -28,44 +29,7 @@ WEIGHT, UPPER = map(tl.constexpr, range(2))
 OF_ROWS, OF_COLS = map(tl.constexpr, range(2))
 OF_AXIS, KEY, MULT = map(tl.constexpr, range(3))
 WEIGHT_R, UPPER_R, SOURCE_C, OUT_M, OUT_N = map(tl.constexpr, range(5))
-TOP_BIT = tl.constexpr(-(1 << 31))
 GATHER = "columns are gathered by index, one element at a time"
-
-
-@jit
-def _share_of_copy(key, mult, src, copies, x, larger, LARGER: tl.constexpr):
-    """(5) of `hashes.py` for elements that broadcast, where `larger` is the larger share of x.
-
-    Args:
-        key, mult, src, copies: int32 bit patterns; copies as in `Routing.packed`.
-        x, larger: in the accumulator's dtype.
-        LARGER: `Routing.larger_share`.
-    """
-    number = copies & 0xFFFF
-    count = (copies >> 16).to(tl.uint32, bitcast=True)
-    factor = mult.to(tl.uint32, bitcast=True)
-    h = (key + src * mult).to(tl.uint32, bitcast=True)
-    p = tl.umulhi(h, count).to(tl.int32, bitcast=True)
-    if LARGER == 1.0:
-        return tl.where(p == number, x, 0.0)
-    step = tl.umulhi(factor, count - 1).to(tl.int32, bitcast=True)
-    q = p + 1 + step
-    total = copies >> 16
-    q = tl.where(q >= total, q - total, q)
-    share = tl.where(p == number, larger, tl.where(q == number, x - larger, 0.0))
-    return tl.where(total == 1, x, share)
-
-
-@jit
-def _noise_of(size, src):
-    """What (3) of `hashes.py` needs of an entry of the noisy axis, beside its line.
-
-    Returns:
-        1 + |size|; the int32 source index, plus 2**31 if `size` is negative; and the bits of the
-        hash that decide, int32: the top bit, or none if `size` is 0.
-    """
-    sign = size.to(tl.float32).to(tl.int32, bitcast=True) & TOP_BIT
-    return 1 + tl.abs(size), src ^ sign, tl.where(size == 0, 0, TOP_BIT)
 
 
 @jit
@@ -96,42 +60,6 @@ def _elements(source, cols, n_inside):
         # outside the result, row and column 0 are read: a mask takes an instruction per element
         x = tl.load(source)
     return x
-
-
-@jit
-def _with_noise(x, factor, sign, like, ACC: tl.constexpr):
-    """(4) without its last rounding.
-
-    Args:
-        x: in the accumulator's dtype.
-        factor: 1 + |noise|.
-        sign: int32, the top bit if the noise is negative, else 0.
-    """
-    rest = _rounded(x * factor, like).to(ACC) - x
-    if ACC.primitive_bitwidth == 64:
-        bits = rest.to(tl.int64, bitcast=True) ^ (sign.to(tl.int64) << 32)
-    else:
-        bits = rest.to(tl.int32, bitcast=True) ^ sign
-    return x + bits.to(ACC, bitcast=True)
-
-
-@jit
-def _routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.constexpr):
-    """(5) of `hashes.py`."""
-    x = _rounded(x, like).to(ACC)
-    larger = x
-    if LARGER != 1.0:
-        larger = _rounded(x * LARGER, like).to(ACC)
-    return _share_of_copy(key, mult, src, copies, x, larger, LARGER)
-
-
-@jit
-def _rounded(x, like):
-    """x in the dtype `like` points to."""
-    if like.dtype.element_ty.primitive_bitwidth == 16:
-        # float64 too: the rounding of `op.py`
-        x = x.to(tl.float32)
-    return x.to(like.dtype.element_ty)
 
 
 @jit
@@ -193,7 +121,7 @@ def _of_columns(
         mult = tl.load(noise[MULT] + n, mask=inside, other=0)
     if NOISE == NOISY_COLS:
         size = tl.load(noise[OF_AXIS] + n, mask=inside, other=0.0).to(ACC)
-        noise_of_col = _noise_of(size, col.to(tl.int32))
+        noise_of_col = noise_of(size, col.to(tl.int32))
     if NOISE == ROUTED_COLS:
         copies = tl.load(noise[OF_AXIS] + n, mask=inside, other=0)
     return col, col_scale, key, mult, noise_of_col, copies
@@ -218,17 +146,17 @@ def _store_row(
         key = tl.load(noise[KEY] + m, mask=m_inside)
         mult = tl.load(noise[MULT] + m, mask=m_inside)
     if NOISE == NOISY_ROWS:
-        noise_of_entry = _noise_of(of_row.to(ACC), row)
+        noise_of_entry = noise_of(of_row.to(ACC), row)
     if NOISE == NOISY_ROWS or NOISE == NOISY_COLS:  # noqa: SIM109
         factor, src, top = noise_of_entry
-        x = _with_noise(x, factor, (key + src * mult) & top, out_ptr, ACC)  # (3)
+        x = with_noise(x, factor, (key + src * mult) & top, out_ptr, ACC)  # (3)
     if NOISE == ROUTED_ROWS:
-        x = _routed(x, key, mult, row, of_row, out_ptr, LARGER, ACC)
+        x = routed(x, key, mult, row, of_row, out_ptr, LARGER, ACC)
     if NOISE == ROUTED_COLS:
-        x = _routed(x, key, mult, col.to(tl.int32), copies, out_ptr, LARGER, ACC)
+        x = routed(x, key, mult, col.to(tl.int32), copies, out_ptr, LARGER, ACC)
     # int64: m * stride passes 2**31 at 65k x 32k elements
     to = out_ptr + m.to(tl.int64) * strides[OUT_M] + n.to(tl.int64) * strides[OUT_N]
-    tl.store(to, _rounded(x, out_ptr), mask=(n < shape[3]) & m_inside)
+    tl.store(to, rounded(x, out_ptr), mask=(n < shape[3]) & m_inside)
 
 
 @jit
@@ -299,7 +227,8 @@ def expand_kernel(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------ lines
+# lines of a program of `lines_kernel`
+LINES_AT_ONCE = 256
 
 
 @jit
@@ -342,9 +271,6 @@ def lines_kernel(
         tl.store(packed_ptr + at, (number + (count << 16)).to(tl.int32), mask=at < n_copies)
 
 
-LINES_AT_ONCE = 256
-
-
 def lines_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`Routing.packed`, and key and mult of every line, in one launch; None what is not needed.
 
@@ -374,14 +300,6 @@ def lines_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None, Tenso
         **EXACT,
     )
     return packed, key, mult
-
-
-# ----------------------------------------------------------------------- launch
-
-
-# Options of the compiler. A fused x * factor - x would differ from the other backends in the last
-# bit. Hashes wrap around on purpose, which TRITON_DEBUG=1 would turn into a trap.
-EXACT = {"enable_fp_fusion": False, "sanitize_overflow": False}
 
 
 def block_of(columns: int, whole: int = 0) -> dict[str, int]:

@@ -29,9 +29,9 @@ Routing takes the place of (3) and (4). A hash gives every element to one of the
 sum is x for any number of copies and any dtype: (5) of `hashes.py`.
 
 Reading order: the public function `expand` at the end of this file packs its arguments into one
-record, checks it (`call.py`) and calls the registered op. The op picks a backend, and every
-backend takes the record: the reference in this file; `on_cpu.py` with
-`csrc/cpu/expand_body.cpp`; `on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
+record, checks it (`call.py`) and calls the registered op. The op picks a backend, and every backend
+takes the record: the reference in this file; `on_cpu.py` with `csrc/cpu/expand_body.cpp`;
+`on_triton.py` with `noise_on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
 `hashes.py` draws the noise and computes routing. On a GPU `on_triton.py` makes the hashes of both
 backends. That is at most 6 files for one call; CONTRIBUTING.md says how they are counted. To carry
 out many calls, `many.py` collects them and launches them together.
