@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from growkern.growth.freeze import freeze_old as freeze_old
     from growkern.growth.grow import grow as grow
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
-    from growkern.growth.grow import replay as replay
     from growkern.growth.optimizer.adamw import GrowthAdamW as GrowthAdamW
     from growkern.growth.optimizer.adamw import decay_groups as decay_groups
     from growkern.growth.optimizer.clip import growth_clip_norm_ as growth_clip_norm_
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from growkern.growth.plan.growth_plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan.growth_plan import GrowthReport as GrowthReport
     from growkern.growth.plan.growth_plan import plan as plan
-    from growkern.growth.record.fold import FoldReport as FoldReport
-    from growkern.growth.record.fold import fold as fold
     from growkern.growth.record.recorded import growth_plan_of as growth_plan_of
     from growkern.growth.record.verify import VerifyReport as VerifyReport
     from growkern.growth.record.verify import verify as verify
@@ -69,7 +66,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "errors": "GrowthError",
     "growth.freeze": "freeze_old",
-    "growth.grow": "grow grow_checkpoint replay",
+    "growth.grow": "grow grow_checkpoint",
     "growth.optimizer.adamw": "GrowthAdamW decay_groups",
     "growth.optimizer.clip": "growth_clip_norm_",
     "growth.optimizer.findings": "moment_findings",
@@ -78,7 +75,6 @@ _NAMES = {
     "growth.optimizer.muon": "GrowthMuon",
     "growth.optimizer.state": "grow_optimizer",
     "growth.plan.growth_plan": "GrowthPlan GrowthReport plan",
-    "growth.record.fold": "FoldReport fold",
     "growth.record.recorded": "growth_plan_of",
     "growth.record.verify": "VerifyReport verify",
     "growth.sharded": "grow_into",

@@ -8,7 +8,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 
 from growkern.growth.models import restore_buffers
-from growkern.growth.record.fold_rows import fold_tensor
+from growkern.growth.record.inverse import inverse
 from growkern.growth.record.lineage import origin_of
 from growkern.growth.source.loading import image_shape
 
@@ -80,9 +80,9 @@ def eager(model):
 
 
 def fold_back(plan, task, grown):
-    """One grown tensor folded into the source's shape, float64."""
+    """One grown tensor in the source's shape again, float64."""
     space_of = partial(plan.layout.space, layer=task.source_layer)
-    return fold_tensor(origin_of(plan, task), space_of, grown)
+    return inverse(origin_of(plan, task), space_of, grown)
 
 
 # the token that stands for a patch of an image, and inputs of an image of four patches, or of two

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import growkern.growth.grow
-import growkern.growth.record.fold
 import growkern.growth.record.verify
 import growkern.plot.curves
 import growkern.train.loop.growing
@@ -36,8 +35,6 @@ COMMANDS = {
     "plan": ("plan", "small", "--hidden-size=24"),
     "grow": ("grow", "small", "new", *SIZES),
     "grow over": ("grow", "small", "old", *SIZES, "--seed=3", "--overwrite"),
-    "replay": ("replay", "grown", "small", "new", "--no-resume"),
-    "fold": ("fold", "grown", "new"),
     "verify": ("verify", "small", "grown"),
     "cache": (
         *("cache-teacher", "small", "text", "--out=new", "--k=2", "--temperature=1"),
@@ -125,7 +122,7 @@ def absolute(directory, arguments):
 @pytest.fixture(scope="module")
 def imported():
     """What a command imports when it reads its arguments is imported before the forks."""
-    arguments, sys.argv = sys.argv, ["growkern", "fold", "not there", "new"]
+    arguments, sys.argv = sys.argv, ["growkern", "export", "not there", "new"]
     try:
         with pytest.raises(SystemExit):
             main()

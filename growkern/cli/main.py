@@ -30,7 +30,7 @@ from growkern.train.safety.signals import SignalWatch
 MOST_FAULTS = 20
 python_format = warnings.formatwarning
 # commands that a repeat resumes; any other starts again
-RESUMING = ("grow", "replay", "cache-teacher", "train")
+RESUMING = ("grow", "cache-teacher", "train")
 # what a size is called -> a part of its option's name
 CALLED = {"width": "hidden-size", "mlp": "intermediate-size", "kv-head": "num-key-value-heads"}
 

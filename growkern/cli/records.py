@@ -1,29 +1,23 @@
-"""The commands `growkern verify`, `fold`, `replay` and `family check`."""
+"""The commands `growkern verify` and `family check`."""
 
-import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from growkern.cli.app import (
     AsJson,
     LineageFile,
-    MemoryLimit,
-    NoResume,
-    Overwrite,
     Revision,
-    ShardSize,
     Source,
-    Target,
     app,
     lineage_there,
     print_json,
     show,
     silence_transformers,
 )
-from growkern.cli.growing import DTYPES, completing, dtype_of, print_growth, tokens_of
-from growkern.errors import GrowthError, human, say
+from growkern.cli.growing import tokens_of
+from growkern.errors import GrowthError, say
 
 tables = typer.Typer(no_args_is_help=True, help="Tables of your own, for other models.")
 app.add_typer(tables, name="family", rich_help_panel="Growing")
@@ -43,7 +37,7 @@ def verify(
         typer.Option(
             "--checksums",
             help="Only check whether files changed since they were written. Takes SRC and DST, or "
-            "one directory: a grown, folded or exported model, a teacher cache, a run or a "
+            "one directory: a grown or exported model, a teacher cache, a run or a "
             "checkpoint of it.",
         ),
     ] = False,
@@ -120,64 +114,6 @@ def compare_checksums(
         say(f"{counted}: {len(wrong)} changed")
     if wrong:
         raise typer.Exit(1)
-
-
-@app.command()
-def fold(
-    target: Target,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the small checkpoint.")],
-    lineage: LineageFile = None,
-    overwrite: Overwrite = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of OUT; default: as in the source.", autocompletion=completing(DTYPES)
-        ),
-    ] = None,
-    max_shard_size: ShardSize = "5GB",
-) -> None:
-    """Shrink DST back to the sizes of its source, even after further training."""
-    from growkern.growth.record.fold import fold as make
-
-    silence_transformers()
-    report = make(
-        target,
-        out,
-        lineage=lineage_there(lineage),
-        overwrite=overwrite,
-        dtype=dtype_of(dtype),
-        max_shard_size=max_shard_size,
-        progress=sys.stderr.isatty(),
-    )
-    say(f"{report.directory}: {len(report.tensors)} tensors, {human(report.bytes_written)}B")
-
-
-@app.command()
-def replay(
-    lineage: Annotated[Path, typer.Argument(help="A grown checkpoint, or its lineage.json.")],
-    source: Source,
-    target: Target,
-    revision: Revision = None,
-    overwrite: Overwrite = False,
-    memory_limit: MemoryLimit = "1GiB",
-    no_resume: NoResume = False,
-) -> None:
-    """Repeat the growth that LINEAGE records: grow SRC into DST, byte for byte the same."""
-    from growkern.growth.grow import replay as make
-
-    silence_transformers()
-    print_growth(
-        make(
-            cast(Path, lineage_there(lineage)),
-            source,
-            target,
-            overwrite=overwrite,
-            memory_limit=memory_limit,
-            revision=revision,
-            resume=not no_resume,
-            progress=sys.stderr.isatty(),
-        )
-    )
 
 
 @tables.command()

@@ -1,4 +1,4 @@
-"""Growth in memory (`grow`), from files to files (`grow_checkpoint`), and repeated (`replay`)."""
+"""Growth in memory (`grow`), and from files to files (`grow_checkpoint`)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,16 @@ from growkern.growth.options import parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.record.compare import contradictions, version_notes
 from growkern.growth.record.lineage import (
-    RECORD,
     Settings,
     identity,
     lineage_text,
     source_files,
     write_lineage,
 )
-from growkern.growth.record.recorded import plan_from_lineage, read_lineage
 from growkern.growth.record.save import card_text, record_when_saved, write_card
 from growkern.growth.source.hub import located
-from growkern.growth.source.source import open_source, refuse_unreadable
+from growkern.growth.source.source import refuse_unreadable
 from growkern.growth.source.stored import check_names_and_shapes, refuse_overflow
 from growkern.ops.expand.many import work_on
 
@@ -213,8 +210,8 @@ def grow_checkpoint(
     appears complete or not at all. A directory that it replaces is removed only afterwards. If a
     run is killed or the disk is full, repeat the call and it resumes.
 
-    Tokenizer and generation files are copied. `lineage.json` records how the target was made, for
-    `growkern.replay` and `growkern.fold`. `checksums.json` holds the checksums of the files.
+    Tokenizer and generation files are copied. `lineage.json` records how the target was made.
+    `checksums.json` holds the checksums of the files.
 
     Args:
         source_dir: directory with config.json and safetensors files, sharded or not; or a model on
@@ -330,58 +327,3 @@ def _carry_out(
         place.publish(overwrite=overwrite)
     size = grown.parameters() * grown.dtype.itemsize
     return GrowthReport(target, grown, size, time.perf_counter() - start, stream.bytes_kept)
-
-
-def replay(
-    lineage: str | Path,
-    source_dir: str | Path,
-    target_dir: str | Path,
-    *,
-    overwrite: bool = False,
-    memory_limit: int | str = MEMORY_LIMIT,
-    resume: bool = True,
-    progress: bool = True,
-    revision: str | None = None,
-) -> GrowthReport:
-    """Repeat a growth: the same source gives the same files, byte for byte.
-
-    It warns if package versions or the source differ from the first time. The result may then
-    differ.
-
-    Args:
-        lineage: the lineage file of a grown checkpoint, or the checkpoint's directory.
-        source_dir: the source checkpoint, or a model on the Hub, `ORGANISATION/NAME`.
-        target_dir: directory to create.
-        overwrite, memory_limit, resume, progress, revision: as in `growkern.grow_checkpoint`.
-
-    Returns:
-        The report of the growth.
-
-    Raises:
-        GrowthError: the lineage is missing, damaged or does not fit the source; and as in
-            `growkern.grow_checkpoint`.
-    """
-    record = read_lineage(path_of("lineage", lineage, RECORD))
-    source_path, target = path_of("source_dir", source_dir), path_of("target_dir", target_dir)
-    notes = version_notes(record)
-
-    def make_plan() -> GrowthPlan:
-        place = located(source_path, revision)
-        source = open_source(
-            place,
-            allow_nonfinite=True,
-            family=record.family,
-            dequantize=record.options.dequantize,
-        )
-        plan = plan_from_lineage(source, record)
-        for line in [*notes, *contradictions(record, plan)]:
-            warn(line)
-        return plan
-
-    return _carry_out(
-        *(make_plan, record.settings, source_path, target),
-        overwrite=overwrite,
-        memory_limit=memory_limit,
-        resume=resume,
-        progress=progress,
-    )

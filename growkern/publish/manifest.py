@@ -1,6 +1,6 @@
 """Records the size and the checksum of every file in a directory, and compares them later.
 
-Run checkpoints, the final model of a run, exports, folded models and teacher caches have such a
+Run checkpoints, the final model of a run, exports and teacher caches have such a
 `manifest.json`. It is written last, so a directory that has one was written to its end.
 
 Every command that deletes a directory, because something new takes its place, asks `why_kept`: it
@@ -113,7 +113,7 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
     """Compare a directory with what was recorded when it was written.
 
     Args:
-        directory: a teacher cache, an export, a folded model, a checkpoint of a run, or a run.
+        directory: a teacher cache, an export, a checkpoint of a run, or a run.
         weights: patterns of names that a loader may read as weights. Such a file must be recorded.
     """
     checkpoints = sorted(path for path in directory.glob("checkpoint-*") if path.is_dir())

@@ -18,6 +18,7 @@ from growkern import package
 from growkern.cli.commands import GROUPS, app, collect
 from growkern.cli.growing import growth_options
 from growkern.cli.main import main
+from growkern.publish.manifest import write_manifest
 from growkern.train.model import load
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
@@ -445,7 +446,8 @@ def test_the_printed_command_checks_the_result(run, checkpoint, tmp_path):
 def test_checksums_need_a_source_that_is_there(run, checkpoint, tmp_path):
     large, back = tmp_path / "large", tmp_path / "back"
     assert run("grow", checkpoint, large, *SIZES)[0] == 0
-    assert run("fold", large, back)[0] == 0
+    shutil.copytree(checkpoint, back)
+    write_manifest(back)
     for place in (large, back):
         missing = run("verify", tmp_path / "gone", place, "--checksums")
         assert_bad_input(missing, f"{tmp_path / 'gone'}: no such directory", f"{place} alone")
@@ -453,8 +455,8 @@ def test_checksums_need_a_source_that_is_there(run, checkpoint, tmp_path):
         assert_bad_input(on_hub, "acme/gone is no directory", "Hub")
         one = run("verify", place, "--checksums", "--revision", "main")
         assert_bad_input(one, "--revision has no effect")
-    folded = run("verify", large, back, "--checksums")
-    assert_bad_input(folded, "SRC has no effect", f"{back} alone")
+    other = run("verify", large, back, "--checksums")
+    assert_bad_input(other, "SRC has no effect", f"{back} alone")
     revision = run("verify", checkpoint, large, "--checksums", "--revision", "main")
     assert_bad_input(revision, "is for models on the Hub")
     for places in ((checkpoint, tmp_path / "gone"), (tmp_path / "gone",)):
@@ -485,22 +487,6 @@ def test_verify_fails_on_a_lineage_that_says_otherwise(run, checkpoint, tmp_path
     assert code == 1 and "lineage.json: layer_maps" in "".join(out.split("\n"))
     file.write_bytes(b"\xff\xfe")
     assert_bad_input(run("verify", checkpoint, target), str(file), "not a growth record")
-
-
-def test_grow_replay_and_fold(run, checkpoint, tmp_path):
-    large, again, back = (tmp_path / name for name in ("large", "again", "back"))
-    assert run("grow", checkpoint, large, *SIZES)[0] == 0
-    code, out, err = run("replay", large, checkpoint, again)
-    assert (code, err) == (0, "") and str(again) in out
-    for file in large.iterdir():
-        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
-    code, out, err = run("fold", large, back)
-    assert (code, err) == (0, "") and str(back) in out
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (back / name).read_bytes() == (checkpoint / name).read_bytes(), name
-    assert_bad_input(run("fold", large, back), str(back), "--overwrite")
-    assert_bad_input(run("fold", checkpoint, tmp_path / "x"), "no lineage.json")
-    assert run("fold", again, back, "--overwrite", "--lineage", large / "lineage.json")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -116,14 +116,9 @@ WRITING = [
     Use(f"grow {{bert}} {{new}} {WIDE} --optimizer not-there.pt", ("not-there.pt",)),
     Use(f"grow {{bert}} {{new}} {WIDE} --moments reset", ("moments", "optimizer")),
     Use(f"grow {{bert}} {{new}} {WIDE} --moments grow", ("--moments", "give --optimizer")),
-    Use("fold {bert} {new}", ("lineage.json", "give a grown checkpoint", "--lineage")),
-    Use("fold {large} {bert}", ("exists", "another directory")),
-    Use("replay {text} {bert} {new}", ("text", "growth record")),
-    Use("replay {bert}/config.json {bert} {new}", ("growth record", "give a grown checkpoint")),
-    Use("replay {bert} {bert} {new}", ("no lineage.json", "give a grown checkpoint")),
-    Use("replay nothere {bert} {new}", ("nothere: no such file or directory",)),
-    Use("fold {large} {new} --lineage none.json", ("none.json: no such file",)),
-    Use("replay {large}/lineage.json {gpt2} {new}", ("bert", "gpt2")),
+    Use("verify {bert} {large} --lineage {text}", ("text", "growth record")),
+    Use("verify {bert} {large} --lineage {bert}/config.json", ("growth record",)),
+    Use("verify {bert} {large} --lineage none.json", ("none.json: no such file",)),
 ]
 
 TRAINING = [

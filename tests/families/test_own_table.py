@@ -163,15 +163,8 @@ def test_the_grown_files_have_the_models_own_names_and_function(place):
     assert (small - large).abs().max() < 1e-12 * small.abs().max()
 
 
-def test_the_record_has_the_table(place, tmp_path):
+def test_the_record_has_the_table(place):
     assert growkern.verify(place / "small", place / "large").ok
-    growkern.replay(place / "large", place / "small", tmp_path / "again", progress=False)
-    files = [d / "model.safetensors" for d in (place / "large", tmp_path / "again")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    growkern.fold(place / "large", tmp_path / "folded", progress=False)
-    old, new = (load_file(d / "model.safetensors") for d in (place / "small", tmp_path / "folded"))
-    assert old.keys() == new.keys()
-    assert all((old[name] - new[name]).abs().max() < 1e-12 for name in old)
     # a grown model grows again, by its record
     assert growkern.plan(place / "large", num_hidden_layers=4).exact
 

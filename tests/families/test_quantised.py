@@ -104,10 +104,7 @@ def test_a_quantised_source_grows_as_what_it_stands_for(make, sizes, tmp_path, m
     assert "quantization_config" not in json.loads((tmp_path / "grown/config.json").read_text())
     monkeypatch.undo()
     assert growkern.verify(packed, tmp_path / "grown").ok
-    growkern.replay(tmp_path / "grown", packed, tmp_path / "again", progress=False)
-    again = load_file(tmp_path / "again/model.safetensors")
-    assert all(torch.equal(again[name], grown[name]) for name in grown)
-    assert verify_checksums(tmp_path / "again", packed).ok
+    assert verify_checksums(tmp_path / "grown", packed).ok
 
 
 def test_quantised_sources_that_are_refused(tmp_path):

@@ -23,7 +23,8 @@ def main():
     transformers.logging.disable_progress_bar()
     directory, shim = Path(sys.argv[1]), library()
     work.start_cache(directory)
-    work.start_fold_over(directory / "growth")
+    work.save_source(directory / "growth")
+    work.grow(directory / "growth")
 
     def by_shim():
         return {"reads": shim.faults_moved(0), "writes": shim.faults_moved(1)}
@@ -31,7 +32,6 @@ def main():
     starts = by_shim(), by_system()
     work.cache(directory)
     work.grow(directory / "growth", overwrite=True)
-    work.fold(directory / "growth", overwrite=True)
     ends = by_shim(), by_system()
     seen, system = (
         {name: end[name] - start[name] for name in start}

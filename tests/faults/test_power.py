@@ -21,7 +21,7 @@ def test_power_fails_while_a_run_saves(preloaded):
 
 
 NAMES = ["grow-over", "cache", "export", "tokens"]
-MORE = ["grow", "fold", "fold-over", "cache-over", "export-over"]
+MORE = ["grow", "cache-over", "export-over"]
 
 
 def test_power_fails_during_other_work(preloaded):

@@ -47,7 +47,7 @@ def test_memory_runs_out_in_one_line(said, tmp_path):
     assert (outcome == "starved") == (said in ("none left", "x" * MOST))
 
 
-NAMES = ("fold", "fold-over", "cache", "cache-over", "export", "export-over", "grow")
+NAMES = ("cache", "cache-over", "export", "export-over", "grow")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""python -m tests.faults.work DIRECTORY NAME...: walk through growths, folds, caches, exports."""
+"""python -m tests.faults.work DIRECTORY NAME...: walk through growths, caches, exports."""
 
 import sys
 from pathlib import Path
@@ -69,25 +69,6 @@ def start_growth_over(folder):
 
 def grow_over(folder):
     grow(folder, overwrite=True, optimizer=folder / "source")
-
-
-def start_fold(folder):
-    save_source(folder)
-    growkern.grow_checkpoint(folder / "source", folder / "grown", **HOW)
-
-
-def start_fold_over(folder):
-    start_fold(folder)
-    tiny(1).save_pretrained(folder / "target")
-    write_manifest(folder / "target")
-
-
-def fold(folder, **how):
-    growkern.fold(folder / "grown", folder / "target", max_shard_size=300, progress=False, **how)
-
-
-def fold_over(folder):
-    fold(folder, overwrite=True)
 
 
 def cache(folder, teacher=None, **how):
@@ -186,8 +167,6 @@ WORKS = {
         # with everything that a growth can do, and every operation
         Work("grow-over", start_growth_over, grow_over, overwrite=True),
         Work("grow", save_source, grow, kinds=CHANGES),
-        Work("fold", start_fold, fold, kinds=CHANGES),
-        Work("fold-over", start_fold_over, fold_over, overwrite=True, kinds=CHANGES),
         Work("cache", start_cache, cache, kinds=CHANGES),
         Work("cache-over", start_cache_over, cache_over, overwrite=True, kinds=CHANGES),
         Work("grow-memory", start_wide, grow_wide, overwrite=True, kinds=MEMORY),

@@ -55,8 +55,6 @@ def test_a_model_in_the_place_of_something_else(grown, tmp_path):
     calls = {
         "source_dir": lambda: growkern.grow_checkpoint(grown, new, hidden_size=64),
         "target_dir": lambda: growkern.grow_checkpoint("small", grown, hidden_size=64),
-        "target": lambda: growkern.fold(grown, new),
-        "lineage": lambda: growkern.replay(grown, "small", new),
         "batch": lambda: growkern.inherited_loss(grown, grown, torch.zeros(2, 3), alpha=0.5),
     }
     plans = [

@@ -76,16 +76,9 @@ def grown_again(source, tmp_path):
     return growkern.grow(grown(source, tmp_path), num_hidden_layers=3)
 
 
-def folded(source, tmp_path):
-    large, back = tmp_path / "large", tmp_path / "back"
-    growkern.grow_checkpoint(stored(tmp_path, source), large, hidden_size=24, progress=False)
-    growkern.fold(large, back, progress=False)
-    return type(source).from_pretrained(back)
-
-
 MAKERS = (
     loaded, grown, grown_vocabulary, grown_depth, grown_again, filled, filled_in_memory,
-    grown_in_a_run, resumed_in_a_run, folded,
+    grown_in_a_run, resumed_in_a_run,
 )  # fmt: skip
 
 

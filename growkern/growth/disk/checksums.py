@@ -109,18 +109,6 @@ def _header_reader(name: str) -> Callable[[Path], bytes] | None:
     return None if "/" in name else header_reader(Path(name))
 
 
-def refuse_changed(file: Path) -> None:
-    """Refuse a file that growth wrote and that was changed since, by the record beside it."""
-    record = file.with_name(CHECKSUMS_FILE)
-    if not record.is_file():
-        return
-    recorded = read_checksums(record)["files"].get(file.name)
-    if recorded is not None and recorded != checksum_file(file.parent, file.name):
-        raise GrowthError(
-            f"{file} has changed since the growth: take a copy whose checksum is that in {record}"
-        )
-
-
 @dataclass(frozen=True)
 class ChecksumReport:
     """Result of `verify_checksums`."""

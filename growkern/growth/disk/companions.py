@@ -70,12 +70,12 @@ def complete(
     dtype: torch.dtype,
     layout: ShardLayout,
     beside: Path,
-    source: Source | None = None,
+    source: Source,
 ) -> dict[str, str]:
     """Write config, index and companion files beside the weights in `directory`.
 
     `beside` is the checkpoint to copy companion files from, or a subdirectory of it. `source` is
-    what the model was grown from, if it was grown. Returns the checksums of the files that were
+    what the model was grown from. Returns the checksums of the files that were
     copied, as they were read.
     """
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def complete(
     complete_config(directory, source, made.config)
     layout.write_index(directory)
     companions_of = config_directory(beside)
-    stamps = source.stamps if source else None
+    stamps = source.stamps
     # a file that came since may not be whole
     names = {os.path.relpath(name, companions_of) for name in stamps.found} if stamps else None
     copied = copy_companions(companions_of, directory, only=names)

@@ -28,7 +28,7 @@ from growkern.errors import GrowthError
 from growkern.files import read_json
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.source.config import config_directory
-from growkern.growth.source.files import read_headers, refuse_links_out
+from growkern.growth.source.files import refuse_links_out
 from growkern.growth.source.refused import STATE_FILES
 from growkern.growth.space.spaces import Space
 
@@ -160,25 +160,6 @@ def write_modules(plan: Blueprint, target: Path) -> None:
     _write_json(target / modules[1].path / CONFIG_FILE, config)
 
 
-def fold_modules(directory: Path, target: Path, space: Space) -> None:
-    """Write the modules of a grown or trained checkpoint in the source's sizes.
-
-    (1) goes. If it was trained, its product with E stays in its place.
-    """
-    modules = read_modules(directory)
-    config, modes = _pooling(directory, modules[1], space.target, space.source)
-    added = next((m for m in modules[2:3] if _is_fold(directory, m, space, modes)), None)
-    _write_list(directory, target, [module for module in modules if module is not added])
-    _write_json(target / modules[1].path / CONFIG_FILE, config)
-    if added is None:
-        return
-    (weight,) = (header.read() for header in read_headers(directory / added.path).values())
-    product = weight.double() @ torch.kron(torch.eye(modes).double(), _embedding(space))
-    if not _is_identity(product):
-        _write_dense(target / added.path, product.to(weight.dtype))
-        _write_list(directory, target, modules)
-
-
 def fold_matrix(space: Space) -> Tensor:
     """W of (1), (source, target) float64. Extra coordinates hold nothing of the source."""
     # entries of 0 and below could not be read behind a pooling that takes the largest
@@ -190,29 +171,11 @@ def fold_matrix(space: Space) -> Tensor:
     return matrix
 
 
-def _embedding(space: Space) -> Tensor:
-    """E of (1), (target, source) float64, without the extra coordinates."""
-    matrix = torch.zeros(space.target, space.source, dtype=torch.float64)
-    index = torch.where(space.is_extra, 0, space.write_index)
-    matrix[torch.arange(space.target), index] = torch.where(space.is_extra, 0.0, space.write)
-    return matrix
-
-
 def _is_identity(matrix: Tensor) -> bool:
     size = len(matrix)
     return matrix.shape == (size, size) and torch.allclose(
         matrix, torch.eye(size, dtype=matrix.dtype), rtol=0, atol=ROUNDING
     )
-
-
-def _is_fold(directory: Path, module: Module, space: Space, modes: int) -> bool:
-    """Whether a module is (1): sentence-transformers gives it another folder when it saves."""
-    if module.kind != DENSE or space.target == space.source:
-        return False
-    config = read_json(directory / module.path / CONFIG_FILE, MOST_BYTES, "config of a module")
-    sizes = {"in_features": modes * space.target, "out_features": modes * space.source}
-    is_linear = config.get("bias") is False and config.get("activation_function") == IDENTITY
-    return is_linear and all(config.get(name) == size for name, size in sizes.items())
 
 
 def _pooling(directory: Path, module: Module, old: int, new: int) -> tuple[dict[str, Any], int]:

@@ -31,7 +31,7 @@ KIND = "growing"
 
 
 def staging(target: Path, *, resume: bool) -> workplace.Workplace:
-    """The workplace of a growth or a fold into `target`; `resume` continues unfinished work."""
+    """The workplace of a growth into `target`; `resume` continues unfinished work."""
     return workplace.Workplace(target, KIND, may_replace, resume=resume)
 
 

@@ -6,8 +6,8 @@ copies along the read axis, and undoes the scale of a row:
 
     dU = P_out^T dW E_in^T                                                                 (1)
 
-(1) holds while all readers of a space take the same shares. Folding (`growth.record.fold`) and
-optimizer moments (`growth.optimizer.moments`) rely on these maps; keep them in step.
+(1) holds while all readers of a space take the same shares. Optimizer moments
+(`growth.optimizer.moments`) rely on these maps; keep both in step.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from growkern.growth.plan.bounds import FEWEST, values_of
 # measures of `growkern.verify`: the largest difference of an output over the largest output (where
 # there is a bound, at least that on the random texts of `growth.plan.bounds`), the
 # rise of the loss by tokens that the source does not have, and the largest difference of a weight
-# that is folded back (Frobenius norm, relative to that of the source's weight, in which every copy
+# from the inverse of the grown one (Frobenius norm, relative to the weight, in which every copy
 # counts as at least the smallest normal number of float16)
 OUTPUT_ERROR, NEW_TOKENS = "relative error", "new tokens (nats)"
 WEIGHT_ERROR = "weight error"
-# 16-bit copies may round in opposite directions, so folded weights are off by more than eps / 2
+# 16-bit copies may round in opposite directions, so their sums are off by more than eps / 2
 WEIGHT_ROUNDINGS = 2.0
 # outputs that differ by no more, relative to the largest one, differ by rounding in float64
 LARGEST_ROUNDING = 1e-12

@@ -167,7 +167,7 @@ PlanOfModel: TypeAlias = GrowthPlan | Any
 
 @dataclass(frozen=True)
 class GrowthReport:
-    """Result of `grow_checkpoint`, `replay` or `grow_into`.
+    """Result of `grow_checkpoint` or `grow_into`.
 
     Attributes:
         directory: the new checkpoint; for `grow_into` the source's directory.

@@ -25,7 +25,7 @@ from growkern.growth.plan.bounds import (
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.record.fold_rows import fold_tensor
+from growkern.growth.record.inverse import inverse
 from growkern.growth.record.lineage import (
     TRAINED,
     origin_of,
@@ -110,16 +110,16 @@ class TensorGroup:
 
     kind: str  # the row, a name with the layer left open
     count: int
-    replay_error: float  # largest difference to the rebuilt tensors, over their largest element
-    # largest relative difference of a folded weight to the source's (`WEIGHT_ERROR` of
-    # `plan.finding`); None if folding does not apply (norms, AKI, random weights)
-    fold_error: float | None
+    rebuilt_error: float  # largest difference to the rebuilt tensors, over their largest element
+    # largest relative difference of the source's weight to the inverse of the grown one
+    # (`WEIGHT_ERROR` of `plan.finding`); None if it has none (norms, AKI, random weights)
+    inverse_error: float | None
     worst: str
     ok: bool  # rounding explains all errors
 
 
 def check_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
-    """Compare every tensor of a grown model with the plan's, and with the source by folding."""
+    """Compare every tensor of a grown model with the plan's, and by the inverse with the source."""
     by_kind: dict[str, list[Task]] = {}
     for task in plan.tasks:
         by_kind.setdefault(task.tensor.template, []).append(task)
@@ -127,25 +127,25 @@ def check_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
 
 
 def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) -> TensorGroup:
-    replay, fold, ok, worst = 0.0, None, True, (-1.0, tasks[0].name)
+    rebuilt, back, ok, worst = 0.0, None, True, (-1.0, tasks[0].name)
     for task in tasks:
         actual = grown.read(task.name).cpu()
         expected = build_tensor(plan, task, backend="reference")
-        error, within = _replay_error(actual, expected)
-        replay = max(replay, error)
-        fold_error = _fold_error(plan, task, actual)
-        if fold_error is not None:
-            fold = max(fold or 0.0, fold_error)
+        error, within = _rebuilt_error(actual, expected)
+        rebuilt = max(rebuilt, error)
+        inverse_error = _inverse_error(plan, task, actual)
+        if inverse_error is not None:
+            back = max(back or 0.0, inverse_error)
             allowed = WEIGHT_ROUNDINGS if actual.dtype.itemsize == 2 else 16
-            within &= fold_error <= allowed * torch.finfo(actual.dtype).eps
-            error = max(error, fold_error)
+            within &= inverse_error <= allowed * torch.finfo(actual.dtype).eps
+            error = max(error, inverse_error)
         ok &= within
         # rank tensors that fail above those with larger errors that rounding explains
         worst = max(worst, (error + (0 if within else 1e9), task.name))
-    return TensorGroup(kind, len(tasks), replay, fold, worst[1], ok)
+    return TensorGroup(kind, len(tasks), rebuilt, back, worst[1], ok)
 
 
-def _replay_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
+def _rebuilt_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
     """The largest difference, relative to the largest element, and whether rounding explains it."""
     eps = torch.finfo(actual.dtype).eps
     actual64, expected64 = actual.double(), expected.double()
@@ -163,20 +163,20 @@ def _replay_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
     return (difference.nan_to_num(0.0).max() / scale).item(), not (bool(wrong) or is_shifted)
 
 
-def _fold_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
+def _inverse_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
     """`WEIGHT_ERROR` of a grown weight; None if not all of it comes from one source tensor."""
     origin = origin_of(plan, task)
     if origin.holds != "copies" or task.upper is not None or task.tensor.norm:
         return None
     space_of = partial(plan.layout.space, layer=task.source_layer)
-    folded = fold_tensor(origin, space_of, grown)
+    back = inverse(origin, space_of, grown)
     truth = plan.source.read(task.source).cpu().double()
     # a copy below the smallest normal number is rounded as coarsely as that number
     tiny = torch.full_like(grown, torch.finfo(grown.dtype).tiny)
-    least = torch.maximum(truth.abs(), fold_tensor(origin, space_of, tiny).abs())
+    least = torch.maximum(truth.abs(), inverse(origin, space_of, tiny).abs())
     # in units of the largest, as squares of the smallest numbers are 0
     unit = least.max()
-    return (((folded - truth) / unit).norm() / (least / unit).norm()).item()
+    return (((back - truth) / unit).norm() / (least / unit).norm()).item()
 
 
 # tokens that are generated to compare the caches of both models

@@ -1,6 +1,6 @@
 """Writes `lineage.json`, the record of how a grown checkpoint was made.
 
-`growkern.verify`, `growkern.replay` and `growkern.fold` work from this file. It holds both configs,
+`growkern.verify` and the next growth work from this file. It holds both configs,
 the options and seeds, all maps and shares (key `maps`), and the origin of each tensor (key
 `tensors`, with the field names of `Origin`). Maps consist of few runs, so run lengths keep the file
 small:
@@ -29,10 +29,8 @@ from torch import Tensor
 from growkern.arguments import Limit, between, check_fields
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.history import EARLIER, LINEAGE_FILE, TABLE_KEY, History, history_from
-from growkern.growth.plan.axes import from_next_layer
 from growkern.growth.plan.blueprint import Task, affine_gain
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.plan.tensors import norms
 from growkern.growth.plan.tensors.experts import is_dropped
 from growkern.growth.source.hub import hub_model, name_of
 from growkern.growth.source.parts import files_of
@@ -45,7 +43,7 @@ from growkern.package import version
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one target tensor comes from. With the maps of its axes, it can be folded back."""
+    """Where one target tensor comes from. With the maps of its axes, `inverse` undoes it."""
 
     source: str  # the source tensor; "identity" or "zero" if the source has no such tensor
     source_shape: tuple[int, ...]
@@ -57,7 +55,6 @@ class Origin:
     holds: str = "copies"
     layer: Layer = None
     upper: str | None = None  # the same tensor of the next source layer, if AKI mixes it in
-    next_layer: tuple[str, ...] = ()  # per axis, its entries that come from there, as `index_text`
     norm: tuple[str, ...] | None = None  # the spaces that a norm reads and writes
     factor: float = 1.0
     offset: float = 0.0  # that the model adds to the stored value. Growth scales the sum
@@ -68,24 +65,6 @@ class Origin:
         defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
         own = asdict(self)
         return {k: v for k, v in own.items() if k not in defaults or v != defaults[k]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Origin:
-        """The origin in a lineage file; ValueError or TypeError if it is damaged."""
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
-        }
-        origin = cls(**values)
-        sizes = (*origin.source_shape, *origin.shape)
-        texts = (origin.source, *origin.axes, *origin.next_layer, *(origin.norm or ()))
-        lengths = {len(origin.axes), len(origin.source_shape), len(origin.shape)}
-        if not all(isinstance(n, int) for n in sizes) or len(lengths) != 1:
-            raise ValueError(f"{origin.source} has shapes {origin.source_shape} and {origin.shape}")
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{origin.source} has axes {origin.axes}")
-        if origin.norm is not None and len(origin.norm) != 2:
-            raise ValueError(f"{origin.source} has norm spaces {origin.norm}, expected two")
-        return origin
 
 
 def origin_of(plan: GrowthPlan, task: Task) -> Origin:
@@ -103,7 +82,6 @@ def origin_of(plan: GrowthPlan, task: Task) -> Origin:
         holds=_holds(plan, task),
         layer=task.source_layer,
         upper=task.upper,
-        next_layer=_next_layer(plan, task),
         norm=task.tensor.norm,
         factor=factor if copied else 1.0,
         offset=plan.layout.family.norm.offset(task.tensor.is_bias) if is_norm and copied else 0.0,
@@ -120,21 +98,6 @@ def _holds(plan: GrowthPlan, task: Task) -> str:
         return "" if task.identity == "zero" and not is_norm else "block"
     is_kept = task.identity in (None, "affine") and not is_dropped(plan, task)
     return "copies" if is_kept else ""
-
-
-def _next_layer(plan: GrowthPlan, task: Task) -> tuple[str, ...]:
-    """`Origin.next_layer` of a target tensor."""
-    if task.upper is None:
-        return ()
-    if task.tensor.norm is not None:
-        return (index_text(norms.from_next_layer(plan, task).nonzero().flatten()),)
-    result = []
-    for axis in task.tensor.axes:
-        role, _, names = axis.partition(":")
-        pieces = [from_next_layer(plan, task, role, n) for n in names.split("|") if n]
-        from_next = torch.cat(pieces) if pieces else torch.zeros(0)
-        result.append(index_text(from_next.nonzero().flatten()))
-    return tuple(result)
 
 
 def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:
@@ -166,27 +129,7 @@ def space_to_dict(space: Space) -> dict[str, Any]:
     }
 
 
-def space_from_dict(data: Mapping[str, Any]) -> Space:
-    """The space in a lineage file; data that is damaged raises one of `recorded.MALFORMED`."""
-    indices = (read_index(data[name]) for name in ("write_index", "read_index"))
-    values = (read_values(data[name]) for name in ("write", "read"))
-    write_index, index = indices
-    write, read = values
-    if not len(write_index) == len(index) == len(write) == len(read):
-        raise ValueError("maps of unequal length")
-    source, signs = int(data["source"]), tuple(data["signs"])
-    # indices from `source` on: one per sign, or the two rows that carry units pass through
-    places = source + max(len(signs), 2)
-    if len(write) and max(int(write_index.max()), int(index.max())) >= places:
-        raise ValueError(f"an index beyond {places}")
-    return Space(source, write_index, write, index, read, signs)
-
-
 # ---------------------------------------------------------------------- texts
-
-
-# more units than any space of any model has: a longer vector means a damaged file
-LONGEST = 1 << 26
 
 
 def index_text(index: Tensor) -> str:
@@ -198,33 +141,11 @@ def index_text(index: Tensor) -> str:
     return " ".join(f"{a}-{a + n - 1}" if n > 1 else str(a) for a, n in runs)
 
 
-def read_index(text: str) -> Tensor:
-    """The index vector of a text, (n,) int64; ValueError if it is malformed."""
-    ends = [run.partition("-") for run in text.split()]
-    runs = [(int(first), int(last or first) + 1) for first, _, last in ends]
-    _check_lengths([stop - start for start, stop in runs])
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*run) for run in runs)])
-
-
 def value_text(values: Tensor) -> str:
     """The text of a vector, (n,) float64."""
     starts, counts = _runs(values)
     runs = zip(values[starts].tolist(), counts, strict=True)
     return " ".join(f"{x!r}x{n}" if n > 1 else repr(x) for x, n in runs)
-
-
-def read_values(text: str) -> Tensor:
-    """The vector of a text, (n,) float64; ValueError if it is malformed."""
-    runs = [run.partition("x") for run in text.split()]
-    counts = [int(n or 1) for _, _, n in runs]
-    _check_lengths(counts)
-    values = torch.tensor([float(x) for x, _, _ in runs], dtype=torch.float64)
-    return values.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-
-
-def _check_lengths(lengths: list[int]) -> None:
-    if min(lengths, default=1) < 1 or sum(lengths) > LONGEST:
-        raise ValueError(f"runs of {min(lengths)} to {max(lengths)} numbers, {sum(lengths)} in all")
 
 
 def _runs(values: Tensor) -> tuple[Tensor, list[int]]:

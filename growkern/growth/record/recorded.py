@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,7 @@ from growkern.growth.record.lineage import (
     DTYPES,
     FORMAT,
     RECORD,
-    Origin,
     Settings,
-    space_from_dict,
-    space_key,
     spaces_of,
 )
 from growkern.growth.source.config import (
@@ -42,8 +38,6 @@ from growkern.growth.source.config import (
     read_config,
 )
 from growkern.growth.source.source import Source
-from growkern.growth.space.layout import Layer
-from growkern.growth.space.spaces import Space
 from growkern.growth.space.upcycling import dense_model, upcycled, with_start
 
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
@@ -59,7 +53,6 @@ class Lineage:
 
     file: Path
     data: Mapping[str, Any]
-    origins: Mapping[str, Origin]  # of the target tensors, by name
     options: GrowthOptions
     settings: Settings
     sizes: Mapping[str, tuple[int, int]]  # config field -> (source, target)
@@ -77,18 +70,6 @@ class Lineage:
             return spec
         family = with_start(spec.family, self.options)
         return replace(spec, family=family, dense=dense_model(self.dense_config, spec))
-
-    @cached_property
-    def _spaces(self) -> Any:
-        return lru_cache(maxsize=64)(lambda key: space_from_dict(self.data["maps"][key]))
-
-    def space(self, name: str, layer: Layer) -> Space:
-        """The space that was used for tensors of this source layer."""
-        own = space_key(name, layer)
-        try:
-            return self._spaces(own if own in self.data["maps"] else name)
-        except MALFORMED as error:
-            raise GrowthError(f"{self.file}: no map of {own}: {error!r}") from error
 
 
 def read_lineage(path: Path) -> Lineage:
@@ -119,7 +100,6 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
         return Lineage(
             file,
             data,
-            {name: Origin.from_dict(entry) for name, entry in data["tensors"].items()},
             GrowthOptions(**data["options"]),
             Settings(**data["settings"]),
             {name: (old, new) for name, (old, new) in data["sizes"].items()},
@@ -258,7 +238,7 @@ def recorded_plan(lineage: Lineage) -> GrowthPlan:
     """The plan of a lineage, made without the source. Its findings cannot be asked for."""
     name = lineage.data.get("model_class")
     small = ModelSpec.of(lineage.source_config, str(name), lineage.family)
-    small = lineage.shown(small).with_own_heads(lineage.origins)
+    small = lineage.shown(small).with_own_heads(lineage.data["tensors"])
     dtypes = {name: lineage.source_dtype for name in small.shapes if name not in small.ties}
 
     def read(name: str) -> Tensor:
@@ -268,7 +248,7 @@ def recorded_plan(lineage: Lineage) -> GrowthPlan:
     plan = plan_growth(
         source, lineage.options, {}, lineage.target_config, lineage.dtype, judged=False
     )
-    if spaces_of(plan) != lineage.data["maps"]:
+    if spaces_of(plan) != lineage.data.get("maps"):
         raise GrowthError(
             f"{lineage.file}: this version of growkern draws other maps than the one that grew the "
             "model"

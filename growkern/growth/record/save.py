@@ -211,7 +211,7 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
     """Let `save_pretrained` write `lineage.json` and `README.md` too, and `push_to_hub` send them.
 
     If the model was trained or cast since, the record says so, and so does a card that is there.
-    `growkern.fold` and the next growth need it. A model whose shapes were changed is saved as any
+    The next growth needs it. A model whose shapes were changed is saved as any
     other; a record that is in the directory then stays. `nonfinite` says whether NaN and Inf were
     grown.
     """

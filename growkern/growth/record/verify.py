@@ -3,8 +3,8 @@
 There are four independent checks, from cheap to expensive:
 
     lineage  the lineage file of a directory agrees with a new plan and with the source's files
-    replay   every tensor equals the one that the plain PyTorch backend builds from the plan
-    fold     every weight folds back to the source's, P_out U E_in = W (`record.fold`). This shows
+    rebuilt  every tensor equals the one that the plain PyTorch backend builds from the plan
+    inverse  every weight gives back the source's, P_out U E_in = W (`record.inverse`). This shows
              that the function is kept, without a forward pass and without the code of growth
     outputs  source and grown model are compared on the same tokens: logits, KL, top-1, and greedy
              generation with a cache. Models of up to 50 million parameters run in float64. Larger
@@ -104,15 +104,15 @@ class VerifyReport:
         table.padding = (0, 1, 0, 0)
         # short columns beside the names, which must be whole at 80 columns
         table.add_column("kind", no_wrap=True)
-        for column in ("n", "replay\nerror", "fold\nerror"):
+        for column in ("n", "rebuilt\nerror", "inverse\nerror"):
             table.add_column(column, justify="right")
         table.add_column("")
         for group in self.groups:
             word = Text("ok", "green") if group.ok else Text("FAIL", "red")
-            fold = "" if group.fold_error is None else f"{group.fold_error:.1e}"
+            back = "" if group.inverse_error is None else f"{group.inverse_error:.1e}"
             # the name up to the layer's number is the same for all kinds: leave it out
             kind = group.kind.rpartition("{l}.")[2]
-            table.add_row(kind, str(group.count), f"{group.replay_error:.1e}", fold, word)
+            table.add_row(kind, str(group.count), f"{group.rebuilt_error:.1e}", back, word)
         failed = [Text(f"FAIL: {group.worst}", "red") for group in self.groups if not group.ok]
         what = "images" if self.plan.small.family.reads_images else "tokens"
         outputs = Table(title=f"outputs on {self.tokens} {what}", title_justify="left")

@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 
 import growkern
 import growkern.growth.grow as grow_module
-import growkern.growth.record.fold as fold_module
 from growkern import GrowthError
 from growkern.growth.disk.stream import Stream
 from growkern.growth.optimizer import file as optimizer_file
@@ -153,15 +152,6 @@ def test_an_optimizer_that_is_grown_in_place_is_refused(source, tmp_path, monkey
     with pytest.raises(GrowthError, match=r"optimizer\.pt was changed while it was read"):
         growkern.grow_optimizer_into(model, adam, tmp_path / "optimizer.pt")
     assert not adam.state
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_fold_of_files_that_change_is_not_published(source, tmp_path, monkeypatch, name):
-    growkern.grow_checkpoint(source, tmp_path / "large", **HOW)
-    during(monkeypatch, lambda: rewrite(tmp_path / "large" / name), fold_module, "_write")
-    with pytest.raises(GrowthError, match=f"{name} was changed while it was read"):
-        growkern.fold(tmp_path / "large", tmp_path / "small", progress=False)
-    assert not (tmp_path / "small").exists()
 
 
 def test_a_model_that_changes_while_it_is_loaded_is_refused(source, monkeypatch):

@@ -474,13 +474,8 @@ def test_a_model_of_another_program_is_not_replaced(source, tmp_path, saved):
     for name, text in {**files, "README.md": "my thesis"}.items():
         (target / name).write_text(text)
     before = snapshot(target)
-    grow(source, tmp_path / "grown")
-    for replace in (
-        lambda: grow(source, target, overwrite=True),
-        lambda: growkern.fold(tmp_path / "grown", target, progress=False, overwrite=True),
-    ):
-        with pytest.raises(growkern.GrowthError, match=r"no record .*move it away.*another dir"):
-            replace()
+    with pytest.raises(growkern.GrowthError, match=r"no record .*move it away.*another dir"):
+        grow(source, target, overwrite=True)
     assert snapshot(target) == before
 
 
@@ -504,7 +499,7 @@ def test_a_foreign_manifest_or_card_keeps_a_grown_model(source, tmp_path, name, 
 
 
 def test_checkpoints_of_every_kind_are_replaced(source, tmp_path):
-    """All that growth, a fold and `save_pretrained` wrote, whatever names the source had."""
+    """All that growth and `save_pretrained` wrote, whatever names the source had."""
     target = tmp_path / "grown"
     (source / "figure.png").write_text("of the source")
     (source / "additional_chat_templates").mkdir()
@@ -516,11 +511,8 @@ def test_checkpoints_of_every_kind_are_replaced(source, tmp_path):
     grow(source, target, overwrite=True)
     assert not (target / "figure.png").is_symlink() and (target / "figure.png").is_file()
     assert (source / "config.json").is_file()
-    folded = tmp_path / "folded"
-    growkern.fold(target, folded, progress=False)
-    growkern.fold(target, folded, progress=False, overwrite=True)
-    growkern.grow(source, hidden_size=48).save_pretrained(folded)
-    grow(source, folded, overwrite=True)
+    growkern.grow(source, hidden_size=48).save_pretrained(target)
+    grow(source, target, overwrite=True)
     in_memory = tmp_path / "in memory"
     growkern.grow(source, hidden_size=48).save_pretrained(in_memory)
     grow(source, in_memory, overwrite=True)
@@ -597,8 +589,8 @@ def test_verify_notices_one_percent_on_untrained_bf16_norms(source, tmp_path):
     assert not growkern.verify(tmp_path / "fresh", tmp_path / "grown").ok
 
 
-def test_fold_alone_notices_a_wrong_weight(source):
-    """Without the replay: read back through its copies, the weight is not the source's."""
+def test_the_inverse_alone_notices_a_wrong_weight(source):
+    """Read back through its copies, the weight is not the source's."""
     grown = growkern.grow(source, hidden_size=32)
     plan = grown.growth_plan
     state = grown.state_dict()

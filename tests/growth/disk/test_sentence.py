@@ -132,35 +132,13 @@ def test_half_precision(make, tmp_path):
     torch.testing.assert_close(new.float(), vectors(source), rtol=0, atol=3e-2)
 
 
-def test_a_model_grows_twice_and_folds_back_twice(make, tmp_path):
+def test_a_model_grows_twice(make, tmp_path):
     source = make(Pooling(12, "mean"), Normalize())
     grow(source, tmp_path / "large", **WIDER)
     grow(tmp_path / "large", tmp_path / "larger", hidden_size=48, num_attention_heads=12)
     old = vectors(source)
     close = {"rtol": 0, "atol": TOLERANCE}
     torch.testing.assert_close(vectors(tmp_path / "larger"), old, **close)
-    growkern.fold(tmp_path / "larger", tmp_path / "back", progress=False)
-    # the record of the first growth stays with its own directory
-    again = {"lineage": tmp_path / "large", "progress": False}
-    growkern.fold(tmp_path / "back", tmp_path / "first", **again)
-    torch.testing.assert_close(vectors(tmp_path / "back"), old, **close)
-    torch.testing.assert_close(vectors(tmp_path / "first"), old, **close)
-    kinds = [m["type"].split(".")[-1] for m in json.loads(text(tmp_path / "first/modules.json"))]
-    assert kinds == ["Transformer", "Pooling", "Normalize"]
-
-
-def test_a_trained_linear_module_is_folded_too(make, tmp_path):
-    source = make(Pooling(12, "mean"))
-    grow(source, tmp_path / "large", **WIDER)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = SentenceTransformer(str(tmp_path / "large"), device="cpu")
-    with torch.no_grad():
-        model[2].linear.weight.mul_(3)
-    model.save(str(tmp_path / "trained"), create_model_card=False)
-    how = {"lineage": tmp_path / "large", "progress": False}
-    growkern.fold(tmp_path / "trained", tmp_path / "back", **how)
-    torch.testing.assert_close(vectors(tmp_path / "back"), 3 * vectors(source))
 
 
 def breaks(name, **changes):

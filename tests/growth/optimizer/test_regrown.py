@@ -197,27 +197,6 @@ def test_a_model_that_was_trained_before_it_was_saved_has_them(chain, tmp_path):
     same_factors(growth_lr_multipliers(plan), growth_lr_multipliers(chain.growth_plan))
 
 
-def test_a_replayed_growth_is_the_same_to_the_byte(chain, tmp_path):
-    growkern.replay(tmp_path / "large", tmp_path / "middle", tmp_path / "again", progress=False)
-    for file in (tmp_path / "large").iterdir():
-        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
-
-
-def test_a_folded_model_knows_the_growths_before(chain, tmp_path):
-    growkern.fold(tmp_path / "large", tmp_path / "back", progress=False)
-    plan = growth_plan_of(loaded(tmp_path / "back"))
-    middle = growth_plan_of(loaded(tmp_path / "middle"))
-    same_factors(growth_lr_multipliers(plan), growth_lr_multipliers(middle))
-    again = growkern.plan(tmp_path / "back", **EVEN, **WIDER)
-    same_factors(growth_lr_multipliers(again), growth_lr_multipliers(chain.growth_plan))
-    # and can be folded on, to the model that was never grown
-    growkern.fold(tmp_path / "back", tmp_path / "first", progress=False)
-    assert not (tmp_path / "first" / "lineage.json").exists()
-    small = loaded(tmp_path / "small").state_dict()
-    for name, weight in loaded(tmp_path / "first").state_dict().items():
-        assert torch.equal(weight, small[name]), name
-
-
 def lose(directory):
     (directory / "lineage.json").unlink()
 
@@ -368,10 +347,8 @@ def test_a_record_that_is_copied_is_known_again(chain, tmp_path):
 
 @pytest.mark.parametrize("moved", MOVED)
 def test_a_model_that_never_grew_is_not_said_to_have(moved, chain, tmp_path, monkeypatch):
-    # a model that was folded back to the first one counts too
-    growkern.fold(tmp_path / "middle", tmp_path / "back", progress=False)
     monkeypatch.chdir(tmp_path)
-    models = [loaded("small"), loaded("back"), random_model("LlamaForCausalLM", LLAMA)]
+    models = [loaded("small"), random_model("LlamaForCausalLM", LLAMA)]
     (tmp_path / "small").rename(tmp_path / "gone")
     for number, model in enumerate(models):
         source = MOVED[moved](model, tmp_path / str(number))

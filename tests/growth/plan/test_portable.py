@@ -1,7 +1,6 @@
 """What plans say of other runtimes, and growth that avoids what they get wrong."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -224,13 +223,6 @@ def test_portable_is_recorded(tmp_path):
     how = {"num_hidden_layers": 9, "portable": True, "progress": False}
     growkern.grow_checkpoint(tmp_path / "small", tmp_path / "big", **how)
     assert growkern.verify(tmp_path / "small", tmp_path / "big").ok
-    growkern.replay(tmp_path / "big", tmp_path / "small", tmp_path / "again", progress=False)
-    files = [tmp_path / name / "model.safetensors" for name in ("big", "again")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-    growkern.fold(tmp_path / "big", tmp_path / "folded", progress=False)
-    folded = type(source).from_pretrained(tmp_path / "folded")
-    for name, tensor in source.state_dict().items():
-        assert torch.equal(folded.state_dict()[name], tensor), name
 
 
 def test_portable_is_a_flag():
@@ -245,7 +237,7 @@ def test_portable_is_a_flag():
         ("Qwen3_5ForCausalLM", "num_nextn_predict_layers"),
     ],
 )
-def test_layers_that_are_left_out_are_not_counted(name, field, tmp_path):
+def test_layers_that_are_left_out_are_not_counted(name, field):
     """Other software would look for their weights."""
     source = model(name, **{field: 1}, head_dim=8, num_hidden_layers=4)
     assert said(source, "second token", hidden_size=48) == [
@@ -256,10 +248,6 @@ def test_layers_that_are_left_out_are_not_counted(name, field, tmp_path):
     assert getattr(grown.config, field) == 0
     assert getattr(source.config, field) == 1
     assert not said(grown, "second token", hidden_size=64)
-    grown.save_pretrained(tmp_path / "grown")
-    growkern.fold(tmp_path / "grown", tmp_path / "folded", progress=False)
-    folded = json.loads((tmp_path / "folded" / "config.json").read_text())
-    assert folded[field] == 0
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"])

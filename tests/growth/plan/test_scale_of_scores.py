@@ -96,9 +96,7 @@ def test_a_given_config_decides(scalar, tmp_path):
     source.save_pretrained(tmp_path / "small")
     how = {"target_config": config, "progress": False}
     growkern.grow_checkpoint(tmp_path / "small", tmp_path / "big", **how)
-    growkern.replay(tmp_path / "big", tmp_path / "small", tmp_path / "again", progress=False)
-    files = [tmp_path / name / "model.safetensors" for name in ("big", "again")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert growkern.verify(tmp_path / "small", tmp_path / "big").ok
 
 
 @pytest.mark.parametrize("scalar", [5, 16])
@@ -115,7 +113,3 @@ def test_moments_and_folding_follow(tmp_path):
     source.save_pretrained(tmp_path / "small")
     growkern.grow_checkpoint(tmp_path / "small", tmp_path / "big", head_dim=8, progress=False)
     assert growkern.verify(tmp_path / "small", tmp_path / "big").ok
-    growkern.fold(tmp_path / "big", tmp_path / "folded", progress=False)
-    folded = type(source).from_pretrained(tmp_path / "folded")
-    assert folded.config.query_pre_attn_scalar == 4
-    assert differ(folded.double(), source.double()) < 1e-5

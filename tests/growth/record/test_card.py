@@ -70,7 +70,6 @@ def test_a_model_in_memory_is_saved_with_its_record(from_disk, tmp_path):
         there = files(tmp_path / "there")
         del there["checksums.json"]
         assert files(tmp_path / "here") == there
-    growkern.fold(tmp_path / "here", tmp_path / "back")
 
 
 def test_the_record_in_a_new_directory_says_whether_the_model_has_changed(tmp_path):
@@ -142,13 +141,6 @@ def test_the_record_in_a_directory_says_that_the_weights_were_trained(tmp_path):
     assert "was grown from small and was trained or changed since" in card
     assert "Before that, compared with its source:\n\n- exact:" in card
     assert card.endswith("## My own words\n")
-    # the record still tells how to fold the trained model, and how to grow the source again
-    growkern.fold(large, tmp_path / "back", progress=False)
-    growkern.grow_checkpoint(source, tmp_path / "again", n_embd=32, progress=False)
-    trained(growkern.grow(source, n_embd=32)).save_pretrained(tmp_path / "apart")
-    growkern.fold(tmp_path / "apart", tmp_path / "too", lineage=tmp_path / "again", progress=False)
-    weights = "model.safetensors"
-    assert files(tmp_path / "back")[weights] == files(tmp_path / "too")[weights]
     # the other way round, the record is that of the weights again
     growkern.grow(source, n_embd=32).save_pretrained(large)
     assert growkern.verify(source, large).ok
@@ -230,8 +222,6 @@ def test_directories_may_have_any_name(name, tmp_path):
     assert f"# {shown}, grown with growkern" in (large / "README.md").read_text(encoding="utf-8")
     growkern.grow(source, n_layer=4).save_pretrained(tmp_path / "here")
     assert files(tmp_path / "here")["README.md"] == files(large)["README.md"]
-    growkern.fold(large, tmp_path / "back", progress=False)
-    growkern.replay(large, source, tmp_path / "again", progress=False)
 
 
 @pytest.mark.parametrize(

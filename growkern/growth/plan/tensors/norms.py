@@ -1,8 +1,8 @@
 """Builds the weights and biases of the target's norms.
 
 They follow (3) of `growkern.growth.space.spaces`: gamma_t = kappa c / a gamma, beta_t = c beta.
-Extra coordinates and the norms around inserted blocks have rules of their own. `growth.record.fold`
-undoes all of these and `growth.optimizer.moments` mirrors them; keep the three in step.
+Extra coordinates and the norms around inserted blocks have rules of their own.
+`growth.optimizer.moments` mirrors all of these; keep both in step.
 """
 
 from __future__ import annotations
