@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from growkern.growth.sharded import grow_into as grow_into
     from growkern.ops.expand.call import Routing as Routing
     from growkern.ops.expand.op import expand as expand
+    from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
+    from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
+    from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
     from growkern.train.dataset.load import load_data as load_data
     from growkern.train.dataset.options import DataSection as DataSection
     from growkern.train.distributed.shard import DistributedOptions as DistributedOptions
@@ -43,10 +46,7 @@ if TYPE_CHECKING:
     from growkern.train.loop.callbacks import ExpertBalancing as ExpertBalancing
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
     from growkern.train.loss.inherited import count_labels as count_labels
-    from growkern.train.loss.losses import inherited_loss as inherited_loss
-    from growkern.train.loss.losses import kl_mlm_loss as kl_mlm_loss
-    from growkern.train.loss.losses import linear_kl_mlm_loss as linear_kl_mlm_loss
-    from growkern.train.loss.losses import topk_kl_mlm_loss as topk_kl_mlm_loss
+    from growkern.train.loss.inherited import inherited_loss as inherited_loss
     from growkern.train.loss.options import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.options import LossOptions as LossOptions
     from growkern.train.model.centroids import centroids as centroids
@@ -81,6 +81,9 @@ _NAMES = {
     "growth.own_modules.widen": "widen widening",
     "ops.expand.call": "Routing",
     "ops.expand.op": "expand",
+    "ops.loss.kl_mlm_loss": "kl_mlm_loss",
+    "ops.loss.linear_kl_mlm_loss": "linear_kl_mlm_loss",
+    "ops.loss.topk_kl_mlm_loss": "topk_kl_mlm_loss",
     "train.dataset.load": "load_data",
     "train.dataset.options": "DataSection",
     "train.distributed.shard": "DistributedOptions shard",
@@ -89,8 +92,7 @@ _NAMES = {
     "train.growth": "GrowthStep",
     "train.loop.callbacks": "ExpertBalancing",
     "train.loop.trainer": "TwoStageTrainer",
-    "train.loss.inherited": "count_labels",
-    "train.loss.losses": "inherited_loss kl_mlm_loss linear_kl_mlm_loss topk_kl_mlm_loss",
+    "train.loss.inherited": "count_labels inherited_loss",
     "train.loss.options": "InheritanceSchedule LossOptions",
     "train.model.centroids": "centroids",
     "train.model.sub_model": "TwoStageConfig",

@@ -127,6 +127,8 @@ PUBLIC_OPS = {
     "growkern.ops.loss.rows.inputs.check_columns",
     "growkern.ops.loss.rows.options.Divergence",
     "growkern.ops.loss.rows.options.IGNORE_INDEX",
+    "growkern.ops.loss.rows.options.IN_TRAINING",
+    "growkern.ops.loss.rows.options.InheritedKeywords",
     "growkern.ops.loss.rows.options.KLRows",
     "growkern.ops.loss.rows.options.KL_OPTIONS",
     "growkern.ops.loss.rows.options.LABEL_OPTIONS",
@@ -135,6 +137,7 @@ PUBLIC_OPS = {
     "growkern.ops.loss.rows.options.Reduction",
     "growkern.ops.loss.rows.options.Tail",
     "growkern.ops.loss.rows.options.check_inheritance",
+    "growkern.ops.loss.rows.options.public",
     "growkern.ops.loss.topk_kl_mlm_loss.topk_kl_mlm_loss",
 }
 
@@ -159,9 +162,7 @@ RENAMING = (
 
 LINE_CHARACTERS = 100
 FUNCTION_LINES = 60
-FILE_LINES = 400
-# `python -m docs.options` writes most of it
-GENERATED = PACKAGE / "train/loss/losses.py"
+FILE_LINES = 600
 FOLDER_FILES = 14
 # files and folders with code, side by side
 DOORS = {"growkern": 16, "bench": 18, "tests": 20}
@@ -397,7 +398,7 @@ def test_house_numbers_of_compiled_code(path):
 @of_each([*MODULES, *BENCH])
 def test_house_numbers(path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= FILE_LINES or path == GENERATED, f"{len(lines)} lines, split it by purpose"
+    assert len(lines) <= FILE_LINES, f"{len(lines)} lines, split it by purpose"
     for node in functions(path):
         length = node.end_lineno - node.lineno + 1 - docstring_lines(node)
         assert length <= FUNCTION_LINES, f"{where(path, node)} {node.name}: {length} lines"

@@ -38,7 +38,7 @@ logits), `topk/buckets.py` (the mathematics between them) and the tail's gradien
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -58,8 +58,21 @@ from growkern.ops.loss.linear.heads import (
     settings_of,
 )
 from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, loss_and_rows
-from growkern.ops.loss.rows.inputs import backend_of, check_columns, loss_of_rows
-from growkern.ops.loss.rows.options import LossCall, Maths, Options, as_teachers, check_options
+from growkern.ops.loss.rows.inputs import (
+    LossParts,
+    backend_of,
+    check_columns,
+    loss_of_rows,
+)
+from growkern.ops.loss.rows.options import (
+    LossCall,
+    Maths,
+    Options,
+    TopKKeywords,
+    as_teachers,
+    check_options,
+    public,
+)
 from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import Shard
 from growkern.ops.loss.topk.op import TOPK_KL_MLM
@@ -68,6 +81,9 @@ from growkern.ops.loss.topk.teacher import (
     check_topk_values,
     teacher_probabilities,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # ---------------------------------------------------------------- reference
 
@@ -118,6 +134,25 @@ def topk_kl_mlm_rows_reference(
 # --------------------------------------------------------------------- loss
 
 
+@overload
+def topk_kl_mlm_loss(
+    student_hidden: Tensor, student_weight: Tensor,
+    teacher_topk_ids: Tensor | Sequence[Tensor] | None,
+    teacher_topk_logprobs: Tensor | Sequence[Tensor] | None, labels: Tensor, *,
+    return_parts: Literal[False] = False, **options: "Unpack[TopKKeywords]",
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def topk_kl_mlm_loss(
+    student_hidden: Tensor, student_weight: Tensor,
+    teacher_topk_ids: Tensor | Sequence[Tensor] | None,
+    teacher_topk_logprobs: Tensor | Sequence[Tensor] | None, labels: Tensor, *,
+    return_parts: Literal[True], **options: "Unpack[TopKKeywords]",
+) -> tuple[Tensor, LossParts]: ...  # fmt: skip
+
+
+@public(TopKKeywords, explained=("tail",))
 def topk_kl_mlm_loss(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -127,8 +162,39 @@ def topk_kl_mlm_loss(
     *,
     student_bias: Tensor | None = None,
     **options: Any,
-) -> Any:
-    """The loss behind `growkern.topk_kl_mlm_loss`, whose arguments and result it has."""
+) -> Tensor | tuple[Tensor, LossParts]:
+    """`linear_kl_mlm_loss` with teachers of which k ids and log-probs per row were stored.
+
+    Options that are not listed here are those of `linear_kl_mlm_loss`; `growkern.cache_teacher`
+    writes such a teacher.
+
+    Args:
+        student_hidden: (..., H), float.
+        student_weight: the student's output head, (V, H), dtype of `student_hidden`.
+        teacher_topk_ids: int32 or int64 (..., k), in any order, no id twice in a row. Or a list,
+            one tensor per teacher, with any k each. Or None with ``alpha=0.0``.
+        teacher_topk_logprobs: natural log-probs of those tokens (..., k), any float dtype, at
+            `temperature` and normalised over the whole vocabulary. -inf is a probability of 0.
+        labels: integer token ids, (...).
+        student_bias: (V,), optional.
+        divergence: as in `kl_mlm_loss`. For "reverse" the teacher's remaining probability counts as
+            no smaller than the rounding error of the stored log-probs, because the divergence is
+            infinite without it. So "reverse" does not go with tail="renormalise".
+        **options: those of `LossCall`.
+        group, vocab_start: as in `linear_kl_mlm_loss`. Every rank passes all ids, which count the
+            columns of all ranks.
+        backend: "reference", "cpu" or "triton". Default: as in `kl_mlm_loss`.
+
+    Returns:
+        As `linear_kl_mlm_loss`; `LossParts.kl` is over the k tokens and the bucket of all others.
+        Rows without the KL term may hold anything in place of the teachers.
+
+    Raises:
+        GrowthError: shapes, dtypes or options that do not fit. On a CPU also ids or labels outside
+            the vocabulary, ids twice in a row, and log-probs whose sum is above 1 by more than
+            rounding. A GPU asserts without waiting that ids and labels are inside; it does not
+            notice repeated ids.
+    """
     call = LossCall(**options)
     cached = as_teachers(teacher_topk_logprobs, call)
     checked = check_options(call, len(cached), labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -19,7 +19,13 @@ from growkern.arguments import as_list, check_kind
 from growkern.errors import GrowthError
 from growkern.growth.source.live import QUANTISED
 from growkern.ops.loss.rows.inputs import LossParts, check_columns
-from growkern.ops.loss.rows.options import LossCall
+from growkern.ops.loss.rows.options import (
+    IN_TRAINING,
+    LABEL_OPTIONS,
+    InheritedKeywords,
+    LossCall,
+    public,
+)
 from growkern.train.distributed.shard import check_sharding
 from growkern.train.loss.inheritance import check_same_objective, loss_beside
 from growkern.train.loss.rows import ROW_OPTIONS, LossRows, as_known, real_rows, take_rows
@@ -42,32 +48,102 @@ from growkern.train.model.load import PRETRAINING, is_causal
 from growkern.train.model.projection import HeadInputs, is_linear, projected
 from growkern.train.rules import check
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # models that passed the checks, by the part that they play
 _checked: dict[str, WeakSet[Any]] = {"model": WeakSet(), "teacher": WeakSet()}
 # teacher -> student with its vocabulary -> tokens that the teacher knows, None for all
 _known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, int | None]] = WeakKeyDictionary()
 
 
+@overload
+def inherited_loss(
+    model: Any, teacher: Any, batch: Mapping[str, Any], *,
+    return_parts: Literal[False] = False, **options: Unpack[InheritedKeywords],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def inherited_loss(
+    model: Any, teacher: Any, batch: Mapping[str, Any], *,
+    return_parts: Literal[True], **options: Unpack[InheritedKeywords],
+) -> tuple[Tensor, LossParts]: ...  # fmt: skip
+
+
+@public(InheritedKeywords, explained=LABEL_OPTIONS, defaults=IN_TRAINING)
 def inherited_loss(
     model: Any,
     teacher: Any,
     batch: Mapping[str, Any],
     *,
-    alpha: float | Tensor,
-    vocab_size: int | None,
-    teacher_vocab_size: int | None,
     causal: bool | None = None,
-    return_parts: bool,
+    return_parts: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, LossParts]:
-    """The loss behind `growkern.inherited_loss`, whose arguments and result it has."""
+    """(1 - alpha) times the cross-entropy of the labels, plus alpha times the KL from the teachers.
+
+    Runs the models and `linear_kl_mlm_loss`. No logits are made: while the model runs, the loss
+    takes the place of its output projection. Call it where you would call the model: under
+    autocast, on a model that DistributedDataParallel or accelerate wrapped, that `fully_shard`
+    sharded, or whose blocks are compiled. All processes of a tensor-parallel group
+    (`from_pretrained(..., tp_plan="auto")`) pass the same batch and get the same loss.
+
+    A mixture of experts whose config has `output_router_logits=True` adds `router_aux_loss_coef`
+    times the auxiliary loss of its routers, as in transformers. With `num_items` this term counts
+    by the batch's share of the labels. Teachers add none.
+
+    Args:
+        model: a ...ForMaskedLM or ...ForCausalLM model; a model of an encoder and a decoder such
+            as T5ForConditionalGeneration; or a tuple (hidden states (B, S, H), output projection).
+            The projection is a linear module or its weight (V, H).
+        teacher: the same; a list of them; or None to train on the labels alone. Teachers run
+            without gradients and in evaluation mode. The root of a sharded teacher must keep its
+            parameters after its forward pass (`reshard_after_forward` unset).
+        batch: {input_ids, labels, ...}, (B, S) each. Labels of causal models are not shifted. With
+            an encoder and a decoder the labels belong to the decoder, and each model makes its
+            decoder_input_ids of them if the batch has none.
+        alpha: share of the KL term, in [0, 1]. No teacher runs if it is the number 0.
+        temperature: of the softmax in the KL term.
+        num_items: the number by which the sum over rows is divided: the labels of the whole
+            accumulated batch, of all processes (`count_labels`). Multiply the loss by the number of
+            processes then, because DistributedDataParallel and FSDP average the gradients. A pair
+            holds the rows of either term. None takes the rows of this batch.
+        divergence, beta: as in `InheritanceSchedule`.
+        kl_rows: rows with a KL term: "labels", or "all" for every real token. A decoder beside an
+            encoder needs a decoder_attention_mask for "all".
+        teacher_weights: one per teacher, with sum 1; None weighs all alike.
+        row_weights: (B, S) float, the weight of each label. Not shifted. A label of weight 0 still
+            counts in the number that the loss is divided by; a masked label does not.
+        vocab_size: columns that mean the same token in all models; later columns are padding. None:
+            the tokenizers beside the models, or else their special ids and
+            families, must agree.
+        teacher_vocab_size: tokens that the teachers know, if the student has more. A row whose
+            label or context holds a later token has no KL term, and the KL of other rows is over
+            the teachers' tokens alone. None: the tokenizers beside the models tell it.
+        max_rows: at least the number of rows with a term, counted on the CPU. A GPU then spends
+            nothing on the others.
+        causal: for a pair only: whether it predicts the next token. None: its labels are aligned
+            with its hidden states already.
+        return_parts: whether to return the parts of the loss too.
+        **options: those of `LossCall`.
+
+    Returns:
+        The loss, 0-d; with `return_parts` also the parts. A batch without a single row with a term
+        gives 0 and zero gradients, so that a loop may add it to others. Leave such batches out of
+        the mean that you print.
+
+    Raises:
+        GrowthError: models, batch or options that do not fit together, or a model that would be
+            trained wrongly.
+    """
     teachers = [teacher] if is_pair(teacher) else as_list(teacher)
     teachers = [] if teacher is None else teachers
-    known = check_models(model, teachers, vocab_size=vocab_size, known=teacher_vocab_size)
+    width, known = options["vocab_size"], options["teacher_vocab_size"]
+    known = check_models(model, teachers, vocab_size=width, known=known)
     check_kind("batch", batch, Mapping, "a mapping with input_ids and labels")
     causal = shifts_labels(model, causal)
-    if not teachers:
-        alpha = 0.0
+    alpha = options["alpha"] if teachers else 0.0
     inputs = dict(batch)
     runs = isinstance(alpha, Tensor) or alpha != 0
     known = known if runs else None
@@ -80,8 +156,7 @@ def inherited_loss(
     options |= {
         **rows.options(),
         **head_options(_inner(model)),
-        **{"alpha": alpha, "vocab_size": vocab_size, "teacher_vocab_size": known},
-        "return_parts": True,
+        **{"alpha": alpha, "teacher_vocab_size": known, "return_parts": True},
     }
     seen: list[LossParts] = []
 

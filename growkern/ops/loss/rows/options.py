@@ -1,21 +1,24 @@
 """The options of the losses, each declared once, and their checks.
 
 `LossCall` has their names, types, defaults and meanings, and `LIMITS` the values that a number may
-have. From here `python -m docs.options` writes `growkern/train/loss/losses.py` and
-`growkern/train/loss/options.py`, whose functions and classes users and editors see, and
-`csrc/maths.h`.
+have. The keywords of each loss repeat names and types for editors and type checkers; `public` adds
+the rest to a loss. From here `python -m docs.options` writes `growkern/train/loss/options.py`, the
+sections of a run file, and `csrc/maths.h`.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, SHARE, Limit
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
 from growkern.ops.backend.custom_ops import check_tensors
 
 IGNORE_INDEX = -100
@@ -120,6 +123,145 @@ class LossCall(NamedTuple):
     group: dist.ProcessGroup | None = None
     vocab_start: int | None = None
     backend: str | None = None
+
+
+class RowKeywords(TypedDict, total=False):
+    """The options that all losses of tensors have."""
+
+    alpha: float | Tensor
+    temperature: float
+    divergence: Divergence
+    beta: float | None
+    ignore_index: int
+    kl_rows: KLRows | Tensor
+    teacher_weights: Sequence[float] | None
+    vocab_size: int | None
+    teacher_vocab_size: int | None
+    row_weights: Tensor | None
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
+    reduction: Reduction
+    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None
+    group: dist.ProcessGroup | None
+    vocab_start: int | None
+    backend: str | None
+
+
+class LogitKeywords(RowKeywords, total=False):
+    """Those of `growkern.kl_mlm_loss`."""
+
+    teacher_softcap: float | None
+
+
+class HeadKeywords(RowKeywords, total=False):
+    """Those that all losses of hidden states have."""
+
+    student_bias: Tensor | None
+    chunk_bytes: int | None
+    max_rows: int | None
+    vocab_tile: int | None
+    logits_dtype: torch.dtype | None
+
+
+class LinearKeywords(HeadKeywords, total=False):
+    """Those of `growkern.linear_kl_mlm_loss`."""
+
+    teacher_bias: Tensor | Sequence[Tensor | None] | None
+    teacher_softcap: float | None
+
+
+class TopKKeywords(HeadKeywords, total=False):
+    """Those of `growkern.topk_kl_mlm_loss`."""
+
+    tail: Tail
+
+
+class InheritedKeywords(TypedDict, total=False):
+    """Those of `growkern.inherited_loss`."""
+
+    alpha: float | Tensor
+    temperature: float
+    divergence: Divergence
+    beta: float | None
+    kl_rows: KLRows
+    teacher_weights: Sequence[float] | None
+    vocab_size: int | None
+    teacher_vocab_size: int | None
+    row_weights: Tensor | None
+    label_smoothing: float
+    z_loss: float
+    num_items: float | Tensor | tuple[float | Tensor, float | Tensor] | None
+    max_rows: int | None
+    causal: bool | None
+
+
+# what `linear_kl_mlm_loss` explains, beside the options of `kl_mlm_loss`
+OF_CHUNKS = ("chunk_bytes", "max_rows", "vocab_tile", "logits_dtype")
+# the defaults of the options in training
+IN_TRAINING = {**LossCall._field_defaults, "temperature": 2.0}
+
+Loss = TypeVar("Loss", bound=Callable[..., Any])
+
+
+def public(
+    keywords: Any,
+    explained: Iterable[str] | None = None,
+    defaults: Mapping[str, Any] = LossCall._field_defaults,
+) -> Callable[[Loss], Loss]:
+    """Give a loss the options of its keywords: its signature and docstring show them.
+
+    It gets all of them. Others are refused, as Python refuses them.
+
+    Args:
+        keywords: a `TypedDict`, to which `return_parts` is added.
+        explained: options whose declared meanings take the place of the entry ``**options``; None
+            for all of them.
+        defaults: of the options.
+    """
+    kinds = {**keywords.__annotations__, "return_parts": bool}
+
+    def decorate(loss: Loss) -> Loss:
+        found = inspect.signature(loss)
+        given = [x for x in found.parameters.values() if x.kind is not x.VAR_KEYWORD]
+        # those of the loss itself, such as biases
+        own = [x for x in given if x.name not in defaults]
+        options = [
+            inspect.Parameter(
+                x, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[x]
+            )
+            for x, default in defaults.items()
+            if x in kinds
+        ]
+        filled = {x.name: x.default for x in options}
+        allowed = frozenset(x.name for x in (*own, *options))
+
+        @functools.wraps(loss)
+        def checked(*args: Any, **options: Any) -> Any:
+            for name in options:
+                if name not in allowed:
+                    wrong = f"{loss.__name__}() got an unexpected keyword argument {name!r}"
+                    raise TypeError(f"{wrong}{nearest(name, allowed)}")
+            return loss(*args, **{**filled, **options})
+
+        call: Any = checked
+        call.__signature__ = found.replace(parameters=[*own, *options])
+        call.__doc__ = _explained(loss, kinds if explained is None else explained)
+        return cast(Loss, call)
+
+    return decorate
+
+
+def _explained(loss: Any, names: Iterable[str]) -> str | None:
+    """The docstring of a loss with the declared meanings of some options; None without any."""
+    if not (text := inspect.getdoc(loss)) or not (declared := inspect.getdoc(LossCall)):
+        return None
+    meanings = "".join(
+        entry
+        for entry in re.split(r"(?m)^(?= {4}\w)", declared)[1:]
+        if set(entry.strip().partition(":")[0].split(", ")) <= {*names}
+    )
+    return re.sub(r"(?m)^ {4}\*\*options:.*\n", lambda _: meanings.rstrip() + "\n", text)
 
 
 _DEFAULTS = LossCall._field_defaults
