@@ -148,8 +148,11 @@ def _part_of_entry(
             continue
         local, read = local_tensor(entry[key]), reader_of(state, key)
         out = local if local.device.type == "cpu" else None
+        if out is not None and out.dtype != source[key].dtype:
+            # rounded to the dtype of the source's moment first, as everywhere
+            out = torch.empty_like(local, dtype=source[key].dtype)
         built = grow_moment(plan, task, read, key=key, moments=moments, part=part, out=out)
-        if out is None:
+        if out is not local:
             local.copy_(built)
     return entry
 

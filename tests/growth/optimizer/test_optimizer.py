@@ -404,11 +404,25 @@ def test_state_is_grown_from_a_distributed_checkpoint(tmp_path, flat, key):
     same_state(new, expected)
 
 
-def test_grown_moments_take_the_parameters_dtype():
-    source = random_model("GPT2LMHeadModel", GPT2)
+@pytest.mark.parametrize(
+    "before, after", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+@pytest.mark.parametrize(
+    "class_name, sizes, growth",
+    [
+        ("LlamaForCausalLM", LLAMA, {"hidden_size": 24}),
+        ("BertForMaskedLM", BERT, {"hidden_size": 20, "intermediate_size": 33, "method": "aki"}),
+        (*RELATIVES["mixtral"][:2], {"hidden_size": 20, "num_local_experts": 8}),
+    ],
+)
+def test_grown_moments_take_the_parameters_dtype(class_name, sizes, growth, before, after):
+    """They are rounded to the dtype that the source has them in first, in either call."""
+    source = random_model(class_name, sizes, dtype=before)
     optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
-    train(source, optimizer, range(2))
-    target = growkern.grow(source, n_embd=20, dtype=torch.bfloat16)
+    for parameter in source.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    target = growkern.grow(source, **growth, dtype=after)
     expected, new = (torch.optim.AdamW(target.parameters()) for _ in range(2))
     expected.load_state_dict(growkern.grow_optimizer(optimizer.state_dict(), target.growth_plan))
     growkern.grow_optimizer_into(target, new, optimizer.state_dict())
