@@ -163,7 +163,7 @@ def plot(
     """Draw loss against FLOPs, attention maps, or where the units of a grown model come from."""
     from growkern.plot.attention import plot_attention
     from growkern.plot.curves import savings_rows, savings_table
-    from growkern.plot.losses import lacks, plot_runs
+    from growkern.plot.losses import notes_on, plot_runs
     from growkern.plot.weights import plot_weights
     from growkern.train.dataset.source import read_text
 
@@ -187,8 +187,8 @@ def plot(
     else:
         out = out or Path("loss_vs_flops.png")
         groups = plot_runs(directories, out, sources=sources or [])
-        if lacking := lacks([curve for group in groups for curve in group.curves]):
-            say(f"growkern: {lacking}", sys.stderr)
+        for note in notes_on(groups):
+            say(f"growkern: {note}", sys.stderr)
     if as_json:
         print_json({"out": str(out), **({"runs": savings_rows(groups)} if groups else {})})
         return

@@ -127,7 +127,12 @@ class Group:
     name: str
     curves: tuple[Curve, ...]
     marks: tuple[float, ...]  # the loss that each curve is to reach
-    before: float = 0.0  # FLOPs that were spent before they started, on the small model
+    sources: tuple[Curve, ...] = ()  # of the small model that they started from
+
+    @property
+    def before(self) -> float:
+        """FLOPs that were spent before the runs started, on the small model."""
+        return float(np.mean([source.flops[-1] for source in self.sources] or [0.0]))
 
     @property
     def label(self) -> str:
@@ -171,7 +176,6 @@ def groups_of(
     for curve in curves:
         by_name.setdefault(curve.name, []).append(curve)
     reference, *_ = by_name.values()
-    before = float(np.mean([source.flops[-1] for source in sources])) if sources else 0.0
     # Seeds of a masked model differ by a few FLOPs. The mean ends where the shortest of the runs
     # does: beyond that point a lower mark would not be reached
     end = float(Group("", tuple(reference), ()).mean()[1].mean(0)[-1])
@@ -181,7 +185,7 @@ def groups_of(
             name,
             tuple(runs),
             tuple(ends) if paired else (end,) * len(runs),
-            0.0 if runs is reference else before,
+            () if runs is reference else tuple(sources),
         )
         for name, runs in by_name.items()
     ]

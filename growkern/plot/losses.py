@@ -110,9 +110,7 @@ def draw(
     scale = f" (1e{round(math.log10(unit))})" if unit > 1 else ""
     start = ", starting with the small model's" if sources else ""
     bars.set_xlabel(f"training FLOPs{scale}, teacher included{start}", fontsize=TEXT)
-    is_beyond = any(source.losses[-1] <= mark for source in sources)
-    notes = [title, lacks(curves), BEYOND if is_beyond else ""]
-    axes.set_title("\n".join(filter(None, notes)), fontsize=TEXT, loc="left")
+    axes.set_title("\n".join(filter(None, [title, *notes_on(groups)])), fontsize=TEXT, loc="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()
     # later text must not move what the labels were placed by
@@ -129,11 +127,16 @@ def draw(
     return groups
 
 
-def lacks(curves: Sequence[Curve]) -> str:
-    """What the logs of runs lack, as a sentence; "" if they lack nothing."""
-    if not curves[0].validation:
-        return NO_VALIDATION
-    return ONE_LOSS if all(len(curve.steps) == 1 for curve in curves) else ""
+def notes_on(groups: Sequence[Group]) -> list[str]:
+    """What a reader of the curves and of their savings has to know, in sentences."""
+    curves = [curve for group in groups for curve in group.curves]
+    mark = float(np.mean(groups[0].marks))
+    notes = [] if curves[0].validation else [NO_VALIDATION]
+    if curves[0].validation and all(len(curve.steps) == 1 for curve in curves):
+        notes.append(ONE_LOSS)
+    if any(source.losses[-1] <= mark for group in groups for source in group.sources):
+        notes.append(BEYOND)
+    return notes
 
 
 def _unit(most: float) -> float:
