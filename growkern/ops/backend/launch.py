@@ -34,8 +34,8 @@ def launch(kernel: Any, programs: int, like: Tensor, *args: Any, **constants: An
     Triton itself launches on the current device, even if all tensors are on another one. Constants
     are those of the kernel, and options of the compiler such as num_warps.
     """
-    if torch.version.hip:
-        # Triton for AMD does not know this option
+    if torch.version.hip or like.device.type not in ("cuda", "cpu"):
+        # an option of Triton for NVIDIA alone; other compilers refuse it
         constants.pop("maxnreg", None)
     # a negative index changes nothing: interpreted kernels take tensors on the CPU
     with torch.cuda.device(like.device.index if like.device.type == "cuda" else -1):

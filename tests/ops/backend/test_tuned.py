@@ -1,7 +1,9 @@
 """Block sizes: the default, the shipped table, and the candidates of a sweep of `bench.tune`."""
 
+import contextlib
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from bench import tune
 from bench.shared.recorder import Recorder
 from growkern.ops.backend import tuned
-from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.backend.launch import HAS_TRITON, launch
 from growkern.ops.backend.tuned import TUNED_FILE, launch_choice
 
 DEFAULT = {"BLOCK": 512, "num_warps": 4}
@@ -94,3 +96,21 @@ def test_the_launches_of_training_and_growth_are_tuned_apart(piece, tmp_path, mo
     }
     assert found == kernels[piece] and not recorder.document["failures"]
     assert not [row for row in recorder.document["rows"] if "refused" in row]
+
+
+@pytest.mark.parametrize(("device", "hip", "knows"), [
+    ("cuda", None, True), ("cpu", None, True), ("cuda", "7.0", False), ("xpu", None, False),
+    ("mtia", None, False),
+])  # fmt: skip
+def test_only_the_compiler_for_nvidia_gets_its_own_option(device, hip, knows, monkeypatch):
+    given = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: given.update(constants)
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    like = SimpleNamespace(device=torch.device(device, 0))
+    launch(Kernel(), 1, like, maxnreg=128, num_warps=8)
+    assert given == {"num_warps": 8, **({"maxnreg": 128} if knows else {})}
