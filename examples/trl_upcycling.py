@@ -1,7 +1,8 @@
 """A dense model becomes a mixture of experts, which `trl.SFTTrainer` trains.
 
 `python examples/trl_upcycling.py` does this with a tiny Llama on text that it writes itself. The
-directory of the mixture is a plain one of transformers.
+directory of the mixture is a plain one of transformers. Do not resume such a run from a checkpoint:
+the Trainer of transformers 5.23, on which TRL builds, drops the trained experts when it resumes.
 """
 
 import tempfile
