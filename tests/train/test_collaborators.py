@@ -1,8 +1,10 @@
 """The collaborators of the trainer know nothing of it: each works in a loop of one's own."""
 
 import math
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -16,7 +18,7 @@ from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import WHOLE, Objective
-from growkern.train.loss.batches import Batches, LabelledSteps
+from growkern.train.loss.batches import Batches, LabelledSteps, unchanged_random_state
 from growkern.train.loss.inheritance import Teachers
 from growkern.train.loss.side import EvaluationSums
 from growkern.train.model.sub_model import TwoStageConfig
@@ -200,3 +202,18 @@ def test_no_collaborator_holds_the_trainer(tmp_path):
             waiting += one
         elif type(one).__module__.startswith(("growkern", "functools")):
             waiting += [*getattr(one, "__dict__", {}).values(), *getattr(one, "args", ())]
+
+
+def test_every_generator_is_as_before():
+    """Those of Python, NumPy and PyTorch, which collators draw from, also after an error."""
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)  # noqa: NPY002
+    expected = draw()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)  # noqa: NPY002
+    with pytest.raises(KeyError), unchanged_random_state():
+        assert draw() == expected
+        raise KeyError
+    assert draw() == expected

@@ -124,6 +124,19 @@ def test_portable_keeps_what_runtimes_compute(sizes, heads):
     assert "rope_theta stays" in line
 
 
+@pytest.mark.parametrize(("small", "large"), [(4, 8), (4, 12), (2, 6), (6, 12)])
+def test_whole_steps_of_pairs_leave_theta(small, large):
+    """Every pair of the source turns as fast as one of the target."""
+    plan = growkern.plan(model("LlamaForCausalLM", head_dim=small), head_dim=large)
+    before, after = (config.rope_parameters for config in (plan.small.config, plan.large.config))
+    assert before == after
+
+
+def test_other_sizes_of_heads_change_theta():
+    plan = growkern.plan(model("LlamaForCausalLM", head_dim=6), head_dim=8)
+    assert plan.large.config.rope_parameters != plan.small.config.rope_parameters
+
+
 def test_portable_refuses_another_theta():
     for name in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"):
         with pytest.raises(growkern.GrowthError, match="would change rope_theta"):

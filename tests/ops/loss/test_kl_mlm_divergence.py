@@ -1,5 +1,7 @@
 """The terms beside forward KL and cross-entropy, through both doors and in tiles."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -259,3 +261,20 @@ def test_float16_rows_hold_every_gradient(backend, temperature, gap, beta, devic
     assert found.isfinite().all()
     for one, expected in zip(found, truth, strict=True):
         assert (one - expected).norm() <= 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_the_state_of_rows_without_a_term(backend, beta, device):
+    """Their logits are not read, and their sums are those of no column."""
+    logits = torch.randn(2, 3, 40, device=device)
+    logits[:, 1] = torch.nan
+    kinds, labels = torch.tensor([3, 0, 2], device=device), torch.tensor([4, 1, 0], device=device)
+    rows = Rows(logits[0], [logits[1]], labels, kinds.int(), 40, Maths(beta=beta), False)
+    state = torch.full((n_numbers(1), 3), torch.nan, device=device)
+    out = torch.full((3, 40), torch.nan, device=device)
+    ROW_FUNCTIONS[backend](
+        rows, state, Steps(True, beta != 0, True), torch.ones(2, 3, device=device), out
+    )
+    assert state[:, 1].tolist() == [0, 0, 0, -math.inf, *[0] * (len(state) - 4)]
+    assert (out[1] == 0).all() and out.isfinite().all()

@@ -124,6 +124,17 @@ def test_batches_after_a_kill_are_those_without_one(make, workers, processes, tm
         assert [x["rows"] for x in found] == [x["rows"] for x in straight[i + 1 : i + 6]]
 
 
+def test_a_second_run_begins_at_the_start(make, tmp_path):
+    """Also on a stream that the first run had resumed."""
+    first = list(itertools.islice(loader_of(make(), 0), 4))
+    reader, stream = StreamReader(make(), 0), make()
+    reader.note(first[:2])
+    reader.save(tmp_path)
+    for checkpoint, rows in ((tmp_path, first[2]["rows"]), (None, first[0]["rows"])):
+        StreamReader(stream, 0).start(checkpoint)
+        assert next(iter(loader_of(stream, 0)))["rows"] == rows
+
+
 def test_workers_read_though_the_tokenizer_used_threads_before(make, monkeypatch):
     """Then a fork leaves the tokenizer without them, and nothing tells it."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
