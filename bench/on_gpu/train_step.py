@@ -27,7 +27,8 @@ from bench.shared.recorder import Recorder
 from bench.shared.trainer_runs import Clock, by_depth, trained
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.model.flops import ModelCost
-from growkern.train.model.head import align_labels, head_inputs, head_swap
+from growkern.train.model.forward import head_inputs
+from growkern.train.model.head import align_labels, head_swap
 from growkern.train.model.sub_model import layer_stacks
 
 ALPHA, T = 0.5, 2.0

@@ -9,7 +9,8 @@ import contextlib
 import torch
 
 from growkern import linear_kl_mlm_loss
-from growkern.train.model.head import align_labels, head_inputs, head_swap
+from growkern.train.model.forward import teacher_inputs
+from growkern.train.model.head import align_labels, head_swap
 from growkern.train.model.sub_model import Part, layer_stacks, sub_model
 
 
@@ -44,8 +45,7 @@ def train(
                 inputs["decoder_input_ids"] = ids.clamp(min=0)
             heads = [None] * 3
             if alpha > 0:
-                with torch.no_grad():
-                    heads = head_inputs(teacher, inputs)
+                heads = teacher_inputs(teacher, inputs)
 
             def loss_of(hidden, weight, bias, labels=labels, heads=heads, alpha=alpha, items=items):
                 return linear_kl_mlm_loss(

@@ -163,7 +163,8 @@ def test_teacher_runs_while_the_rate_is_positive_and_never_moves(tmp_path):
     calls.clear()  # the trainer looks at its heads once
     trainer.train()
     assert calls == [False] * 3
-    assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
+    assert all(p.grad is None and p.requires_grad for p in teacher.parameters())
+    assert teacher.training
     for name, value in teacher.state_dict().items():
         assert torch.equal(value, before[name]), name
     lines = [line for line in trainer.state.log_history if "loss" in line]

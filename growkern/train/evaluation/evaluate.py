@@ -19,7 +19,9 @@ from growkern.growth.source.hub import located
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import find_sources
-from growkern.train.model.head import IGNORE_INDEX, reading, take_logits
+from growkern.train.model.contexts import evaluating
+from growkern.train.model.forward import run_model
+from growkern.train.model.head import IGNORE_INDEX, take_logits
 from growkern.train.model.load import check_fits, is_causal, load_language_model, load_tokenizer
 from growkern.train.objectives.language_modeling import Collator, evaluation_collator
 from growkern.train.objectives.names import Objective
@@ -210,7 +212,7 @@ def _sums(
     sums: list[float] = []
     counts: list[int] = []
     bar = tqdm(total=len(rows), desc="evaluating", unit=" blocks", disable=not progress)
-    with reading(model), torch.no_grad(), bar:
+    with evaluating(model), torch.no_grad(), bar:
         for start in range(0, len(rows), batch_size):
             chosen = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
             batch = {key: x.to(model.device) for key, x in collator(chosen).items()}
@@ -224,7 +226,8 @@ def _sums(
 def block_losses(model: Any, batch: dict[str, Tensor], causal: bool) -> tuple[Tensor, Tensor]:
     """The sum of the losses (B,) float64 and the number of labels (B,) int64 of a batch's rows."""
     labels_BS = batch["labels"]
-    logits_BSV = take_logits(model(**{key: x for key, x in batch.items() if key != "labels"}))
+    inputs = {key: x for key, x in batch.items() if key != "labels"}
+    logits_BSV = take_logits(run_model("model", model, inputs))
     if causal:
         labels_BS, logits_BSV = labels_BS[:, 1:], logits_BSV[:, :-1]
     labelled_BS = labels_BS != IGNORE_INDEX

@@ -16,7 +16,7 @@ from torch import Tensor
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import FlopCounter, Meter
 from growkern.train.loss.inheritance import Teachers
-from growkern.train.loss.inherited import check_model, inputs_of, is_two_stacks, unwrapped
+from growkern.train.loss.inherited import check_model, inputs_of, is_two_stacks
 from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.rows import (
     ROW_COUNTS,
@@ -37,10 +37,10 @@ from growkern.train.loss.side import (
     side_loss_of,
 )
 from growkern.train.model.flops import ModelCost, cost_of
+from growkern.train.model.forward import run_model, unwrapped
 from growkern.train.model.head import (
     IGNORE_INDEX,
     check_head,
-    check_row_length,
     head_options,
     head_swap,
     take_logits,
@@ -231,7 +231,6 @@ class Objective:
         targets = None if self.side is None else self.side.take(inputs)
         rows = self._take_rows(inputs, plan, weighted=training)
         inputs = inputs_of(inner, inputs, rows.labels_BS)
-        check_row_length("model", inner, inputs)
         options |= self._options(inputs, rows, plan, items)
         if training:
             options |= self._loss_arguments
@@ -245,8 +244,10 @@ class Objective:
             seen.append(parts)
             return loss
 
-        with sub_model(self._stacks, plan.part), head_swap(inner, loss_of):
-            outputs = model(**inputs, **router_inputs(inner))
+        part = partial(sub_model, self._stacks, plan.part)
+        with part():
+            inputs |= router_inputs(inner)
+        outputs = run_model("model", model, inputs, part(), head_swap(inner, loss_of))
         loss = take_logits(outputs)
         side = None if self.side is None else self.side.parts(outputs, targets, loss.device)
         return _Run(loss, rows, seen[0], outputs, side, taught_by)

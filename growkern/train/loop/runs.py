@@ -18,7 +18,7 @@ from growkern.errors import GrowthError
 from growkern.train.distributed.shard import prime
 from growkern.train.loop.growing import Former
 from growkern.train.loop.setup import take_model
-from growkern.train.model.head import setting
+from growkern.train.model.contexts import setting
 from growkern.train.optimizer import bare
 from growkern.train.safety.checkpoints import step_of
 from growkern.train.safety.saving import best_checkpoint, misses_evaluation, set_dtype
@@ -93,7 +93,6 @@ def replace_model(trainer: Any, make: Callable[[Former], Any]) -> None:
     model = make(old)
     if old.generation is not None:
         model.generation_config = old.generation
-    model.config.use_cache = trainer.args.use_cache
     if trainer.shards.sharded:
         prime(model)
     elif trainer.place_model_on_device:

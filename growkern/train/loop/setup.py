@@ -78,7 +78,7 @@ def prepare(
     if isinstance(teachers, Teachers) and not settings.is_resolved:
         known = check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
         teachers.known = known
-    teachers.freeze(model, args.device)
+    teachers.place(model, args.device)
     wanted = settings.precision
     precision = str(wanted) if settings.is_resolved else choose_precision(args, wanted)
     set_precision(model, args, precision)

@@ -9,6 +9,7 @@ collaborators, which know nothing of the trainer; `setup.py` makes them. What Tr
 for is in `runs.py`.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from growkern.train.loss.batches import Batches, unchanged_random_state
 from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.passes import stream_loader
 from growkern.train.loss.side import EvaluationSums, side_loss_of
-from growkern.train.model.head import setting
+from growkern.train.model.contexts import setting
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
@@ -59,12 +60,12 @@ class TwoStageTrainer(Trainer):
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, a model of an encoder and a decoder
             such as T5ForConditionalGeneration, or one of the two above.
-        args: of `transformers.Trainer`.
+        args: of `transformers.Trainer`, which gets a copy.
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
         teacher: a model, several models, a `TeacherCache`, a `ServedTeacher` or a
             `DistillKitTeacher`. Or a dict of models, each for the examples whose "source" is its
-            key.
+            key. Models move to the device of the run, and are not changed otherwise.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`. None takes
             the one beside the weights. Without any, other special ids, families or sizes are
             refused.
@@ -116,7 +117,8 @@ class TwoStageTrainer(Trainer):
         save_minutes: float = 0.0,
         **options: Any,
     ) -> None:
-        args = args or TrainingArguments()
+        # a run sets some of them, and the caller may use them for another run
+        args = copy.copy(args or TrainingArguments())
         names_own = type(self).get_optimizer_cls_and_kwargs
         if optimizer == "auto" and names_own is not Trainer.get_optimizer_cls_and_kwargs:
             # whatever it returns: its settings could not be handed on to GrowthAdamW
@@ -131,7 +133,10 @@ class TwoStageTrainer(Trainer):
         self.objective, self.optimizers, self.growths, self.shards, self.precision = early
         self.two_stage, self.inheritance = two_stage, inheritance
         self.loss, self.side = self.objective.loss, side_loss_of(model)
+        keeps = getattr(model.config, "use_cache", None)
         super().__init__(model=model, args=args, **options)
+        # Trainer switches the cache off; here each forward pass does that for itself
+        model.config.use_cache = keeps
         self.labelled, self.meter, self.stops, self.saver, self.steps = complete(self, settings)
 
     def get_train_dataloader(self) -> Any:

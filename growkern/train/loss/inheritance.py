@@ -32,12 +32,8 @@ from growkern.ops.loss.rows.inputs import LossParts
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.loss.options import InheritanceSchedule
 from growkern.train.loss.rows import TAUGHT_BY, LossRows, as_known, check_keys, examples_of
-from growkern.train.model.head import (
-    check_causal,
-    check_head,
-    teacher_inputs,
-    teacher_options,
-)
+from growkern.train.model.forward import check_causal, teacher_inputs
+from growkern.train.model.head import check_head, teacher_options
 from growkern.train.model.load import is_causal
 from growkern.train.model.projection import HeadInputs
 from growkern.train.objectives.language_modeling import SOURCE, Collator, OuterCollator
@@ -62,8 +58,8 @@ class Teachers:
         self.options["teacher_weights"] = weights if len(self.models) > 1 else None
         self.known: int | None = None
 
-    def freeze(self, student: nn.Module, device: torch.device) -> None:
-        """Move the teachers to a device and switch off dropout, gradients and caches.
+    def place(self, student: nn.Module, device: torch.device) -> None:
+        """Move the teachers to a device, unless they are sharded. Nothing else of them changes.
 
         One that shares parameters with the student, or that sees the tokens it predicts, is
         refused.
@@ -77,8 +73,6 @@ class Teachers:
                 )
             if not is_sharded(model):
                 model.to(device)
-            model.eval().requires_grad_(False)
-            model.config.use_cache = False
             if not model.config.is_encoder_decoder and is_causal(model):
                 check_causal(model)
 

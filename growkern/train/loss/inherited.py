@@ -8,8 +8,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQ_TO_SEQ,
@@ -31,17 +29,14 @@ from growkern.train.loss.inheritance import check_same_objective, loss_beside
 from growkern.train.loss.rows import ROW_OPTIONS, LossRows, as_known, real_rows, take_rows
 from growkern.train.loss.side import check_router, router_inputs, router_term, router_weight
 from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, columns_of, least
+from growkern.train.model.forward import check_causal, run_model, teacher_inputs, unwrapped
 from growkern.train.model.head import (
     IGNORE_INDEX,
     align_labels,
-    check_causal,
     check_head,
-    check_row_length,
-    evaluating,
     head_options,
     head_swap,
     take_logits,
-    teacher_inputs,
     teacher_options,
 )
 from growkern.train.model.load import PRETRAINING, is_causal
@@ -96,13 +91,15 @@ def inherited_loss(
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model; a model of an encoder and a decoder such
             as T5ForConditionalGeneration; or a tuple (hidden states (B, S, H), output projection).
-            The projection is a linear module or its weight (V, H).
+            The projection is a linear module or its weight (V, H). It runs without a cache of keys
+            and values, and its config is not changed.
         teacher: the same; a list of them; or None to train on the labels alone. Teachers run
             without gradients and in evaluation mode. The root of a sharded teacher must keep its
             parameters after its forward pass (`reshard_after_forward` unset).
         batch: {input_ids, labels, ...}, (B, S) each. Labels of causal models are not shifted. With
             an encoder and a decoder the labels belong to the decoder, and each model makes its
-            decoder_input_ids of them if the batch has none.
+            decoder_input_ids of them if the batch has none. A row may hold several documents whose
+            position_ids begin anew; a model in which they see each other is refused.
         alpha: share of the KL term, in [0, 1]. No teacher runs if it is the number 0.
         temperature: of the softmax in the KL term.
         num_items: the number by which the sum over rows is divided: the labels of the whole
@@ -169,10 +166,9 @@ def inherited_loss(
         loss = loss_of(*head_of_pair(model))
     else:
         inputs = inputs_of(model, inputs, rows.labels_BS)
-        check_row_length("model", unwrapped(model), inputs)
         inner = unwrapped(model)
-        with head_swap(inner, loss_of):
-            outputs = model(**inputs, **router_inputs(inner))
+        swap = head_swap(inner, loss_of)
+        outputs = run_model("model", model, inputs | router_inputs(inner), swap)
         loss, aux = _with_router(take_logits(outputs), inner, outputs, batch, rows, options)
         seen[0] = seen[0]._replace(aux_loss=aux)
     return (loss, seen[0]) if return_parts else loss
@@ -238,18 +234,6 @@ def head_of_pair(pair: tuple[Tensor, Any]) -> HeadInputs:
     return HeadInputs(hidden, head.weight, getattr(head, "bias", None))
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside DistributedDataParallel. One that was compiled as a whole is refused."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    if isinstance(model, OptimizedModule):
-        raise GrowthError(
-            "the whole model was compiled, which fails on the fused loss: compile its blocks "
-            "instead, with `block.compile()` for each"
-        )
-    return model
-
-
 def is_two_stacks(model: Any) -> bool:
     """Whether a model has an encoder and a decoder that predicts the labels, as T5 and BART do."""
     if is_pair(model):
@@ -297,9 +281,7 @@ def predict(
         hidden, weight, bias = head_of_pair(teacher)
         return HeadInputs(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
     inner = unwrapped(teacher)
-    # the teacher may be the model in training
-    with evaluating(inner):
-        return teacher_inputs(inner, as_known(inputs_of(inner, inputs, labels_BS), known))
+    return teacher_inputs(inner, as_known(inputs_of(inner, inputs, labels_BS), known))
 
 
 # ------------------------------------------------------------------- checks

@@ -21,7 +21,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError
 from growkern.train.dataset.stream import PlacingCollator, TokenStream
-from growkern.train.loss.rows import ROW_COUNTS, TAUGHT_BY, RowCounts, document_starts
+from growkern.train.loss.rows import ROW_COUNTS, TAUGHT_BY, RowCounts
+from growkern.train.model.forward import document_starts
 from growkern.train.model.head import IGNORE_INDEX
 
 

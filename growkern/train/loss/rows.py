@@ -18,6 +18,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.rows.options import KLRows
+from growkern.train.model.forward import document_starts
 from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
 
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
@@ -177,16 +178,6 @@ def examples_of(batch: Mapping[str, Any], teacher: int) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------- context
-
-
-def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
-    """Where the sequences of a packed batch start, (B, S) bool. None if it is not packed."""
-    positions_BS = batch.get("position_ids")
-    if positions_BS is None or positions_BS.ndim != 2 or batch.get("attention_mask") is not None:
-        return None
-    starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
-    starts_BS[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
-    return starts_BS
 
 
 def taught_rows(

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from growkern.errors import GrowthError
 from growkern.train.loss.rows import ROW_COUNTS, check_keys, real_rows, real_tokens
+from growkern.train.model.contexts import probing
 from growkern.train.model.flops import is_experts
-from growkern.train.model.head import probing
 
 # ------------------------------------------------------------------- of a second head
 

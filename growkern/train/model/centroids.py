@@ -33,7 +33,7 @@ from growkern.arguments import check_seed, path_of, whole_number
 from growkern.errors import GrowthError
 from growkern.files import write_whole
 from growkern.growth.source.source import open_source
-from growkern.train.model.head import probing, reading
+from growkern.train.model.contexts import probing
 
 # inputs for each centroid, of which the first ones are chosen
 SAMPLED = 16
@@ -142,7 +142,7 @@ class _Reader:
 
         hooks = [m.register_forward_pre_hook(hook(key)) for key, m in self._modules.items()]
         try:
-            with reading(self._model), probing(self._model):
+            with probing(self._model):
                 for batch in batches:
                     given = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
                     given.pop("labels", None)

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.growth.sharded import free_gathered
 from growkern.ops.loss.rows.options import IGNORE_INDEX
-from growkern.train.model.load import positions_of
-from growkern.train.model.projection import HeadInputs, is_linear, projected, why_not_linear
+from growkern.train.model.contexts import probing, setting
+from growkern.train.model.projection import is_linear, projected, why_not_linear
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Changes: TypeAlias = Sequence[tuple[Any, str, float]]
@@ -77,17 +76,6 @@ def teacher_options(models: Iterable[Any]) -> dict[str, Any]:
 def _scale_of(changes: Changes) -> float:
     values = {name: value for _, name, value in changes}
     return values.get("logit_scale", 1.0) / values.get("logits_scaling", 1.0)
-
-
-@contextlib.contextmanager
-def setting(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While active, an attribute has this value."""
-    had, before = hasattr(owner, name), getattr(owner, name, None)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before) if had else delattr(owner, name)
 
 
 @contextlib.contextmanager
@@ -147,81 +135,6 @@ def take_logits(outputs: Any) -> Tensor:
     return logits
 
 
-def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
-    """Run a model up to its output projection, without making logits."""
-    check_row_length("teacher", model, inputs)
-    seen: list[HeadInputs] = []
-
-    def keep(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        seen.append(HeadInputs(hidden, weight, bias))
-        return hidden.new_zeros(())
-
-    with head_swap(model, keep):
-        model(**inputs)
-    return seen[0]
-
-
-def check_row_length(role: str, model: Any, inputs: dict[str, Any]) -> None:
-    """Refuse rows longer than a model has positions for, unless they bring their own positions."""
-    most = None if "position_ids" in inputs else positions_of(model.config)
-    for name in ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds"):
-        length = 0 if inputs.get(name) is None else inputs[name].shape[1]
-        if most is not None and length > most:
-            raise GrowthError(
-                f"a row has {length} tokens ({name}), but the {role} ({type(model).__name__}) has "
-                f"{most} positions: cut the rows, or give a {role} that reads longer ones"
-            )
-
-
-@torch.no_grad()
-def teacher_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
-    """Like `head_inputs`, of a frozen model."""
-    hidden, weight, bias = head_inputs(model, inputs)
-    if weight.untyped_storage().size() == 0:
-        raise GrowthError(
-            "the teacher's output projection is gone after its forward pass: call fully_shard on "
-            "the teacher with reshard_after_forward=False (or unset) for the root"
-        )
-    # the gathered copy of a sharded weight may ask for a gradient
-    return HeadInputs(hidden, weight.detach(), None if bias is None else bias.detach())
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """While active, a model is in evaluation mode. Afterwards each module has its own mode."""
-    training = [module for module in model.modules() if module.training]
-    if training:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextlib.contextmanager
-def reading(model: Any) -> Iterator[None]:
-    """While active, a model is in evaluation mode and keeps no cache of keys and values."""
-    with setting(model.config, "use_cache", False), evaluating(model):
-        yield
-
-
-@contextlib.contextmanager
-def probing(model: Any) -> Iterator[None]:
-    """While active, a model runs without dropout, gradients, compiled code and loss of routers.
-
-    Compiled code would be compiled again for a probe, and would not call new hooks. The loss of
-    routers fails where no layer that runs has one. The parameters of a sharded model are shards
-    again afterwards.
-    """
-    no_loss = setting(model.config.get_text_config(), "output_router_logits", False)
-    try:
-        with evaluating(model), no_loss, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        free_gathered(model)
-
-
 def check_head(model: Any) -> None:
     """Check that the fused loss computes the same function as the model's own logits.
 
@@ -241,7 +154,7 @@ def check_head(model: Any) -> None:
         ramps.append(torch.linspace(-300, 300, math.prod(shape), device=hidden.device).view(shape))
         return ramps[-1]
 
-    inputs = {name: x.to(head.weight.device) for name, x in _tokens_to_try(model).items()}
+    inputs = tokens_to_try(model)
     changes = _changes(model)
     with probing(model), _shadowed(head, ramp):
         changed = take_logits(model(**inputs))
@@ -263,71 +176,9 @@ def check_head(model: Any) -> None:
         )
 
 
-def check_causal(model: Any) -> None:
-    """Check that no token of a causal model sees the tokens after it.
-
-    An encoder that was loaded in its ...LMHeadModel class with is_decoder=False sees them. It would
-    learn to copy the labels.
-    """
-    inputs = {name: x.to(model.device) for name, x in _tokens_to_try(model).items()}
-    try:
-        sees = _gradient_reaches_later_tokens(model, inputs)
-    except RuntimeError:
-        # weights loaded in inference mode, or quantised ones whose kernels have no gradient
-        sees = _later_tokens_change_the_first(model, inputs)
-    if sees:
-        raise GrowthError(
-            f"{type(model).__name__} is trained to predict the next token, but its tokens see the "
-            "tokens after them: set config.is_decoder=True, or use the ...ForMaskedLM class"
-        )
-
-
-def _gradient_reaches_later_tokens(model: Any, inputs: dict[str, Tensor]) -> bool:
-    """Whether the first token's hidden state depends on the embeddings of later tokens.
-
-    The gradient is exactly 0 if it does not, in any dtype. Two runs differ by rounding in a mixture
-    of experts: an expert's matrix product rounds by the number of tokens that it gets.
-    """
-    seen: list[Tensor] = []
-
-    def watch(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        seen.append(output.detach().requires_grad_())
-        # a model may scale its embeddings in place, which a leaf refuses
-        return seen[0].clone()
-
-    def hidden_states(hidden: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
-        return hidden
-
-    with probing(model), torch.inference_mode(False), torch.enable_grad():
-        with (
-            model.get_input_embeddings().register_forward_hook(watch),
-            head_swap(model, hidden_states),
-        ):
-            # as logits: a sharded model gathers its parameters when its outputs get gradients
-            hidden_BSH = take_logits(model(**inputs))
-        first_BH = hidden_BSH[:, 0].float()
-        # a random direction: the sum over a LayerNorm's output does not depend on its input
-        way_H = torch.randn(first_BH.shape[-1], generator=torch.Generator().manual_seed(0))
-        (gradient,) = torch.autograd.grad((first_BH * way_H.to(first_BH.device)).sum(), seen[0])
-    # NaN tells nothing
-    return bool((gradient[:, 1:].abs() > 0).any())
-
-
-def _later_tokens_change_the_first(model: Any, inputs: dict[str, Tensor]) -> bool:
-    """Whether the first token's hidden state changes with the last token."""
-    changed_BS = inputs["input_ids"].clone()
-    changed_BS[:, -1] += 1
-    with probing(model):
-        first, second = (
-            head_inputs(model, {**inputs, "input_ids": ids_BS}).hidden[:, 0].nan_to_num()
-            for ids_BS in (inputs["input_ids"], changed_BS)
-        )
-    return not torch.equal(first, second)
-
-
-def _tokens_to_try(model: Any) -> dict[str, Tensor]:
+def tokens_to_try(model: Any) -> dict[str, Tensor]:
     """A small input. Some of its tokens may be padding by their ids; the mask says they are not."""
-    inputs = dict(model.dummy_inputs)
+    inputs = {name: x.to(model.device) for name, x in model.dummy_inputs.items()}
     return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 

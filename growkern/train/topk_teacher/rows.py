@@ -17,7 +17,8 @@ from tqdm import tqdm
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
 from growkern.train.loss.rows import as_known, real_tokens
-from growkern.train.model.head import check_causal, check_head, head_inputs, reading, softcap_of
+from growkern.train.model.forward import check_causal, head_inputs
+from growkern.train.model.head import check_head, softcap_of
 from growkern.train.model.load import is_causal
 from growkern.train.objectives.language_modeling import Collator, EpochCollator
 from growkern.train.topk_teacher.store import DTYPES, MAX_ID_BITS, CacheHeader
@@ -132,12 +133,11 @@ class ModelTeacher(TopKRows):
         model, facts = self.model, self.facts
         kept_BS = rows_of(batch, facts.rows, facts.causal, self._known)
         inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
-        with reading(model):
-            hidden, weight, bias = head_inputs(model, as_known(inputs, self._known))
-            rows = topk_of_head(
-                hidden[kept_BS.to(model.device)], weight, bias, self._known, self.k,
-                facts.temperature, softcap_of(model),
-            )  # fmt: skip
+        hidden, weight, bias = head_inputs(model, as_known(inputs, self._known))
+        rows = topk_of_head(
+            hidden[kept_BS.to(model.device)], weight, bias, self._known, self.k, facts.temperature,
+            softcap_of(model),
+        )  # fmt: skip
         return placed(kept_BS, *(values.cpu() for values in rows))
 
 

@@ -286,8 +286,8 @@ class TopKTeacher:
         self._columns: int | None = None
         check("cached", rows=rows, schedule=schedule)
 
-    def freeze(self, student: nn.Module, device: torch.device) -> None:
-        """Do nothing: there is no model to freeze."""
+    def place(self, student: nn.Module, device: torch.device) -> None:
+        """Do nothing: there is no model."""
 
     def check_objective(self, causal: bool) -> None:
         """Check that the teacher predicted what the student does."""

@@ -9,16 +9,8 @@ from torch.nn import functional as F
 from transformers.utils.logging import get_logger
 
 from growkern import GrowthError, linear_kl_mlm_loss
-from growkern.train.model.head import (
-    align_labels,
-    align_rows,
-    check_causal,
-    check_head,
-    head_inputs,
-    head_swap,
-    reading,
-    softcap_of,
-)
+from growkern.train.model.forward import check_causal, head_inputs
+from growkern.train.model.head import align_labels, align_rows, check_head, head_swap, softcap_of
 from testbed.tiny import FAMILIES, VOCAB, batch, build, is_causal, randomise
 
 SIZES = {
@@ -218,14 +210,3 @@ def test_causal_rows_and_labels_shift_alike():
     assert align_rows(mask, causal=True).tolist() == [[True, True, False, False]]
     assert align_labels(labels, causal=False) is labels
     assert align_rows(mask, causal=False).tolist() == [[True, True, True, False]]
-
-
-def test_a_model_that_is_read_keeps_no_cache_and_gets_its_modes_back():
-    model = build("llama").train()
-    model.model.layers[0].eval()
-    model.config.use_cache = True
-    with reading(model):
-        assert not any(module.training for module in model.modules())
-        assert model.config.use_cache is False
-    assert model.training and not model.model.layers[0].training
-    assert model.config.use_cache is True

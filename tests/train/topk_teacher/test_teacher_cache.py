@@ -19,7 +19,8 @@ import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
 from growkern.publish.manifest import write_manifest
 from growkern.train.dataset.load import TokenBlocks
-from growkern.train.model.head import align_labels, head_inputs
+from growkern.train.model.forward import head_inputs
+from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.topk_teacher import rows as cache_rows
 from growkern.train.topk_teacher import store

@@ -232,7 +232,8 @@ def settings_of(
     limits = _checked_limits(call)
     sizes = Sizes(vocab, shard.each or vocab, start=shard.start, total=total, **limits)
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
-    wide_products = call.logits_dtype == torch.float64
+    # a float64 student keeps its digits beside a float32 teacher
+    wide_products = torch.float64 in (call.logits_dtype, student.hidden.dtype)
     dtype = check_logits_dtype(call.logits_dtype, student.hidden, options.has_teachers)
     return Settings(
         sizes, options.maths, options.parts, options.reduction == "none", want, dtype,

@@ -1,0 +1,237 @@
+"""Runs language models: students and teachers, in training, evaluation and probes, in one way.
+
+A row may hold several documents. Their `position_ids` begin anew, and no token may see another
+document. transformers masks the others only if the model keeps no cache of keys and values, and
+some models have parts that no mask reaches. So `run_model` switches the cache off, and refuses
+packed rows if a probe of the model shows that its documents see each other.
+
+Shape letters used in this file: B examples, S positions, P of these, H width.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import DataCollatorWithFlattening
+
+from growkern.errors import GrowthError
+from growkern.train.model.contexts import evaluating, probing, without_cache
+from growkern.train.model.head import head_swap, take_logits, tokens_to_try
+from growkern.train.model.load import positions_of
+from growkern.train.model.projection import HeadInputs
+
+# model -> what a probe found out: whether documents of a packed row stay apart
+_apart: WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside DistributedDataParallel. One that was compiled as a whole is refused."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if isinstance(model, OptimizedModule):
+        raise GrowthError(
+            "the whole model was compiled, which fails on the fused loss: compile its blocks "
+            "instead, with `block.compile()` for each"
+        )
+    return model
+
+
+def run_model(
+    role: str,
+    model: Any,
+    inputs: Mapping[str, Any],
+    *within: contextlib.AbstractContextManager[Any],
+) -> Any:
+    """The outputs of a model, which makes no cache and keeps the documents of a row apart.
+
+    Args:
+        role: "model" or "teacher", for messages.
+        model: of transformers, maybe in DistributedDataParallel. Its config is as before
+            afterwards.
+        inputs: {input_ids, ...}. Rows that are longer than the model's positions are refused, and
+            packed rows whose documents would see each other.
+        within: contexts of the call. The checks are made before, on the model as it is.
+    """
+    inner = unwrapped(model)
+    check_row_length(role, inner, inputs)
+    check_documents(role, inner, inputs)
+    with contextlib.ExitStack() as stack:
+        for context in (without_cache(inner), *within):
+            stack.enter_context(context)
+        return model(**inputs)
+
+
+def head_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
+    """Run a teacher up to its output projection, in evaluation mode and without making logits."""
+    seen: list[HeadInputs] = []
+
+    def keep(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append(HeadInputs(hidden, weight, bias))
+        return hidden.new_zeros(())
+
+    # the teacher may be the model in training
+    run_model("teacher", model, inputs, evaluating(model), head_swap(model, keep))
+    return seen[0]
+
+
+@torch.no_grad()
+def teacher_inputs(model: Any, inputs: dict[str, Any]) -> HeadInputs:
+    """Like `head_inputs`, of a frozen model."""
+    hidden, weight, bias = head_inputs(model, inputs)
+    if weight.untyped_storage().size() == 0:
+        raise GrowthError(
+            "the teacher's output projection is gone after its forward pass: call fully_shard on "
+            "the teacher with reshard_after_forward=False (or unset) for the root"
+        )
+    # the gathered copy of a sharded weight may ask for a gradient
+    return HeadInputs(hidden, weight.detach(), None if bias is None else bias.detach())
+
+
+# ------------------------------------------------------------------- checks
+
+
+def check_row_length(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse rows longer than a model has positions for, unless they bring their own positions."""
+    most = None if "position_ids" in inputs else positions_of(model.config)
+    for name in ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds"):
+        length = 0 if inputs.get(name) is None else inputs[name].shape[1]
+        if most is not None and length > most:
+            raise GrowthError(
+                f"a row has {length} tokens ({name}), but the {role} ({type(model).__name__}) has "
+                f"{most} positions: cut the rows, or give a {role} that reads longer ones"
+            )
+
+
+def is_placed(batch: Mapping[str, Any]) -> bool:
+    """Whether the positions of a batch say where its documents start, as transformers reads it."""
+    positions_BS = batch.get("position_ids")
+    return getattr(positions_BS, "ndim", 0) == 2 and batch.get("attention_mask") is None
+
+
+def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
+    """Where the documents of a packed batch start, (B, S) bool. None if it is not packed."""
+    if not is_placed(batch):
+        return None
+    positions_BS = batch["position_ids"]
+    starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
+    return starts_BS
+
+
+def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse packed rows whose documents see each other in this model.
+
+    The model is probed once for each kind of input. Only if its documents see each other, a GPU is
+    asked whether the rows are packed at all.
+    """
+    ids_BS = inputs.get("input_ids")
+    if ids_BS is None or not is_placed(inputs) or model.config.is_encoder_decoder:
+        return
+    attention = model.config.get_text_config()._attn_implementation
+    kind = (len(ids_BS) > 1, attention, *sorted(inputs))
+    known = _apart.setdefault(model, {})
+    if kind not in known:
+        known[kind] = not _documents_meet(model, inputs)
+    starts_BS = None if known[kind] else document_starts(inputs)
+    if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
+        return
+    raise GrowthError(
+        f"position_ids begin anew within a row, but in the {role} ({type(model).__name__}) its "
+        "documents would see each other: transformers does not keep them apart for this model and "
+        "these inputs. Give each document a row of its own, with padding and an attention_mask. Or "
+        "leave position_ids out, if the documents may see each other"
+    )
+
+
+def _documents_meet(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Whether a document of a packed row sees the tokens of another one, in a small batch."""
+    texts = [5, 4, 3, 2, 1, 2, 3], [1, 2, 3, 4, 5, 4, 3, 2]
+    packer = DataCollatorWithFlattening(
+        return_flash_attn_kwargs="cu_seq_lens_q" in inputs, return_seq_idx="seq_idx" in inputs
+    )
+    packed = packer([{"input_ids": text} for text in texts], return_tensors="pt")
+    rows, device = min(2, len(inputs["input_ids"])), inputs["input_ids"].device
+    packed = {
+        name: x.to(device).repeat(*(rows, 1)[: x.ndim]) if isinstance(x, Tensor) else x
+        for name, x in packed.items()
+        if name != "labels"
+    }
+    first_S = torch.arange(sum(map(len, texts))) < len(texts[0])
+    return any(sees(model, packed, at_S, ~at_S) for at_S in (first_S, ~first_S))
+
+
+def check_causal(model: Any) -> None:
+    """Check that no token of a causal model sees the tokens after it.
+
+    An encoder that was loaded in its ...LMHeadModel class with is_decoder=False sees them. It would
+    learn to copy the labels.
+    """
+    inputs = tokens_to_try(model)
+    first_S = torch.arange(inputs["input_ids"].shape[1]) == 0
+    if sees(model, inputs, first_S, ~first_S):
+        raise GrowthError(
+            f"{type(model).__name__} is trained to predict the next token, but its tokens see the "
+            "tokens after them: set config.is_decoder=True, or use the ...ForMaskedLM class"
+        )
+
+
+# ------------------------------------------------------------------- probes
+
+
+def sees(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> bool:
+    """Whether what a model computes at some positions depends on tokens at others, (S,) bool each.
+
+    NaN tells nothing.
+    """
+    try:
+        return _gradient_reaches(model, inputs, at_S, others_S)
+    except RuntimeError:
+        # weights loaded in inference mode, or quantised ones whose kernels have no gradient
+        return _tokens_change(model, inputs, at_S, others_S)
+
+
+def _hidden(model: Any, inputs: dict[str, Any], at_S: Tensor) -> Tensor:
+    """The hidden states before the output projection at some positions, (B, P, H)."""
+    with head_swap(model, lambda hidden, _weight, _bias: hidden):
+        # as logits: a sharded model gathers its parameters when its outputs get gradients
+        return take_logits(model(**inputs))[:, at_S]
+
+
+def _gradient_reaches(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> bool:
+    """Whether hidden states depend on the embeddings of other tokens.
+
+    The gradient is exactly 0 if they do not, in any dtype. Two runs differ by rounding in a mixture
+    of experts: an expert's matrix product rounds by the number of tokens that it gets.
+    """
+    seen: list[Tensor] = []
+
+    def watch(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        seen.append(output.detach().requires_grad_())
+        # a model may scale its embeddings in place, which a leaf refuses
+        return seen[0].clone()
+
+    with probing(model), torch.inference_mode(False), torch.enable_grad():
+        with model.get_input_embeddings().register_forward_hook(watch):
+            hidden_BPH = _hidden(model, inputs, at_S).float()
+        # random directions: the sum over a LayerNorm's output does not depend on its input
+        rng = torch.Generator().manual_seed(0)
+        way_PH = torch.randn(hidden_BPH.shape[1:], generator=rng).to(hidden_BPH.device)
+        (gradient,) = torch.autograd.grad((hidden_BPH * way_PH).sum(), seen[0])
+    return bool((gradient[:, others_S].abs() > 0).any())
+
+
+def _tokens_change(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> bool:
+    """Whether hidden states change with other tokens."""
+    ids_BS = inputs["input_ids"]
+    changed_BS = ids_BS + others_S.to(ids_BS.device)
+    with probing(model):
+        first, second = (
+            _hidden(model, {**inputs, "input_ids": x_BS}, at_S).nan_to_num()
+            for x_BS in (ids_BS, changed_BS)
+        )
+    return not torch.equal(first, second)

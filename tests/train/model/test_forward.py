@@ -1,0 +1,189 @@
+"""Every forward pass makes no cache, and keeps the documents of a packed row apart or refuses."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer, inherited_loss
+from growkern.train.model.forward import head_inputs, run_model
+from growkern.train.topk_teacher.rows import ModelTeacher
+from testbed.models import BERT, GPT2, LLAMA, random_model
+from testbed.relatives import RELATIVES
+from testbed.tiny import VOCAB, build
+
+TEXTS = [[7, 6, 5, 9, 11], [3, 8, 2], [12, 4, 4, 6, 10, 9, 3]]
+CLASSES = {
+    **{name: (kind, sizes) for name, (kind, sizes, _) in RELATIVES.items()},
+    "bert": ("BertForMaskedLM", BERT),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaForCausalLM", LLAMA),
+}
+TEXT_ONLY = [n for n, (kind, _) in CLASSES.items() if "ImageClass" not in kind]
+
+
+def packed(texts=TEXTS, labels=False):
+    batch = transformers.DataCollatorWithFlattening()([{"input_ids": x} for x in texts])
+    names = ("input_ids", "position_ids", *(("labels",) if labels else ()))
+    return {name: batch[name] for name in names}
+
+
+def configs_of(model):
+    """The configs of all modules: some have a copy of their own."""
+    return {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+
+
+def caching(model):
+    """The model, all of whose configs ask for a cache."""
+    for config in configs_of(model):
+        config.use_cache = True
+    return model
+
+
+@pytest.mark.parametrize("name", TEXT_ONLY)
+def test_documents_are_apart_or_refused_and_no_cache_is_made(name):
+    kind, sizes = CLASSES[name]
+    model = caching(random_model(kind, sizes, dtype=torch.float32))
+    ids = torch.tensor([TEXTS[0]])
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    with torch.no_grad():
+        outputs = run_model("model", model, inputs)
+        assert getattr(outputs, "past_key_values", None) is None
+        assert all(config.use_cache for config in configs_of(model))
+        if model.config.is_encoder_decoder:
+            return
+        alone = [model(input_ids=torch.tensor([x]), use_cache=False).logits for x in TEXTS]
+        together = model(**packed(), use_cache=False).logits
+        scale = together.abs().max()
+        meet = bool((torch.cat(alone, 1) - together).abs().max() > 1e-4 * scale)
+        if meet:
+            with pytest.raises(GrowthError, match="position_ids begin anew"):
+                run_model("model", model, packed())
+            # one document that says where its tokens stand is no packed row
+            run_model("model", model, packed(TEXTS[:1]))
+        else:
+            assert torch.equal(run_model("model", model, packed()).logits, together)
+    assert all(config.use_cache for config in configs_of(model))
+
+
+def test_flash_attention_of_several_packed_rows_is_probed_by_itself():
+    """A kind of input is known only once it was tried: this model mixes rows from two on."""
+    model = build("llama")
+    inner = model.model.forward
+
+    def forward(input_ids=None, position_ids=None, **options):
+        places = None if len(input_ids) > 1 else position_ids
+        return inner(input_ids=input_ids, position_ids=places, **options)
+
+    model.model.forward = forward
+    run_model("model", model, packed())
+    two = {name: x.repeat(2, 1) for name, x in packed().items()}
+    with pytest.raises(GrowthError, match="position_ids begin anew"):
+        run_model("model", model, two)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_configs_and_modes_are_as_before_also_after_an_error(fails):
+    kind, sizes = CLASSES["qwen3_vl"]
+    model = caching(random_model(kind, sizes, dtype=torch.float32)).train()
+    model.model.language_model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+
+    def look(module, *_):
+        assert not any(m.training for m in model.modules())
+        assert not any(getattr(config, "use_cache", False) for config in configs_of(model))
+        if fails:
+            raise RuntimeError("stop")
+
+    model.model.language_model.layers[1].register_forward_hook(look)
+    inputs = {"input_ids": torch.tensor([TEXTS[0]])}
+    if fails:
+        with pytest.raises(RuntimeError, match="stop"):
+            head_inputs(model, inputs)
+    else:
+        head_inputs(model, inputs)
+    assert [module.training for module in model.modules()] == modes
+    assert all(config.use_cache for config in configs_of(model))
+
+
+# ------------------------------------------------------------------- every caller
+
+STUDENT = {"layers": 2}
+TEACHER = {"layers": 1, "width": 8, "seed": 3}
+
+
+def gradient(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_rows": "all", "divergence": "jsd"}])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_inherited_loss_of_a_packed_row_is_that_of_its_documents(family, options):
+    student, teacher = (caching(build(family, **how).double()) for how in (STUDENT, TEACHER))
+    if family == "mixtral":
+        # its router's loss is one of the whole batch
+        student.config.output_router_logits = False
+    rows = sum(len(x) - 1 for x in TEXTS)
+    whole = gradient(student, inherited_loss(student, teacher, packed(labels=True), **options))
+    total = 0.0
+    for x in TEXTS:
+        ids = torch.tensor([x])
+        loss = inherited_loss(student, teacher, {"input_ids": ids, "labels": ids}, **options)
+        total = total + loss * (len(x) - 1) / rows
+    torch.testing.assert_close(whole, gradient(student, total), rtol=1e-9, atol=1e-11)
+
+
+def test_the_trainer_and_its_evaluation_read_documents_apart(tmp_path):
+    student, teacher = (caching(build("llama", **how)) for how in (STUDENT, TEACHER))
+    truth = copy.deepcopy(student)
+    labels = sum(len(x) - 1 for x in TEXTS)
+    losses = [truth(input_ids=(x := torch.tensor([text])), labels=x).loss for text in TEXTS]
+    expected = sum(loss * (len(x) - 1) / labels for loss, x in zip(losses, TEXTS, strict=True))
+    data = [{"input_ids": x, "labels": x} for x in TEXTS]
+    trainer = TwoStageTrainer(
+        student,
+        transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, per_device_train_batch_size=3, use_cpu=True, optim="sgd",
+            per_device_eval_batch_size=3, learning_rate=0.1, report_to="none", save_strategy="no",
+            disable_tqdm=True, max_grad_norm=0.0,
+        ),
+        train_dataset=data, eval_dataset=data,
+        data_collator=transformers.DataCollatorWithFlattening(),
+        teacher=teacher, inheritance=InheritanceSchedule(decay="constant"),
+    )  # fmt: skip
+    torch.testing.assert_close(trainer.evaluate()["eval_loss"], expected.item())
+    taught = 0.0
+    for x in TEXTS:
+        ids = torch.tensor([x])
+        loss = inherited_loss(truth, teacher, {"input_ids": ids, "labels": ids})
+        taught = taught + loss * (len(x) - 1) / labels
+    gradient(truth, taught)
+    trainer.train()
+    for p, q in zip(student.parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(p, q - 0.1 * q.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cached_teacher_keeps_documents_apart():
+    teacher = ModelTeacher(caching(build("gpt2", layers=2)), k=4, rows="all")
+    ids, logprobs = teacher.batch(packed(labels=True))
+    at = 0
+    for x in TEXTS:
+        alone = torch.tensor([x])
+        own_ids, own = teacher.batch({"input_ids": alone, "labels": alone})
+        place = slice(at, at := at + len(x))
+        assert torch.equal(ids[:, place], own_ids)
+        torch.testing.assert_close(logprobs[:, place], own, equal_nan=True)
+
+
+def test_an_error_names_the_teacher_whose_documents_meet():
+    student = build("llama", **STUDENT)
+    kind, sizes = CLASSES["opt"]
+    teacher = random_model(kind, {**sizes, "vocab_size": VOCAB}, dtype=torch.float32)
+    with pytest.raises(GrowthError, match=r"teacher \(OPTForCausalLM"):
+        inherited_loss(student, teacher, packed(labels=True), vocab_size=VOCAB)
+    assert inherited_loss(student, teacher, packed(labels=True), vocab_size=VOCAB, alpha=0.0) > 0
