@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from growkern.train.distributed.shard import shard as shard
     from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport
     from growkern.train.evaluation.evaluate import evaluate as evaluate
-    from growkern.train.evaluation.finetune import FinetuneReport as FinetuneReport
-    from growkern.train.evaluation.finetune import finetune as finetune
     from growkern.train.growth import GrowthStep as GrowthStep
     from growkern.train.loop.callbacks import ExpertBalancing as ExpertBalancing
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.optimizer import OptimizerOptions as OptimizerOptions
     from growkern.train.run.start import run as run
-    from growkern.train.topk_teacher.distillkit import DistillKitTeacher as DistillKitTeacher
     from growkern.train.topk_teacher.served import ServedTeacher as ServedTeacher
     from growkern.train.topk_teacher.store import TeacherCache as TeacherCache
     from growkern.train.topk_teacher.write import CacheReport as CacheReport
@@ -88,7 +85,6 @@ _NAMES = {
     "train.dataset.options": "DataSection",
     "train.distributed.shard": "DistributedOptions shard",
     "train.evaluation.evaluate": "EvaluationReport evaluate",
-    "train.evaluation.finetune": "FinetuneReport finetune",
     "train.growth": "GrowthStep",
     "train.loop.callbacks": "ExpertBalancing",
     "train.loop.trainer": "TwoStageTrainer",
@@ -99,7 +95,6 @@ _NAMES = {
     "train.objectives.electra": "ReplacedTokenDetection",
     "train.optimizer": "OptimizerOptions",
     "train.run.start": "run",
-    "train.topk_teacher.distillkit": "DistillKitTeacher",
     "train.topk_teacher.served": "ServedTeacher",
     "train.topk_teacher.store": "TeacherCache",
     "train.topk_teacher.write": "CacheReport cache_teacher",

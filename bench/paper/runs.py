@@ -30,6 +30,7 @@ from bench.paper.jobs import SOURCE, Job, all_needs, kept_folder, upcycled_folde
 from bench.paper.settings import Setting
 from bench.paper.systems import SYSTEMS, run_of, untrained_models
 from bench.shared.results import append_row, git_facts, machine, read_rows
+from examples import finetune
 from growkern import grow
 from growkern import run as train
 from growkern.cli.app import silence_transformers
@@ -37,7 +38,6 @@ from growkern.cli.training import cache_teacher
 from growkern.errors import GrowthError
 from growkern.files import write_whole
 from growkern.plot.curves import read_curve
-from growkern.train.evaluation.finetune import finetune
 from growkern.train.run.file import load_run
 from growkern.train.topk_teacher.store import read_header
 
@@ -269,8 +269,7 @@ def accuracy_of(model: Path, length: int, seed: int) -> float:
     """How often a fine-tuned model says from which library a passage of Python code is."""
     packages = Path(torch.__file__).parents[1]
     text = [f"{packages / folder}/**/*.py" for folder in CLASSES]
-    options = {"seeds": 1, "seed": seed, "sequence_length": length, "learning_rate": 1e-3}
-    return finetune(model, text, progress=False, **options).accuracy
+    return finetune.accuracy(model, text, seed, length=length, learning_rate=1e-3)
 
 
 def _begin_worker(threads: int) -> None:

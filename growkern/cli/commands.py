@@ -19,7 +19,7 @@ __all__ = ["app", "collect", "growing", "measuring", "records", "training"]
 GROUPS = {
     "Growing": ("plan", "grow", "verify", "centroids", "family"),
     "Training": ("train", "export", "cache-teacher"),
-    "Measuring": ("eval", "finetune", "plot"),
+    "Measuring": ("eval", "plot"),
     "This machine": ("info",),
 }
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}

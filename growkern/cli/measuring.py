@@ -1,4 +1,4 @@
-"""The commands `growkern eval`, `finetune` and `plot`."""
+"""The commands `growkern eval` and `plot`."""
 
 import sys
 from pathlib import Path
@@ -26,30 +26,6 @@ Model = Annotated[
 ]
 Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer; default: MODEL.")]
 Confidence = Annotated[float, typer.Option(help="Of the interval.")]
-
-
-def _measure(context: typer.Context, name: str) -> None:
-    """Call a function of the package, and show its report.
-
-    Its arguments are the options of the command, or a table of the same name in MODEL's file.
-    """
-    import growkern
-    from growkern.train.evaluation.from_file import read_arguments
-
-    silence_transformers()
-    options = dict(context.params)
-    as_json, file = options.pop("as_json"), Path(options["model"])
-    if file.suffix != ".toml":
-        options["text"] = [*(options["text"] or ()), *(options.pop("more", None) or ())]
-        if options.get("split", "") is None:
-            del options["split"]
-    else:
-        for key in options:
-            source = context.get_parameter_source(key)
-            if key != "model" and source is not None and source.name == "COMMANDLINE":
-                raise GrowthError(f"{key} is given beside {file}: put it into [{name}] of the file")
-        options = read_arguments(file, name)
-    show(getattr(growkern, name)(**options, progress=sys.stderr.isatty()), as_json)
 
 
 @app.command("eval")
@@ -91,36 +67,23 @@ def evaluate(
 
     A file MODEL.toml has the options in a table \\[evaluate], by the names of growkern.evaluate.
     """
-    _measure(context, "evaluate")
+    from growkern.train.evaluation.evaluate import evaluate as measure
+    from growkern.train.evaluation.from_file import read_arguments
 
-
-@app.command()
-def finetune(
-    context: typer.Context,
-    model: Model,
-    text: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SOURCE...", help="Two or more sources: files, folders or patterns of text."
-        ),
-    ] = None,
-    *,
-    tokenizer: Tokenizer = None,
-    seeds: Annotated[int, typer.Option(help="Number of runs.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the first run.")] = 0,
-    epochs: Annotated[float, typer.Option(help="Passes over the training passages.")] = 3.0,
-    batch_size: Annotated[int, typer.Option(help="Passages per step.")] = 16,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its highest.")] = 5e-5,
-    sequence_length: Annotated[int, typer.Option(help="Tokens per passage.")] = 128,
-    passages: Annotated[int, typer.Option(help="Most passages of a source.")] = 500,
-    confidence: Confidence = 0.95,
-    as_json: AsJson = False,
-) -> None:
-    """Fine-tune MODEL to tell which SOURCE a passage comes from, and test it.
-
-    A file MODEL.toml has the options in a table \\[finetune], by the names of growkern.finetune.
-    """
-    _measure(context, "finetune")
+    silence_transformers()
+    options = dict(context.params)
+    as_json, file = options.pop("as_json"), Path(options["model"])
+    if file.suffix != ".toml":
+        options["text"] = [*(options["text"] or ()), *(options.pop("more") or ())]
+        if options["split"] is None:
+            del options["split"]
+    else:
+        for key in options:
+            source = context.get_parameter_source(key)
+            if key != "model" and source is not None and source.name == "COMMANDLINE":
+                raise GrowthError(f"{key} is given beside {file}: put it into the file")
+        options = read_arguments(file)
+    show(measure(**options, progress=sys.stderr.isatty()), as_json)
 
 
 Runs = Annotated[

@@ -274,7 +274,7 @@ def test_nothing_is_read_for_a_cache_that_cannot_be_made(
     assert_bad_input(result, *words)
 
 
-# ------------------------------------------------------------------ eval, finetune
+# ------------------------------------------------------------------ eval
 
 
 def test_eval_prints_the_loss_as_table_and_as_json(run, checkpoint, tmp_path):
@@ -317,43 +317,23 @@ def test_an_evaluation_that_cannot_be_made_is_one_line(run, checkpoint, options,
     assert_bad_input(run("eval", checkpoint, *options), *words)
 
 
-def test_finetune_prints_accuracies_as_table_and_as_json(run, checkpoint, tmp_path):
-    for name, words in (("a", "small model "), ("b", "grows a ")):
-        (tmp_path / f"{name}.txt").write_text(words * 200)
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    options = ["--sequence-length", 8, "--seeds", 2, "--epochs", 1, "--learning-rate", 1e-3]
-    code, table, err = run("finetune", checkpoint, *files, *options)
-    assert code == 0 and "chance" in table and "50.0 %" in table, err
-    code, out, _ = run("finetune", checkpoint, *files, *options, "--json")
-    found = json.loads(out)
-    assert code == 0 and len(found["accuracies"]) == 2
-    assert f"{100 * found['accuracy']:.1f} %" in table
-    assert_bad_input(run("finetune", checkpoint, files[0]), "two or more sources")
-    assert_bad_input(run("finetune", checkpoint, *files, "--seeds", 0), "seeds is 0")
-    assert_bad_input(run("finetune", tmp_path, *files), "no tokenizer files")
-    assert_bad_input(run("eval", tmp_path / "nix", *files), "nix is not a directory")
-
-
-@pytest.mark.parametrize("command", ["eval", "finetune"])
-def test_options_of_an_evaluation_come_from_a_file(run, checkpoint, tmp_path, command):
+def test_options_of_an_evaluation_come_from_a_file(run, checkpoint, tmp_path):
     for name, words in (("a", "small model "), ("b", "grows a ")):
         (tmp_path / f"{name}.txt").write_text(words * 30)
-    name = {"eval": "evaluate"}.get(command, command)
-    short = {"evaluate": f"cache = {json.dumps(str(tmp_path / 'cache'))}", "finetune": "seeds = 1"}
     file = tmp_path / "how.toml"
     file.write_text(
-        f"[{name}]\nmodel = {json.dumps(str(checkpoint))}\ntext = ['a.txt', 'b.txt']\n"
-        f"sequence_length = 8\nseed = 3\n{short[name]}"
+        f"[evaluate]\nmodel = {json.dumps(str(checkpoint))}\ntext = ['a.txt', 'b.txt']\n"
+        f"sequence_length = 8\nseed = 3\n"
+        f"cache = {json.dumps(str(tmp_path / 'cache'))}"
     )
-    code, out, err = run(command, file, "--json")
+    code, out, err = run("eval", file, "--json")
     assert code == 0, err
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     given = ["--text", *files, "--cache", tmp_path / "cache"]
-    given = given if command == "eval" else [*files, "--seeds", 1]
-    expected = run(command, checkpoint, *given, "--sequence-length", 8, "--seed", 3, "--json")
+    expected = run("eval", checkpoint, *given, "--sequence-length", 8, "--seed", 3, "--json")
     assert json.loads(out) == json.loads(expected[1])
-    refused = run(command, file, "--seed", 4)
-    assert_bad_input(refused, f"seed is given beside {file}: put it into [{name}]")
+    refused = run("eval", file, "--seed", 4)
+    assert_bad_input(refused, f"seed is given beside {file}")
 
 
 # ------------------------------------------------------------------ plan, grow, verify

@@ -127,18 +127,12 @@ def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     assert model.config.num_hidden_layers == layers
 
 
-def test_the_file_of_evaluations_compares_what_it_says(place, monkeypatch):
-    """On the trained source: better than guessing, in both ways."""
+def test_the_file_of_an_evaluation_measures_what_it_says(place, monkeypatch):
+    """On the trained source: better than guessing."""
     monkeypatch.setenv("GROWKERN_TOKENS", str(place / "tokens"))
     file = shutil.copy(Path(examples.__file__).parent / "evaluation.toml", place)
-    report = growkern.evaluate(**read_arguments(file, "evaluate"), progress=False)
+    report = growkern.evaluate(**read_arguments(file), progress=False)
     assert report.loss < math.log(len(make_tokenizer("bert")))
-    found = growkern.finetune(**read_arguments(file, "finetune"), progress=False)
-    assert (
-        min(found.accuracies) > 0.65
-        and len(found.accuracies) == 2
-        and found.sources[0].endswith("law")
-    )
 
 
 def test_a_teacher_of_a_domain_has_learned_it_and_is_not_measured_by_its_text(place, monkeypatch):

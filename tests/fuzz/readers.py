@@ -33,7 +33,6 @@ from growkern.train.model.load import load_tokenizer
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.run.file import load_run
 from growkern.train.safety.checkpoints import damage
-from growkern.train.topk_teacher.distillkit import read_compression
 from growkern.train.topk_teacher.served import SCHEMAS, ServedTeacher
 from testbed.tiny import VOCAB, TinyTokenizer
 from tests.faults.work import save_source, tiny
@@ -43,7 +42,6 @@ from tests.train.run.test_run import save_tokenizer
 HOW = {"hidden_size": 8, "progress": False}
 IDENTITY = {"work": "growing", "sizes": [4, 8]}
 JOURNAL = [IDENTITY, ["source", "x", "ab"], ["target", "y", 0, 4, "cd"], ["lost", "y", 0, 4]]
-BINS = "d: 32\nk: 4\nexact_k: 4\nexact_dtype: float32\ndelta_encoding: false\n"
 ROW = [[-1.5 * n, n, None] for n in range(1, 5)]
 ANSWERS = {
     "vllm": {
@@ -95,7 +93,6 @@ def prepare(folder: Path) -> None:
     shutil.copytree(folder / "cache", folder / "loose")
     (folder / "run.toml").write_text(COMPLETE)
     (folder / "journal").write_text("".join(json.dumps(line) + "\n" for line in JOURNAL))
-    (folder / "bins.yaml").write_text(BINS)
     for name, answer in ANSWERS.items():
         (folder / f"{name}.json").write_text(json.dumps(answer))
 
@@ -159,7 +156,6 @@ READERS = {
     "manifest": Reader("cache/manifest.json", lambda f: damage(f / "cache")),
     "keys": Reader("loose/index.safetensors", _read_cache),
     "rows": Reader("loose/rows-00000.safetensors", _read_cache),
-    "bins": Reader("bins.yaml", lambda f: read_compression(f / "bins.yaml")),
     "vllm": Reader("vllm.json", _read_answer("vllm")),
     "sglang": Reader("sglang.json", _read_answer("sglang")),
     "run": Reader("run.toml", lambda f: load_run(f / "run.toml")),

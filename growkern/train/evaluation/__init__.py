@@ -1,1 +1,1 @@
-"""Evaluation of models: loss on text, and accuracy after fine-tuning."""
+"""Evaluation of models: loss on text."""

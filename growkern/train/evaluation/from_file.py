@@ -1,11 +1,8 @@
-"""Reads the arguments of `growkern.evaluate` and `growkern.finetune` from a TOML file.
-
-A file may have both tables. Their keys are the arguments of the functions:
+"""Reads the arguments of `growkern.evaluate` from a TOML file.
 
     [evaluate]   model, text or dataset, tokenizer, seed, batch_size, sequence_length, ...
-    [finetune]   model, text, tokenizer, seeds, seed, epochs, batch_size, learning_rate, ...
 
-Paths are relative to the folder of the file.
+The keys are the arguments of the function. Paths are relative to the folder of the file.
 """
 
 from __future__ import annotations
@@ -17,56 +14,55 @@ from dataclasses import MISSING, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
-import growkern
 from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
 from growkern.growth.source.hub import ID
 from growkern.train.dataset.options import DataSection
-from growkern.train.evaluation.evaluate import FOR_TRAINING
+from growkern.train.evaluation.evaluate import FOR_TRAINING, evaluate
 from growkern.train.toml import read_toml, to_dataclass
 
 PATHS = ("model", "dataset", "tokenizer", "cache")
 
 
 # what a file may give for arguments whose default does not tell their type
-KINDS: dict[str, dict[str, Any]] = {
-    "evaluate": {"model": str, "text": str | tuple[str, ...], "tokenizer": str | None},
-    "finetune": {"model": str, "text": tuple[str, ...], "tokenizer": str | None},
+KINDS: dict[str, Any] = {
+    "model": str,
+    "text": str | tuple[str, ...],
+    "tokenizer": str | None,
 }
+TABLE = "evaluate"
 # arguments that are not keys; `data` stands for the options of the data
 NOT_KEYS = ("progress", "data")
 EMPTY = inspect.Parameter.empty
 
 
-def section_of(name: str) -> type[Any]:
+def section() -> type[Any]:
     """A dataclass of the arguments of an evaluation that a file may give."""
-    parameters = inspect.signature(getattr(growkern, name)).parameters.items()
     keys = [
-        (key, KINDS[name].get(key, type(x.default)), x.default)
-        for key, x in parameters
+        (key, KINDS.get(key, type(x.default)), x.default)
+        for key, x in inspect.signature(evaluate).parameters.items()
         if key not in NOT_KEYS
     ]
-    if name == "evaluate":
-        kinds, options = typing.get_type_hints(DataSection), fields(DataSection)
-        keys += [(x.name, kinds[x.name], x.default) for x in options if x.name not in FOR_TRAINING]
+    kinds, options = typing.get_type_hints(DataSection), fields(DataSection)
+    keys += [(x.name, kinds[x.name], x.default) for x in options if x.name not in FOR_TRAINING]
     return make_dataclass(
-        name,
+        TABLE,
         [(k, kind, field(default=MISSING if x is EMPTY else x)) for k, kind, x in keys],
         frozen=True,
     )
 
 
-def read_arguments(path: str | Path, name: str) -> dict[str, Any]:
+def read_arguments(path: str | Path) -> dict[str, Any]:
     """The arguments of an evaluation from a file; its paths then do not depend on their folder."""
     path = Path(path)
     tables = read_toml(path)
     for key, table in tables.items():
-        if key not in KINDS or not isinstance(table, dict):
-            raise GrowthError(f"{path} has no table {key!r}{nearest(key, KINDS)}")
-    if name not in tables:
-        raise GrowthError(f"{path} has no table [{name}]: add it, with the key model")
-    section = to_dataclass(section_of(name), tables[name], str(path), name)
-    arguments = {key: getattr(section, key) for key in tables[name]}
+        if key != TABLE or not isinstance(table, dict):
+            raise GrowthError(f"{path} has no table {key!r}{nearest(key, [TABLE])}")
+    if TABLE not in tables:
+        raise GrowthError(f"{path} has no table [{TABLE}]: add it, with the key model")
+    given = to_dataclass(section(), tables[TABLE], str(path), TABLE)
+    arguments = {key: getattr(given, key) for key in tables[TABLE]}
     base = path.parent
     places = {key: base / x for key, x in arguments.items() if key in PATHS and x is not None}
     # a name that is no directory is one on the Hub

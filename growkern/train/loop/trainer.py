@@ -63,9 +63,9 @@ class TwoStageTrainer(Trainer):
         args: of `transformers.Trainer`, which gets a copy.
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
-        teacher: a model, several models, a `TeacherCache`, a `ServedTeacher` or a
-            `DistillKitTeacher`. Or a dict of models, each for the examples whose "source" is its
-            key. Models move to the device of the run, and are not changed otherwise.
+        teacher: a model, several models, a `TeacherCache` or a `ServedTeacher`. Or a dict of
+            models, each for the examples whose "source" is its key. Models move to the device of
+            the run, and are not changed otherwise.
         teacher_tokenizer: one per teacher that runs; compared with `processing_class`. None takes
             the one beside the weights. Without any, other special ids, families or sizes are
             refused.

@@ -117,8 +117,7 @@ def cache_teacher(
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or its checkpoint directory. It runs in
-            evaluation mode, in its own dtype, on its own device. Or a `ServedTeacher` or a
-            `DistillKitTeacher`.
+            evaluation mode, in its own dtype, on its own device. Or a `ServedTeacher`.
         dataset: the training data, read by index; it has a length.
         directory: of the new cache. It appears when it is complete. Until then the work is in a
             hidden directory beside it, where a second equal call resumes.
@@ -156,10 +155,8 @@ def cache_teacher(
             if tokenizer is not None:
                 check_own_tokenizer(model, tokenizer)
             teacher = ModelTeacher(model, k, temperature, rows, vocab_size)
-        check_kind(
-            "model", teacher, TopKRows,
-            "a language model, its directory, a ServedTeacher or a DistillKitTeacher",
-        )  # fmt: skip
+        wanted = "a language model, its directory or a ServedTeacher"
+        check_kind("model", teacher, TopKRows, wanted)
         causal = teacher.facts.causal
         vocabulary = check_vocabulary(teacher.name, teacher.facts.vocab_size, vocab_size, k)
         examples = Examples(dataset, collator, epochs, batch_size)
