@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
     from growkern.train.loss.options import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.options import LossOptions as LossOptions
-    from growkern.train.model.centroids import centroids as centroids
     from growkern.train.model.sub_model import TwoStageConfig as TwoStageConfig
     from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.optimizer import OptimizerOptions as OptimizerOptions
@@ -90,7 +89,6 @@ _NAMES = {
     "train.loop.trainer": "TwoStageTrainer",
     "train.loss.inherited": "count_labels inherited_loss",
     "train.loss.options": "InheritanceSchedule LossOptions",
-    "train.model.centroids": "centroids",
     "train.model.sub_model": "TwoStageConfig",
     "train.objectives.electra": "ReplacedTokenDetection",
     "train.optimizer": "OptimizerOptions",

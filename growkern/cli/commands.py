@@ -17,7 +17,7 @@ __all__ = ["app", "collect", "growing", "measuring", "records", "training"]
 
 # the groups and the order of the help, as in docs/commands.md
 GROUPS = {
-    "Growing": ("plan", "grow", "verify", "centroids", "family"),
+    "Growing": ("plan", "grow", "verify", "family"),
     "Training": ("train", "export", "cache-teacher"),
     "Measuring": ("eval", "plot"),
     "This machine": ("info",),

@@ -45,7 +45,7 @@ OTHER_OPTIONS = {
     "identity_gain": "Scale inside inserted identity blocks (post-norm models). "
     "Smaller is more exact.",
     "to": "Family of mixtures that a dense model becomes, such as qwen3_moe.",
-    "router": "random | zero | FILE, which `growkern centroids` wrote.",
+    "router": "random | zero | FILE, a matrix of rows for each layer.",
     "drop": "Share of the units of every new expert that is drawn again. Outputs change.",
     "seed": "Seed of all random choices.",
     "dequantize": "Read weights in fp8 or mxfp4 as the numbers in bfloat16 that they stand for.",

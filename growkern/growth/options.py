@@ -87,7 +87,8 @@ class GrowthOptions:
         to: the family of mixtures that a dense model becomes, such as "qwen3_moe". Its experts are
             copies of the dense FFN, or of equal parts of it if they are smaller.
         router: rows of the new router: `random` as its class draws them, `zero`, or the path of a
-            file of `growkern.centroids`. With such a file, tokens of a kind choose the same expert.
+            .safetensors file with a matrix for each layer, `layers.0`: a row for each copy of the
+            FFN. With centroids as rows, tokens of a kind choose the same expert.
         drop: share of the units of every new expert whose weights are drawn again, with the mean
             and the deviation of their matrix (Drop-Upcycling). Outputs change. Over long
             trainings, such mixtures end better than exact copies.
@@ -161,8 +162,7 @@ class GrowthOptions:
         check_fields(self)
         if self.router not in ROUTERS and ".safetensors" not in self.router:
             raise GrowthError(
-                f"router={self.router!r}: give {', '.join(ROUTERS)} or a .safetensors file of "
-                "growkern.centroids"
+                f"router={self.router!r}: give {', '.join(ROUTERS)} or a .safetensors file of rows"
             )
 
     @property

@@ -171,8 +171,6 @@ MEASURING = [
         "cache-teacher localhost:8000 {text} --out {new} --k 2 --temperature 1",
         ("give http://localhost:8000",),
     ),
-    Use("centroids {llama} --out {new}.safetensors --experts 2", ("TEXT",)),
-    Use("centroids {llama} {text} --out {new} --experts 2", ("new", "ends with .safetensors")),
     Use("cache-teacher {bert} {text} --out {new} --k 2", ("--temperature", "--run")),
     Use("cache-teacher {bert} --out {new} --k 2 --temperature 1", ("TEXT", "--run")),
     Use(

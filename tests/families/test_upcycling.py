@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
+import examples.centroids
 import growkern
-from growkern.cli.commands import app
 from growkern.errors import FunctionChangedWarning, GrowthError
 from growkern.growth.disk import stream
 from growkern.growth.plan.tensors.tensor import build_tensor
@@ -496,15 +495,9 @@ def clustered(tmp_path_factory):
     tokens_BS = torch.randint(
         SIZES["vocab_size"], (6, 12), generator=torch.Generator().manual_seed(4)
     )
-    padded = torch.cat([tokens_BS[4:], torch.zeros(2, 5, dtype=torch.long)], 1)
-    mask = (torch.arange(17) < 12).long().expand(2, 17)
-    given = {"input_ids": padded, "labels": padded, "attention_mask": mask}
-    batches = [tokens_BS[:4], given]
-    file = folder / "three.safetensors"
-    growkern.centroids(source, batches, file, experts=3, progress=False)
-    first = file.read_bytes()
-    growkern.centroids(source, batches, file, experts=3, progress=False, overwrite=True)
-    assert file.read_bytes() == first
+    inputs = examples.centroids.inputs_of(source, tokens_BS.split(4))
+    rows = {name: examples.centroids.rows_of(x, 3) for name, x in inputs.items()}
+    save_file(rows, folder / "three.safetensors")
     return folder, source, tokens_BS, kinds_V[tokens_BS].flatten()
 
 
@@ -592,14 +585,14 @@ def test_a_file_of_centroids_is_recorded(clustered, tmp_path):
 
 
 def test_what_does_not_fit_as_a_router_is_refused(clustered, tmp_path):
-    folder, source, tokens_BS, _ = clustered
+    folder, *_ = clustered
     file, other = folder / "three.safetensors", tmp_path / "other.safetensors"
     rows = load_file(file)
     wrong = [
         ({"layers.0": rows["layers.0"]}, {}, "cannot read 'layers.1'"),
         ({**rows, "layers.1": torch.ones(3, 11)}, {}, r"layers.1 .*must be \[3, 12\]"),
         ({**rows, "layers.1": torch.full((3, 12), torch.inf)}, {}, "finite"),
-        (rows, {"num_experts": 4}, r"must be \[4, 12\].*experts=4"),
+        (rows, {"num_experts": 4}, r"must be \[4, 12\].*4 rows"),
         (rows, {"router": "zeros"}, "router='zeros': give random, zero or a"),
         (rows, {"to": ""}, "has no effect"),
     ]
@@ -608,22 +601,9 @@ def test_what_does_not_fit_as_a_router_is_refused(clustered, tmp_path):
         how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 3, 1), "router": other, **more}
         with pytest.raises(GrowthError, match=why):
             growkern.plan(folder / "dense", **how)
-    same = [torch.zeros(1, 4, dtype=torch.long)]
-    calls = [
-        (iter([tokens_BS]), {}, "cannot be read several times"),
-        ([tokens_BS], {"experts": 1}, "experts=1: give at least 2"),
-        (same, {"experts": 64}, "fewer than experts=64"),
-        ([tokens_BS], {"file": file}, "exists"),
-        ([tokens_BS], {"file": tmp_path / "rows.bin"}, "ends with .safetensors"),
-    ]
-    for batches, more, why in calls:
-        how = {"file": tmp_path / "new.safetensors", "experts": 2, "progress": False, **more}
-        with pytest.raises(GrowthError, match=why):
-            growkern.centroids(source, batches, **how)
-    assert not (tmp_path / "new.safetensors").exists()
 
 
-def test_the_command_and_a_run_file_use_the_same_file(clustered, tmp_path):
+def test_a_run_file_uses_such_a_file(clustered, tmp_path):
     folder, *_ = clustered
     shutil.copytree(folder / "dense", tmp_path / "dense")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "grows"]
@@ -632,9 +612,7 @@ def test_the_command_and_a_run_file_use_the_same_file(clustered, tmp_path):
     )
     (tmp_path / "text.txt").write_text("a small model grows a model " * 40)
     file = tmp_path / "rows.safetensors"
-    line = ["centroids", tmp_path / "dense", tmp_path / "text.txt", "--out", file, "--experts", 2]
-    done = CliRunner().invoke(app, [*map(str, line), "--sequence-length", "8"])
-    assert done.exit_code == 0 and "2 centroids for each layer" in done.output, done.output
+    save_file({f"layers.{number}": torch.randn(2, 12) for number in range(2)}, file)
     (tmp_path / "run.toml").write_text(
         """
         [[growth]]

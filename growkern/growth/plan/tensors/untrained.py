@@ -7,9 +7,9 @@ costs only the tiles that it touches. The seed and the tensor's name form the ke
 generator; the tile's position sets the upper words of its counter. Changing `TILE` or the key
 changes every random model.
 
-The rows of a router may come from a file that `growkern.centroids` wrote. The option is its path. A
-plan adds the checksum to it, `FILE@xxh3:CHECKSUM`. So a record names the rows, and another file is
-refused.
+The rows of a router may come from a safetensors file with a matrix for each layer, `layers.0`. The
+option is its path. A plan adds the checksum to it, `FILE@xxh3:CHECKSUM`. So a record names the
+rows, and another file is refused.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _checksum(file: Path) -> str:
     except (GrowthError, OSError) as error:
         why = str(error).removeprefix(f"{file}: ")
         raise GrowthError(
-            f"router={str(file)!r}: {why}: give a file of growkern.centroids, or one of "
+            f"router={str(file)!r}: {why}: give a .safetensors file of rows, or one of "
             f"{', '.join(ROUTERS)}"
         ) from error
 
@@ -224,7 +224,7 @@ def _read(plan: Blueprint, layer: str) -> Tensor:
     if rows.shape != wanted or not rows.isfinite().all():
         raise GrowthError(
             f"router={file!r}: {key} is {rows.dtype} {list(rows.shape)}: it must be {list(wanted)} "
-            "and finite, one row for each copy of the FFN: call growkern.centroids with this model "
-            f"and experts={copies}"
+            "and finite, one row for each copy of the FFN: make the file with this model and "
+            f"{copies} rows (examples/centroids.py)"
         )
     return rows.double()
