@@ -87,8 +87,6 @@ PARTS = {
         "figure",
         "curves",
         "losses",
-        "weights",
-        "attention",
     ),
 }
 # the same of what is not installed

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import growkern
+from bench.paper.attention import plot_attention
 from bench.paper.compare import (
     Pairs,
     Row,
@@ -34,7 +35,6 @@ from bench.paper.settings import SIZES, Setting
 from bench.paper.systems import job_of, run_of
 from growkern import GrowthStep
 from growkern.growth.options import GrowthOptions
-from growkern.plot.attention import plot_attention
 from growkern.plot.figure import COLORS, GREY, SMALL, TEXT, new_figure, save
 
 BASELINE, OWN, WITH_SOURCE = COLORS[0], COLORS[1], COLORS[2]

@@ -2,20 +2,29 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import transformers
 from matplotlib.patches import Rectangle
+from torch import Tensor
 
 from bench.shared import tables
 from bench.shared.results import quotable, read, table
 from growkern import plan
+from growkern.errors import GrowthError
+from growkern.growth.history import LINEAGE_FILE
+from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.record.recorded import read_lineage, recorded_plan
+from growkern.growth.source.config import read_config
+from growkern.growth.source.hub import hub_model
+from growkern.growth.space.layout import Layer
 from growkern.plot.curves import HEADS, Curve, groups_of, savings_cells
 from growkern.plot.figure import COLORS, GREY, new_figure
 from growkern.plot.losses import draw as draw_losses
-from growkern.plot.weights import NOTHING, unit_panels
 
 Row = dict[str, Any]
 # points: a picture of 1500 pixels is shown with 640
@@ -228,3 +237,128 @@ def _draw_roofline(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> N
         axes.plot(x, [min(rate, v * bandwidth) for v in x], color="0.4", label=label)
     axes.set_xlabel("FLOPs per byte that must move")
     axes.set_ylabel("TFLOP/s")
+
+
+# ---------------------------------------------------- where units come from
+
+NOTHING = -1
+# rows of a panel whose layers have maps of their own
+MOST_ROWS = 12
+
+
+class Units(NamedTuple):
+    """Where the units or heads of one target layer come from."""
+
+    source: Tensor  # source unit of every target unit, (target,) int64; `NOTHING`: a new one
+    is_next: Tensor  # which of them come from the next source layer (AKI), (target,) bool
+
+
+def recorded_growth(
+    source: str | Path, grown: str | Path, lineage: str | Path | None = None
+) -> GrowthPlan:
+    """The growth that made one checkpoint from another, by the record beside it or in `lineage`."""
+    source, grown = Path(source), Path(grown)
+    configs = [read_config(source), read_config(grown)]
+    if lineage is None and not (grown / LINEAGE_FILE).is_file():
+        raise GrowthError(
+            f"{grown}: no {LINEAGE_FILE}, which says where each unit comes from: give that of the "
+            "growth with --lineage"
+        )
+    plan = recorded_plan(read_lineage(Path(lineage or grown)))
+    changes = plan.size_changes().items()
+    for which, directory in enumerate((source, grown)):
+        for name, sizes in changes:
+            own = getattr(configs[which], name, None)
+            if own not in (sizes[which], None):
+                raise GrowthError(
+                    f"{directory}: {name}={own}, the growth record says {sizes[which]}: give the "
+                    "small model first, and then the model grown from it"
+                )
+    return plan
+
+
+def name_of(directory: str | Path) -> str:
+    """The name of a model: that on the Hub if it has one, else that of its directory."""
+    directory = Path(directory)
+    on_hub = hub_model(directory)
+    return on_hub.id if on_hub else directory.resolve().name
+
+
+def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
+    """Where the units or heads of a space of the table come from, in a layer of the target.
+
+    A unit of several entries counts once.
+    """
+    spec, layout = plan.small.family.spaces[space], plan.layout
+    number = plan.layer_maps[stack][layer]
+    # as `Task.source_layer`
+    source_layer: Layer = f"{stack}.{number}" if stack else number
+    if spec.kind == "heads":
+        old, _ = layout.sizes(str(spec.heads))
+        source = layout.head_map(str(spec.heads), layout.key(space, source_layer)[1])
+    else:
+        old, _ = layout.sizes(str(spec.size or "stream"))
+        units = layout.space(space, source_layer)
+        width = units.source // old
+        source = torch.where(units.is_extra, NOTHING, units.read_index // width)[::width]
+    if plan.options.is_baseline:
+        # without copies: new units have random weights, and the old ones lead
+        source = torch.where(torch.arange(len(source)) < old, source, NOTHING)
+    is_next = torch.zeros(len(source), dtype=torch.bool)
+    is_own = spec.kind in ("heads", "units") and spec.size != "stream"
+    # the last source layer has no next one
+    if plan.options.method == "aki" and is_own and number != max(plan.layer_maps[stack]):
+        is_next = layout.next_layer_units(space).reshape(len(source), -1)[:, 0]
+    return Units(source, is_next)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One kind of units, with the source unit of each: one row per layer, or one for all."""
+
+    title: str
+    count: int
+    sources: np.ndarray  # `NOTHING` for new ones
+    is_next: np.ndarray  # which come from the next source layer (AKI)
+    labels: tuple[str, ...]
+
+
+def unit_panels(plan: GrowthPlan) -> list[Panel]:
+    """The panels of hidden units, heads, neurons and experts."""
+    panels, seen = [], set()
+    for name in plan.maps():
+        spec = plan.small.family.spaces[name]
+        # keys and values are arranged as the queries are, unless there are fewer of them
+        if spec.kind not in ("stream", "heads", "units", "experts") or spec.size == "stream":
+            continue
+        what = (spec.kind, spec.heads or spec.size)
+        if what in seen:
+            continue
+        seen.add(what)
+        field = "stream" if spec.kind == "stream" else str(spec.heads or spec.size)
+        old, _ = plan.layout.sizes(field)
+        # the name of the size as users know it, such as `num_attention_heads`
+        title = plan.small.family.config_field(field)
+        panels.append(_panel(plan, name, title, old))
+    return panels
+
+
+def _panel(plan: GrowthPlan, name: str, title: str, old: int) -> Panel:
+    first = next(iter(plan.layer_maps))
+    stack = next((s for s in plan.layer_maps if s and name.startswith(s)), first)
+    layers = range(len(plan.layer_maps[stack]))
+    origins = [units_of(plan, name, stack, layer) for layer in layers]
+    sources = np.array([units.source.numpy() for units in origins])
+    is_next = np.array([units.is_next.numpy() for units in origins])
+    # layers that are all alike are one row
+    pairs = [(s.tobytes(), n.tobytes()) for s, n in zip(sources, is_next, strict=True)]
+    firsts = [i for i, pair in enumerate(pairs) if pair not in pairs[:i]]
+    if len(firsts) == 1:
+        rows, labels = [0], ["grown"]
+    elif len(layers) <= MOST_ROWS:
+        rows, labels = list(layers), [f"layer {i}" for i in layers]
+    else:
+        rows = np.linspace(0, len(layers) - 1, MOST_ROWS).round().astype(int).tolist()
+        labels = [f"layer {i}" for i in rows]
+        title = f"{title}, {MOST_ROWS} of {len(layers)} layers"
+    return Panel(title, old, sources[rows], is_next[rows], tuple(labels))

@@ -2,15 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from growkern.cli.app import (
     AsJson,
-    LineageFile,
     app,
-    lineage_there,
     print_json,
     show,
     silence_transformers,
@@ -86,32 +84,15 @@ def evaluate(
     show(measure(**options, progress=sys.stderr.isatty()), as_json)
 
 
-Runs = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="RUN...",
-        help="Training directories, the first is the reference; with --attention or --weights "
-        "a checkpoint and the one grown from it.",
-    ),
-]
-
-
 @app.command()
 def plot(
-    directories: Runs,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write, .png, .svg, .pdf ...  "
-            "\\[loss_vs_flops.png, attention.png or weights.png]"
-        ),
-    ] = None,
-    attention: Annotated[
-        Path | None, typer.Option(metavar="TEXT", help="Draw attention maps for this text file.")
-    ] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Draw where each unit of the large model comes from.")
-    ] = False,
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Training directories; the first is the reference."),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write, .png, .svg, .pdf ...")] = Path(
+        "loss_vs_flops.png"
+    ),
     sources: Annotated[
         list[Path] | None,
         typer.Option(
@@ -120,40 +101,18 @@ def plot(
             help="Training directory of the small model, to count its FLOPs too; again per seed.",
         ),
     ] = None,
-    lineage: LineageFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw loss against FLOPs, attention maps, or where the units of a grown model come from."""
-    from growkern.plot.attention import plot_attention
+    """Draw loss against FLOPs."""
     from growkern.plot.curves import savings_rows, savings_table
     from growkern.plot.losses import notes_on, plot_runs
-    from growkern.plot.weights import plot_weights
-    from growkern.train.dataset.source import read_text
 
-    is_growth = weights or attention is not None
-    if weights and attention is not None:
-        raise GrowthError("give --attention or --weights, not both: a picture shows one of them")
-    if is_growth and sources:
-        raise GrowthError("--source is for loss curves: leave it out with --attention or --weights")
-    if lineage_there(lineage) is not None and not is_growth:
-        raise GrowthError("--lineage goes with --attention or --weights")
     silence_transformers()
-    groups: list[Any] = []
-    if weights:
-        if len(directories) != 2:
-            raise GrowthError("--weights needs two checkpoints: the small one and the grown one")
-        out = out or Path("weights.png")
-        plot_weights(directories[0], directories[1], out, lineage=lineage)
-    elif attention is not None:
-        out = out or Path("attention.png")
-        plot_attention(directories, read_text(attention, 4096), out, lineage=lineage)
-    else:
-        out = out or Path("loss_vs_flops.png")
-        groups = plot_runs(directories, out, sources=sources or [])
-        for note in notes_on(groups):
-            say(f"growkern: {note}", sys.stderr)
+    groups = plot_runs(directories, out, sources=sources or [])
+    for note in notes_on(groups):
+        say(f"growkern: {note}", sys.stderr)
     if as_json:
-        print_json({"out": str(out), **({"runs": savings_rows(groups)} if groups else {})})
+        print_json({"out": str(out), "runs": savings_rows(groups)})
         return
     if len(groups) > 1:
         print_table(savings_table(groups))

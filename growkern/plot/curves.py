@@ -71,12 +71,7 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     holder = next((place for place in places if (place / STATE_FILE).is_file()), None)
     if holder is None:
         runs = ", ".join(map(str, sorted(directory.glob("generation-*"))))
-        if runs:
-            hint = f"give one of its runs, {runs}"
-        elif (directory / "config.json").is_file():
-            hint = "for a model, add --weights or --attention TEXT, and give the small model first"
-        else:
-            hint = "give the directory of a run"
+        hint = f"give one of its runs, {runs}" if runs else "give the directory of a run"
         raise GrowthError(
             f"{directory} is not a training directory: it has no {STATE_FILE}: {hint}"
         )

@@ -576,28 +576,6 @@ tensorboard = false
 """
 
 
-def test_plots_of_a_growth(run, checkpoint, tmp_path):
-    large, text = tmp_path / "large", tmp_path / "text"
-    assert run("grow", checkpoint, large, "--hidden-size", 24)[0] == 0
-    text.write_text("a small model grows\n")
-    for options in (["--weights"], ["--attention", text]):
-        picture = tmp_path / f"{options[0]}.svg"
-        assert run("plot", checkpoint, large, *options, "--out", picture)[:2] == (0, f"{picture}\n")
-        assert picture.read_text().startswith("<?xml")
-        line = ["plot", checkpoint, large, *options]
-        assert_bad_input(run(*line, "--out", tmp_path / "x.xyz"), "'.xyz'", "png", "svg")
-        assert_bad_input(run(*line, "--source", checkpoint), "--source is for loss curves")
-        record = (large / "lineage.json").rename(tmp_path / "lineage.json")
-        assert_bad_input(run(*line), "no lineage.json", "--lineage")
-        assert run(*line, "--lineage", record, "--out", picture)[0] == 0
-        record.rename(large / "lineage.json")
-    assert_bad_input(run("plot", checkpoint, "--weights"), "--weights needs two checkpoints")
-    both = ["--weights", "--attention", text]
-    assert_bad_input(run("plot", checkpoint, large, *both), "not both")
-    assert_bad_input(run("plot", checkpoint, "--lineage", large), "--lineage goes with")
-    assert_bad_input(run("plot", checkpoint, "--out", tmp_path / "x"), "no format of a picture")
-
-
 def test_train_from_a_file(run, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "small").symlink_to(checkpoint)
     (tmp_path / "text").write_text("a small model grows\n" * 40)

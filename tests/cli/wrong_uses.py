@@ -192,14 +192,8 @@ MEASURING = [
     Use("eval me/small@main --text {text}", ("me/small",)),
     Use("eval not/there/at/all --text {text}", ("not/there/at/all", "hf download")),
     Use("plot {trained}", ("trained", "training directory", "directory of a run")),
-    Use("plot {large}", ("training directory", "--weights", "small model first")),
     Use("plot {trained} --out {new}.bmp", ("'.bmp'", "png")),
-    Use("plot {bert} {large} --weights --out {new}/a/w.png", ("new/a is no folder", "make it")),
-    Use("plot {bert} {gpt2} --weights", ("lineage.json", "--lineage")),
-    Use("plot {bert} --weights", ("two checkpoints",)),
-    Use("plot {bert} {large} --weights --lineage none.json", ("none.json: no such file",)),
     Use("eval {bert} --text {text} --sequence-length 8 --seed -1", ("seed is -1", "0 .. ")),
-    Use("plot {bert} {large} --attention {empty}", ("empty",)),
 ]
 
 USES = [*COMMANDS, *SOURCES, *SIZES, *OPTIONS, *WRITING, *TRAINING, *MEASURING]

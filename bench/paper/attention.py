@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.shared.pictures import NOTHING, name_of, recorded_growth, units_of
 from growkern.errors import GrowthError
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
-from growkern.plot.weights import NOTHING, name_of, recorded_growth, units_of
 from growkern.train.model.load import load_tokenizer
 
 # how many fit so that tokens can be read

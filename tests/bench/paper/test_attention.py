@@ -7,9 +7,9 @@ import torch
 import transformers
 
 import growkern
+from bench.paper.attention import attention_maps, paired_rows, plot_attention, shown_layers
 from examples.demo.corpus import train_tokenizer
 from growkern.errors import GrowthError
-from growkern.plot.attention import attention_maps, paired_rows, plot_attention, shown_layers
 from testbed.models import BERT, LLAMA, random_model
 from tests.plot.runs import drawn, texts
 
