@@ -207,7 +207,7 @@ def rows_cases() -> list[AotCase]:
             "drows_ptr": "*fp32",
             "state_ptr": f"*{ACC}",
             "dstudent_ptr": f"*{grad}",
-            "strides": ("i32",) * (2 + K),
+            "strides": ("i32",) * (3 + K),
             "V": "i32",
         }
         widths = {"fp64": 2, "fp32": 4, "bf16": 8}

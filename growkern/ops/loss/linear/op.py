@@ -245,11 +245,12 @@ def sweep(
             sums.add(dz_GV, x_GH, student.weight, tiles[0])
         sums.store_rows(settings.group, unscale)
     sums.store(unscale)
+    if R:
+        terms_TR = chunk.terms(torch.cat(results, 1), inputs_R.kinds).to(weight_WN.dtype)
+        if rows_R is None:
+            return terms_TR
     terms_TN = weight_WN.new_zeros(2 * W, N)
-    if not R:
-        return terms_TN
-    terms_TR = chunk.terms(torch.cat(results, 1), inputs_R.kinds).to(weight_WN.dtype)
-    return terms_TR if rows_R is None else terms_TN.index_copy_(1, rows_R, terms_TR)
+    return terms_TN.index_copy_(1, rows_R, terms_TR) if R else terms_TN
 
 
 # ---------------------------------------------------------------------------- op

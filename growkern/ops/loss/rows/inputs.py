@@ -125,14 +125,16 @@ def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options:
         raise GrowthError(f"kl_rows must be 'labels', 'all' or a bool mask, got {kl_rows!r}")
     # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
     has_mlm = isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts
-    # MLM_ROW is 1
-    kind_N = labelled_N.int() if has_mlm else torch.zeros_like(labelled_N).int()
-    if options.has_teachers:
-        if isinstance(options.alpha, Tensor):
-            # at 0 the term is left out, also where it is infinite
-            kl_N = kl_N & (_alpha_beside(options.alpha, kl_N) != 0)
-        kind_N += KL_ROW * kl_N.int()
-    return kind_N
+    own = MLM_ROW * has_mlm
+    if not options.has_teachers:
+        # MLM_ROW is 1
+        return labelled_N.int() if has_mlm else torch.zeros_like(labelled_N).int()
+    if isinstance(options.alpha, Tensor):
+        # at 0 the term is left out, also where it is infinite
+        kl_N = kl_N & (_alpha_beside(options.alpha, kl_N) != 0)
+    if kl_N is labelled_N:
+        return labelled_N.int() * (own + KL_ROW)
+    return labelled_N.int() * own + kl_N.int() * KL_ROW
 
 
 def _alpha_beside(alpha: Tensor, x: Tensor) -> Tensor:

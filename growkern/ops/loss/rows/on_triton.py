@@ -63,7 +63,9 @@ def rows_on_triton(
             clear(state_SN)
         return
     grad_NV = student_NV if dstudent_NV is None else dstudent_NV
-    drows_SN = state_SN if drows_SN is None else drows_SN.contiguous()
+    # those of a chunk are some columns of those of a batch
+    drows_WN = state_SN if drows_SN is None else drows_SN
+    drows_WN = drows_WN if drows_WN.stride(1) == 1 else drows_WN.contiguous()
     if dstudent_NV is not None and dstudent_NV.shape[1] > vocab:
         dstudent_NV[:, vocab:] = 0
     ACC = acc_dtype(student_NV)[1]
@@ -85,10 +87,10 @@ def rows_on_triton(
         tuple(rows.biases) or (None,) * (1 + len(teachers_NV)),
         labels_N,
         kind_N,
-        drows_SN,
+        drows_WN,
         state_SN,
         grad_NV,
-        tuple(x.stride(0) for x in (student_NV, grad_NV, *teachers_NV)),
+        tuple(x.stride(0) for x in (student_NV, grad_NV, drows_WN, *teachers_NV)),
         vocab,
         MATHS=maths.of_kernels(),
         STEPS=(*steps, parts),

@@ -13,6 +13,7 @@ from growkern.ops.loss.rows.triton_blocks import (
 )
 from growkern.ops.loss.rows.triton_sums import (
     DIVERGE,
+    DROWS,
     DSTUDENT,
     GRAD,
     INV_T,
@@ -68,10 +69,13 @@ def _write_block(
 
 @jit
 def _write_gradient(
-    rows, biases, dstudent_ptr, drows_ptr, state_ptr, label, kind, N, V,
+    rows, biases, dstudent_ptr, drows_ptr, drows_w, state_ptr, label, kind, N, V,
     MATHS: tl.constexpr, ACC: tl.constexpr, BLOCK_V: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of the gradient, (4) to (6), (8) and (9), possibly over the student's row."""
+    """Write one row of the gradient, (4) to (6), (8) and (9), possibly over the student's row.
+
+    `drows_w` is the stride between terms.
+    """
     K: tl.constexpr = len(rows) - 1
     numbers = row_numbers(state_ptr, N, K, MATHS)
     factors = label_factors(drows_ptr, state_ptr, kind, N, MATHS, ACC)
@@ -80,7 +84,7 @@ def _write_gradient(
     )
     pulls = ()
     for k in tl.static_range(1, K + 1):
-        dkl = tl.load(drows_ptr + k * N).to(ACC) * MATHS[INV_T]
+        dkl = tl.load(drows_ptr + k * drows_w).to(ACC) * MATHS[INV_T]
         centre = tl.load(teacher_sums(state_ptr, k, N) + N * T_CENTRE)
         # at a weight of 0 too: the pull of the reverse KL may be infinite
         has_kl = ((kind & KL_ROW) != 0) & (dkl != 0)
@@ -107,10 +111,10 @@ def kl_mlm_rows_kernel(
     biases,  # 1 + K times (V,); None: the logits have theirs already
     labels_ptr,  # (N,)
     kind_ptr,  # (N,)
-    drows_ptr,  # (1 + K, N)
+    drows_ptr,  # (1 + K, N), rows side by side
     state_ptr,  # (S, N)  in and out
     dstudent_ptr,  # (N, V)  out with GRAD
-    strides,  # rows of student, dstudent, teachers
+    strides,  # rows of student and dstudent, terms of drows, rows of teachers
     V,
     MATHS: tl.constexpr,  # numbers of the formulas, see the names above
     STEPS: tl.constexpr,  # what to do, see the names above
@@ -149,6 +153,6 @@ def kl_mlm_rows_kernel(
             zero_row(dstudent_ptr, V, BLOCK_V)
         else:
             _write_gradient(
-                rows, biases, dstudent_ptr, drows_ptr + n, state_ptr, label, kind, N, V,
-                MATHS, ACC, BLOCK_V, LANES,
+                rows, biases, dstudent_ptr, drows_ptr + n, strides[DROWS], state_ptr, label, kind,
+                N, V, MATHS, ACC, BLOCK_V, LANES,
             )  # fmt: skip

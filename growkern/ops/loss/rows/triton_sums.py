@@ -35,8 +35,8 @@ INV_T, SOFTCAP, TEACHER_SOFTCAP, BETA, LABEL_SMOOTHING, Z_LOSS = map(
 )
 # STEPS: as in `Steps`, then whether parts are wanted
 SUMS, DIVERGE, GRAD, PARTS = map(tl.constexpr, range(4))
-# strides between rows: of the student, of its gradient, of the first teacher
-STUDENT, DSTUDENT, TEACHERS = map(tl.constexpr, range(3))
+# strides: between rows of the student and of its gradient, between terms, between rows of a teacher
+STUDENT, DSTUDENT, DROWS, TEACHERS = map(tl.constexpr, range(4))
 # `StudentSums`
 MAXIMUM, REST, SUM_T, LABEL_LOGIT, MOMENT, BEST, SUM_Z, COLUMNS = map(tl.constexpr, range(8))
 STUDENT_SUMS = tl.constexpr(8)
