@@ -17,6 +17,7 @@ from growkern.ops.expand.on_triton import (
     expand_kernel,
     lines_kernel,
 )
+from growkern.ops.loss.rows import once_on_triton as once
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, lanes_of, most_columns
 from growkern.ops.loss.rows.state import Maths, Steps
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
@@ -47,6 +48,7 @@ class AotCase(NamedTuple):
         traffic: the least bytes that cross the device's memory for an element of a block. None:
             all bytes that are asked for.
         padded: whether rows begin at multiples of 16 bytes for any vocabulary.
+        archs: the architectures that launch it; empty: all.
     """
 
     name: str
@@ -61,6 +63,7 @@ class AotCase(NamedTuple):
     traffic: float | None = None
     narrow_stores: str = ""
     padded: bool = False
+    archs: tuple[str, ...] = ()
 
 
 def expand_cases() -> list[AotCase]:
@@ -225,6 +228,36 @@ def rows_cases() -> list[AotCase]:
     return cases
 
 
+def once_cases() -> list[AotCase]:
+    """Rows of 128256 columns that are read once, which is off: with a teacher, and labels alone."""
+    ways = (("bf16 gradient", 1, 2.0), ("bf16 gradient, T 1", 1, 1.0), ("no teacher", 0, 1.0))
+    return [
+        AotCase(
+            f"kl_mlm once {name}",
+            once.rows_once_kernel,
+            {
+                "logit_ptrs": ("*fp32",) * (1 + K),
+                "labels_ptr": "*i64",
+                "kind_ptr": "*i32",
+                "drows_ptr": "*fp32",
+                "shared": ("*fp32", "*i32"),
+                "state_ptr": "*fp32",
+                "grad_ptr": "*bf16",
+                "strides": ("i32",) * (3 + K),
+                **{"N": "i32", "V": "i32"},
+            },
+            {"MATHS": Maths(T).of_kernels(), "S": 16, "BLOCK_V": once.PART, "PHASE": 0},
+            num_warps=8,
+            maxnreg=once.REGISTERS[K],
+            options={"launch_cooperative_grid": True},
+            traffic=6.0 + 4 * K,
+            narrow_stores="a program stores seven sums of its part, one at a time",
+            archs=("sm_90",),
+        )
+        for name, K, T in ways
+    ]
+
+
 def tail_cases() -> list[AotCase]:
     """As the op launches it: plain, on float64 logits, and with every option of the kernel."""
     ways = [
@@ -260,4 +293,4 @@ def tail_cases() -> list[AotCase]:
 def listed() -> list[AotCase]:
     """The launches of every kernel."""
     lists = (adamw_cases, scale_cases, expand_many_cases, expand_cases, lines_cases, rows_cases)
-    return [case for cases in (*lists, tail_cases) for case in cases()]
+    return [case for cases in (*lists, once_cases, tail_cases) for case in cases()]

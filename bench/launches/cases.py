@@ -8,8 +8,10 @@ Shape letters used in this file: N rows, V vocabulary, H and H_t widths of stude
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from growkern.ops.expand.many import expand_many
 from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
+from growkern.ops.loss.rows.once_on_triton import VARIABLE
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -169,6 +172,21 @@ def headline(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
             yield make(N, V, dtype, DEFAULT_T, rng)
         for make in (_linear, _ready, without_biases):
             yield make(N, V, dtype, LABELS_ALONE, rng)
+
+
+def once(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:
+    """The same with rows that are read once, which is off otherwise."""
+
+    def on(case: Case) -> Case:
+        def run(backend: str) -> Sequence[Tensor]:
+            with mock.patch.dict(os.environ, {VARIABLE: "1"}):
+                return case.run(backend)
+
+        return Case(f"once, {case.name}", run)
+
+    N, V = shapes[2]
+    for options in ({}, DEFAULT_T, LABELS_ALONE):
+        yield on(_linear(N, V, BF16, options, rng, bias=False))
 
 
 def losses(rng: torch.Generator, shapes: Shapes = SHAPES) -> Iterator[Case]:

@@ -7,6 +7,7 @@ from triton.compiler import ASTSource
 
 from bench.launches.aot_cases import AotCase, listed
 from growkern.ops.loss.rows.on_triton import lanes_of
+from growkern.ops.loss.rows.once_on_triton import rows_once_kernel
 
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -34,7 +35,11 @@ def ragged(case: AotCase) -> AotCase:
 def all_cases() -> list[AotCase]:
     """The launches of all Triton kernels of the library."""
     cases = listed()
-    return cases + [ragged(case) for case in cases if "V" in case.signature]
+    return cases + [
+        ragged(case)
+        for case in cases
+        if "V" in case.signature and case.kernel is not rows_once_kernel
+    ]
 
 
 def _places(kind: Any) -> list[tuple[tuple[int, ...], Any]]:

@@ -27,6 +27,7 @@ from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import heads as heads_module
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes, held_rows
+from growkern.ops.loss.rows import once_on_triton
 from growkern.ops.loss.rows.inputs import row_kinds, term_weights
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.op import ROW_FUNCTIONS
@@ -129,6 +130,7 @@ def launches_on(device):
     rows = Rows(made(4, 33), [made(4, 33)], labels, kind, 33, Maths(2.0), False)
     steps = Steps(sums=True, grad=True)
     rows_on_triton(rows, made(n_numbers(1), 4), steps, made(2, 4), made(4, 33))
+    once_on_triton.read_rows_once(rows, made(n_numbers(1), 4), made(2, 4), made(4, 33))
     tail_gradient_on_triton(rows._replace(teachers_NV=[]), made(5, 4), made(4, 33))
     vectors = ((made(4, 1), made(1, 6)),) * 2
     adamw_step_on_triton(
@@ -159,6 +161,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, curr
         monkeypatch.setattr(module, name, recorder(name))
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 64)
     monkeypatch.setattr(tuned, "_arch", lambda device: "sm_90")
+    monkeypatch.setattr(once_on_triton, "_programs", lambda device, K: 2)
     with FakeTensorMode():
         launches_on("cuda:1")
     # a work list and a single call both make hashes of lines

@@ -245,12 +245,11 @@ def sweep(
             sums.add(dz_GV, x_GH, student.weight, tiles[0])
         sums.store_rows(settings.group, unscale)
     sums.store(unscale)
-    if R:
-        terms_TR = chunk.terms(torch.cat(results, 1), inputs_R.kinds).to(weight_WN.dtype)
-        if rows_R is None:
-            return terms_TR
-    terms_TN = weight_WN.new_zeros(2 * W, N)
-    return terms_TN.index_copy_(1, rows_R, terms_TR) if R else terms_TN
+    zeros = functools.partial(weight_WN.new_zeros, (2 * W, N))
+    if not R:
+        return zeros()
+    terms_TR = chunk.terms(torch.cat(results, 1), inputs_R.kinds).to(weight_WN.dtype)
+    return terms_TR if rows_R is None else zeros().index_copy_(1, rows_R, terms_TR)
 
 
 # ---------------------------------------------------------------------------- op
