@@ -227,12 +227,11 @@ def rows_once_kernel(
 
 
 def may_read_once(rows: Rows, steps: Steps, dstudent_NV: Tensor | None) -> bool:
-    """Whether the kernel can do this, and is asked to: plain KL and labels, from float32 logits."""
+    """Whether the kernel can do this: plain KL and labels, from float32 logits."""
     maths: Maths = rows.maths
     plain = maths.is_forward and not (maths.is_capped or maths.label_smoothing or maths.z_loss)
     return (
-        os.environ.get(VARIABLE) == "1"
-        and steps == Steps(sums=True, grad=True)
+        steps == Steps(sums=True, grad=True)
         and plain
         and not (rows.parts or any(bias is not None for bias in rows.biases))
         and len(rows.teachers_NV) <= 1
