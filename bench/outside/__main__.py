@@ -6,6 +6,9 @@ DIR holds transformers 4.57, ctranslate2, onnx and onnxruntime, which growkern d
 
     pip install --target DIR "transformers==4.57.*" ctranslate2 onnx onnxscript onnxruntime
 
+With `--runtime transformers`, DIR may hold any other version of transformers alone, such as the
+lowest that growkern allows.
+
 A tiny source of each family is grown in several ways. A process that sees the packages of DIR
 loads source and targets in each runtime, and compares the targets' outputs with the source's there.
 The row of a source compares it with the transformers that growkern uses. Exit 1 if a target
@@ -65,7 +68,25 @@ TOWER = {
     **{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "patch_size": 4},
 }
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "attention_factor": 1.3},
+    **{"original_max_position_embeddings": 16},
+}
+LONG = {
+    **{"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0, 1.2, 1.3, 1.4], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+}
+DENSE = {**GROUPED, **ROPE, "head_dim": 8}
+EXPERTS = {**DENSE, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WHOLE = {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, **ROPE}
+KINDS = {"layer_types": 2 * ["sliding_attention", "full_attention"], "sliding_window": 4}
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    **{"q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 5, "num_key_value_heads": 4},
+}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+# label -> class, config
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "rope_parameters": PARTIAL}),
@@ -112,12 +133,52 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "ModernBertForMaskedLM",
         {**SIZES, "cls_token_id": 1, "sep_token_id": 2, "rope_parameters": BOTH},
     ),
+    "granite": ("GraniteForCausalLM", {**GROUPED, **ROPE}),
+    "exaone4": ("Exaone4ForCausalLM", {**DENSE, **KINDS}),
+    "mixtral": ("MixtralForCausalLM", {**DENSE, "num_local_experts": 4, "sliding_window": None}),
+    "granitemoe": ("GraniteMoeForCausalLM", {**GROUPED, **ROPE, "num_local_experts": 4}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **DENSE,
+            **KINDS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "num_local_experts": 4}),
+    "olmoe": ("OlmoeForCausalLM", WHOLE),
+    "flex_olmo": ("FlexOlmoForCausalLM", WHOLE),
+    "glm4_moe": ("Glm4MoeForCausalLM", {**EXPERTS, **GROUPS, "rope_parameters": PARTIAL}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {**GROUPED, **ROPE, **GROUPS, **LATENT, "num_experts_per_tok": 2},
+    ),
+    "llama yarn": ("LlamaForCausalLM", {**GROUPED, "rope_parameters": YARN}),
+    "olmo2 yarn": ("Olmo2ForCausalLM", {**GROUPED, "rope_parameters": YARN}),
+    "phi3 longrope": (
+        "Phi3ForCausalLM",
+        {**GROUPED, "rope_parameters": LONG, "original_max_position_embeddings": 64},
+    ),
+    "glm4_moe yarn": (
+        "Glm4MoeForCausalLM",
+        {**EXPERTS, **GROUPS, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
+    ),
 }
 GROWTHS: dict[str, dict[str, Any]] = {
     "even": {"width": 64, "portable": True},
     "uneven": {"width": 48, "portable": True},
     "depth": {"layers": 8, "portable": True},
+    "experts": {"num_experts_per_tok": 2},
 }
+# of dense models: what their growth by experts makes
+MIXTURES = {"mistral": "mixtral", "granite": "granitemoe", "qwen2": "qwen2_moe"}
+MIXTURES |= {"qwen3": "qwen3_moe"}
 
 
 # ----------------------------------------------------------------- directories
@@ -153,13 +214,18 @@ def make(place: Path) -> None:
         with torch.no_grad():
             torch.save(model.eval()(input_ids=_ids()).logits, place / name / EXPECTED)
         for growth, sizes in GROWTHS.items():
-            how = _sizes(load_family(name), sizes)
+            if growth == "experts":
+                if name not in MIXTURES:
+                    continue
+                field = load_family(MIXTURES[name]).config_field("experts")
+                sizes = {**sizes, "to": MIXTURES[name], field: 4}
+            how = _sizes(load_family(model.config.model_type), sizes)
             if name == "modernbert" and growth == "depth":
                 how["num_hidden_layers"] = 7
             if name.startswith("gemma3") and growth == "depth":
                 continue  # its period of 6 layers is longer than the source
-            if name == "olmo" and growth == "uneven":
-                continue  # its norms have no weights
+            if name in ("olmo", "flex_olmo", "olmoe") and growth == "uneven":
+                continue  # their norms have no weights, or go over all heads
             if growkern.plan(source, **how).exact:
                 growkern.grow_checkpoint(source, place / name / growth, progress=False, **how)
 
@@ -187,8 +253,8 @@ def _ids() -> torch.Tensor:
     return torch.randint(3, TOKENS, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
-def transformers_4(directory: Path) -> torch.Tensor:
-    """Logits of transformers 4, which does not know `rope_parameters`."""
+def other_transformers(directory: Path) -> torch.Tensor:
+    """Logits of the transformers of DIR; version 4 does not know `rope_parameters`."""
     with torch.no_grad():
         return _model(directory)(input_ids=_ids()).logits
 
@@ -229,7 +295,7 @@ def onnxruntime(directory: Path) -> torch.Tensor:
 
 
 RUNTIMES: dict[str, Callable[[Path], torch.Tensor]] = {
-    "transformers 4.57": transformers_4,
+    "transformers": other_transformers,
     "ctranslate2": ctranslate2,
     "onnxruntime": onnxruntime,
 }
@@ -284,7 +350,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--runtime", choices=[*RUNTIMES], help="only this one")
     given = parser.parse_args()
+    for name in RUNTIMES.keys() - {given.runtime or name for name in RUNTIMES}:
+        del RUNTIMES[name]
     if given.read is not None:
         for row in read(given.read):
             print("ROW", json.dumps(row), flush=True)
@@ -293,6 +362,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         make(Path(place))
         command = [sys.executable, "-m", "bench.outside", "--packages", str(given.packages)]
+        command += ["--runtime", given.runtime] if given.runtime else []
         with subprocess.Popen(
             [*command, "--read", place],
             env={**os.environ, "PYTHONPATH": str(given.packages.resolve())},

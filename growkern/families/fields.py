@@ -5,7 +5,7 @@ Rows of a table have conditions on the config, and its [kinds] have conditions o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,10 +93,10 @@ PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
 }
 # a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
 FORMS = ("value", "scaling", "typed_scaling", *PATTERNS)
-# entries of `rope_parameters` with a key of their own beside the table of the scaling
-OWN_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# the only ones that a table with `type` may hold: older versions count them
+# the only entries that a table with `type` may hold beside it: older versions count them
 TYPED_KEYS = ("factor", "short_factor", "long_factor")
+# of a pattern that is a text: layers with sliding and with full attention
+LETTERS = "LG"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class OlderKey:
         form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
             attention: every n-th, beginning with the first (`full_first`) or ending with the last
             of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
-            where those have a 0.
+            where those have a 0. A config may have a text instead, such as "LLLG", which repeats.
         when: the flag of the config without which software ignores the key.
     """
 
@@ -130,37 +130,53 @@ class OlderKey:
         """True if the key says after how many layers their kinds repeat."""
         return self.form in ("full_first", "full_last")
 
-    def value(self, config: Mapping[str, Any], now: Any = None) -> Any:
+    def value(
+        self, config: Mapping[str, Any], now: Any = None, beside: Collection[str] = ()
+    ) -> Any:
         """The value that says the same as the new form in a config's JSON object, if there is one.
 
-        `now`, the value that the key has, stays if it says the same.
+        `now`, the value that the key has, stays if it says the same. `beside` has the entries of
+        rotary positions that stand in keys of their own, and not in the table of the scaling.
         """
         result: Any = config
         for name in self.of.split("."):
             result = result.get(name) if isinstance(result, Mapping) else None
         if self.is_pattern:
             return self._pattern(result, config, now)
-        return result if self.form == "value" else self._scaling(result)
+        return result if self.form == "value" else self._scaling(result, config, beside)
 
-    def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | None:
+    def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | str | None:
         if not kinds or (self.when is not None and not config.get(self.when)):
             return now
-        if type(now) is int and self.describes(kinds, now):
+        if type(now) in (int, str) and self.describes(kinds, now):
             return now
+        if isinstance(now, str):
+            letters = "".join(LETTERS[kind in MARKED] for kind in kinds)
+            starts = (letters[:n] for n in range(1, len(letters) + 1))
+            return next(start for start in starts if self.describes(kinds, start))
         return next((n for n in range(len(kinds) + 2) if self.describes(kinds, n)), None)
 
-    def describes(self, kinds: Sequence[str], value: int) -> bool:
+    def describes(self, kinds: Sequence[str], value: int | str) -> bool:
         """True if the value, of a pattern, gives these kinds of layers."""
+        if isinstance(value, str):
+            pairs = enumerate(LETTERS[kind in MARKED] for kind in kinds)
+            return bool(value) and all(value[i % len(value)] == letter for i, letter in pairs)
         is_full = PATTERNS[self.form]
         if value < 1 and self.form != "full_until":
             return False
         return all((kind in MARKED) == is_full(i, value) for i, kind in enumerate(kinds))
 
-    def _scaling(self, rope: Any) -> dict[str, Any] | None:
-        kind = rope.get("rope_type", "default") if isinstance(rope, Mapping) else "default"
+    def _scaling(
+        self, rope: Any, config: Mapping[str, Any], beside: Collection[str]
+    ) -> dict[str, Any] | None:
+        rope = rope if isinstance(rope, Mapping) else {}
+        kind = rope.get("rope_type", "default")
         if kind == "default" and "mrope_section" not in rope:
             return None
-        rest = {key: value for key, value in rope.items() if key not in OWN_KEYS}
-        if self.form == "scaling":
-            return {"rope_type": kind, **rest}
-        return {"type": kind, **{key: rest[key] for key in TYPED_KEYS if key in rest}}
+        rest = {k: v for k, v in rope.items() if k not in ("rope_type", "type", *beside)}
+        other = rest.keys() - TYPED_KEYS
+        if self.form == "typed_scaling" and all(config.get(key) == rest[key] for key in other):
+            return {"type": kind, **{key: rest[key] for key in TYPED_KEYS if key in rest}}
+        # transformers 5 reads this table and no other. Versions that read only `type` refuse it,
+        # where they would compute something else without it
+        return {"rope_type": kind, **rest}

@@ -92,13 +92,18 @@ def test_every_night_compiles_and_runs_the_kernels_with_the_versions_of_gpu_mach
 
 def test_every_night_loads_grown_directories_in_other_software():
     job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["outside"]
-    setup, install, check = (x["run"] for x in job["steps"] if "run" in x)
+    setup, install, check, *lowest = (x["run"] for x in job["steps"] if "run" in x)
     assert setup == "make setup"
     assert {"transformers", "ctranslate2", "onnxruntime"} <= set(re.findall(r"(\w+)==", install))
     assert re.search(r"transformers==4\.57\.", install)
     module, folder = re.fullmatch(r"\.venv/bin/python -m (\S+) --packages (\S+)", check).groups()
     assert importlib.util.find_spec(f"{module}.__main__") is not None
     assert f"--target {folder} " in install
+    # and in the lowest transformers that is allowed
+    bound = next(x for x in PROJECT["dependencies"] if x.startswith("transformers>="))
+    version = re.search(r">=([\d.]+)", bound)[1]
+    assert f"transformers=={version}." in lowest[0]
+    assert all(f"{module} " in step or "test_read_back.py" in step for step in lowest[1:])
 
 
 def test_every_supported_python_is_tested():

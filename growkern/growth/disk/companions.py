@@ -25,9 +25,10 @@ from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
-from growkern.growth.source.config import config_directory, read_generation
+from growkern.growth.source.config import config_directory, load_config, read_generation
 from growkern.growth.source.files import stays_in
 from growkern.growth.source.formats import GENERATION_FILE, beside_weights
+from growkern.growth.source.read_back import refuse_misread
 from growkern.growth.source.source import Source
 from growkern.publish.manifest import copy_file
 
@@ -89,7 +90,7 @@ def complete(
         # the type of the error depends on the version of transformers
         why = " ".join(str(error).split())[-300:]
         raise GrowthError(f"transformers refuses to save the config: {why}") from error
-    complete_config(directory, source, made.config)
+    complete_config(directory, source, made.config, model.config)
     layout.write_index(directory)
     companions_of = config_directory(beside)
     stamps = source.stamps
@@ -111,14 +112,17 @@ NOT_KEPT = ("_name_or_path", "transformers_version")
 OLD_DTYPE = "torch_dtype"
 
 
-def complete_config(directory: Path, source: Source | None = None, model: Any = None) -> None:
+def complete_config(
+    directory: Path, source: Source | None = None, model: Any = None, planned: Any = None
+) -> None:
     """Add to the config.json of `save_pretrained` what transformers left out.
 
     - Older names of what growth set, such as `rope_theta` (`growkern.families.fields.OlderKey`).
     - Every key of the source's config.json that growth did not change, with the source's value. It
       needs the source, and the config of the saved model.
 
-    A config of a family without a table stays as it is.
+    A config of a family without a table stays as it is. The file is then read again: it must say
+    what the `planned` config says or, without one, what the file of `save_pretrained` said.
     """
     file = directory / "config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
@@ -142,9 +146,14 @@ def complete_config(directory: Path, source: Source | None = None, model: Any = 
         fields = {key.field for key in family.older} | part.keys()
         for key in (given.keys() - saved.keys()) & fields:
             result[key] = part.get(key)
+    planned = planned or load_config(directory)
+    # what these say follows from other fields, whatever they said before
+    kind = type(family.text(planned))
+    free = {key.field for key in family.older if key.is_pattern or not hasattr(kind, key.field)}
     # as transformers writes it
     text = json.dumps(result, indent=2, sort_keys=True) + "\n"
     file.write_text(text, encoding="utf-8")
+    refuse_misread(file, planned, load_config(directory), free)
 
 
 def _unchanged(
@@ -182,10 +191,13 @@ def _with_older(
 ) -> dict[str, Any]:
     """A config with the older keys of its family; those that nothing describes are left out."""
     result = dict(config)
+    beside = {key.of.rpartition(".")[2] for key in family.older if key.form == "value"}
     for key in family.older:
         now = result.pop(key.field, None)
-        value = key.value(config, now)
-        if not key.is_pattern and key.field in given and value == key.value(before):
+        value = key.value(config, now, beside)
+        stays = not key.is_pattern and value == key.value(before, None, beside)
+        # a value may contradict the new form, which counts where both stand
+        if key.field in given and stays and (key.form != "value" or given[key.field] == value):
             result[key.field] = given[key.field]
         elif value is not None:
             result[key.field] = value

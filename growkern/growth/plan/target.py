@@ -20,6 +20,7 @@ from growkern.families.fields import follow_layers
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB
+from growkern.growth.source.read_back import refuse_misread
 from growkern.growth.space.maps import pair_step, rotary_entries
 from growkern.growth.space.rules import check_copies, copies_of, followers
 
@@ -83,11 +84,7 @@ def finish_target(
         setattr(attrgetter(above)(config) if above else config, field, large.size(key))
     if hasattr(small.text, "rope_parameters"):
         text.rope_parameters = _rotary_parameters(small, large)
-    for older in family.older:
-        if older.is_pattern and older.field in vars(text):
-            value = older.value(vars(text), getattr(text, older.field))
-            # without a value, software reads `per_layer` lists or fails, where it would be wrong
-            delattr(text, older.field) if value is None else setattr(text, older.field, value)
+    _follow_older(family, small.text, text)
     for name in unread_in(small):
         # other software would look for weights that are left out
         setattr(text, name, 0)
@@ -103,6 +100,20 @@ def finish_target(
         config._experts_implementation = "eager"
     _validate(finished)
     return finished
+
+
+def _follow_older(family: Family, source: Any, text: Any) -> None:
+    """Set the older keys that a target's config has as attributes, where they followed before."""
+    for older in family.older:
+        if older.field not in vars(text):
+            continue
+        now = getattr(text, older.field)
+        if older.is_pattern:
+            value = older.value(vars(text), now)
+            # without a value, software reads `per_layer` lists or fails, where it would be wrong
+            delattr(text, older.field) if value is None else setattr(text, older.field, value)
+        elif older.form == "value" and now == older.value(vars(source)):
+            setattr(text, older.field, older.value(vars(text)))
 
 
 def _can_group(model: ModelSpec, dtype: torch.dtype) -> bool:
@@ -191,12 +202,13 @@ def _validate(large: ModelSpec) -> None:
     """Let the config class check the target's values, as it will when the result is loaded."""
     family, config = large.family, large.config
     try:
-        type(config)(**config.to_dict())
+        read = type(config)(**config.to_dict())
     except Exception as error:
         # transformers raises several types of errors, each with the reason in its last line
         why = str(error).strip().splitlines()[-1].strip()
         sizes = {field: getattr(large.text, field) for field in growable_fields(family)}
         raise UnfitError(f"{family.model_type} cannot have {sizes}: {why}") from error
+    refuse_misread(family.model_type, config, read)
 
 
 def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:

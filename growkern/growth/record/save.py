@@ -28,6 +28,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import Settings, lineage_text, source_files, write_lineage
 from growkern.growth.record.recorded import misfit
 from growkern.growth.source.hub import ID, hub_model, name_of
+from growkern.growth.source.read_back import is_same
 
 # every card of a growth has this tag
 TAG = "growkern"
@@ -267,11 +268,17 @@ class _Record:
                 note_training(directory)
         type(model).save_pretrained(model, save_directory, *args, **options)
         if is_first and not directory.is_file():
-            complete_config(directory, plan.source, model.config)
+            self._complete(directory)
+
+    def _complete(self, directory: Path) -> None:
+        planned, config = self.plan.large.config, self.model.config
+        # an edited config need not say what the plan says
+        known = planned if is_same(planned, config) else None
+        complete_config(directory, self.plan.source, config, known)
 
     def upload_files(self, working_dir: Any, *args: Any, **options: Any) -> Any:
         # the end of `save_pretrained(push_to_hub=True)`
-        complete_config(Path(working_dir), self.plan.source, self.model.config)
+        self._complete(Path(working_dir))
         return type(self.model)._upload_modified_files(self.model, working_dir, *args, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:

@@ -94,13 +94,17 @@ def read_config_file(
     refuse_links_out(file, file.parent)
     data = read_json(file, MOST_BYTES, "config", MOST_VALUES)
     check_config(file, data, any_family=any_family, family=family)
+    return load_config(file.parent), data
+
+
+def load_config(directory: Path) -> Any:
+    """The config of a directory, as transformers loads it, without a check of its values."""
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            file.parent, trust_remote_code=False, local_files_only=True
+        return transformers.AutoConfig.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
-        raise GrowthError(f"{file}: {_last_line(error)}") from error
-    return config, data
+        raise GrowthError(f"{directory / 'config.json'}: {_last_line(error)}") from error
 
 
 def check_config(

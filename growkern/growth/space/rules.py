@@ -317,7 +317,8 @@ def rule_of(small: ModelSpec) -> tuple[int, Callable[[Sequence[str]], bool]]:
     for key in sorted(family.older, key=lambda key: key.field not in config):
         value = key.value(config, config.get(key.field)) if key.is_periodic else None
         if value is not None:
-            return value, partial(key.describes, value=value)
+            period = len(value) if isinstance(value, str) else value
+            return period, partial(key.describes, value=value)
     for name in family.per_layer:
         kinds = config.get(name) or ()
         shifts = range(1, len(kinds))
