@@ -14,9 +14,10 @@ import transformers
 import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from testbed.families import FAMILIES, GROUPED
 from testbed.models import random_model, relative_error
 from testbed.relatives import KINDS, LOCAL, RELATIVES, ROTARY, WIDTHS
-from tests.growth.plan.test_matrix import EXACT, FAMILIES, GROUPED, grown_on_disk
+from tests.growth.plan.test_matrix import EXACT, grown_on_disk
 from tests.shared import walks
 
 ALL = FAMILIES | {name: case[:2] for name, case in RELATIVES.items()}
