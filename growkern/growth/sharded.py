@@ -102,6 +102,25 @@ def grow_into(
     opened = _opened(source, revision, family, dequantize=options.dequantize)
     refuse_unreadable(opened)
     grown = plan_into(model, opened, options)
+    written = fill(
+        model, grown, device=device, allow_nonfinite=allow_nonfinite, backend=backend,
+        progress=progress,
+    )  # fmt: skip
+    directory = opened.directory or Path()
+    return GrowthReport(directory, grown, written, time.perf_counter() - start)
+
+
+def fill(
+    model: Any,
+    grown: GrowthPlan,
+    *,
+    device: torch.device | str | None = None,
+    allow_nonfinite: bool = False,
+    backend: str | None = None,
+    progress: bool = False,
+) -> int:
+    """Carry out a plan of `plan_into`. Arguments as in `grow_into`; the bytes that it computed."""
+    opened = grown.source.dense or grown.source
     parameters = named_tensors(model)
     targets = _targets(grown, parameters)
     parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
@@ -137,8 +156,7 @@ def grow_into(
     models.fit_cache(grown.large, model.config, getattr(model, "generation_config", None))
     model.growth_plan = grown
     setattr(model.config, GROWN_KEY, True)
-    directory = opened.directory or Path()
-    return GrowthReport(directory, grown, written, time.perf_counter() - start)
+    return written
 
 
 def _fill(
@@ -190,16 +208,18 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _opened(
     source: Any, revision: str | None, family: str | Path | None, *, dequantize: bool
 ) -> Source:
-    """The source; a run has opened it already, to plan the growth."""
-    if isinstance(source, Source):
-        return source
     own = None if family is None else read_family(family)
     place = located(source, revision)
     return open_source(place, allow_nonfinite=True, family=own, dequantize=dequantize)
 
 
-def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
-    """The plan of `grow_into`, which reads no weights. Arguments as there."""
+def plan_into(
+    model: Any, opened: Source, options: GrowthOptions, planned: GrowthPlan | None = None
+) -> GrowthPlan:
+    """The plan of `grow_into`, which reads no weights. Arguments as there.
+
+    A growth that was `planned` already is compared with the model.
+    """
     parameters = named_tensors(model)
     opened, options = as_mixture(opened, options, {}, model.config)
     # fully_shard replaces a model's class by a subclass of it
@@ -219,7 +239,9 @@ def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
         raise GrowthError(f"the model's parameters have several dtypes: {named}: build it in one")
     (dtype,) = dtypes
     # findings would run the whole source in every process
-    grown = plan_growth(opened, options, {}, model.config, dtype, judged=False)
+    if planned is None:
+        planned = plan_growth(opened, options, {}, model.config, dtype, judged=False)
+    grown = planned
     for field in followed_fields(grown.small.family):
         value, expected = (
             getattr(grown.small.family.text(config), field, None)

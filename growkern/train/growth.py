@@ -28,7 +28,7 @@ from growkern.growth.optimizer.checks import Moments
 from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
 from growkern.growth.record.recorded import growth_plan_of
-from growkern.growth.sharded import device_of, grow_into, named_tensors, plan_into
+from growkern.growth.sharded import device_of, fill, named_tensors, plan_into
 from growkern.growth.source.source import Source, open_source
 from growkern.train.distributed.shard import DistributedOptions, shard
 from growkern.train.model.sub_model import Part
@@ -186,13 +186,17 @@ def layers_of(size: Size) -> list[tuple[int, int]]:
 
 
 def sizes_of_run(
-    model: Any, growth: Sequence[GrowthStep], check: Callable[[Any], None] = lambda model: None
+    model: Any,
+    growth: Sequence[GrowthStep],
+    check: Callable[[Any], None] = lambda model: None,
+    planned: Sequence[GrowthPlan] | None = None,
 ) -> list[Size]:
     """The sizes of a model during a run, from its config alone.
 
     Args:
         check: gets a model on the meta device after each growth, and raises a GrowthError if the
             run cannot train such a model.
+        planned: the same growths, if they were planned already.
     """
     config, dtype = copy.deepcopy(model.config), next(model.parameters()).dtype
     small = ModelSpec.of(config, type(model).__name__.removeprefix("FSDP"))
@@ -206,7 +210,7 @@ def sizes_of_run(
                     "grow the model before the run, with growkern grow"
                 )
     start = Size(config, plan_before(model))
-    return [start, *later_sizes(small, history_of(model), dtype, growth, check)]
+    return [start, *later_sizes(small, history_of(model), dtype, growth, check, planned)]
 
 
 def plan_before(model: Any) -> GrowthPlan | None:
@@ -224,17 +228,19 @@ def later_sizes(
     dtype: torch.dtype,
     growth: Sequence[GrowthStep],
     check: Callable[[Any], None] = lambda model: None,
+    planned: Sequence[GrowthPlan] | None = None,
 ) -> list[Size]:
     """The sizes after each growth inside a run, each planned against the one before."""
     sizes = []
     for number, step in enumerate(growth, start=1):
+        known = None if planned is None else planned[number - 1]
         try:
-            planned = _plan_of_config(small, history, step, dtype, check)
+            made = _plan_of_config(small, history, step, dtype, check, known)
         except GrowthError as error:
             which = f"growth {number} of {len(growth)} inside the run, the growth at step"
             raise GrowthError(f"{which} {step.at_step}: {error}") from error
-        sizes.append(Size(planned.target_config, planned))
-        small, history = planned.large, History(planned)
+        sizes.append(Size(made.target_config, made))
+        small, history = made.large, History(made)
     return sizes
 
 
@@ -244,6 +250,7 @@ def _plan_of_config(
     growth: GrowthStep,
     dtype: torch.dtype,
     check: Callable[[Any], None],
+    planned: GrowthPlan | None,
 ) -> GrowthPlan:
     """The plan of a growth whose source has no weights yet. It has no findings."""
 
@@ -252,12 +259,15 @@ def _plan_of_config(
 
     dtypes = {name: dtype for name in small.shapes if name not in small.ties}
     source, options = Source(small, dtypes, read, history=history), options_of(growth)
-    planned = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
-    model = on_meta(planned.large.class_name, planned.target_config, dtype)
+    if planned is None:
+        made = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
+    else:
+        made = planned.with_source(source, dtype)
+    model = on_meta(made.large.class_name, made.target_config, dtype)
     # what would be refused when the growth comes is refused now
-    plan_into(model, source, options)
+    plan_into(model, source, options, made)
     check(model)
-    return planned
+    return made
 
 
 def options_of(growth: GrowthStep) -> GrowthOptions:
@@ -266,36 +276,31 @@ def options_of(growth: GrowthStep) -> GrowthOptions:
 
 
 def grown_model(
-    source: Any,
+    planned: GrowthPlan,
     growth: GrowthStep,
     options: DistributedOptions,
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
-    plan: GrowthPlan | None = None,
-    planned: GrowthPlan | None = None,
+    source: Path | None = None,
 ) -> Any:
     """A grown model, sharded if the options say so. All processes call this.
 
     Args:
-        plan: of a growth inside a run, made before the run.
-        planned: the growth of this source, if it was planned already.
+        planned: the growth; its source is open, unless it was planned before the run.
+        source: a checkpoint of the run, inside a run.
     """
-    if planned is None:
+    how, made = options_of(growth), planned
+    if source is not None:
         # its config counts: transformers and callbacks change that of a model in training
-        how = options_of(growth)
-        opened = open_source(source, dequantize=how.dequantize)
-        planned = plan_growth(opened, how, growth.sizes, judged=False)
-    config = planned.target_config
-    if plan is not None:
+        made = planned.with_source(open_source(source, allow_nonfinite=True), dtype)
         # not part of a checkpoint
-        config._attn_implementation = plan.target_config._attn_implementation
-        config._experts_implementation = plan.target_config._experts_implementation
-    model = shard(on_meta(planned.large.class_name, config, dtype), options, mesh)
-    grow_into(model, source, **growth.options())
-    if plan is not None:
+        for name in ("_attn_implementation", "_experts_implementation"):
+            setattr(made.target_config, name, getattr(planned.target_config, name))
+    model = shard(on_meta(made.large.class_name, made.target_config, dtype), options, mesh)
+    fill(model, plan_into(model, made.source, how, made))
+    if source is not None:
         # the checkpoint will be deleted, and a resumed run does not know it
-        made = model.growth_plan
-        made_of = replace(made.source, history=plan.source.history, directory=None)
+        made_of = replace(made.source, history=planned.source.history, directory=None)
         model.growth_plan = replace(made, source=made_of)
     return model
 

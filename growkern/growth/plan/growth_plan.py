@@ -6,6 +6,7 @@ Making a plan reads configs and file headers, no weights. The same plan is then 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -67,6 +68,18 @@ class GrowthPlan(Blueprint):
     def __str__(self) -> str:
         # a plan from a record cannot make findings: it has no weights
         return as_text(self.table()) if "findings" in vars(self) else repr(self)
+
+    def with_source(self, opened: Source, dtype: torch.dtype | None = None) -> GrowthPlan:
+        """The same growth of a source of these sizes, which may have come into being since.
+
+        Args:
+            opened: its config decides about what growth leaves alone.
+            dtype: of the grown weights; default: as planned.
+        """
+        opened, _ = as_mixture(opened, self.options, {}, self.target_config)
+        config = copy.deepcopy(opened.config)
+        _take_changes(config, self.small.config, self.target_config)
+        return replace(self, source=opened, target_config=config, dtype=dtype or self.dtype)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -158,6 +171,16 @@ class GrowthPlan(Blueprint):
             (*self.portability(), *self.advice(tokens, source_tokens)),
             verbose,
         )
+
+
+def _take_changes(config: Any, before: Any, after: Any) -> None:
+    """Make those changes in a config that lead from one to another."""
+    for name, value in vars(after).items():
+        old = getattr(before, name, None)
+        if hasattr(value, "to_dict") and hasattr(old, "to_dict"):
+            _take_changes(getattr(config, name), old, value)
+        elif value != old:
+            setattr(config, name, copy.deepcopy(value))
 
 
 # the plan that a grown model carries. Type checkers take `model.growth_plan` for a tensor or a

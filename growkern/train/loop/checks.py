@@ -21,6 +21,7 @@ from transformers.utils import is_liger_kernel_available
 
 from growkern.arguments import as_list, check_kind, check_steps
 from growkern.errors import GrowthError, nearest
+from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.refused import refuse_adapters
 from growkern.train.distributed.shard import (
     check_gradient_division,
@@ -60,7 +61,10 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of the trainer that Trainer does not have, see there."""
+    """The arguments of the trainer that Trainer does not have, see there.
+
+    `planned` are the growths of a run file, for which everything was checked before.
+    """
 
     two_stage: TwoStageConfig | None
     inheritance: InheritanceSchedule | None
@@ -72,7 +76,12 @@ class Settings:
     growth: Sequence[GrowthStep]
     precision: str | None
     steps: StepOptions
-    is_resolved: bool
+    planned: Sequence[GrowthPlan] | None
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether they come from a run file."""
+        return self.planned is not None
 
 
 def check_settings(

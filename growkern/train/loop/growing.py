@@ -24,6 +24,7 @@ from growkern.errors import GrowthError
 from growkern.growth.disk.companions import complete_config
 from growkern.growth.history import history_of
 from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.lineage import keep_lineage
 from growkern.growth.record.recorded import misfit
 from growkern.growth.sharded import free_gathered
@@ -95,10 +96,15 @@ class GrowthInRun:
         self.sizes: list[Size] = []
         self._class_name = type(model).__name__.removeprefix("FSDP")
 
-    def plan(self, model: Any, check: Callable[[Any], Any]) -> None:
+    def plan(
+        self,
+        model: Any,
+        check: Callable[[Any], Any],
+        planned: Sequence[GrowthPlan] | None = None,
+    ) -> None:
         """Plan every growth against the model that the run has until then; see `sizes_of_run`."""
         if self.steps:
-            self.sizes = sizes_of_run(model, self.steps, check)
+            self.sizes = sizes_of_run(model, self.steps, check, planned)
 
     def grown_at(self, checkpoint: Path | None) -> int:
         """How many growths the model of a checkpoint has behind it; None is the start."""
@@ -139,7 +145,8 @@ class GrowthInRun:
         """The next larger model, grown from a checkpoint of the smaller one."""
         step, (source, _) = self.steps[self.grown], sources_of(checkpoint)
         planned = self.sizes[self.grown + 1].plan
-        model = grown_model(source, step, old.distribution, old.dtype, old.mesh, planned)
+        assert planned is not None
+        model = grown_model(planned, step, old.distribution, old.dtype, old.mesh, source)
         self.grown, self.source = self.grown + 1, checkpoint
         return model
 

@@ -104,7 +104,7 @@ def complete(
     accelerator, args, objective = trainer.accelerator, trainer.args, trainer.objective
     check_accelerator(accelerator)
     set_labels(trainer, objective)
-    trainer.growths.plan(trainer.model, objective.check_size)
+    trainer.growths.plan(trainer.model, objective.check_size, settings.planned)
     kind = {"causal": objective.causal, "decoder": objective.decoder}
     stops = Stops(accelerator)
     saver = Saver(args, accelerator, stops)

@@ -126,8 +126,8 @@ class TwoStageTrainer(Trainer):
         settings = checks.Settings(
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss, optimizer),
             *(optimizer_options, growth, precision, StepOptions(on_nonfinite, save_minutes)),
-            # of a run file, for which all of this was checked before; see `build_trainer`
-            is_resolved=options.pop("is_resolved", False),
+            # see `build_trainer`
+            planned=options.pop("planned", None),
         )
         early = prepare(settings, model, args, options)
         self.objective, self.optimizers, self.growths, self.shards, self.precision = early

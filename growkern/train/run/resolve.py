@@ -120,6 +120,7 @@ class ResolvedRun:
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
         plan: of the growth at the start.
+        planned: the growths inside the run.
         arguments: of Trainer, with the settings of the optimizer.
     """
 
@@ -138,6 +139,7 @@ class ResolvedRun:
     texts: Mapping[str, list[Path]]
     inputs: Mapping[str, Path]
     plan: GrowthPlan | None
+    planned: tuple[GrowthPlan, ...]
     arguments: TrainingArguments
     precision: str
 
@@ -173,8 +175,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
 
     of_words = locate(base, *run.words)
     inputs = {run.checkpoint: model.directory}
-    if generator:
-        inputs[str(section.generator)] = generator.directory
+    inputs |= {str(section.generator): generator.directory} if generator else {}
     inputs |= {name: teacher.directory for name, teacher in zip(names, teachers, strict=True)}
     inputs |= _other_inputs(run, base, of_words)
     output = behind_link(base / run.output.directory)
@@ -183,7 +184,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
 
     opened = {checkpoint.directory: checkpoint.config for checkpoint in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
-    plan = None if source is None else _plan(run, source, model.training_dtype, base)
+    plan, planned = _plans(run, source, model.training_dtype, base)
     length = run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
     if generator:
@@ -213,6 +214,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         texts=texts,
         inputs=inputs,
         plan=plan,
+        planned=planned,
         arguments=args,
         precision=choose_precision(args, run.training.precision),
     )
@@ -288,7 +290,7 @@ def _check_together(
         *(run.two_stage, run.inheritance, None, None, run.loss),
         *(training.optimizer, run.optimizer, growths, training.precision),
         StepOptions(training.on_nonfinite, training.save_minutes),
-        is_resolved=True,
+        planned=(),
     )
     runs = run.teacher is None or run.teacher.is_model
     models = [teacher.without_weights() for teacher in teachers] if runs else None
@@ -315,15 +317,20 @@ def _words_of(teacher: Checkpoint) -> Any:
     return load_tokenizer(teacher.directory, teacher.config)
 
 
-def _plan(run: Run, source: Source, dtype: torch.dtype, base: Path) -> GrowthPlan | None:
-    """The growth at the start; all growths are planned against each other."""
+def _plans(
+    run: Run, source: Source | None, dtype: torch.dtype, base: Path
+) -> tuple[GrowthPlan | None, tuple[GrowthPlan, ...]]:
+    """The growth at the start, and those inside the run, planned against each other."""
+    if source is None:
+        return None, ()
     first, planned = run.first_growth, None
     small, history = source.spec, source.history
     if first is not None:
         how = options_of(first.inside(base))
-        planned = plan_growth(source, how, first.sizes, judged=False)
+        planned = plan_growth(source, how, first.sizes, dtype=dtype, judged=False)
         refuse_idle_options(planned)
         small, history = planned.large, History(planned)
     growths = [growth.inside(base) for growth in run.later_growths]
-    check_new_layers(growths, later_sizes(small, history, dtype, growths))
-    return planned
+    sizes = later_sizes(small, history, dtype, growths)
+    check_new_layers(growths, sizes)
+    return planned, tuple(size.plan for size in sizes if size.plan is not None)

@@ -196,7 +196,7 @@ def build_trainer(
         callbacks=None if speed is None else [ExpertBalancing(speed)],
         precision=run.precision,
         **{field.name: getattr(training, field.name) for field in fields(StepOptions)},
-        is_resolved=True,
+        planned=run.planned,
     )
     if run.teachers:
         # their tokenizers were compared when the run was resolved
@@ -223,9 +223,7 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     if growth is None or run.plan is None:
         return shard(start.load(wanted), options)
     if first_start:
-        # of a mixture, the dense model that it shows
-        source = run.plan.source.dense or run.plan.source
-        return grown_model(source, growth.inside(run.base), options, dtype, planned=run.plan)
+        return grown_model(run.plan, growth.inside(run.base), options, dtype)
     size = Size(run.plan.target_config, run.plan)
     return unfilled_model(run.plan.large.class_name, size, options, dtype)
 
