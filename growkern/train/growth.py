@@ -26,7 +26,7 @@ from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
 from growkern.growth.optimizer.checks import Moments
 from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions
-from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
+from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth, with_source
 from growkern.growth.record.recorded import growth_plan_of
 from growkern.growth.sharded import device_of, fill, named_tensors, plan_into
 from growkern.growth.source.source import Source, open_source
@@ -262,7 +262,7 @@ def _plan_of_config(
     if planned is None:
         made = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
     else:
-        made = planned.with_source(source, dtype)
+        made = with_source(planned, source, dtype)
     model = on_meta(made.large.class_name, made.target_config, dtype)
     # what would be refused when the growth comes is refused now
     plan_into(model, source, options, made)
@@ -292,7 +292,7 @@ def grown_model(
     how, made = options_of(growth), planned
     if source is not None:
         # its config counts: transformers and callbacks change that of a model in training
-        made = planned.with_source(open_source(source, allow_nonfinite=True), dtype)
+        made = with_source(planned, open_source(source, allow_nonfinite=True), dtype)
         # not part of a checkpoint
         for name in ("_attn_implementation", "_experts_implementation"):
             setattr(made.target_config, name, getattr(planned.target_config, name))

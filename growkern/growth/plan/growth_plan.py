@@ -69,18 +69,6 @@ class GrowthPlan(Blueprint):
         # a plan from a record cannot make findings: it has no weights
         return as_text(self.table()) if "findings" in vars(self) else repr(self)
 
-    def with_source(self, opened: Source, dtype: torch.dtype | None = None) -> GrowthPlan:
-        """The same growth of a source of these sizes, which may have come into being since.
-
-        Args:
-            opened: its config decides about what growth leaves alone.
-            dtype: of the grown weights; default: as planned.
-        """
-        opened, _ = as_mixture(opened, self.options, {}, self.target_config)
-        config = copy.deepcopy(opened.config)
-        _take_changes(config, self.small.config, self.target_config)
-        return replace(self, source=opened, target_config=config, dtype=dtype or self.dtype)
-
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Which parts of the source's function stay exact, approximate, or change, and why."""
@@ -171,6 +159,17 @@ class GrowthPlan(Blueprint):
             (*self.portability(), *self.advice(tokens, source_tokens)),
             verbose,
         )
+
+
+def with_source(plan: GrowthPlan, opened: Source, dtype: torch.dtype) -> GrowthPlan:
+    """The same growth of a source of the same sizes, which has come into being since.
+
+    Its config decides about what growth leaves alone. `dtype` is that of the grown weights.
+    """
+    opened, _ = as_mixture(opened, plan.options, {}, plan.target_config)
+    config = copy.deepcopy(opened.config)
+    _take_changes(config, plan.small.config, plan.target_config)
+    return replace(plan, source=opened, target_config=config, dtype=dtype)
 
 
 def _take_changes(config: Any, before: Any, after: Any) -> None:

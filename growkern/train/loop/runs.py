@@ -1,4 +1,4 @@
-"""What `TwoStageTrainer` does that Trainer has no method for: a run in parts, and its end."""
+"""A run in parts, between which the model grows; and what a checkpoint and a log line hold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from growkern.errors import GrowthError
@@ -21,7 +19,6 @@ from growkern.train.loop.setup import take_model
 from growkern.train.model.contexts import setting
 from growkern.train.optimizer import bare
 from growkern.train.safety.checkpoints import step_of
-from growkern.train.safety.saving import best_checkpoint, misses_evaluation, set_dtype
 from growkern.train.safety.signals import SignalWatch
 
 
@@ -66,25 +63,6 @@ def _train_part(trainer: Any, checkpoint: Path | None, train: Callable[[Any], An
     if stops.number:
         stops.end_run(step, Path(trainer.args.output_dir), saver.hint)
     return result
-
-
-def fit_to(self: Any, checkpoint: Path | None) -> None:
-    """Give the model in memory the size of a checkpoint, unless it has it. Its weights are 0.
-
-    Args:
-        checkpoint: that will be loaded; None is the start of the run.
-
-    Raises:
-        GrowthError: the run would start again, but its first model has grown and is gone.
-    """
-    grown = self.growths.grown_at(checkpoint)
-    if checkpoint is None and self.growths.grown:
-        raise GrowthError(
-            "the model has grown in this trainer, so the run cannot start again with the small "
-            "one: make a new trainer, or give resume_from_checkpoint=True to continue the run"
-        )
-    if grown != self.growths.grown:
-        replace_model(self, partial(self.growths.unfilled, grown))
 
 
 def replace_model(trainer: Any, make: Callable[[Former], Any]) -> None:
@@ -166,81 +144,3 @@ def make_up_evaluation(trainer: Any) -> None:
     misses, trainer.misses_evaluation = trainer.misses_evaluation, False
     if misses and (metrics := trainer._evaluate(None, None)):
         trainer._determine_best_metric(metrics, None)
-
-
-def take_end(self: Any, checkpoint: Path) -> None:
-    """Take over the last checkpoint of a run that was killed after it, as if it ended now.
-
-    Args:
-        checkpoint: at `args.max_steps`. The model has its size.
-    """
-    self._load_from_checkpoint(str(checkpoint))
-    self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    self.misses_evaluation = misses_evaluation(self.args, self.state, self.eval_dataset)
-    make_up_evaluation(self)
-    best = best_checkpoint(checkpoint.parent, self.state)
-    self.state.best_model_checkpoint = best and str(best)
-    if self.args.load_best_model_at_end and best is not None:
-        self._load_best_model()
-
-
-def newest_whole_checkpoint(self: Any) -> Path | None:
-    """The latest whole checkpoint in the output directory, the same for all processes.
-
-    Raises:
-        GrowthError: there are checkpoints, but all of them are damaged.
-    """
-    newest: Path | None = self.saver.newest_whole()
-    return newest
-
-
-def save_final_model(self: Any, dtype: torch.dtype) -> None:
-    """Save the model, its tokenizer and the log history to the output directory.
-
-    Args:
-        dtype: of the weights in the file. The model in memory gets this dtype too. Weights that are
-            too large for float16 stay as they are, with a warning.
-
-    Raises:
-        GrowthError: the disk takes no more. The checkpoints are as they were.
-    """
-    self.saver.wait(self.state.global_step)
-    set_dtype(self.model, dtype)
-    self.saver.save_final(
-        self.state, lambda directory: self.save_model(str(directory), _internal_call=True)
-    )
-
-
-def flops_per_step(
-    self: Any, sequences: int, length: int, labelled: float, decoder_length: int | None = None
-) -> dict[str, float]:
-    """Estimate the FLOPs of one optimizer step.
-
-    Args:
-        sequences: in a step, of all processes together.
-        length: tokens per sequence.
-        labelled: share of the tokens with a label; with an encoder and a decoder those of the
-            decoder.
-        decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
-
-    Returns:
-        For "stage 1" (the mean over the depths; with two stages only), for "a full step" and for
-        "the teachers" (with teachers that run only).
-    """
-    cost, teachers = self.objective.flops.cost, self.objective.flops.teachers
-    rows = sequences * (decoder_length or length) * labelled
-    sizes: dict[str, Any] = {"decoder_length": decoder_length}
-    head, flops = rows * cost.head_row(train=True), {}
-    if self.two_stage is not None and self.two_stage.stage1_steps:
-        block, layers = self.two_stage.layers_per_block, self.objective.layers
-        depths = [min(n, layers) for n in range(block, layers + block, block)]
-        parts = [self.two_stage.part_of(depth) for depth in depths]
-        costs = [cost.train(sequences, length, part, **sizes) for part in parts]
-        flops["stage 1"] = sum(costs) / len(costs) + head
-    flops["a full step"] = cost.train(sequences, length, **sizes) + head
-    if teachers:
-        flops["the teachers"] = sum(
-            teacher.forward(sequences, length, **sizes) + rows * teacher.head_row(train=False)
-            for teacher in teachers
-        )
-    return flops

@@ -5,8 +5,8 @@ only on the settings and the step number. A resumed run therefore gives the same
 was never interrupted.
 
 The class below lists the methods of Trainer that differ, in Trainer's order. They call
-collaborators, which know nothing of the trainer; `setup.py` makes them. What Trainer has no method
-for is in `runs.py`.
+collaborators, which know nothing of the trainer; `setup.py` makes them. How a run goes on in parts,
+as its model grows, is in `runs.py`.
 """
 
 import copy
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
+from growkern.errors import GrowthError
 from growkern.growth.optimizer.clip import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shards import without_shared
@@ -36,7 +38,13 @@ from growkern.train.model.contexts import setting
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
-from growkern.train.safety.saving import EvaluationStopped, misses_evaluation, plain_hub_errors
+from growkern.train.safety.saving import (
+    EvaluationStopped,
+    best_checkpoint,
+    misses_evaluation,
+    plain_hub_errors,
+    set_dtype,
+)
 from growkern.train.safety.signals import guard_workers
 from growkern.train.safety.steps import OnNonfinite, StepOptions, clip_on_cpu, own_random_numbers
 
@@ -92,12 +100,6 @@ class TwoStageTrainer(Trainer):
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
     misses_evaluation = False
-
-    fit_to = runs.fit_to
-    newest_whole_checkpoint = runs.newest_whole_checkpoint
-    take_end = runs.take_end
-    save_final_model = runs.save_final_model
-    flops_per_step = runs.flops_per_step
 
     def __init__(
         self,
@@ -392,3 +394,97 @@ class TwoStageTrainer(Trainer):
         """Trainer's; a sharded model is where its mesh and its offloading put it."""
         if not self.shards.sharded:
             super()._move_model_to_device(model, device)
+
+    # what Trainer has no method for
+
+    def fit_to(self, checkpoint: Path | None) -> None:
+        """Give the model in memory the size of a checkpoint, unless it has it. Its weights are 0.
+
+        Args:
+            checkpoint: that will be loaded; None is the start of the run.
+
+        Raises:
+            GrowthError: the run would start again, but its first model has grown and is gone.
+        """
+        grown = self.growths.grown_at(checkpoint)
+        if checkpoint is None and self.growths.grown:
+            raise GrowthError(
+                "the model has grown in this trainer, so the run cannot start again with the small "
+                "one: make a new trainer, or give resume_from_checkpoint=True to continue the run"
+            )
+        if grown != self.growths.grown:
+            runs.replace_model(self, partial(self.growths.unfilled, grown))
+
+    def newest_whole_checkpoint(self) -> Path | None:
+        """The latest whole checkpoint in the output directory, the same for all processes.
+
+        Raises:
+            GrowthError: there are checkpoints, but all of them are damaged.
+        """
+        newest: Path | None = self.saver.newest_whole()
+        return newest
+
+    def take_end(self, checkpoint: Path) -> None:
+        """Take over the last checkpoint of a run that was killed after it, as if it ended now.
+
+        Args:
+            checkpoint: at `args.max_steps`. The model has its size.
+        """
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        self.misses_evaluation = misses_evaluation(self.args, self.state, self.eval_dataset)
+        runs.make_up_evaluation(self)
+        best = best_checkpoint(checkpoint.parent, self.state)
+        self.state.best_model_checkpoint = best and str(best)
+        if self.args.load_best_model_at_end and best is not None:
+            self._load_best_model()
+
+    def save_final_model(self, dtype: torch.dtype) -> None:
+        """Save the model, its tokenizer and the log history to the output directory.
+
+        Args:
+            dtype: of the weights in the file. The model in memory gets this dtype too. Weights that
+                are too large for float16 stay as they are, with a warning.
+
+        Raises:
+            GrowthError: the disk takes no more. The checkpoints are as they were.
+        """
+        self.saver.wait(self.state.global_step)
+        set_dtype(self.model, dtype)
+        self.saver.save_final(
+            self.state, lambda directory: self.save_model(str(directory), _internal_call=True)
+        )
+
+    def flops_per_step(
+        self, sequences: int, length: int, labelled: float, decoder_length: int | None = None
+    ) -> dict[str, float]:
+        """Estimate the FLOPs of one optimizer step.
+
+        Args:
+            sequences: in a step, of all processes together.
+            length: tokens per sequence.
+            labelled: share of the tokens with a label; with an encoder and a decoder those of the
+                decoder.
+            decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
+
+        Returns:
+            For "stage 1" (the mean over the depths; with two stages only), for "a full step" and
+            for "the teachers" (with teachers that run only).
+        """
+        cost, teachers = self.objective.flops.cost, self.objective.flops.teachers
+        rows = sequences * (decoder_length or length) * labelled
+        sizes: dict[str, Any] = {"decoder_length": decoder_length}
+        head, flops = rows * cost.head_row(train=True), {}
+        if self.two_stage is not None and self.two_stage.stage1_steps:
+            block, layers = self.two_stage.layers_per_block, self.objective.layers
+            depths = [min(n, layers) for n in range(block, layers + block, block)]
+            parts = [self.two_stage.part_of(depth) for depth in depths]
+            costs = [cost.train(sequences, length, part, **sizes) for part in parts]
+            flops["stage 1"] = sum(costs) / len(costs) + head
+        flops["a full step"] = cost.train(sequences, length, **sizes) + head
+        if teachers:
+            flops["the teachers"] = sum(
+                teacher.forward(sequences, length, **sizes) + rows * teacher.head_row(train=False)
+                for teacher in teachers
+            )
+        return flops
