@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -25,9 +24,10 @@ from growkern.growth.disk.stream import Stream
 from growkern.growth.models import class_shapes, fit_cache, restore_buffers, tie, untrained_model
 from growkern.growth.optimizer.file import OPTIMIZER_FILE, OptimizerStream
 from growkern.growth.options import parse_size
+from growkern.growth.plan.blueprint import Task
 from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
-from growkern.growth.plan.tensors.tensor import build_tensor
+from growkern.growth.plan.tensors.tensor import build_each
 from growkern.growth.record.lineage import (
     Settings,
     identity,
@@ -39,7 +39,6 @@ from growkern.growth.record.save import card_text, record_when_saved, write_card
 from growkern.growth.source.hub import located
 from growkern.growth.source.source import refuse_unreadable
 from growkern.growth.source.stored import check_names_and_shapes, refuse_overflow
-from growkern.ops.expand.many import work_on
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -144,15 +143,14 @@ def _warn_of_changes(grown: GrowthPlan) -> None:
 
 
 def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dict[str, Tensor]:
-    state, device = {}, _device(grown)
-    work = work_on(device, backend)
-    total = grown.parameters() * grown.dtype.itemsize
+    state, total = {}, grown.parameters() * grown.dtype.itemsize
     with tqdm(total=total, desc="growing", unit="B", unit_scale=True, disable=not progress) as bar:
-        for task in grown.tasks:
-            out = torch.empty(task.shape, dtype=grown.dtype_of(task), device=device)
-            state[task.name] = build_tensor(grown, task, backend=backend, out=out, work=work)
-            work.then(partial(bar.update, out.nbytes))
-        work.run()
+
+        def put(task: Task, tensor: Tensor) -> None:
+            state[task.name] = tensor
+            bar.update(tensor.nbytes)
+
+        build_each(grown, put, device=_device(grown), backend=backend)
     return state
 
 

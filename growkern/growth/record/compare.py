@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from growkern.growth.plan.bounds import (
 )
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.plan.tensors.tensor import build_tensor
+from growkern.growth.plan.tensors.tensor import build_each
 from growkern.growth.record.inverse import inverse
 from growkern.growth.record.lineage import (
     TRAINED,
@@ -118,31 +118,49 @@ class TensorGroup:
     ok: bool  # rounding explains all errors
 
 
+class _Compared(NamedTuple):
+    """One tensor: its errors as in `TensorGroup`, and whether rounding explains them."""
+
+    name: str
+    rebuilt: float
+    inverse: float | None
+    within: bool
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        """Those that fail come above those with larger errors that rounding explains."""
+        return max(self.rebuilt, self.inverse or 0.0) + (0 if self.within else 1e9), self.name
+
+
 def check_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
     """Compare every tensor of a grown model with the plan's, and by the inverse with the source."""
-    by_kind: dict[str, list[Task]] = {}
-    for task in plan.tasks:
-        by_kind.setdefault(task.tensor.template, []).append(task)
-    return tuple(_check_group(plan, grown, kind, tasks) for kind, tasks in by_kind.items())
+    by_kind: dict[str, list[_Compared]] = {}
+
+    def compare(task: Task, expected: Tensor) -> None:
+        compared = _compared(plan, task, grown.read(task.name).cpu(), expected)
+        by_kind.setdefault(task.tensor.template, []).append(compared)
+
+    build_each(plan, compare, device=torch.device("cpu"), backend="reference")
+    return tuple(
+        TensorGroup(
+            kind,
+            len(found),
+            max(x.rebuilt for x in found),
+            max((x.inverse for x in found if x.inverse is not None), default=None),
+            max(found, key=lambda x: x.rank).name,
+            all(x.within for x in found),
+        )
+        for kind, found in by_kind.items()
+    )
 
 
-def _check_group(plan: GrowthPlan, grown: Source, kind: str, tasks: list[Task]) -> TensorGroup:
-    rebuilt, back, ok, worst = 0.0, None, True, (-1.0, tasks[0].name)
-    for task in tasks:
-        actual = grown.read(task.name).cpu()
-        expected = build_tensor(plan, task, backend="reference")
-        error, within = _rebuilt_error(actual, expected)
-        rebuilt = max(rebuilt, error)
-        inverse_error = _inverse_error(plan, task, actual)
-        if inverse_error is not None:
-            back = max(back or 0.0, inverse_error)
-            allowed = WEIGHT_ROUNDINGS if actual.dtype.itemsize == 2 else 16
-            within &= inverse_error <= allowed * torch.finfo(actual.dtype).eps
-            error = max(error, inverse_error)
-        ok &= within
-        # rank tensors that fail above those with larger errors that rounding explains
-        worst = max(worst, (error + (0 if within else 1e9), task.name))
-    return TensorGroup(kind, len(tasks), rebuilt, back, worst[1], ok)
+def _compared(plan: GrowthPlan, task: Task, actual: Tensor, expected: Tensor) -> _Compared:
+    rebuilt, within = _rebuilt_error(actual, expected)
+    back = _inverse_error(plan, task, actual)
+    if back is not None:
+        allowed = WEIGHT_ROUNDINGS if actual.dtype.itemsize == 2 else 16
+        within &= back <= allowed * torch.finfo(actual.dtype).eps
+    return _Compared(task.name, rebuilt, back, within)
 
 
 def _rebuilt_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:

@@ -38,7 +38,23 @@ from growkern.growth.plan.tensors.untrained import (
 from growkern.growth.source.stored import Read
 from growkern.growth.space.maps import take_shares
 from growkern.ops.expand.call import Routing
-from growkern.ops.expand.many import OneByOne, Work
+from growkern.ops.expand.many import OneByOne, Work, work_on
+
+
+def build_each(
+    plan: Blueprint,
+    put: Callable[[Task, Tensor], Any],
+    *,
+    device: torch.device,
+    backend: str | None = None,
+) -> None:
+    """Build all tensors in turn; `put` gets each when it is complete, and may let it go."""
+    work = work_on(device, backend)
+    for task in plan.tasks:
+        out = torch.empty(task.shape, dtype=plan.dtype_of(task), device=device)
+        build_tensor(plan, task, backend=backend, out=out, work=work)
+        work.then(partial(put, task, out))
+    work.run()
 
 
 def build_tensor(
