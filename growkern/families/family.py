@@ -191,6 +191,11 @@ class Family:
         return tuple(key for key in self.config if key in used & own and key != "stream")
 
     @property
+    def ffn(self) -> str | None:
+        """The size of the units whose output enters a post-norm; None where there are none."""
+        return "ffn" if "ffn" in self.config else next(iter(self.unit_sizes), None)
+
+    @property
     def ratios(self) -> tuple[str, ...]:
         """The sizes that another one is a product of, but not the stream."""
         used = {field for size in self.config.values() for field in size.factors}
@@ -288,7 +293,7 @@ class Family:
         for spec in specs.values():
             sizes |= {spec.heads, spec.size, spec.chosen, *spec.groups}
         sizes |= {"stream", "head_dim", *self.ratios, *(self.stacks[stack] for stack in stacks)}
-        sizes |= {self.attention.divisor}
+        sizes |= {self.attention.divisor, *self.classes[class_name].repeats.values()}
         return replace(
             self,
             config={key: size for key, size in self.config.items() if key in sizes},

@@ -295,19 +295,30 @@ class ModelSpec:
     def stored_names(self) -> dict[str, str | Names]:
         """Name -> name or names in files, of the tensors for which these differ."""
         begins = self.family.classes[self.class_name].files
+
+        def in_files(name: str) -> str:
+            begin = next((f for f in begins.items() if name.startswith(f[1])), ("", ""))
+            return begin[0] + name.removeprefix(begin[1])
+
         result: dict[str, str | Names] = {}
         for t in self.tensors:
             if t.stored is not None:
                 result[t.name] = t.stored
             elif t.is_split:
-                experts = range(self.axis_size(t.axes[0]))
-                parts = ([text.replace("{e}", str(e)) for e in experts] for text in t.files)
+                experts, files = range(self.axis_size(t.axes[0])), map(in_files, t.files)
+                parts = ([text.replace("{e}", str(e)) for e in experts] for text in files)
                 result[t.name] = tuple(map(tuple, parts))
-            elif t.files:
-                result[t.name] = t.files[0]
-            elif begin := next((f for f in begins.items() if t.name.startswith(f[1])), None):
-                result[t.name] = begin[0] + t.name.removeprefix(begin[1])
+            elif (name := in_files((t.files or (t.name,))[0])) != t.name:
+                result[t.name] = name
         return result
+
+    def _open_size(self, name: str, layer: int | None, axis: int) -> int:
+        """A size that the table leaves open: of a layer that `tower` lacks, that of another."""
+        shape = self.tower.get(name.replace("{l}", str(layer)))
+        if shape is None:
+            pattern = name.replace("{l}", ANY)
+            shape = next(s for own, s in self.tower.items() if fnmatch.fnmatch(own, pattern))
+        return shape[axis]
 
     def _bound_rows(self) -> Iterator[TensorSpec]:
         """The tensors of every row whose condition holds; a name may come twice."""
@@ -359,7 +370,7 @@ class ModelSpec:
             stack=stack,
             layer=layer,
             axes=tuple(
-                str(self.tower[prefix + fill(own)][number]) if axis == ANY else fill(axis)
+                str(self._open_size(prefix + own, layer, number)) if axis == ANY else fill(axis)
                 for number, axis in enumerate(row.axes)
             ),
             in_body=in_body,

@@ -253,8 +253,8 @@ class TensorSpec:
 
     @property
     def is_copied(self) -> bool:
-        """True if it never grows and is copied as it is."""
-        return ANY in self.row.name
+        """True if it never grows and is copied as it is, as a tensor that is one number."""
+        return ANY in self.row.name or not self.axes
 
     def is_one_of(self, rows: tuple[str, ...]) -> bool:
         """True if one of these rows describes this tensor; a norm's row covers weight and bias."""

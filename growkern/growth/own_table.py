@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,28 @@ from growkern.families.family import Family, field_faults, growable_fields
 from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
-from growkern.growth.models import tie, untrained_model
+from growkern.growth.models import persistent_buffers, restore_buffers, tie, untrained_model
 from growkern.growth.plan.finding import OUTPUT_ERROR
+from growkern.growth.plan.target import PLAIN_ROTARY
 from growkern.growth.record.compare import compare_outputs
 from growkern.growth.record.verdict import measured_level
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import Float64, random_inputs
-from growkern.growth.source.source import Source, open_source
+from growkern.growth.source.source import open_source
 from growkern.growth.space.rules import period_of
 
 # of the tiny model: layers, heads and groups of them, their entries, units, ids of tokens
 LAYERS, HEADS, KEY_HEADS, HEAD_DIM, UNITS, TOKENS = 2, 4, 2, 8, 24, 64
+EXPERTS, CHOSEN = 8, 2
+# of norms, so large that one which growth forgets shows
+EPS = 1e-2
+# of a config's JSON, those that are no fields, or that name stages by the number of layers
+NO_FIELDS = {
+    *("transformers_version", "architectures", "model_type", "dtype", "_name_or_path"),
+    *("stage_names", "out_features", "out_indices"),
+}
+# sizes of a growth that are named one by one
+MOST_NAMED = 3
 # standard deviations of weights, and of what norms multiply by
 SPREAD, GAIN = 0.3, 0.4
 
@@ -96,19 +108,64 @@ def check_table(path: str | Path | Family, directory: Path) -> TableReport:
     """
     family = read_family(path)
     config = read_config(directory, family=family)
-    if faults := [*field_faults(family, config)]:
-        return TableReport(tuple(faults), ())
-    name = (config.architectures or [next(iter(family.classes))])[0]
-    for class_name in family.classes:
-        faults += _class_faults(ModelSpec.of(config, class_name, family))
+    faults = faults_of(family, config)
     if not faults:
         try:
             open_source(directory, allow_nonfinite=True, weights=False, family=family)
         except GrowthError as error:
-            faults.append(str(error))
-    if faults:
-        return TableReport(tuple(faults), ())
-    return TableReport((), tuple(_growths(_tiny(ModelSpec.of(config, name, family)), family)))
+            faults = (str(error),)
+    name = (config.architectures or [next(iter(family.classes))])[0]
+    return TableReport(faults, ()) if faults else check_family(family, config, name)
+
+
+def check_family(family: Family, config: Any, class_name: str) -> TableReport:
+    """`check_table` without files."""
+    if faults := faults_of(family, config):
+        return TableReport(faults, ())
+    return TableReport((), tuple(_growths(ModelSpec.of(config, class_name, family), family)))
+
+
+def faults_of(family: Family, config: Any) -> tuple[str, ...]:
+    """Where a table differs from the classes of a config, one line each."""
+    if faults := [*field_faults(family, config), *_list_faults(family, config)]:
+        return tuple(faults)
+    specs = (ModelSpec.of(config, class_name, family) for class_name in family.classes)
+    return tuple(fault for spec in specs for fault in _class_faults(spec))
+
+
+def first_growths(
+    family: Family, config: Any, class_name: str, sizes: Collection[str]
+) -> Iterator[SizeCheck]:
+    """The growths of the check whose name is, or begins with, one of these."""
+    spec = ModelSpec.of(config, class_name, family)
+    return _growths(spec, family, lambda name: name.startswith(tuple(sizes)))
+
+
+def _list_faults(family: Family, config: Any) -> Iterator[str]:
+    """Lists with an entry for each layer that the table does not name.
+
+    A class that checks their length refuses a config with another layer.
+    """
+    fields, text = family.fields(config), family.text(config)
+    known = {*family.per_layer, *family.conditional("in"), family.depth.in_place}
+    for key in family.stacks.values():
+        size = family.config[key].of(fields)
+        lists = {k for k, v in text.to_dict().items() if isinstance(v, list) and len(v) == size}
+        longer = {**text.to_dict(), str(family.config[key].field): size + 1}
+        for name in sorted(lists - known - NO_FIELDS):
+            given = {k: v for k, v in longer.items() if k not in NO_FIELDS}
+            if _refuses(text, given) and not _refuses(
+                text, {**given, name: [*given[name], given[name][-1]]}
+            ):
+                yield f'{name} has one entry per layer: add it, per_layer = ["{name}"]'
+
+
+def _refuses(config: Any, fields: dict[str, Any]) -> bool:
+    try:
+        type(config)(**fields)
+    except Exception:
+        return True
+    return False
 
 
 def _class_faults(spec: ModelSpec) -> Iterator[str]:
@@ -147,63 +204,228 @@ def _class_faults(spec: ModelSpec) -> Iterator[str]:
         yield f"{spec.class_name}: {name} is {'' if owner else 'not '}tied: {fix}"
 
 
-def _tiny(spec: ModelSpec) -> Any:
-    """A model of the same kind with few units, every parameter random, float64."""
+def _tiny(spec: ModelSpec, *, flat: bool = False) -> Any:
+    """A model of the same kind with few units, every parameter random, float64.
+
+    `flat`: all weights of a norm are equal, so that extra coordinates carry a mean exactly.
+    """
+    small = spec.with_config(_tiny_config(spec))
+    model = untrained_model(small, torch.float64)
+    if small.family.mixtures:
+        # others take neither float64 nor every size
+        model.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        is_gain = parameter.ndim == 1 and name.endswith("weight")
+        gain = noise[0].expand_as(noise).clone() if flat and is_gain else noise
+        parameter.data = 1 + GAIN * gain if is_gain else SPREAD * noise
+    for _, buffer in persistent_buffers(model):
+        if buffer.is_floating_point():
+            buffer += SPREAD * torch.randn(buffer.shape, generator=generator, dtype=buffer.dtype)
+    tie(model, small)
+    restore_buffers(model)
+    return model.eval()
+
+
+def _tiny_config(spec: ModelSpec) -> Any:
+    """The config of `spec` with few units, and with all that its class computes from sizes."""
     config, family = copy.deepcopy(spec.config), spec.family
+    for key, value in _tiny_sizes(spec).items():
+        if key in family.config and family.config[key].field:
+            field = family.config_field(key)
+            above, _, name = field.rpartition(".")
+            owner = attrgetter(above[1:])(config) if above[1:] else family.text(config)
+            setattr(owner, name, value - family.config[key].plus)
+    text = family.text(config)
+    for name, value in vars(text).items():
+        if name.endswith("_token_id") and isinstance(value, int):
+            setattr(text, name, value % TOKENS)
+        if name == "max_position_embeddings" or name == family.attention.turning:
+            # rounding of rotary positions counts at the last one
+            most = TOKENS if name != family.attention.turning else HEAD_DIM
+            setattr(text, name, min(value, most))
+    if isinstance(family.norm.eps, str) and family.norm.placement != "post":
+        setattr(text, family.norm.eps, EPS)
+    small = spec.with_config(config)
+    layers = small.size(next(iter(family.stacks.values())))
+    for name in (*family.per_layer, *family.conditional("in")):
+        if values := getattr(text, name, None):
+            is_list = name in family.per_layer
+            kept = values[:layers] if is_list else [i for i in values if i < layers]
+            setattr(text, name, kept)
+    for name in family.conditional("from"):
+        # layers of both kinds
+        setattr(text, name, min(getattr(text, name) or 0, 1))
+    if rope := getattr(text, "rope_parameters", None):
+        text.rope_parameters = plain_rotary(rope, small.turning // 2)
+    for name, key in family.classes[spec.class_name].repeats.items():
+        above, _, field = name.rpartition(".")
+        setattr(attrgetter(above)(config) if above else config, field, small.size(key))
+    return _made_again(config)
+
+
+def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
+    family, stacks = spec.family, spec.family.stacks.values()
     grouped = "kv_heads" in family.config and spec.size("kv_heads") < spec.size("q_heads")
     layers = max(LAYERS, period_of(spec))
     sizes = {key: min(spec.size(key), UNITS) for key in family.unit_sizes}
     sizes |= dict.fromkeys(family.query_heads, HEADS)
     sizes |= {"stream": HEADS * HEAD_DIM, "vocab": TOKENS, "head_dim": HEAD_DIM}
     sizes |= {"kv_heads": KEY_HEADS if grouped else HEADS}
-    sizes |= {key: min(spec.size(key), layers) for key in family.stacks.values()}
-    for key, value in sizes.items():
-        if key in family.config and family.config[key].field:
-            setattr(config, family.config_field(key), value - family.config[key].plus)
-    for name, value in vars(config).items():
-        if name.endswith("_token_id") and isinstance(value, int):
-            setattr(config, name, value % TOKENS)
-        if name == "max_position_embeddings":
-            # rounding of rotary positions counts at the last one
-            setattr(config, name, min(value, TOKENS))
-    small = spec.with_config(config)
-    for name in family.per_layer:
-        if values := getattr(config, name, None):
-            setattr(config, name, values[: small.size(next(iter(family.stacks.values())))])
-    for name, key in family.classes[spec.class_name].repeats.items():
-        setattr(config, name, small.size(key))
-    model = untrained_model(small, torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        is_gain = parameter.ndim == 1 and name.endswith("weight")
-        parameter.data = 1 + GAIN * noise if is_gain else SPREAD * noise
-    tie(model, small)
-    return model.eval()
+    sizes |= {key: min(spec.size(key), layers) for key in stacks}
+    for space in family.mixtures:
+        groups = [
+            min(spec.size(key), most) for key, most in zip(space.groups, (2, 1), strict=False)
+        ]
+        sizes |= dict(zip(space.groups, groups, strict=True))
+        sizes[str(space.size)] = min(spec.size(str(space.size)), EXPERTS)
+        sizes[str(space.chosen)] = min(spec.size(str(space.chosen)), CHOSEN)
+    return sizes
 
 
-def _growths(model: Any, family: Family) -> Iterator[SizeCheck]:
-    """Every size alone, evenly and unevenly, and all that may grow at once."""
-    source = open_source(model, family=family)
-    spec, together = source.spec, dict[str, int]()
-    for field, key in growable_fields(spec.family).items():
-        if key in spec.family.query_heads and spec.family.forces_head_dim:
+def plain_rotary(rope: dict[str, Any], pairs: int = 0) -> dict[str, Any]:
+    """Rotary positions that fit few entries, of which `pairs` turn, and that growth may change."""
+    if "rope_type" not in rope:
+        return {kind: plain_rotary(one, pairs) if one else one for kind, one in rope.items()}
+    if rope["rope_type"] not in PLAIN_ROTARY:
+        kept = ("rope_theta", "partial_rotary_factor")
+        rope = {"rope_type": "default", **{key: rope[key] for key in kept if key in rope}}
+    if sections := rope.get("mrope_section"):
+        some = [max(1, pairs * n // sum(sections)) for n in sections[1:]]
+        rope = {**rope, "mrope_section": [pairs - sum(some), *some]}
+    return rope
+
+
+def _made_again(config: Any) -> Any:
+    """The config as its class makes it from its fields, so that what follows from them follows."""
+    known = {"tie_word_embeddings", *(f.name for f in fields(config))}
+    given = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
+    try:
+        made = type(config)(**{k: v for k, v in given.items() if k in known})
+    except Exception:
+        # of any type: the class says the same when the model is built
+        return config
+    for name in given.keys() - vars(made).keys():
+        # the class knows nothing of it
+        setattr(made, name, given[name])
+    made.architectures, made.dtype = config.architectures, config.dtype
+    return made
+
+
+@torch.no_grad()
+def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
+    """Norms that compute something else than [norm] says, in a row of random numbers."""
+    norm, seen = spec.family.norm, set[str]()
+    rows = [t for t in spec.tensors if t.norm and t.name.endswith(".weight")]
+    for tensor in rows:
+        name = tensor.name.removesuffix(".weight")
+        module, size = model.get_submodule(name), spec.shapes[tensor.name][-1]
+        if tensor.template in seen:
+            continue
+        seen.add(tensor.template)
+        x = 2 + torch.randn(1, 1, size, dtype=torch.float64)
+        try:
+            with Float64():
+                y = module(x)
+        except Exception:
+            # norms that take a gate, or heads one by one, raise errors of any type
+            continue
+        mean = x.mean() if norm.centres else 0.0
+        beta = getattr(module, "bias", None)
+        expected = (norm.offset(False) + module.weight) * (x - mean)
+        expected /= ((x - mean).square().mean() + norm.epsilon(spec.fields)).sqrt()
+        expected += 0.0 if beta is None else beta
+        # latent norms may have an eps of their own
+        if torch.is_tensor(y) and not torch.allclose(y, expected, rtol=1e-2, atol=1e-2):
+            what = f"{norm.kind}{', plus_one' if norm.plus_one else ''}"
+            yield f"norm: {name} computes no {what}: mend [norm]"
+
+
+def _growths(
+    spec: ModelSpec, family: Family, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[SizeCheck]:
+    """Every size alone, evenly and unevenly, and all that may grow at once.
+
+    Other classes grow in the hidden size alone. `wanted` tells which growths, by their names.
+    """
+    models = [_tiny(spec)]
+    source = open_source(models[0], family=family)
+    small, together = source.spec, dict[str, int]()
+    if faults := [*_norm_faults(models[0], small)]:
+        yield from (SizeCheck("the norms", "wrong", why=fault) for fault in faults)
+        return
+    for sizes in _sizes_to_grow(small):
+        if not wanted(_named(small, sizes)):
+            continue
+        check = _growth(models[0], family, sizes)
+        if check.verdict == "changed":
+            # a change of the head, or by norms whose weights differ, hides any other
+            if len(models) == 1:
+                models += _without_changes(spec, family)
+            others = (_growth(model, family, sizes) for model in models[1:])
+            check = next((c for c in others if c.verdict != "changed"), check)
+        if check.verdict in ("exact", "approximate") and len(sizes) == 1:
+            together = sizes | together
+        yield check
+    if len(together) > 1 and wanted(_named(small, together)):
+        yield _growth(models[0], family, together)
+    stream = family.config_field("stream")
+    if stream in growable_fields(small.family):
+        sizes = {stream: small.size("stream") * 3 // 2}
+        names = [name for name in family.classes if name != spec.class_name]
+        for name in (n for n in names if wanted(f"{n}: {_named(small, sizes)}")):
+            yield from _of_other_class(spec, name, family, sizes)
+
+
+def _of_other_class(
+    spec: ModelSpec, name: str, family: Family, sizes: dict[str, int]
+) -> Iterator[SizeCheck]:
+    try:
+        model = _tiny(ModelSpec.of(spec.config, name, family))
+    except GrowthError:
+        # this config does not fit the class, as its refusal says
+        return
+    check = _growth(model, family, sizes)
+    if check.verdict == "changed":
+        check = _growth(model, family, {field: size // 3 * 4 for field, size in sizes.items()})
+    yield replace(check, sizes=f"{name}: {check.sizes}")
+
+
+def _named(small: ModelSpec, sizes: dict[str, int]) -> str:
+    fields = growable_fields(small.family)
+    old = {field: small.size(fields[field]) for field in sizes}
+    each = [f"{f} {old[f]} -> {n}" if old[f] != n else f"{f} {n}" for f, n in sizes.items()]
+    return ", ".join(each) if len(each) <= MOST_NAMED else f"{len(each)} sizes at once"
+
+
+def _sizes_to_grow(small: ModelSpec) -> Iterator[dict[str, int]]:
+    family = small.family
+    for field, key in growable_fields(family).items():
+        if key in family.query_heads and family.forces_head_dim:
             # they follow the hidden size
             continue
-        size, is_depth = spec.size(key), key in spec.family.stacks.values()
+        size, is_depth = small.size(key), key in family.stacks.values()
         for new in (size + 1,) if is_depth else (2 * size, size + size // 2):
-            check = _growth(model, source, family, {field: new})
-            if check.verdict in ("exact", "approximate"):
-                together.setdefault(field, new)
-            yield check
-    if len(together) > 1:
-        yield _growth(model, source, family, together)
+            yield {field: new}
+            if key == "stream" and family.forces_head_dim:
+                # heads get more entries in place of more heads
+                kept = {*family.query_heads, *({"kv_heads"} & family.config.keys())}
+                fields = (k for k in kept if family.config[k].field)
+                yield {field: new, **{family.config_field(k): small.size(k) for k in fields}}
 
 
-def _growth(model: Any, source: Source, family: Family, sizes: dict[str, int]) -> SizeCheck:
-    old = {field: source.spec.size(growable_fields(source.spec.family)[field]) for field in sizes}
-    each = [f"{field} {old[field]} -> {new}" for field, new in sizes.items()]
-    named = each[0] if len(each) == 1 else f"{len(each)} sizes at once"
+def _without_changes(spec: ModelSpec, family: Family) -> Iterator[Any]:
+    """Models whose growths change less: of equal weights in norms, and of a body alone."""
+    yield _tiny(spec, flat=True)
+    body = next((name for name, c in family.classes.items() if not c.heads), None)
+    if body is not None and body != spec.class_name:
+        yield _tiny(ModelSpec.of(spec.config, body, family), flat=True)
+
+
+def _growth(model: Any, family: Family, sizes: dict[str, int]) -> SizeCheck:
+    source = open_source(model, family=family)
+    named = _named(source.spec, sizes)
     try:
         with warnings.catch_warnings():
             # the verdict says it

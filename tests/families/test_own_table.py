@@ -3,6 +3,7 @@
 The truth is a plain PyTorch model with these names, which knows nothing of transformers.
 """
 
+import copy
 import json
 import re
 import shutil
@@ -16,9 +17,11 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.errors import TableError
-from growkern.families.load import read_family
+from growkern.families.load import _table, own_family, read_family
 from growkern.growth.own_table import check_table
+from testbed.models import LLAMA, random_model, relative_error
 from testbed.relatives import RELATIVES
+from tests.growth.plan.test_matrix import FAMILIES
 
 CONFIG = {
     "model_type": "ernie4_5",
@@ -281,3 +284,102 @@ def test_a_table_of_a_config_within_another(tmp_path):
         TableError, match=r"under: a mistral3 has no field 'txt_config'.*text_config"
     ):
         growkern.plan(tmp_path, num_hidden_layers=6, family=table)
+
+
+def checked(model_type, break_it, tmp_path):
+    """The report on a shipped table, as a table of one's own, that was broken."""
+    class_name, sizes = {**FAMILIES, **RELATIVES}[model_type][:2]
+    config = getattr(transformers, class_name).config_class(**sizes, architectures=[class_name])
+    config.save_pretrained(tmp_path)
+    table = copy.deepcopy(_table(model_type))
+    break_it(table)
+    return check_table(own_family("mine.toml", table), tmp_path)
+
+
+def test_a_right_table_of_a_mixture_with_groups_is_right(tmp_path):
+    report = checked("glm4_moe", lambda table: None, tmp_path)
+    assert report.ok and not report.faults
+    assert sum(growth.verdict == "exact" for growth in report.growths) > 12
+
+
+def of(part, name, axes):
+    return lambda table: table["tensors"][part].update({name: {"axes": axes}})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "break_it"),
+    [
+        # head_dim has no field: heads stay in place
+        ("gpt_neox", lambda table: table["attention"].update(pairs="adjacent")),
+        # uneven sizes of a LayerNorm behind an embedding change the outputs anyway
+        ("modernbert", of("trunk", "layers.{l}.attn.Wqkv.weight", ["write:q|k|v", "read:stream"])),
+        # a norm that no growth makes exact
+        ("gemma2", lambda table: table["norm"].update(kind="layernorm_without_bias")),
+        # another class than that of the config
+        ("llama", of("classifier", "score.weight", ["labels", "read:stream"])),
+    ],
+)
+def test_check_finds_what_an_even_growth_hides(model_type, break_it, tmp_path):
+    report = checked(model_type, break_it, tmp_path)
+    assert not report.ok and not report.faults
+
+
+def test_check_names_a_list_with_an_entry_for_each_layer(tmp_path):
+    report = checked("cohere2", lambda table: table.pop("per_layer"), tmp_path)
+    assert any("layer_types" in fault and "per_layer" in fault for fault in report.faults)
+
+
+def test_a_table_may_call_the_size_of_its_ffn_by_any_name(tmp_path):
+    def rename(table):
+        table["config"]["units"] = table["config"].pop("ffn")
+        table["spaces"]["ffn"]["size"] = "units"
+
+    assert checked("bert", rename, tmp_path).ok
+
+
+def test_names_of_experts_in_files_begin_as_the_table_says(tmp_path):
+    class_name, sizes, _ = RELATIVES["qwen3_5_moe_text"]
+    (tmp_path / "mine.toml").write_text(
+        'extends = "qwen3_5_moe_text"\nmodel_type = "qwen3_5_moe_text"\n[classes]\n'
+        f'{class_name} = {{ prefix = "model.", body = ["trunk"], heads = ["lm"], '
+        'files = { "model.language_model." = "model." } }\n'
+    )
+    random_model(class_name, sizes, dtype=torch.float32).save_pretrained(tmp_path / "small")
+    how = {"family": tmp_path / "mine.toml", "hidden_size": 24, "progress": False}
+    growkern.grow_checkpoint(tmp_path / "small", tmp_path / "large", **how)
+    body = {n for n in load_file(tmp_path / "large" / "model.safetensors") if "lm_head" not in n}
+    assert any(".experts.0." in name for name in body)
+    assert all(name.startswith("model.language_model.") for name in body)
+
+
+def test_numbers_and_names_that_end_in_beta_are_copied(tmp_path):
+    (tmp_path / "mine.toml").write_text("""extends = "qwen3"
+model_type = "apertus"
+per_layer = []
+[config]
+one = 1
+head_dim = []
+[older]
+max_window_layers = []
+[classes]
+ApertusForCausalLM = { prefix = "model.", body = ["trunk"], heads = ["lm"] }
+[tensors.trunk]
+"layers.{l}.input_layernorm" = []
+"layers.{l}.post_attention_layernorm" = []
+"layers.{l}.mlp.gate_proj.weight" = []
+"layers.{l}.attention_layernorm" = { norm = "stream>normed" }
+"layers.{l}.feedforward_layernorm" = { norm = "stream>normed" }
+"layers.{l}.mlp.act_fn.alpha_p" = { axes = ["one"] }
+"layers.{l}.mlp.act_fn.alpha_n" = { axes = ["one"] }
+"layers.{l}.mlp.act_fn.beta" = { axes = [] }
+"layers.{l}.mlp.act_fn.eps" = { axes = [] }
+""")
+    sizes = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"hidden_act": "xielu"}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 3}
+    model = random_model("ApertusForCausalLM", sizes, pad_token_id=0)
+    model.save_pretrained(tmp_path / "small")
+    how = {"family": tmp_path / "mine.toml", "hidden_size": 24, "num_hidden_layers": 3}
+    grown = growkern.grow(tmp_path / "small", **how)
+    assert relative_error(model, grown) < 1e-12
+    growkern.grow_checkpoint(tmp_path / "small", tmp_path / "large", progress=False, **how)
+    assert growkern.verify(tmp_path / "small", tmp_path / "large").ok

@@ -228,7 +228,7 @@ class Stream:
             ),
             backend=self.backend,
             part=piece.part,
-            out=data.view(header.dtype).view(*rows, *piece.task.shape[1:]),
+            out=data.view(header.dtype).view((*rows, *piece.task.shape[1:])),
         )
         if self._may_overflow:
             refuse_overflow(piece.task.name, built)

@@ -149,8 +149,8 @@ def portability(plan: Blueprint) -> Iterator[str]:
     yield from _older_keys(plan)
     if unread := [f"{n} {getattr(small.text, n)} -> 0" for n in unread_in(small)]:
         yield (
-            "layers that predict a second token are left out, as transformers does not load them: "
-            f"{', '.join(unread)} in config.json"
+            "layers that predict a second token are left out, as the model's class does not load "
+            f"them: {', '.join(unread)} in config.json"
         )
     yield from _kinds(plan)
     yield from _heads(plan)

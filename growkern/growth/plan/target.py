@@ -206,7 +206,7 @@ def _validate(large: ModelSpec) -> None:
     except Exception as error:
         # transformers raises several types of errors, each with the reason in its last line
         why = str(error).strip().splitlines()[-1].strip()
-        sizes = {field: getattr(large.text, field) for field in growable_fields(family)}
+        sizes = {field: large.size(key) for field, key in growable_fields(family).items()}
         raise UnfitError(f"{family.model_type} cannot have {sizes}: {why}") from error
     refuse_misread(family.model_type, config, read)
 

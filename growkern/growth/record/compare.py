@@ -184,7 +184,8 @@ def _rebuilt_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
 def _inverse_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
     """`WEIGHT_ERROR` of a grown weight; None if not all of it comes from one source tensor."""
     origin = origin_of(plan, task)
-    if origin.holds != "copies" or task.upper is not None or task.tensor.norm:
+    is_weight = not (task.tensor.norm or task.tensor.is_copied)
+    if origin.holds != "copies" or task.upper is not None or not is_weight:
         return None
     space_of = partial(plan.layout.space, layer=task.source_layer)
     back = inverse(origin, space_of, grown)

@@ -128,7 +128,7 @@ def check_config(
     if family is None and kind in supported_families():
         family = load_family(kind)
     elif family is None and not any_family:
-        refuse_unknown(kind, data)
+        refuse_unknown(kind, data, str(file.parent))
     if kind not in transformers.CONFIG_MAPPING:
         raise GrowthError(
             f"{file}: transformers {transformers.__version__} has no model_type {kind[:100]!r}; "

@@ -39,10 +39,17 @@ STATE_FILES = (
 WHOLE = ("*.safetensors", "*.safetensors.index.json", ".metadata")
 # a config is read for the name of a class; larger ones are refused elsewhere
 MOST_BYTES = 4_000_000
-# config fields that count experts
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# the share of a model's names that a family must have to be worth naming
-LEAST = 0.5
+# what the tensors of a model are, by a part of the names that its nearest family lacks
+OBSTACLES = (
+    ("state-space layers (Mamba)", "A_log"),
+    ("an indexer that chooses which tokens a layer attends to", "indexer."),
+    ("short convolutions", "conv."),
+    ("inputs of its own for each layer", "per_layer"),
+    ("latent attention", "kv_a_"),
+    ("experts", "experts."),
+    ("cross-attention", "cross_attn"),
+    ("cross-attention", "encoder_attn"),
+)
 # of a model's layers; more of them add no names
 FEW_LAYERS = 2
 # task_type of an adapter -> the class that loads it with its model
@@ -281,50 +288,77 @@ def refuse_adapters(model: Any, role: str) -> None:
         )
 
 
-def refuse_unknown(model_type: str, data: Mapping[str, Any]) -> NoReturn:
-    """Refuse the JSON of a config without a table; the error says what is known of such a model."""
-    known = _what_it_is(model_type, data) or f"supported: {', '.join(supported_families())}"
-    raise GrowthError(f"model_type {model_type!r} has no family table; {known}")
+def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:
+    """Refuse the JSON of a config without a table; the error says what is known of such a model.
+
+    `place` is the directory with that config; "": the model is in memory.
+    """
+    raise GrowthError(
+        f"model_type {model_type!r} has no family table; {_what_it_is(model_type, data, place)}"
+    )
 
 
-def _what_it_is(model_type: str, config: Mapping[str, Any]) -> str:
-    """A clause about a model without a table, or nothing."""
+def _what_it_is(model_type: str, config: Mapping[str, Any], place: str) -> str:
+    """Clauses about a model without a table: what is in the way, and what may help."""
     within = config.get("text_config")
     kind = within.get("model_type") if isinstance(within, Mapping) else None
     if kind in supported_families():
         return f"its text_config is a {kind}, which has a table: grow that part by itself"
-    # some configs have a config of the text or of the FFN inside
-    for part in (config, *(x for x in config.values() if isinstance(x, Mapping))):
-        for name in EXPERTS:
-            # dense models of such a class say 0 or 1
-            if isinstance(count := part.get(name), int) and count > 1:
-                return f"it is a mixture of experts ({name}={count})"
     names = _names_of(model_type)
+    if not names and isinstance(kind, str) and (names := _names_of(kind)):
+        return f"its text_config is a {kind}; {_described(names, place)}"
+    return _described(names, place)
+
+
+def _described(names: set[str], place: str) -> str:
+    """What stands in the way of a model with these names, its nearest family, and what may help."""
     if not names:
-        return ""
+        return (
+            f"transformers {transformers.__version__} cannot build it from its config class alone; "
+            f"growkern.widen grows models of any class: {DOCS}/own_models.md"
+        )
+    unknown, nearest = _compared(names)
+    draft = (
+        f"growkern family draft {shlex.quote(place)}"
+        if place
+        else "growkern.draft_family(model.config)"
+    )
+    clauses = [
+        *(f"it has {what}" for what, part in OBSTACLES if any(part in name for name in unknown)),
+        nearest,
+        f"{draft} writes a table of your own and checks it: {DOCS}/add_model.md",
+    ]
+    return "; ".join(clauses)
+
+
+def nearest_family(names: Iterable[str]) -> str:
+    """A clause that names the family with the most of a model's tensors."""
+    return _compared(_short(names))[1]
+
+
+def _compared(names: set[str]) -> tuple[list[str], str]:
+    """The names that the nearest family lacks, and a clause that names it."""
     # of families with equally many of its names, the one with the fewest others
     known = {kind: _names_in_table(kind) for kind in supported_families()}
     likest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
     share = len(names & known[likest]) / len(names)
-    if share < LEAST:
-        return ""
-    return (
-        f"nearest: {likest} ({share:.0%} of its tensor names). A table of your own, by --family "
-        f"(in Python family=...), may extend it: {DOCS}/add_model.md"
-    )
+    return sorted(names - known[likest]), f"nearest: {likest} ({share:.0%} of its tensor names)"
 
 
 def _names_of(model_type: str) -> set[str]:
     """The names of the tensors of such a model, of any sizes; none if transformers has no such."""
-    try:
-        # the values of a file that is refused could take any time
-        config = transformers.CONFIG_MAPPING[model_type]()
-        config.num_hidden_layers = min(FEW_LAYERS, config.num_hidden_layers)
-        with torch.device("meta"):
-            return _short(transformers.AutoModel.from_config(config).state_dict())
-    except Exception:
-        # of any type: the model is refused in any case
-        return set()
+    for layers in (FEW_LAYERS, None):
+        try:
+            # the values of a file that is refused could take any time
+            config = transformers.CONFIG_MAPPING[model_type]()
+            if layers is not None:
+                config.num_hidden_layers = min(layers, config.num_hidden_layers)
+            with torch.device("meta"):
+                return _short(transformers.AutoModel.from_config(config).state_dict())
+        except Exception:
+            # of any type: the model is refused in any case
+            continue
+    return set()
 
 
 def _names_in_table(model_type: str) -> set[str]:

@@ -286,7 +286,7 @@ def _canonical_names(
 
     - the table says how names of the class begin in `files`;
     - a head class was saved without the prefix of its body, or a body was saved with it;
-    - norms have `gamma` and `beta`;
+    - norms have `gamma` and `beta`, where the model has no tensor of that name;
     - the file has buffers that models no longer store.
     """
     prefix = model.family.classes[model.class_name].prefix
@@ -296,7 +296,9 @@ def _canonical_names(
     ignored = ["".join(wild.get(part) or re.escape(part) for part in name) for name in parts]
     names: dict[str, str] = {}
     for raw in headers:
-        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))
+        name = raw
+        if not model.shapes.keys() & {*spellings(model, raw)}:
+            name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))
         candidates = spellings(model, name)
         bare = candidates[-1] if not prefix else name.removeprefix(prefix)
         if any(re.fullmatch(pattern, bare) for pattern in ignored):

@@ -143,9 +143,10 @@ class Layout:
         if self.family.norm.placement != "post":
             return None
         activation = getattr(self.small.text, str(self.family.activation), None)
-        old, new = self.sizes("ffn")
+        ffn = str(self.family.ffn)
+        old, new = self.sizes(ffn)
         if new - old < CARRY_UNITS:
-            field = self.family.config_field("ffn")
+            field = self.family.config_field(ffn)
             return f"{field} must grow by at least {CARRY_UNITS} (it grows by {new - old})"
         if activation not in LINEAR_PAIR_ACTIVATIONS:
             return f"two units with the activation {activation!r} cannot pass a number through"
@@ -286,7 +287,7 @@ class Layout:
             index = self.space("stream").read_index
         else:
             index = self._index(spec, layer, source, target)
-        if spec.size == "ffn" and self.has_carry_units:
+        if spec.size == self.family.ffn and self.has_carry_units:
             split = self._split(spec.name, layer, index[:-CARRY_UNITS])
             return with_carry_units(index, source, split)
         return self._copies(spec)(index, source, self._split(spec.name, layer, index))

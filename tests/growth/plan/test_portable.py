@@ -254,7 +254,7 @@ def test_layers_that_are_left_out_are_not_counted(name, field):
     """Other software would look for their weights."""
     source = model(name, **{field: 1}, head_dim=8, num_hidden_layers=4)
     assert said(source, "second token", hidden_size=48) == [
-        "layers that predict a second token are left out, as transformers does not load them: "
+        "layers that predict a second token are left out, as the model's class does not load them: "
         f"{field} 1 -> 0 in config.json"
     ]
     grown = growkern.grow(source, hidden_size=48)
