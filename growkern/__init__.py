@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from growkern.errors import GrowthError as GrowthError
+    from growkern.growth.draft.family import DraftedFamily as DraftedFamily
+    from growkern.growth.draft.family import draft_family as draft_family
     from growkern.growth.freeze import freeze_old as freeze_old
     from growkern.growth.grow import grow as grow
     from growkern.growth.grow import grow_checkpoint as grow_checkpoint
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 # module -> its public names
 _NAMES = {
     "errors": "GrowthError",
+    "growth.draft.family": "DraftedFamily draft_family",
     "growth.freeze": "freeze_old",
     "growth.grow": "grow grow_checkpoint",
     "growth.optimizer.adamw": "GrowthAdamW decay_groups",

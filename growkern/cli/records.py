@@ -1,4 +1,4 @@
-"""The commands `growkern verify` and `family check`."""
+"""The commands `growkern verify`, `family check` and `family draft`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +18,7 @@ from growkern.cli.app import (
 )
 from growkern.cli.growing import tokens_of
 from growkern.errors import GrowthError, say
+from growkern.files import write_whole
 
 tables = typer.Typer(no_args_is_help=True, help="Tables of your own, for other models.")
 app.add_typer(tables, name="family", rich_help_panel="Growing")
@@ -130,4 +131,31 @@ def check(
     report = check_table(table, located(source, weights=False))
     show(report, as_json)
     if not report.ok:
+        raise typer.Exit(1)
+
+
+@tables.command()
+def draft(
+    source: Source,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="TOML file to write; default: print it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draft a table for SRC, a model without one, and check it. Exit 1 if it is not verified."""
+    from growkern.growth.draft.family import draft_family
+    from growkern.growth.source.config import read_config
+    from growkern.growth.source.hub import located
+
+    silence_transformers()
+    drafted = draft_family(read_config(located(source, weights=False), any_family=True))
+    if output is not None:
+        write_whole(output, lambda file: file.write_text(drafted.toml, encoding="utf-8"))
+    if output is not None or as_json:
+        show(drafted, as_json)
+    else:
+        # it may go into a file
+        for line in drafted.toml.splitlines():
+            say(line)
+    if not drafted.verified:
         raise typer.Exit(1)

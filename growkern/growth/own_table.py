@@ -289,8 +289,7 @@ def plain_rotary(rope: dict[str, Any], pairs: int = 0) -> dict[str, Any]:
     if "rope_type" not in rope:
         return {kind: plain_rotary(one, pairs) if one else one for kind, one in rope.items()}
     if rope["rope_type"] not in PLAIN_ROTARY:
-        kept = ("rope_theta", "partial_rotary_factor")
-        rope = {"rope_type": "default", **{key: rope[key] for key in kept if key in rope}}
+        rope = {**rope, "rope_type": "default"}
     if sections := rope.get("mrope_section"):
         some = [max(1, pairs * n // sum(sections)) for n in sections[1:]]
         rope = {**rope, "mrope_section": [pairs - sum(some), *some]}

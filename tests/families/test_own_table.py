@@ -21,7 +21,7 @@ from growkern.families.load import _table, own_family, read_family
 from growkern.growth.own_table import check_table
 from testbed.models import LLAMA, random_model, relative_error
 from testbed.relatives import RELATIVES
-from tests.growth.plan.test_matrix import FAMILIES
+from testbed.families import FAMILIES
 
 CONFIG = {
     "model_type": "ernie4_5",

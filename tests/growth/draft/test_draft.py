@@ -1,0 +1,67 @@
+"""Tables that derive themselves. Truth: the check, and the tables that were written by hand."""
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+import growkern
+from growkern.cli.commands import app
+from growkern.families.load import load_family, parse_family
+from growkern.families.model import ModelSpec
+from tests.shared import walks
+
+# of each kind: behind a block, before it, in one matrix, with experts, and what a search finds
+SOME = ("bert", "gpt_neox", "gemma2", "glm4_moe")
+T5 = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
+MORE = ("llama", "gpt2", "phi3", "olmo2", "electra", "gpt_oss", "qwen3_moe", "cohere2", "opt")
+
+
+@pytest.mark.parametrize("model_type", SOME + MORE if walks.times > 1 else SOME)
+def test_a_draft_has_the_axes_of_the_table_by_hand(model_type):
+    config = transformers.CONFIG_MAPPING[model_type]()
+    drafted = growkern.draft_family(config)
+    assert drafted.verified, drafted.toml
+    name = next(reversed(drafted.content["classes"]))
+    # of the sizes that models have
+    specs = [
+        ModelSpec.of(config, name, family)
+        for family in (parse_family("draft", drafted.content), load_family(model_type))
+    ]
+    mine, theirs = ({t.name: t for t in spec.tensors} for spec in specs)
+    assert mine.keys() == theirs.keys()
+    assert specs[0].shapes == specs[1].shapes
+    assert {n: t.tied for n, t in mine.items()} == {n: t.tied for n, t in theirs.items()}
+
+
+def test_the_command_writes_a_table_that_grows_the_model(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
+    )
+    config.save_pretrained(tmp_path)
+    table = tmp_path / "my.toml"
+    done = CliRunner().invoke(app, ["family", "draft", str(tmp_path), "-o", str(table)])
+    assert done.exit_code == 0, done.output
+    # a config without weights, and without "architectures"
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert growkern.plan(tmp_path, family=table, hidden_size=48, num_hidden_layers=3).exact
+
+
+def test_a_flag_that_the_draft_does_not_cover_is_refused():
+    # its gated FFN needs tensors that this config does not have
+    drafted = growkern.draft_family(transformers.StableLmConfig(qk_layernorm=False))
+    assert drafted.verified
+    assert drafted.content["refuse"]["qk_layernorm"]["value"] is True
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (transformers.MambaConfig(), "nearest: "),
+        (T5, r"nearest: \w*t5"),
+    ],
+)
+def test_what_fits_no_rule_is_named_with_the_nearest_table(config, what):
+    with pytest.raises(growkern.GrowthError, match=what):
+        growkern.draft_family(config)
