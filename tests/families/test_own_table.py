@@ -19,9 +19,9 @@ import growkern
 from growkern.errors import TableError
 from growkern.families.load import _table, own_family, read_family
 from growkern.growth.own_table import check_table
+from testbed.families import FAMILIES
 from testbed.models import LLAMA, random_model, relative_error
 from testbed.relatives import RELATIVES
-from testbed.families import FAMILIES
 
 CONFIG = {
     "model_type": "ernie4_5",
