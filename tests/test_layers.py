@@ -64,6 +64,7 @@ PARTS = {
         "optimizer",
         "grow",
         "own_table",
+        "draft",
         "freeze",
     ),
     "growkern.train": (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from growkern.families.family import NORM_KINDS
 from growkern.growth.draft.probe import NoRule, shapes, template, with_field
 from growkern.growth.draft.sizes import Draft, row_of
 
@@ -28,7 +29,8 @@ def add_conditions(draft: Draft) -> None:
         changed = gone or new
         is_norm = all(map(_of_norm(draft), changed))
         is_bias = all(name.endswith(".bias") for name in changed)
-        if draft.norm["kind"] == "layernorm" and is_norm and is_bias and value and not new:
+        has_bias = "bias" in NORM_KINDS[draft.norm["kind"]].tensors
+        if has_bias and is_norm and is_bias and value and not new:
             draft.norm["bias"] = flag
             continue
         weights = [row_of(draft, template(n).removesuffix("bias") + "weight") for n in changed]
