@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import reason
+from growkern.families.family import NORM_KINDS, NormKind
 from growkern.growth.draft.probe import MOST, NoRule, shapes
 from growkern.growth.models import restore_buffers
 from growkern.growth.source.loading import Float64
@@ -153,14 +154,15 @@ def norm_facts(module: nn.Module, length: int) -> NormFacts | None:
         for p, value in zip(gains, saved, strict=True):
             p.data = value
     centred = (x - x.mean()) / x.var(unbiased=False).sqrt()
-    if torch.allclose(y, x / x.square().mean().sqrt(), atol=1e-2):
-        kind = "rmsnorm"
-    elif torch.allclose(y, centred, atol=1e-2):
-        kind = "layernorm" if torch.is_tensor(bias) else "layernorm_without_bias"
-    else:
-        raise NoRule(f"{type(module).__name__} is neither an RMS norm nor a layer norm")
-    if weight is None and kind == "rmsnorm":
-        raise NoRule(f"{type(module).__name__}: an RMS norm without a weight")
-    kind = "layernorm_without_weight" if weight is None else kind
+    centres = bool(torch.allclose(y, centred, atol=1e-2))
+    title = type(module).__name__
+    if not centres and not torch.allclose(y, x / x.square().mean().sqrt(), atol=1e-2):
+        raise NoRule(f"{title} is neither an RMS norm nor a layer norm")
+    named = zip(("weight", "bias"), (weight, bias), strict=True)
+    tensors = tuple(name for name, tensor in named if torch.is_tensor(tensor))
+    facts = NormKind(centres, tensors)
+    kind = next((name for name, known in NORM_KINDS.items() if known == facts), None)
+    if kind is None:
+        raise NoRule(f"{title}: an RMS norm with {' and '.join(tensors) or 'no weight'}")
     eps = [v for k, v in vars(module).items() if "eps" in k and isinstance(v, float)]
     return NormFacts(kind, plus_one, eps[0] if eps else None)
