@@ -1,7 +1,7 @@
 """Trains a tiny model with one of the objectives, on the source code of Python itself.
 
-`python examples/objectives.py rtd`. The names are those of `[data] objective` in a run file:
-mlm, mlm+nsp, clm, span_corruption, denoising, rtd.
+`python examples/objectives.py denoising`. The names are those of `[data] objective` in a run file:
+mlm, clm, span_corruption, denoising.
 """
 
 import sys
@@ -18,11 +18,9 @@ import growkern
 # objective -> class of the model, tokens of its tokenizer
 MODELS = {
     "mlm": ("BertForMaskedLM", "bert"),
-    "mlm+nsp": ("BertForPreTraining", "bert"),
     "clm": ("GPT2LMHeadModel", "gpt2"),
     "span_corruption": ("T5ForConditionalGeneration", "t5"),
     "denoising": ("BartForConditionalGeneration", "bart"),
-    "rtd": ("ElectraForPreTraining", "bert"),
 }
 TOKENS = {
     "bert": {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"},
@@ -66,7 +64,6 @@ def make_model(name, tokenizer, width=32):
         "bos_token_id": tokenizer.bos_token_id or eos,
         "eos_token_id": eos,
         "decoder_start_token_id": start,
-        "embedding_size": 16,
         "intermediate_size": 2 * width,
         **{"d_kv": width // 2, "d_ff": 2 * width},
         **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
@@ -87,9 +84,6 @@ def train(objective, directory, **options):
     tokenizer = make_tokenizer(kind)
     torch.manual_seed(0)
     model = make_model(name, tokenizer)
-    if objective == "rtd":
-        generator = make_model("ElectraForMaskedLM", tokenizer, width=16)
-        model = growkern.ReplacedTokenDetection(generator, model, shared_embeddings=True)
     files = [str(path) for path in TEXTS]
     section = growkern.DataSection(
         train=files, objective=objective, sequence_length=LENGTH, cache=f"{directory}/tokens"

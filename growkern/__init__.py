@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from growkern.train.loss.options import InheritanceSchedule as InheritanceSchedule
     from growkern.train.loss.options import LossOptions as LossOptions
     from growkern.train.model.sub_model import TwoStageConfig as TwoStageConfig
-    from growkern.train.objectives.electra import ReplacedTokenDetection as ReplacedTokenDetection
     from growkern.train.optimizer import OptimizerOptions as OptimizerOptions
     from growkern.train.run.start import run as run
     from growkern.train.topk_teacher.served import ServedTeacher as ServedTeacher
@@ -93,7 +92,6 @@ _NAMES = {
     "train.loss.inherited": "count_labels inherited_loss",
     "train.loss.options": "InheritanceSchedule LossOptions",
     "train.model.sub_model": "TwoStageConfig",
-    "train.objectives.electra": "ReplacedTokenDetection",
     "train.optimizer": "OptimizerOptions",
     "train.run.start": "run",
     "train.topk_teacher.served": "ServedTeacher",

@@ -14,7 +14,7 @@ from bench.paper.lines import Line
 from bench.paper.models import Size
 from bench.paper.settings import SETTINGS, Setting
 from bench.paper.systems import SYSTEMS, job_of
-from growkern.train.model.flops import cost_of
+from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import find_stacks
 
 # The lengths of runs, as shares of the setting's steps. A run that is stopped early ends at a high
@@ -62,7 +62,7 @@ def _step_flops(setting: Setting, size: Size) -> float:
     """FLOPs of a step for one row."""
     with torch.device("meta"):
         model = setting.untrained(size, seed=0)
-    cost = cost_of(model, find_stacks(model))
+    cost = ModelCost(model, find_stacks(model))
     return cost.train(1, setting.length) + setting.length * cost.head_row(train=True)
 
 

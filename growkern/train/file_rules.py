@@ -20,8 +20,7 @@ def _wrong_weights(weights: tuple[float, ...] | None, teachers: int | None) -> s
 
 
 # they put special tokens around and between the tokens of a row by themselves
-OF_BARE_ROWS = ("mlm+nsp", "span_corruption", "denoising")
-OWN_LABELS = (*OF_BARE_ROWS, "rtd")
+OF_BARE_ROWS = ("span_corruption", "denoising")
 # "auto" may stand for one of the others
 WITHOUT_MASKS = ("clm", "pairs")
 WITH_SPANS = ("auto", "span_corruption", "denoising")
@@ -65,10 +64,10 @@ OF_FILES: tuple[Row, ...] = (
         "it goes neither with token ids (data.input_ids_column) nor with data.packing = true",
     ),
     (
-        *("data", "names in `data.train`", '`data.streaming`, `data.objective = "mlm+nsp"`'),
-        lambda x: x.train_names and (x.streaming or x.objective == "mlm+nsp"),
-        "neither a stream nor pairs of passages have names of sources",
-        'leave out the names in data.train, or data.streaming and data.objective = "mlm+nsp"',
+        *("data", "names in `data.train`", "`data.streaming`"),
+        lambda x: x.train_names and x.streaming,
+        "a stream has no names of sources",
+        "leave out the names in data.train, or data.streaming",
     ),
     (
         *("data", "`data.shuffle_window`", "data on disk"),
@@ -78,14 +77,14 @@ OF_FILES: tuple[Row, ...] = (
     ),
     (
         *("data", "`data.labels_column`, `data.target_column`"),
-        '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
-        lambda x: x.objective in OWN_LABELS and changed(x, "labels_column", "target_column"),
+        '`data.objective` "span_corruption" or "denoising"',
+        lambda x: x.objective in OF_BARE_ROWS and changed(x, "labels_column", "target_column"),
         "data.objective = {x.objective!r} makes the labels itself",
         "leave out data.{name}",
     ),
     (
         *("data", "`data.packing = false`"),
-        '`data.objective` "mlm+nsp", "span_corruption" or "denoising"',
+        '`data.objective` "span_corruption" or "denoising"',
         lambda x: x.objective in OF_BARE_ROWS and not x.pack,
         "data.objective = {x.objective!r} needs full rows",
         "leave out data.packing = false",
@@ -106,12 +105,6 @@ OF_FILES: tuple[Row, ...] = (
         "leave out data.mean_span_length",
     ),
     (
-        *("data", '`data.objective = "mlm+nsp"`', "`data.streaming`"),
-        lambda x: x.objective == "mlm+nsp" and x.streaming,
-        "data.objective = {x.objective!r} takes random passages from all rows",
-        "set data.streaming to false",
-    ),
-    (
         *("output", "`output.tensorboard = false`", '"tensorboard" or "all" in `report_to`'),
         lambda x: x.tensorboard is False and {"tensorboard", "all"} & set(x.reports),
         "report_to names TensorBoard, but tensorboard is false",
@@ -122,12 +115,6 @@ OF_FILES: tuple[Row, ...] = (
         lambda x: len(x.reports) > 1 and {"none", "all"} & set(x.reports),
         'report_to is a list of names, or "none" or "all" alone',
         "leave the others out",
-    ),
-    (
-        *("model", "`model.shared_embeddings`", "a model without `model.generator`"),
-        lambda x: x.shared_embeddings and x.generator is None,
-        "shared_embeddings is given without generator",
-        "give both",
     ),
     (
         *("teacher", "`paths`, `cache` or `url` of `[teacher]`", "another of the three"),
@@ -227,8 +214,8 @@ OF_FILES: tuple[Row, ...] = (
     ),
     (
         *("weights", "`loss.row_weights`"),
-        '`data.objective` "mlm+nsp", "span_corruption", "denoising" or "rtd"',
-        lambda x: x.weights and x.objective in OWN_LABELS,
+        '`data.objective` "span_corruption" or "denoising"',
+        lambda x: x.weights and x.objective in OF_BARE_ROWS,
         "loss.row_weights has one weight per label, which data.objective = {x.objective!r} makes "
         "itself",
         "leave it out",
@@ -256,25 +243,6 @@ OF_FILES: tuple[Row, ...] = (
         lambda x: x.teacher and x.teacher.names and set(x.teacher.names) != set(x.data.train_names),
         "teacher.paths has the names {x.teacher.names}, and data.train {x.data.train_names}",
         "give one teacher to each source, under the same name",
-    ),
-    (
-        *("pair", "`model.generator`", "a model that is no ElectraForPreTraining"),
-        lambda x: x.generator and x.objective != "rtd",
-        "{x.name} is trained with {x.objective!r}, and model.generator belongs to an "
-        "ElectraForPreTraining",
-        "leave it out",
-    ),
-    (
-        *("pair", "an ElectraForPreTraining", "no `model.generator`"),
-        lambda x: x.objective == "rtd" and not x.generator,
-        "{x.name} is a discriminator",
-        "give the directory of an ElectraForMaskedLM as model.generator",
-    ),
-    (
-        *("pair", "`model.generator`", '`sharding = "fsdp"`'),
-        lambda x: x.generator and x.sharded,
-        "replaced-token detection is not sharded",
-        "set distributed.sharding to 'ddp'",
     ),
     (
         *("processes", "`training.batch_size`", "a number of processes that does not divide it"),
@@ -355,17 +323,5 @@ OF_FILES: tuple[Row, ...] = (
         lambda x: x.given and _wrong_weights(x.inheritance.teacher_weights, x.number),
         "{name}",
         "give one weight per teacher",
-    ),
-    (
-        *("generator", "`model.generator`", "a model that is no ElectraForMaskedLM"),
-        lambda x: "ElectraForMaskedLM" not in x.names,
-        "model.generator {x.directory} is not an ElectraForMaskedLM",
-        "give one",
-    ),
-    (
-        *("generator's tokenizer", "`model.generator`", "another tokenizer than the run's"),
-        lambda x: x.both[0] != x.both[1],
-        "the generator {x.directory} has another tokenizer than the run",
-        "every token must have the same id in both",
     ),
 )

@@ -84,30 +84,6 @@ RULES = (
         "give the tokenizer of the model",
     ),
     Rule(
-        *("training", '`data.objective = "rtd"`', "`[two_stage]`"),
-        lambda x: x.side == "rtd" and x.two_stage,
-        "replaced-token detection trains two models, which does not fit two stages",
-        "leave out [two_stage]",
-    ),
-    Rule(
-        *("training", '`data.objective = "rtd"`', "`[inheritance]`"),
-        lambda x: x.side == "rtd" and x.teacher,
-        "replaced-token detection trains two models, which does not fit a teacher",
-        "leave out [inheritance] and [teacher]",
-    ),
-    Rule(
-        *("training", '`data.objective = "rtd"`', "`[growth]`"),
-        lambda x: x.side == "rtd" and x.grows,
-        "replaced-token detection trains two models, which does not fit growth in a run",
-        "leave out [growth], and grow both with growkern grow",
-    ),
-    Rule(
-        *("training", '`data.objective = "mlm+nsp"`', "`teacher.cache`, `teacher.url`"),
-        lambda x: x.side and x.cached,
-        "a teacher cache holds predictions for masked rows, not for pairs of passages",
-        "give the paths of teachers",
-    ),
-    Rule(
         *("training", "a model of an encoder and a decoder", "`teacher.cache`, `teacher.url`"),
         lambda x: x.two_stacks and x.cached,
         "a teacher known by its likeliest tokens has no decoder's predictions, which a model of an "

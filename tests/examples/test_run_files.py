@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import examples
 import growkern
-from examples.objectives import TEXTS, make_model, make_tokenizer
+from examples.objectives import TEXTS, make_tokenizer
 from growkern import run as train
 from growkern.cli.commands import app
 from growkern.errors import GrowthWarning
@@ -26,7 +26,6 @@ MODELS = {"small": (2, 24), "shallow": (1, 48), "large": (4, 48)}
 # other files begin with these, in this order
 FIRST = ("source", "inheritance", "teacher_of_law")
 TRAINED = 30_000  # characters of a text that runs train on; the next ones are held out
-ELECTRA = {"generator": "ElectraForMaskedLM", "discriminator": "ElectraForPreTraining"}
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +49,6 @@ def place(tmp_path_factory):
     )  # fmt: skip
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder / "dense")
     words.save_pretrained(folder / "dense")
-    for name, kind in ELECTRA.items():
-        make_model(kind, tokenizer, width=24).save_pretrained(folder / f"small_{name}")
-        tokenizer.save_pretrained(folder / f"small_{name}")
-        sizes = {"hidden_size": 48, "intermediate_size": 96}
-        growkern.grow_checkpoint(folder / f"small_{name}", folder / name, progress=False, **sizes)
     for name, files in (("text", TEXTS[:1]), ("law", TEXTS[1:2])):
         for where, part in ((name, slice(TRAINED)), (f"held_out/{name}", slice(TRAINED, 36_000))):
             (folder / where).mkdir(parents=True)
@@ -120,9 +114,7 @@ def test_a_run_file_trains_and_its_loss_falls(file, place, monkeypatch):
     for one in folders:
         losses = [line["mlm"] for line in log_of(one) if "mlm" in line]
         assert len(losses) >= 5 and losses[-1] < losses[0], (one.name, losses)
-    layers = {"source": 2, "teacher_of_law": 2, "rtd": 2, "mslt": 3, "upcycling": 2}.get(
-        file.stem, 4
-    )
+    layers = {"source": 2, "teacher_of_law": 2, "mslt": 3, "upcycling": 2}.get(file.stem, 4)
     model = transformers.AutoModel.from_pretrained(folders[-1])
     assert model.config.num_hidden_layers == layers
 

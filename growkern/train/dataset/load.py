@@ -42,7 +42,6 @@ from growkern.train.objectives.language_modeling import (
     Collator,
     MaskedLMCollator,
     OuterCollator,
-    SentencePairCollator,
 )
 from growkern.train.rules import check
 
@@ -98,13 +97,7 @@ class TrainingData:
             return CausalLMCollator(tokenizer)
         if objective == "mlm":
             return MaskedLMCollator(tokenizer, share, seed)
-        if objective == "mlm+nsp":
-            return SentencePairCollator(tokenizer, self.train, share, seed)
         # a run needs the code of its own objective alone
-        if objective == "rtd":
-            from growkern.train.objectives.electra import ReplacedTokenCollator
-
-            return ReplacedTokenCollator(tokenizer, share, seed)
         from growkern.train.objectives.spans import DenoisingCollator, SpanCorruptionCollator
 
         if objective == "denoising":

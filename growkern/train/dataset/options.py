@@ -55,10 +55,10 @@ class DataSection:
             or else the user's cache.
         sequence_length: tokens per row, or per input of the encoder with "span_corruption"; of
             pairs, the most tokens of either side.
-        objective: how rows become batches: "mlm" (masked tokens), "mlm+nsp" (and pairs of
-            passages), "clm" (the next token), "span_corruption" (T5), "denoising" (BART), "rtd"
-            (ELECTRA) or "pairs" (records with a text or token ids to be written). "auto" takes
-            that of the model's class, and "pairs" for records of an encoder and a decoder.
+        objective: how rows become batches: "mlm" (masked tokens), "clm" (the next token),
+            "span_corruption" (T5), "denoising" (BART) or "pairs" (records with a text or token ids
+            to be written). "auto" takes that of the model's class, and "pairs" for records of an
+            encoder and a decoder.
         masking_probability: chance or share of the tokens that are masked, by an objective that
             masks some. None takes 0.15, and 0.3 with "denoising".
         mean_span_length: mean tokens per span, with "span_corruption" and "denoising".

@@ -1,4 +1,4 @@
-"""Trains and saves models that Trainer does not: those that FSDP2 has sharded, and pairs of models.
+"""Trains and saves models that Trainer does not: those that FSDP2 has sharded.
 
 Trainer and accelerate neither wrap nor move a sharded model. Its gradients and its checkpoints are
 handled here.
@@ -82,10 +82,6 @@ class Shards:
 
     def load(self, model: Any, directory: Path) -> bool:
         """Load the weights of a checkpoint; False if Trainer has to."""
-        if hasattr(model, "load_both"):
-            # a generator and a discriminator
-            model.load_both(directory)
-            return True
         if self.sharded:
             load_weights(model, directory)
             return True

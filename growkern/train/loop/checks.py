@@ -33,7 +33,6 @@ from growkern.train.growth import GrowthStep, check_order
 from growkern.train.loss.inheritance import Teachers, TeachersOfSources
 from growkern.train.loss.inherited import check_prediction, is_two_stacks
 from growkern.train.loss.options import InheritanceSchedule, LossOptions, Taught
-from growkern.train.loss.side import side_loss_of
 from growkern.train.model.sub_model import TwoStageConfig, layer_stacks, model_depth
 from growkern.train.optimizer import (
     OptimizerChoice,
@@ -94,7 +93,7 @@ def check_settings(
     growth, data = settings.growth, options.get("train_dataset")
     teachers = check_teachers(settings.inheritance, settings.teacher)
     check_choice(settings.optimizer, settings.optimizer_options)
-    facts = {"grows": bool(growth), "sharded": is_sharded(model), "has_length": has_length(data)}
+    facts = {"sharded": is_sharded(model), "has_length": has_length(data)}
     check_together(settings, model, teachers, args, options, **facts)
     if growth:
         check_order(growth, args.max_steps)
@@ -107,7 +106,6 @@ def check_together(
     args: TrainingArguments,
     options: dict[str, Any],
     *,
-    grows: bool,
     sharded: bool,
     has_length: bool,
 ) -> None:
@@ -118,19 +116,14 @@ def check_together(
 
     Args:
         teachers: that run, maybe none; None for one that is known by its likeliest tokens.
-        grows: whether the model grows in the run, or at its start.
         sharded: whether every process holds a part of each parameter.
         has_length: whether the training data has a length.
     """
     check_arguments(args, options)
-    two_stage, growth, side = settings.two_stage, settings.growth, side_loss_of(model)
+    two_stage, growth = settings.two_stage, settings.growth
     check(
         "training",
-        side=side and side.name,
-        two_stage=two_stage is not None,
-        teacher=settings.inheritance is not None,
         cached=teachers is None,
-        grows=grows,
         two_stacks=is_two_stacks(model),
     )
     check_objectives(teachers or (), model)

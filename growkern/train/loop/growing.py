@@ -41,7 +41,6 @@ from growkern.train.growth import (
     unfilled_model,
 )
 from growkern.train.model.sub_model import Part, find_stacks
-from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
 from growkern.train.rules import check as check_rules
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.saving import Saver
@@ -188,15 +187,13 @@ class GrowthInRun:
         ]
 
 
-def complete_directory(model: Any, tokenizer: Any, directory: Path) -> None:
+def complete_directory(model: Any, directory: Path) -> None:
     """Write what belongs beside the weights of a model, beyond what transformers writes.
 
-    That is a complete config, the record of growths, and for a generator a tokenizer of its own.
+    That is a complete config, and the record of growths.
     """
     known = getattr(model, "growth_plan", None)
     complete_config(directory, known and known.source, getattr(model, "config", None))
-    if isinstance(model, ReplacedTokenDetection) and tokenizer is not None:
-        tokenizer.save_pretrained(directory / GENERATOR)
     plan = plan_before(model)
     if plan is not None and misfit(plan, model) is None:
         keep_lineage(history_of(model), directory)

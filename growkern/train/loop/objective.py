@@ -1,4 +1,4 @@
-"""The loss of a batch: of its labels, of teachers, and a side loss; at the depth of its step.
+"""The loss of a batch: of its labels and of teachers, at the depth of its step.
 
 The fused loss takes the place of the model's output projection for the span of one call, so no
 logits are made.
@@ -28,15 +28,12 @@ from growkern.train.loss.rows import (
     take_rows,
 )
 from growkern.train.loss.side import (
-    SideParts,
-    SideTerm,
     count_tokens,
     router_inputs,
     router_term,
     router_weight,
-    side_loss_of,
 )
-from growkern.train.model.flops import ModelCost, cost_of
+from growkern.train.model.flops import ModelCost
 from growkern.train.model.forward import run_model, unwrapped
 from growkern.train.model.head import (
     IGNORE_INDEX,
@@ -80,7 +77,6 @@ class _Run(NamedTuple):
     rows: LossRows
     parts: Any
     outputs: Any
-    side: SideParts | None
     taught_by: list[int] | None
 
 
@@ -96,7 +92,6 @@ class Objective:
     Attributes:
         causal: whether the model predicts the next token.
         decoder: whether the labels belong to a decoder beside an encoder.
-        side: the loss beside that of the labels, or None.
         flops: of the steps.
     """
 
@@ -119,8 +114,6 @@ class Objective:
         self._loss_arguments = loss.arguments()
         self.decoder = is_two_stacks(model)
         self.causal = not self.decoder and is_causal(model)
-        side = side_loss_of(model)
-        self.side = None if side is None else SideTerm(side)
         costs = [ModelCost(x, find_stacks(text_model(x))) for x in teachers.models]
         self.flops = FlopCounter(None, costs, model.main_input_name, decoder=self.decoder)
 
@@ -134,7 +127,7 @@ class Objective:
         self.layers = model_depth(self._stacks) or model.config.num_hidden_layers
         self._vocabulary = self.check_size(model)
         self._router_weight = router_weight(model)
-        self.flops.cost = cost_of(model, self._stacks)
+        self.flops.cost = ModelCost(model, self._stacks)
 
     def check_size(self, model: Any) -> int | None:
         """The columns that model and teachers share; refuses a model that does not fit them."""
@@ -155,8 +148,6 @@ class Objective:
             batches: at least one, without repeated examples.
         """
         schedule, cached = self.inheritance, isinstance(self.teachers, TopKTeacher)
-        if self.side is not None:
-            self.side.items = add_up(accelerator, self.side.count(batches).to(device))
         if self._router_weight:
             tokens = torch.stack([count_tokens(batch) for batch in batches]).sum()
             self._tokens = add_up(accelerator, tokens.to(device))
@@ -188,12 +179,8 @@ class Objective:
                 # a batch that only fills up has none
                 share = term.loss / every.clamp(min=1)
                 run = run._replace(loss=run.loss + self._router_weight * share)
-        if items is None:
-            return self._with_side(run), run.outputs
         loss = run.loss
-        if self.side is not None and run.side is not None:
-            loss = self.side.added(loss, run.side, meter)
-        if accelerator.num_processes > 1:
+        if items is not None and accelerator.num_processes > 1:
             # DDP averages the gradients, but the loss is divided by the labels of all processes
             loss = loss * accelerator.num_processes
         return loss, run.outputs
@@ -201,19 +188,12 @@ class Objective:
     def evaluate(self, model: Any, inputs: Any, items: Any, accelerator: Any) -> tuple[Tensor, Any]:
         """The loss of a batch without a teacher, and the other outputs; arguments of `train`."""
         run = self._run(model, inputs, WHOLE, accelerator, items)
-        return self._with_side(run), run.outputs
+        return run.loss, run.outputs
 
-    def evaluate_rows(
-        self, model: Any, inputs: Any, accelerator: Any
-    ) -> tuple[Tensor, Tensor, SideParts | None]:
-        """The losses (B, S) of a batch, the labels of each example (B,), and the side loss."""
+    def evaluate_rows(self, model: Any, inputs: Any, accelerator: Any) -> tuple[Tensor, Tensor]:
+        """The losses (B, S) of a batch, and the labels of each example (B,)."""
         run = self._run(model, inputs, WHOLE, accelerator, None, reduction="none")
-        return run.loss, (run.rows.labels_BS != IGNORE_INDEX).sum(1), run.side
-
-    def _with_side(self, run: _Run) -> Tensor:
-        if self.side is None or run.side is None:
-            return run.loss
-        return run.loss + self.side.mean(run.side)
+        return run.loss, (run.rows.labels_BS != IGNORE_INDEX).sum(1)
 
     def _run(
         self,
@@ -228,7 +208,6 @@ class Objective:
     ) -> _Run:
         # accelerate looks at every module to unwrap a model
         inner, inputs = unwrapped(model), dict(inputs)
-        targets = None if self.side is None else self.side.take(inputs)
         rows = self._take_rows(inputs, plan, weighted=training)
         inputs = inputs_of(inner, inputs, rows.labels_BS)
         options |= self._options(inputs, rows, plan, items)
@@ -249,8 +228,7 @@ class Objective:
             inputs |= router_inputs(inner)
         outputs = run_model("model", model, inputs, part(), head_swap(inner, loss_of))
         loss = take_logits(outputs)
-        side = None if self.side is None else self.side.parts(outputs, targets, loss.device)
-        return _Run(loss, rows, seen[0], outputs, side, taught_by)
+        return _Run(loss, rows, seen[0], outputs, taught_by)
 
     def _take_rows(self, inputs: dict[str, Any], plan: Plan, *, weighted: bool) -> LossRows:
         """Remove the labels and row weights from a batch, and align them."""

@@ -126,7 +126,7 @@ def complete(
     check_labels(trainer.train_dataset, without(own), trainer._train_batch_size, "training")
     data = trainer.eval_dataset
     for dataset in data.values() if isinstance(data, dict) else [data]:
-        collator = without(evaluation_collator(own, dataset))
+        collator = without(evaluation_collator(own))
         check_labels(dataset, collator, args.eval_batch_size, "evaluation")
     trainer.data_collator = objective.teachers.collator(own, trainer.train_dataset)
     schedule = objective.inheritance

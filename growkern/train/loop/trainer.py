@@ -33,7 +33,7 @@ from growkern.train.loop.setup import complete, prepare
 from growkern.train.loss.batches import Batches, unchanged_random_state
 from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.passes import stream_loader
-from growkern.train.loss.side import EvaluationSums, side_loss_of
+from growkern.train.loss.side import EvaluationSums
 from growkern.train.model.contexts import setting
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator
@@ -55,7 +55,6 @@ class TwoStageTrainer(Trainer):
     Batches are {input_ids, labels, ...}. Labels of causal models are not shifted. With an encoder
     and a decoder the labels belong to the decoder, and `decoder_input_ids` are made of them if the
     batch has none; a depth of stage 1 counts for both stacks. The loss is `linear_kl_mlm_loss`.
-    `BertForPreTraining` and `ReplacedTokenDetection` add a loss of their own, computed plainly.
     Evaluation is the plain cross-entropy of the whole model without a teacher, as a mean over all
     labels.
 
@@ -66,8 +65,8 @@ class TwoStageTrainer(Trainer):
     routers, before its coefficient), alpha, depth and tokens_per_second.
 
     Args:
-        model: a ...ForMaskedLM or ...ForCausalLM model, a model of an encoder and a decoder
-            such as T5ForConditionalGeneration, or one of the two above.
+        model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a
+            decoder such as T5ForConditionalGeneration.
         args: of `transformers.Trainer`, which gets a copy.
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
@@ -134,7 +133,7 @@ class TwoStageTrainer(Trainer):
         early = prepare(settings, model, args, options)
         self.objective, self.optimizers, self.growths, self.shards, self.precision = early
         self.two_stage, self.inheritance = two_stage, inheritance
-        self.loss, self.side = self.objective.loss, side_loss_of(model)
+        self.loss = self.objective.loss
         keeps = getattr(model.config, "use_cache", None)
         super().__init__(model=model, args=args, **options)
         # Trainer switches the cache off; here each forward pass does that for itself
@@ -153,7 +152,7 @@ class TwoStageTrainer(Trainer):
         """Trainer's, but a collator that draws masks draws the same at every evaluation."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        collator = evaluation_collator(self.data_collator, dataset)
+        collator = evaluation_collator(self.data_collator)
         with setting(self, "data_collator", self.batches.collator(collator, dataset)):
             return guard_workers(super().get_eval_dataloader(eval_dataset))
 
@@ -303,7 +302,7 @@ class TwoStageTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Trainer's, with a mean over labels; training draws the same random numbers as without."""
-        self._sums = EvaluationSums(self.side)
+        self._sums = EvaluationSums()
         self.stops.evaluated = 0
         try:
             with unchanged_random_state():
@@ -369,7 +368,7 @@ class TwoStageTrainer(Trainer):
         if not self.shards.save(*parts, self._save, is_first):
             super().save_model(str(directory), _internal_call=True)
         if is_first:
-            complete_directory(*parts)
+            complete_directory(self.model, directory)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -291,10 +291,16 @@ def check_model(model: Any, causal: bool, *, tensor_parallel: bool = False) -> N
     """Refuse a model that would be trained wrongly.
 
     It is quantised or without memory; it was sharded in a way that does not train right; its tokens
-    see the tokens that they predict; or its router has a loss of another kind. With
+    see the tokens that they predict; it has a second head with a loss of its own; or its router
+    has a loss of another kind. With
     `tensor_parallel` the processes of a group see the same batches.
     """
     name = type(model).__name__
+    if {cls.__name__ for cls in type(model).__mro__} & set(PRETRAINING):
+        raise GrowthError(
+            f"{name} has a second loss, which this training would leave out: give a "
+            "...ForMaskedLM model"
+        )
     check_sharding(model, "model", tensor_parallel=tensor_parallel)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise GrowthError(f"{name} is on the meta device: load its weights before training")
@@ -366,11 +372,6 @@ def _check_type(name: str, model: Any) -> None:
 def _check_student(inner: Any) -> None:
     if inner in _checked["model"]:
         return
-    if {cls.__name__ for cls in type(inner).__mro__} & set(PRETRAINING):
-        raise GrowthError(
-            f"{type(inner).__name__} has a second loss, which inherited_loss would leave out: "
-            "train it with TwoStageTrainer, or give a ...ForMaskedLM model"
-        )
     causal = not is_two_stacks(inner) and is_causal(inner)
     check_model(inner, causal, tensor_parallel=True)
     check_head(inner)

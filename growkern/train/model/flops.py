@@ -181,26 +181,6 @@ class ModelCost:
         return total
 
 
-class PairCost(ModelCost):
-    """The FLOPs of two models that train in one step, such as ELECTRA's.
-
-    The output projection of the generator runs once more, without gradients, to draw tokens. The
-    discriminator has no projection onto the vocabulary.
-    """
-
-    def __init__(self, generator: ModelCost, discriminator: ModelCost) -> None:
-        self.generator = generator
-        self._both = (generator, discriminator)
-
-    def train_of(self, sizes: "Sizes", part: Part | None = None) -> float:
-        """Of both."""
-        return sum(cost.train_of(sizes, part) for cost in self._both)
-
-    def head_row(self, *, train: bool) -> float:
-        """FLOPs of the output projection for one row, drawing included."""
-        return self.generator.head_row(train=train) + self.generator.head_row(train=False)
-
-
 class Sizes(NamedTuple):
     """The numbers of sequences, of tokens, and of pairs of tokens that attend to each other.
 
@@ -352,14 +332,3 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         *(per_token(rows), per_token(before), first, crosses, per_token(of_encoder)),
         *(per_sequence, any(bare)),
     )
-
-
-def cost_of(model: Any, stacks: Sequence[nn.ModuleList]) -> ModelCost | PairCost:
-    """The FLOPs of a model in training, which may consist of a generator and a discriminator."""
-    if not (hasattr(model, "generator") and hasattr(model, "discriminator")):
-        return ModelCost(model, stacks)
-    costs = []
-    for half in (model.generator, model.discriminator):
-        own = {id(module) for module in half.modules()}
-        costs.append(ModelCost(half, [stack for stack in stacks if id(stack) in own]))
-    return PairCost(*costs)

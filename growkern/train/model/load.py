@@ -27,7 +27,7 @@ from growkern.growth.source.refused import refuse_adapter_directory
 from growkern.train.rules import check
 
 # classes that predict masked tokens, and something else
-PRETRAINING = ("BertForPreTraining", "ReplacedTokenDetection")
+PRETRAINING = ("BertForPreTraining",)
 # classes that predict the next token, also of texts without images
 CAUSAL = {
     *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
@@ -45,21 +45,11 @@ class ModelSection:
         path: checkpoint directory, or a model on the Hub, ORGANISATION/NAME; None with [growth].
         revision: branch, tag or commit of a model on the Hub in `path`.
         tokenizer: directory of the tokenizer; None takes the one of the checkpoint.
-        generator: directory of ELECTRA's generator, beside a discriminator in `path`.
-        shared_embeddings: whether the generator uses the embeddings of the discriminator.
-
-    Raises:
-        GrowthError: embeddings are shared without a generator.
     """
 
     path: str | None = None
     revision: str | None = None
     tokenizer: str | None = None
-    generator: str | None = None
-    shared_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        check("model", self)
 
 
 def load_language_model(directory: Path, dtype: torch.dtype | None = None) -> Any:

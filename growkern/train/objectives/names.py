@@ -16,11 +16,11 @@ from growkern.arguments import Limit
 from growkern.errors import GrowthError, nearest
 from growkern.train.model.load import CAUSAL
 
-Objective = Literal["auto", "mlm", "mlm+nsp", "clm", "span_corruption", "denoising", "pairs", "rtd"]
+Objective = Literal["auto", "mlm", "clm", "span_corruption", "denoising", "pairs"]
 OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")
 # special tokens that the collator adds to a row
-ADDED = {"mlm+nsp": 3, "denoising": 2}
-# share of the tokens that are masked, in the papers of BERT, T5 and ELECTRA, and in that of BART
+ADDED = {"denoising": 2}
+# share of the tokens that are masked, in the papers of BERT and T5, and in that of BART
 SHARE, DENOISING_SHARE = 0.15, 0.3
 
 
@@ -37,10 +37,6 @@ def row_length(objective: Objective, length: int, share: float, mean_span: float
 def objectives_of(cls: type) -> tuple[Objective, ...]:
     """The objectives that a class of transformers can be trained with; the first is its default."""
     names = {base.__name__ for base in cls.__mro__}
-    if "BertForPreTraining" in names:
-        return ("mlm+nsp",)
-    if "ElectraForPreTraining" in names:
-        return ("rtd",)
     if names & set(SEQ_TO_SEQ.values()):
         is_t5 = any("T5" in name for name in names)
         first: tuple[Objective, ...] = ("span_corruption", "denoising")

@@ -22,7 +22,6 @@ from transformers.integrations.integration_utils import (
 from growkern.arguments import check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.ops.loss.rows.options import LABEL_OPTIONS
-from growkern.train.loss.side import SideLoss
 from growkern.train.rules import check
 from growkern.train.run.file import OutputSection, Run, has_tensorboard
 
@@ -147,19 +146,16 @@ def _check_steps(args: TrainingArguments) -> None:
         ) from error
 
 
-def check_best_metric(args: TrainingArguments, sets: Sequence[str], side: SideLoss | None) -> None:
+def check_best_metric(args: TrainingArguments, sets: Sequence[str]) -> None:
     """Check that evaluations give the number by which a trainer chooses its best model.
 
     Args:
         sets: the names of the validation data, if it has several parts.
-        side: the loss beside that of the labels.
     """
     chosen = args.metric_for_best_model
     if chosen is None or args.eval_strategy == "no":
         return
-    names = ["loss", *((side.name, f"{side.name}_accuracy") if side else ())]
-    if sets:
-        names = ["loss", *(f"{part}_{name}" for part in sets for name in names)]
+    names = ["loss", *(f"{part}_loss" for part in sets)]
     if chosen.removeprefix("eval_") not in names:
         raise GrowthError(
             f"trainer.metric_for_best_model is {chosen!r}, which an evaluation does not give"

@@ -133,13 +133,12 @@ def header(
     """The lines that describe a run before its first step."""
     settings, training, data = run.settings, run.settings.training, run.data
     sequences = training.batch_size * training.accumulation
-    objective: str = data.objective
     flops = trainer.flops_per_step(sequences, data.sequence_length, *_labelled_share(data))
     dtype = str(run.model.dtype).removeprefix("torch.")
     lines = {
         "model": _describe_model(trainer.model, run.model.directory),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
-        "objective": objective if trainer.side is None else f"{objective}: {trainer.side.about}",
+        "objective": data.objective,
         "precision": f"{PRECISIONS[run.precision]}; the checkpoint is {dtype}",
         "optimizer": _describe_optimizer(training.optimizer, trainer.optimizers.plan),
         "device": _describe_device(run.arguments.device, run.arguments.world_size),

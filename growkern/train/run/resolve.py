@@ -31,10 +31,8 @@ from growkern.train.distributed.shard import check_replicas, join_processes
 from growkern.train.growth import check_new_layers, later_sizes, on_meta, options_of
 from growkern.train.loop.callbacks import ExpertBalancing
 from growkern.train.loop.checks import Settings, check_together, choose_precision
-from growkern.train.loss.side import SIDE_LOSSES
-from growkern.train.loss.vocabulary import check_tokenizers, tokenizer_fingerprint
+from growkern.train.loss.vocabulary import check_tokenizers
 from growkern.train.model.load import check_directory, check_fits, has_tokenizer, load_tokenizer
-from growkern.train.objectives.electra import ReplacedTokenDetection
 from growkern.train.objectives.language_modeling import Collator
 from growkern.train.objectives.names import Objective, choose
 from growkern.train.rules import check
@@ -109,7 +107,6 @@ class ResolvedRun:
     Attributes:
         base: folder that the paths in `settings` are relative to.
         model: to be trained, or to be grown at the start.
-        generator: ELECTRA's, beside a discriminator.
         student: the model in training, on the meta device.
         teachers: those that run in this process.
         known: the tokens that all of these know, if the student has further ones.
@@ -128,7 +125,6 @@ class ResolvedRun:
     base: Path
     output: Path
     model: Checkpoint
-    generator: Checkpoint | None
     student: Any
     teachers: tuple[Checkpoint, ...]
     tokenizer: Any
@@ -166,16 +162,13 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     checked_arguments(run.trainer or {})
     sources = find_sources(run.data, base)
     texts = {name: list(source.files) if source else [] for name, source in sources.items()}
-    section = run.model
     model, source = _opened(run, base)
-    generator = section.generator and Checkpoint.of(locate(base, section.generator))
     names = run.teacher.directories if run.teacher else ()
     teachers = tuple(Checkpoint.of(locate(base, name)) for name in names)
-    data = replace(run.data, objective=_objective(run, model, generator or None))
+    data = replace(run.data, objective=_objective(run, model))
 
     of_words = locate(base, *run.words)
     inputs = {run.checkpoint: model.directory}
-    inputs |= {str(section.generator): generator.directory} if generator else {}
     inputs |= {name: teacher.directory for name, teacher in zip(names, teachers, strict=True)}
     inputs |= _other_inputs(run, base, of_words)
     output = behind_link(base / run.output.directory)
@@ -187,23 +180,20 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     plan, planned = _plans(run, source, model.training_dtype, base)
     length = run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
-    if generator:
-        _check_generator(generator, tokenizer, length)
     known = _known_tokens(tokenizer, teachers, length)
     readers = open_data(data, sources, tokenizer, run.loss.row_weights if run.loss else None)
-    student = _student(run, model, generator or None, plan)
+    student = _student(model, plan)
     if processes > 1:
         # the arguments ask for the devices of all processes
         join_processes()
     args = training_arguments(run, output, progress=progress)
     _check_together(run, args, student, teachers)
-    check_best_metric(args, run.data.validation_names, SIDE_LOSSES.get(data.objective))
+    check_best_metric(args, run.data.validation_names)
     return ResolvedRun(
         settings=run,
         base=base,
         output=output,
         model=model,
-        generator=generator or None,
         student=student,
         teachers=teachers,
         tokenizer=tokenizer,
@@ -223,7 +213,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
 def _opened(run: Run, base: Path) -> tuple[Checkpoint, Source | None]:
     """The model that a run begins with, and the same as a source if it will grow."""
     place, growth = locate(base, run.checkpoint, run.revision), run.first_growth
-    if not run.growths or run.model.generator is not None:
+    if not run.growths:
         return Checkpoint.of(place), None
     check_directory(place)
     stamps = Stamps.of(config_directory(place) / CONFIG_FILE)
@@ -242,41 +232,20 @@ def _other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:
     return inputs | {name: base / name for name in named if name}
 
 
-def _check_generator(generator: Checkpoint, tokenizer: Any, length: int) -> None:
-    """Check that a generator reads the rows and the tokens of the run."""
-    check_fits(generator.directory, tokenizer, length, generator.config)
-    own = _words_of(generator) if has_tokenizer(generator.directory) else tokenizer
-    both = [tokenizer_fingerprint(x) for x in (own, tokenizer)]
-    check("generator's tokenizer", directory=generator.directory, both=both)
-
-
-def _objective(run: Run, model: Checkpoint, generator: Checkpoint | None) -> Objective:
+def _objective(run: Run, model: Checkpoint) -> Objective:
     """The objective of a run."""
-    objective = choose(
-        run.data.objective,
-        class_of(model.directory, model.config),
-        targets=bool(run.data.target_column or run.data.labels_column),
-    )
-    pair = {"name": run.checkpoint, "generator": generator, "objective": objective}
-    check("pair", **pair, sharded=run.is_sharded)
-    if generator is not None:
-        names = generator.config.architectures or ()
-        check("generator", directory=generator.directory, names=names)
-    return objective
+    has_targets = bool(run.data.target_column or run.data.labels_column)
+    cls = class_of(model.directory, model.config)
+    return choose(run.data.objective, cls, targets=has_targets)
 
 
-def _student(
-    run: Run, model: Checkpoint, generator: Checkpoint | None, plan: GrowthPlan | None
-) -> Any:
+def _student(model: Checkpoint, plan: GrowthPlan | None) -> Any:
     """The model that a run trains, on the meta device."""
     if plan is not None:
         student = on_meta(plan.large.class_name, plan.target_config, model.training_dtype)
         student.growth_plan = plan
         return student
-    if generator is None:
-        return model.without_weights()
-    pair = generator.without_weights(), model.without_weights()
-    return ReplacedTokenDetection(*pair, shared_embeddings=run.model.shared_embeddings)
+    return model.without_weights()
 
 
 def _check_together(
@@ -295,7 +264,7 @@ def _check_together(
     runs = run.teacher is None or run.teacher.is_model
     models = [teacher.without_weights() for teacher in teachers] if runs else None
     facts = {"sharded": run.is_sharded, "has_length": not run.data.streaming}
-    check_together(settings, student, models, args, {}, grows=bool(run.growth), **facts)
+    check_together(settings, student, models, args, {}, **facts)
 
 
 def _known_tokens(tokenizer: Any, teachers: Sequence[Checkpoint], length: int) -> int | None:

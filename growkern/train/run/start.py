@@ -26,8 +26,6 @@ from growkern.train.growth import Size, grown_model, unfilled_model
 from growkern.train.loop.callbacks import ExpertBalancing
 from growkern.train.loop.checks import check_switches, stages_in_steps, steps_per_epoch
 from growkern.train.loop.trainer import TwoStageTrainer
-from growkern.train.objectives.electra import ReplacedTokenDetection
-from growkern.train.objectives.language_modeling import PassageCollator
 from growkern.train.run.directory import begin, has_steps_left, identity_of, is_finished, is_ours
 from growkern.train.run.file import load_runs
 from growkern.train.run.messages import (
@@ -171,9 +169,6 @@ def build_trainer(
 
     # only to refuse it before the model is read: the trainer counts the batches of its own loader
     stages_in_steps(settings.two_stage, settings.later_growths, length)
-    collator = run.collator
-    if isinstance(collator, PassageCollator):
-        collator = collator.drawing_from(data.train)
     model = build_model(run, first_start=first_start)
     speed = training.expert_balancing
     teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
@@ -192,7 +187,7 @@ def build_trainer(
         processing_class=tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,
-        data_collator=collator,
+        data_collator=run.collator,
         callbacks=None if speed is None else [ExpertBalancing(speed)],
         precision=run.precision,
         **{field.name: getattr(training, field.name) for field in fields(StepOptions)},
@@ -216,10 +211,6 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     dtype = start.training_dtype
     # None: the weights are not rounded, whatever their config says
     wanted = dtype if dtype != start.dtype else None
-    if run.generator is not None:
-        pair = [checkpoint.load(wanted) for checkpoint in (run.generator, start)]
-        shares = run.settings.model.shared_embeddings
-        return ReplacedTokenDetection(*pair, shared_embeddings=shares)
     if growth is None or run.plan is None:
         return shard(start.load(wanted), options)
     if first_start:

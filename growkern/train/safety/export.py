@@ -25,7 +25,6 @@ from growkern.publish.calls import make_folder
 from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
 from growkern.train.model.load import load_language_model
-from growkern.train.objectives.electra import GENERATOR, ReplacedTokenDetection
 from growkern.train.safety.checkpoints import checkpoints_in, first_whole
 
 KIND = "exporting"
@@ -68,11 +67,6 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         changed = [name for name, checksum in copied.items() if checksum != manifest[name][1]]
         if changed:
             raise GrowthError(f"{checkpoint / changed[0]} was changed: export again")
-        if isinstance(model, ReplacedTokenDetection):
-            # the manifest of the checkpoint covers its folder
-            start = f"{GENERATOR}/"
-            names = [name.removeprefix(start) for name in manifest if name.startswith(start)]
-            copy_companions(checkpoint / GENERATOR, new / GENERATOR, only=names)
         try:
             model.to(wanted or model.dtype).save_pretrained(new)
         except SafetensorError as error:
@@ -86,9 +80,6 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
 
 
 def _load(checkpoint: Path) -> Any:
-    if (checkpoint / GENERATOR).is_dir():
-        pair = (load_language_model(place) for place in (checkpoint / GENERATOR, checkpoint))
-        return ReplacedTokenDetection(*pair)
     if not has_weights(checkpoint):
         return load_language_model(checkpoint)
     config = read_config(checkpoint, any_family=True)

@@ -12,7 +12,6 @@ from growkern.train.dataset.load import TokenBlocks, TrainingData
 RUN = """
 [model]
 path = "model"
-{model}
 [data]
 train = ["text/*.txt"]
 validation = ["held_out.txt"]
@@ -43,7 +42,7 @@ def model_of(objective, **options):
     return make_model(name, tokenizer(kind), **options)
 
 
-def place_of(directory, objective, *, model="", data="", training="", more="", steps=50):
+def place_of(directory, objective, *, data="", training="", more="", steps=50):
     """Write the inputs of a run to a directory.
 
     Returns:
@@ -51,18 +50,13 @@ def place_of(directory, objective, *, model="", data="", training="", more="", s
     """
     kind = MODELS[objective][1]
     torch.manual_seed(0)
-    models = {"model": model_of(objective)}
-    if objective == "rtd":
-        models["generator"] = make_model("ElectraForMaskedLM", tokenizer(kind), width=16)
-        model = f'generator = "generator"\n{model}'
-    for folder, one in models.items():
-        one.save_pretrained(directory / folder)
-        tokenizer(kind).save_pretrained(directory / folder)
+    model_of(objective).save_pretrained(directory / "model")
+    tokenizer(kind).save_pretrained(directory / "model")
     (directory / "text").mkdir()
     for file in TEXTS:
         (directory / "text" / f"{file.stem}.txt").write_text(file.read_text())
     (directory / "held_out.txt").write_text(TEXTS[0].read_text()[:6000])
-    parts = {"model": model, "data": data, "training": training, "more": more}
+    parts = {"data": data, "training": training, "more": more}
     text = RUN.format(length=LENGTH, steps=steps, save_every=max(1, steps // 2), **parts)
     (directory / "run.toml").write_text(text)
     return directory / "run.toml"
