@@ -41,6 +41,7 @@ from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
 from bench.shared.recorder import Recorder
 from bench.shared.roofline import HotCode, estimate, read_gcn, read_sass
 from growkern.ops.backend import nvrtc
+from growkern.ops.expand.on_triton import GATHER
 
 BACKENDS = Path(triton.__file__).parent / "backends"
 # some builds of Triton lack the AMD backend
@@ -93,7 +94,7 @@ def compile_case(case: AotCase, arch: str) -> dict[str, Any]:
         "narrow": case.narrow,
         "wide_store_share": round(code.wide_share(wide, stores=True), 2),
         "narrow_stores": case.narrow_stores,
-        **estimate(code, elements, case.traffic, arch),
+        **estimate(code, elements, case.traffic, arch, gathers=case.narrow == GATHER),
     }
 
 

@@ -62,6 +62,7 @@ def aot_table(results: Path) -> str:
         "bytes per element": "bytes",
         "bound": "bound",
         "of bandwidth": "of bandwidth",
+        "at random places": "at random places",
     }
 
     def line(row: Row) -> list[str]:
@@ -82,6 +83,8 @@ def aot_table(results: Path) -> str:
         '- "of bandwidth" is the largest share of the chip\'s memory bandwidth that the kernel can '
         "use. Instruction issue, special functions and load-store units limit it. The chip's rates "
         "are from data sheets (`bench/shared/roofline.py`).\n"
+        '- "at random places" is this share where every column is read at a random place of its row. '
+        "It rests on one measurement, of bfloat16 on an H200.\n"
         "- For a CUDA kernel this share may be too low: branches that exclude each other all "
         "count, and an unrolled loop counts completely.\n"
         "- The last column says why loads or stores may be narrow. All others are 16 bytes wide, "

@@ -48,6 +48,7 @@ class HotCode:
         stores: bytes per store -> number of stores.
         summing: how many instructions are in loops that load and store nothing: they add up.
         exchanges: how many of these are barriers, or move data between threads.
+        gathers: how many instructions load one number from shared memory.
     """
 
     instructions: int
@@ -56,6 +57,7 @@ class HotCode:
     stores: dict[int, int]
     summing: int = 0
     exchanges: int = 0
+    gathers: int = 0
 
     def wide_share(self, wide: int, *, stores: bool = False) -> float:
         """Share of the bytes that are accessed `wide` or more bytes at a time.
@@ -91,6 +93,10 @@ class _Line(NamedTuple):
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _SASS_WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _GCN_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
+# Cycles that a warp's load of 32 numbers at random places takes. In shared memory it is the largest
+# number of them in one of 32 banks, on average. From memory it is what `expand` of bfloat16 with
+# arbitrary maps took on an H200, 0.105 ms at commit db4503e, by its 128 loads for 128 numbers.
+SHARED_GATHER, MEMORY_GATHER = 3.5, 13
 # Accesses of global memory. LDGSTS loads straight into shared memory.
 _SASS_ACCESSES = ("LDG", "LDGSTS", "STG")
 
@@ -111,7 +117,10 @@ def read_sass(text: str) -> HotCode:
         lines.append(_Line(operation, width if base in _SASS_ACCESSES else 0))
     loops = _natural_loops(_successors(instructions))
     exchanges = ("BAR", "SHFL", "STS", "LDS")
-    return _hot(lines, loops, load="LDG", store="STG", special=("MUFU",), exchanges=exchanges)
+    return _hot(
+        lines, loops, load="LDG", store="STG", special=("MUFU",), exchanges=exchanges,
+        gathers=("LDS",),
+    )  # fmt: skip
 
 
 def _successors(instructions: Sequence[tuple[str, str, str, str]]) -> list[list[int]]:
@@ -192,6 +201,7 @@ def read_gcn(text: str) -> HotCode:
         store="global_store",
         special=special,
         exchanges=("ds_",),
+        gathers=("ds_read_b", "ds_read_u", "ds_load_b", "ds_load_u", "ds_bpermute"),
     )
 
 
@@ -203,6 +213,7 @@ def _hot(
     store: str,
     special: tuple[str, ...],
     exchanges: tuple[str, ...],
+    gathers: tuple[str, ...],
 ) -> HotCode:
     hot: set[int] = set()
     summing: set[int] = set()
@@ -224,10 +235,13 @@ def _hot(
         widths(store),
         len(summing),
         sum(lines[i].operation.startswith(exchanges) for i in summing),
+        sum(x.operation.startswith(gathers) for x in code),
     )
 
 
-def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -> dict[str, object]:
+def estimate(
+    code: HotCode, elements: float, traffic: float | None, arch: str, *, gathers: bool = False
+) -> dict[str, object]:
     """Estimate which limit a kernel meets first, and how much of the bandwidth that leaves.
 
     Args:
@@ -236,11 +250,13 @@ def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -
         traffic: least bytes per element that must cross the device's memory; None: all bytes that
             the code accesses.
         arch: the architecture, such as "sm_90".
+        gathers: whether its narrow loads take numbers at any places of the memory.
 
     Returns:
         "bytes per element", "instructions per element", how many of them are in loops that add up,
         the "exchanges" there, "bound" (the limit) and "of bandwidth" (at most this share of the
-        memory bandwidth). For an unknown architecture "no estimate".
+        memory bandwidth). With `gathers` also this share "at random places", where each narrow load
+        of a warp takes `MEMORY_GATHER` cycles. For an unknown architecture "no estimate".
     """
     if arch not in DEVICES:
         return {"no estimate": f"the rates of {arch} are not known"}
@@ -251,9 +267,14 @@ def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -
         "memory": traffic / (chip.tb_s * 1e12),
         "issue": code.instructions / elements / (clock * chip.lanes),
         "special functions": code.special / elements / (clock * chip.special),
-        "load-store": code.accesses / elements / (clock * chip.load_store),
+        "load-store": (code.accesses + SHARED_GATHER * code.gathers)
+        / elements
+        / (clock * chip.load_store),
     }
     bound = max(seconds, key=seconds.__getitem__)
+    narrow = sum(count for width, count in code.loads.items() if width < 8)
+    random = MEMORY_GATHER * narrow / elements / (clock * chip.load_store)
+    at_random = round(seconds["memory"] / max(random, seconds[bound]), 2)
     return {
         "bytes per element": round(traffic, 2),
         "instructions per element": round(code.instructions / elements, 1),
@@ -261,4 +282,5 @@ def estimate(code: HotCode, elements: float, traffic: float | None, arch: str) -
         "exchanges": code.exchanges,
         "bound": bound,
         "of bandwidth": round(seconds["memory"] / seconds[bound], 2),
+        **({"at random places": at_random} if gathers else {}),
     }
