@@ -83,7 +83,7 @@ def aot_table(results: Path) -> str:
         '- "of bandwidth" is the largest share of the chip\'s memory bandwidth that the kernel can '
         "use. Instruction issue, special functions and load-store units limit it. The chip's rates "
         "are from data sheets (`bench/shared/roofline.py`).\n"
-        '- "at random places" is this share where every column is read at a random place of its row. '
+        '- "at random places" is this share where columns are read at random places of a row. '
         "It rests on one measurement, of bfloat16 on an H200.\n"
         "- For a CUDA kernel this share may be too low: branches that exclude each other all "
         "count, and an unrolled loop counts completely.\n"
