@@ -105,8 +105,8 @@ IMPORT_BY_NAME = {
 # all that the layers above may take of ops
 PUBLIC_OPS = {
     "growkern.ops.adamw.factors.Factors",
-    "growkern.ops.adamw.factors.Part",
-    "growkern.ops.adamw.factors.Rule",
+    "growkern.ops.adamw.factors.StatePart",
+    "growkern.ops.adamw.factors.UpdateRule",
     "growkern.ops.adamw.op.adamw_step",
     "growkern.ops.backend.choose.Backend",
     "growkern.ops.backend.choose.describe_backends",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.shared.inputs import OPTIONS, in_nan, make_case, make_heads, make_labels, make_logits
-from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.op import adamw_step
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.many import expand_many
@@ -320,11 +320,11 @@ def _step(shape: tuple[int, ...], rng: torch.Generator, *, amsgrad: bool, maximi
         each = [random(n).abs() + 0.5 for n in shape]
         vectors.append((each[0][:, None], each[1]) if len(shape) == 2 else tuple(each))
     lr, eps, old = vectors
-    rule = Rule(1e-2, 0.9, 0.99, 1e-3, 0.1, maximize, 3.0)
+    rule = UpdateRule(1e-2, 0.9, 0.99, 1e-3, 0.1, maximize, 3.0)
 
     def run(backend: str) -> list[Tensor]:
         dtype = FP64 if backend == "reference" else FP32
-        part = Part(*(x.to(dtype, copy=True) for x in tensors))
+        part = StatePart(*(x.to(dtype, copy=True) for x in tensors))
         wide = [tuple(x.to(dtype) for x in of) for of in (lr, eps)]
         factors = Factors(*wide, tuple(x > 1 for x in old))
         adamw_step(part, factors, 0.3, rule, backend=backend)

@@ -19,7 +19,13 @@ from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
 from growkern.growth.disk.sentence import becomes_sentence_model, check_modules, write_modules
 from growkern.growth.disk.shards import lay_out
-from growkern.growth.disk.staging import check_space, check_target, refusing, staging, sweep
+from growkern.growth.disk.staging import (
+    check_space,
+    check_target,
+    delete_staging,
+    refusing,
+    staging,
+)
 from growkern.growth.disk.stream import Stream
 from growkern.growth.models import class_shapes, fit_cache, restore_buffers, tie, untrained_model
 from growkern.growth.optimizer.file import OPTIMIZER_FILE, OptimizerStream
@@ -29,7 +35,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
 from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
 from growkern.growth.plan.tensors.tensor import build_each
 from growkern.growth.record.lineage import (
-    Settings,
+    GrowthSettings,
     identity,
     lineage_text,
     source_files,
@@ -233,7 +239,7 @@ def grow_checkpoint(
             disk is full. The target is unchanged in all cases.
     """
     shard_size = parse_size("max_shard_size", max_shard_size)
-    settings = Settings(backend, shard_size, allow_nonfinite)
+    settings = GrowthSettings(backend, shard_size, allow_nonfinite)
     source_path = path_of("source_dir", source_dir, "a directory; growkern.grow takes models")
     target_path = path_of("target_dir", target_dir)
     if optimizer is None and moments != "grow":
@@ -266,7 +272,7 @@ def grow_checkpoint(
 
 def _carry_out(
     make_plan: Callable[[], GrowthPlan],
-    settings: Settings,
+    settings: GrowthSettings,
     source_dir: Path,
     target_dir: Path,
     *,
@@ -281,7 +287,7 @@ def _carry_out(
     start, target = time.perf_counter(), target_dir.resolve()
     limit = parse_size("memory_limit", memory_limit)
     with refusing(target):
-        sweep(target)
+        delete_staging(target)
         check_target(source_dir, target, overwrite)
     grown = make_plan()
     source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache

@@ -49,7 +49,7 @@ def workplace_of(target: Path, kind: str) -> Path:
     return target.parent / f".{target.name}.{kind}"
 
 
-def sweep(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
+def delete_leftovers(target: Path, kind: str, may_replace: Callable[[Path], bool]) -> None:
     """Finish or undo the unfinished work of a killed process beside a target, and tidy up.
 
     Unfinished new contents are kept for a resume.

@@ -31,7 +31,7 @@ from growkern.growth.record.recorded import growth_plan_of
 from growkern.growth.sharded import device_of, fill, named_tensors, plan_into
 from growkern.growth.source.source import Source, open_source
 from growkern.train.distributed.shard import DistributedOptions, shard
-from growkern.train.model.sub_model import Part
+from growkern.train.model.sub_model import ModelPart
 from growkern.train.rules import check
 
 
@@ -169,12 +169,12 @@ class Size:
     plan: GrowthPlan | None
 
 
-def new_part(step: int, growth: GrowthStep, size: Size) -> Part | None:
+def new_part(step: int, growth: GrowthStep, size: Size) -> ModelPart | None:
     """The part that trains after a growth while its `new_layers_steps` last; None later."""
     if step >= growth.at_step + growth.new_layers_steps:
         return None
     layers = layers_of(size)
-    return Part(max(new for _, new in layers), tuple(new - old for old, new in layers))
+    return ModelPart(max(new for _, new in layers), tuple(new - old for old, new in layers))
 
 
 def layers_of(size: Size) -> list[tuple[int, int]]:

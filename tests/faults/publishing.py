@@ -29,7 +29,7 @@ def prepare(folder, overwrite):
 
 def publish(folder, overwrite):
     target = folder / "target"
-    workplace.sweep(target, "testing", may_replace)
+    workplace.delete_leftovers(target, "testing", may_replace)
     if target.exists() and not overwrite:
         raise GrowthError(f"{target} exists")
     with workplace.Workplace(target, "testing", may_replace, resume=False) as place:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.op import adamw_step
 from growkern.ops.backend.choose import choose_backend
 from growkern.ops.backend.launch import HAS_TRITON
@@ -62,7 +62,10 @@ def call(op: str, backend: str, device: str) -> None:
     if op == "adamw_step":
         each = ((random(4, 1).abs(), random(6).abs()),) * 2
         factors = Factors(*each, (torch.ones(4, 1) > 0, torch.ones(6) > 0))
-        part, rule = Part(*(random(4, 6).abs() for _ in range(4))), Rule(*[0.5] * 5, False, 1.0)
+        part, rule = (
+            StatePart(*(random(4, 6).abs() for _ in range(4))),
+            UpdateRule(*[0.5] * 5, False, 1.0),
+        )
         adamw_step(part, factors, 0.5, rule, backend=backend)
         return
     weight = random(8, 4).requires_grad_()

@@ -14,7 +14,7 @@ import pytest
 from growkern.errors import GrowthError
 from growkern.publish import calls, workplace
 from growkern.publish.calls import Lock, locked
-from growkern.publish.workplace import Workplace, sweep
+from growkern.publish.workplace import Workplace, delete_leftovers
 
 
 def may_replace(directory):
@@ -23,7 +23,7 @@ def may_replace(directory):
 
 def work(target, text="new", *, overwrite=False, meanwhile=lambda: None, resume=True):
     """Make a target that holds one file; `meanwhile` happens when that is written."""
-    sweep(target, "making", may_replace)
+    delete_leftovers(target, "making", may_replace)
     with Workplace(target, "making", may_replace, resume=resume) as place:
         (place.open_new() / "mark").write_text(text)
         meanwhile()
@@ -169,7 +169,7 @@ def test_old_contents_are_not_removed_unseen(target, monkeypatch):
         with pytest.raises(GrowthError, match="is complete, but may not survive a power failure"):
             work(target, overwrite=True, meanwhile=appear)
     with pytest.raises(GrowthError, match="not changed; the result is kept"):
-        sweep(target, "making", may_replace)
+        delete_leftovers(target, "making", may_replace)
     assert names(target) == ["mine.txt"]
     assert names(target.parent / ".target.making" / "new") == ["mark"]
 
@@ -189,7 +189,7 @@ def test_old_contents_that_cannot_be_removed(target, monkeypatch):
         work(target, "new", overwrite=True)
     assert (target / "mark").read_text() == "new"
     assert names(target.parent) == [".target.making", "target"]
-    sweep(target, "making", may_replace)
+    delete_leftovers(target, "making", may_replace)
     assert names(target.parent) == ["target"]
 
 

@@ -11,7 +11,7 @@ import torch
 from growkern import linear_kl_mlm_loss
 from growkern.train.model.forward import teacher_inputs
 from growkern.train.model.head import align_labels, head_swap
-from growkern.train.model.sub_model import Part, layer_stacks, sub_model
+from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
 
             window = contextlib.nullcontext()
             if depth is not None:
-                window = sub_model(stacks, Part(depth, two_stage.layers_per_block))
+                window = sub_model(stacks, ModelPart(depth, two_stage.layers_per_block))
             with window, head_swap(model, loss_of):
                 loss = model(**inputs).logits
             loss.backward()

@@ -35,9 +35,9 @@ def staging(target: Path, *, resume: bool) -> workplace.Workplace:
     return workplace.Workplace(target, KIND, may_replace, resume=resume)
 
 
-def sweep(target: Path) -> None:
+def delete_staging(target: Path) -> None:
     """Tidy up beside a target after a killed process."""
-    workplace.sweep(target, KIND, may_replace)
+    workplace.delete_leftovers(target, KIND, may_replace)
 
 
 def may_replace(directory: Path) -> bool:

@@ -33,7 +33,7 @@ from growkern.growth.optimizer.moments import (
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan.growth_plan import PlanOfModel
 from growkern.growth.sharded import local_part
-from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.op import adamw_step
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -54,11 +54,11 @@ class Uniform(NamedTuple):
     eps: float = 1.0
 
 
-def rule_of(group: dict[str, Any], step: float) -> Rule:
+def rule_of(group: dict[str, Any], step: float) -> UpdateRule:
     """The settings of a parameter group in its step of this number."""
     lr, eps, weight_decay = (float(group[key]) for key in ("lr", "eps", "weight_decay"))
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    return Rule(lr, beta1, beta2, eps, weight_decay, bool(group["maximize"]), step)
+    return UpdateRule(lr, beta1, beta2, eps, weight_decay, bool(group["maximize"]), step)
 
 
 def uniform_of(factors: EntryFactors) -> Uniform | None:
@@ -89,7 +89,7 @@ def factors_for_step(factors: EntryFactors, *, scaled: bool) -> Factors:
     return Factors(lr, eps, factors.old)
 
 
-def can_be_fused(part: Part) -> bool:
+def can_be_fused(part: StatePart) -> bool:
     """Whether PyTorch's fused kernel takes these tensors: it reads them as flat memory."""
     value = part.value
     return value.device.type in FUSED_DEVICES and all(
@@ -97,7 +97,9 @@ def can_be_fused(part: Part) -> bool:
     )
 
 
-def step_fused(parts: Sequence[Part], factors: Uniform, ratio: float, rule: Rule) -> None:
+def step_fused(
+    parts: Sequence[StatePart], factors: Uniform, ratio: float, rule: UpdateRule
+) -> None:
     """(1) for parts whose entries share their factors, all on one device and of one dtype."""
     values, gradients, means, squares, _ = (list(x) for x in zip(*parts, strict=True))
     largest = [part.largest for part in parts if part.largest is not None]
@@ -280,7 +282,7 @@ class GrowthAdamW(torch.optim.AdamW):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        fused: dict[tuple[Any, Any, Rule, Uniform, float], list[Part]] = {}
+        fused: dict[tuple[Any, Any, UpdateRule, Uniform, float], list[StatePart]] = {}
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -305,7 +307,7 @@ class GrowthAdamW(torch.optim.AdamW):
         # before the step would go on with those after it, and nothing would tell of a change
         increment_version([p for p in group["params"] if p.grad is not None])
 
-    def _count_step(self, group: dict[str, Any], p: Tensor) -> tuple[Part, float, float]:
+    def _count_step(self, group: dict[str, Any], p: Tensor) -> tuple[StatePart, float, float]:
         """Count one more step of a parameter; its tensors here, and its steps so far."""
         state = self.state[p]
         if not state:
@@ -329,4 +331,4 @@ class GrowthAdamW(torch.optim.AdamW):
         if not p.ndim:
             held = [x.reshape(1) for x in held]
         # the counts are on the CPU, so reading them does not wait for a GPU
-        return Part(*held), state["step"].item(), state["growth_step"].item()
+        return StatePart(*held), state["step"].item(), state["growth_step"].item()

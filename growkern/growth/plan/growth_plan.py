@@ -34,7 +34,7 @@ from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.rules import check_kinds, inserted_in, layers_of, refuse_unportable
-from growkern.growth.space.upcycling import check_router, mixture_config, mixture_of, upcycled
+from growkern.growth.space.upcycling import check_router_sizes, mixture_config, mixture_of, upcycled
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 
@@ -299,7 +299,7 @@ def plan_growth(
 
     made = made_to_fit(opened.spec, dims, target_config, make)
     if opened.dense is not None:
-        check_router(made.small, made.large, options)
+        check_router_sizes(made.small, made.large, options)
     if judged or MARK not in given.router:
         check_centroids(made)
     if judged:

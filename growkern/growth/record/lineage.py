@@ -167,7 +167,7 @@ RECORD = f"a grown checkpoint, or its {LINEAGE_FILE}"
 
 
 @dataclass(frozen=True)
-class Settings:
+class GrowthSettings:
     """Settings besides the plan that decide the bytes of a grown checkpoint."""
 
     backend: str | None = None  # of the expansion kernel; None: chosen automatically
@@ -205,7 +205,7 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
     return result
 
 
-def identity(plan: GrowthPlan, layout: ShardLayout, settings: Settings) -> dict[str, Any]:
+def identity(plan: GrowthPlan, layout: ShardLayout, settings: GrowthSettings) -> dict[str, Any]:
     """Everything that decides a growth's bytes. Runs with equal identities write equal files.
 
     The resume journal stores it, so that only the same growth resumes.
@@ -247,7 +247,7 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
 
 
 def lineage_text(
-    plan: GrowthPlan, settings: Settings, files: Mapping[str, Any], *, trained: bool = False
+    plan: GrowthPlan, settings: GrowthSettings, files: Mapping[str, Any], *, trained: bool = False
 ) -> str:
     """`lineage.json` of a grown checkpoint. It does not depend on where directories are.
 
@@ -272,7 +272,7 @@ def records_in(history: History) -> list[Any]:
     """The records of the growths in a history, the latest first; None for one that is lost."""
     if history.plan is None:
         return [record if isinstance(record, dict) else None for record in history.records]
-    text = lineage_text(history.plan, Settings(), {}, trained=True)
+    text = lineage_text(history.plan, GrowthSettings(), {}, trained=True)
     return [*history_from(Path(LINEAGE_FILE), json.loads(text)).records]
 
 

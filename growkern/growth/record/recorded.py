@@ -27,7 +27,7 @@ from growkern.growth.record.lineage import (
     DTYPES,
     FORMAT,
     RECORD,
-    Settings,
+    GrowthSettings,
     spaces_of,
 )
 from growkern.growth.source.config import (
@@ -54,7 +54,7 @@ class Lineage:
     file: Path
     data: Mapping[str, Any]
     options: GrowthOptions
-    settings: Settings
+    settings: GrowthSettings
     sizes: Mapping[str, tuple[int, int]]  # config field -> (source, target)
     dtype: torch.dtype  # of the target's weights
     source_dtype: torch.dtype
@@ -101,7 +101,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             file,
             data,
             GrowthOptions(**data["options"]),
-            Settings(**data["settings"]),
+            GrowthSettings(**data["settings"]),
             {name: (old, new) for name, (old, new) in data["sizes"].items()},
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],

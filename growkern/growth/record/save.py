@@ -25,7 +25,7 @@ from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import local_tensor
 from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
-from growkern.growth.record.lineage import Settings, lineage_text, source_files, write_lineage
+from growkern.growth.record.lineage import GrowthSettings, lineage_text, source_files, write_lineage
 from growkern.growth.record.recorded import misfit
 from growkern.growth.source.hub import ID, hub_model, name_of
 from growkern.growth.source.read_back import is_same
@@ -60,7 +60,7 @@ def _place(plan: GrowthPlan) -> str:
     return name if ID.fullmatch(name) else ""
 
 
-def _choices(plan: GrowthPlan, settings: Settings) -> dict[str, Any]:
+def _choices(plan: GrowthPlan, settings: GrowthSettings) -> dict[str, Any]:
     """The arguments of `growkern.grow` that grow the same model again."""
     result: dict[str, Any] = {
         field: new for field, (old, new) in plan.size_changes().items() if old != new
@@ -80,7 +80,7 @@ def _choices(plan: GrowthPlan, settings: Settings) -> dict[str, Any]:
     return result | ({"allow_nonfinite": True} if settings.allow_nonfinite else {})
 
 
-def command(plan: GrowthPlan, settings: Settings) -> str:
+def command(plan: GrowthPlan, settings: GrowthSettings) -> str:
     """The command that grows the same model from the same source."""
     words = ["growkern", "grow", source_name(plan), "TARGET"]
     if on_hub := hub_model(plan.source.directory):
@@ -92,7 +92,7 @@ def command(plan: GrowthPlan, settings: Settings) -> str:
     return shlex.join(words)
 
 
-def python_code(plan: GrowthPlan, settings: Settings) -> str:
+def python_code(plan: GrowthPlan, settings: GrowthSettings) -> str:
     """Python that grows the same model from a source that is only in memory, as `small`."""
     words = [f"{name}={value!r}" for name, value in _choices(plan, settings).items()]
     return f"large = growkern.grow({', '.join(['small', *words])})"
@@ -110,7 +110,7 @@ def write_card(text: str, directory: Path) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def card_text(plan: GrowthPlan, settings: Settings, *, is_sentence: bool) -> str:
+def card_text(plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool) -> str:
     """The card of a grown checkpoint. It does not depend on where directories are.
 
     Licence, languages, data sets and tags are those of the source's card. `is_sentence` says
@@ -254,7 +254,7 @@ class _Record:
         is_whole = is_own or has_record or misfit(plan, model) is None
         if is_first and is_whole and not directory.is_file():
             size = parse_size("max_shard_size", options.get("max_shard_size", SHARD_SIZE))
-            settings = Settings(self.backend, size, self.nonfinite)
+            settings = GrowthSettings(self.backend, size, self.nonfinite)
             # before the weights, as `push_to_hub` sends the directory off at the end of the call
             directory.mkdir(parents=True, exist_ok=True)
             if has_record:

@@ -121,7 +121,7 @@ def taken_together(view: ModelSpec, options: GrowthOptions) -> int:
     return view.size(str(view.family.mixtures[0].size)) * (1 + has_pairs(options))
 
 
-def check_router(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> None:
+def check_router_sizes(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> None:
     """Refuse a router that would take a part of the experts that belong together."""
     together = taken_together(view, options)
     if together == 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """A parameter or a part of it, its gradient and its moments, all of one shape and device.
 
     `largest` is the maximum of amsgrad, or None.
@@ -25,9 +25,9 @@ class Part(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [x for x in self if x is not None]
 
-    def rows(self, here: slice) -> Part:
+    def rows(self, here: slice) -> StatePart:
         """Some rows of all tensors."""
-        return Part(*(x[here] for x in self.tensors()))
+        return StatePart(*(x[here] for x in self.tensors()))
 
     def sizes(self) -> tuple[int, int]:
         """M and N: rows and columns of a matrix. A vector is a matrix of one row."""
@@ -35,7 +35,7 @@ class Part(NamedTuple):
         return (1 if len(shape) == 1 else shape[0]), shape[-1]
 
 
-class Rule(NamedTuple):
+class UpdateRule(NamedTuple):
     """The settings of one step of AdamW, and its number (from 1)."""
 
     lr: float

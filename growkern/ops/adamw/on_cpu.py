@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from growkern.ops.adamw.factors import VECTORS, Factors, Part, Rule
+from growkern.ops.adamw.factors import VECTORS, Factors, StatePart, UpdateRule
 from growkern.ops.backend import native
 
 # below this many entries a second thread costs more than it saves
@@ -28,7 +28,7 @@ class AdamwArgs(ctypes.Structure):
 
 
 def adamw_step_on_cpu(
-    part: Part, factors: Factors, ratio: float, rule: Rule, isa: int | None = None
+    part: StatePart, factors: Factors, ratio: float, rule: UpdateRule, isa: int | None = None
 ) -> None:
     """As `adamw_step`, with the instruction set `isa` of `native.ISA_NAMES`; None: the best."""
     lib = native.loaded()

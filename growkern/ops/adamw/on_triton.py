@@ -3,13 +3,13 @@
 Equations are numbered in `op.py`. Shape letters used in this file: M, N rows and columns.
 """
 
-from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.backend.launch import jit, launch, next_power_of_2, tl
 from growkern.ops.backend.tuned import launch_choice
 
 # Four entries of a thread in each of two rows: loads of 16 bytes. With four rows sm_100 spills
 BLOCK_M, BLOCK_N = 2, 512
-# the order of the arguments that are tuples: `Part`, `VECTORS` (rows, then columns), `_numbers`
+# the order of the arguments that are tuples: `StatePart`, `VECTORS` (rows, columns), `_numbers`
 VALUE, GRADIENT, MEAN, SQUARE, LARGEST = map(tl.constexpr, range(5))
 LR_FACTOR, EPS_FACTOR, OLD, CENTRE = map(tl.constexpr, range(4))
 LR, ADD1, ADD2, EPS, WEIGHT_DECAY, INVERSE1, INVERSE2, MORE = map(tl.constexpr, range(8))
@@ -65,7 +65,7 @@ def adamw_kernel(
     tl.store(tensors[VALUE] + at, w - numbers[LR] * share * step, mask=here)
 
 
-def _numbers(rule: Rule, ratio: float) -> tuple[float, ...]:
+def _numbers(rule: UpdateRule, ratio: float) -> tuple[float, ...]:
     """The numbers of the kernel. 1 - beta is made here, because float32 would lose its digits."""
     return (
         *(rule.lr, 1 - rule.beta1, 1 - rule.beta2, rule.eps, rule.weight_decay),
@@ -73,7 +73,7 @@ def _numbers(rule: Rule, ratio: float) -> tuple[float, ...]:
     )
 
 
-def adamw_step_on_triton(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
+def adamw_step_on_triton(part: StatePart, factors: Factors, ratio: float, rule: UpdateRule) -> None:
     """As `adamw_step`."""
     M, N = part.sizes()
     vectors = tuple(factors.matrix.values())

@@ -23,7 +23,7 @@ import functools
 import torch
 from torch import Tensor
 
-from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.on_cpu import adamw_step_on_cpu
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend.choose import COMMON, choose_backend
@@ -34,7 +34,7 @@ ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = 1 << 17, 1 << 24
 
 
 def adamw_step(
-    part: Part, factors: Factors, ratio: float, rule: Rule, *, backend: str | None = None
+    part: StatePart, factors: Factors, ratio: float, rule: UpdateRule, *, backend: str | None = None
 ) -> None:
     """(1) and (2), in place. The gradient is only read.
 
@@ -52,7 +52,7 @@ def adamw_step(
     KERNELS[name](part, factors, ratio, rule)
 
 
-def _supported(part: Part) -> tuple[str, ...]:
+def _supported(part: StatePart) -> tuple[str, ...]:
     """The backends that do these tensors."""
     dtype = part.value.dtype
     is_plain = all(x.is_contiguous() and x.dtype == dtype for x in part.tensors())
@@ -64,7 +64,7 @@ def _supported(part: Part) -> tuple[str, ...]:
     return ("reference",)
 
 
-def step_in_blocks(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
+def step_in_blocks(part: StatePart, factors: Factors, ratio: float, rule: UpdateRule) -> None:
     """The reference, a block of rows at a time: temporary tensors stay small and in the caches."""
     on_cpu = part.value.device.type == "cpu"
     size = ELEMENTS_ON_CPU if on_cpu else ELEMENTS_ON_GPU
@@ -75,9 +75,9 @@ def step_in_blocks(part: Part, factors: Factors, ratio: float, rule: Rule) -> No
         _step_block(part.rows(here), factors.rows(here, rows), ratio, rule)
 
 
-def _step_block(part: Part, factors: Factors, ratio: float, rule: Rule) -> None:
+def _step_block(part: StatePart, factors: Factors, ratio: float, rule: UpdateRule) -> None:
     if part.value.dtype not in (torch.float32, torch.float64):
-        wide = Part(*(x.float() for x in part.tensors()))
+        wide = StatePart(*(x.float() for x in part.tensors()))
         _step_block(wide, factors, ratio, rule)
         for x, y in zip(part.tensors(), wide.tensors(), strict=True):
             if x is not part.gradient:

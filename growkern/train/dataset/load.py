@@ -32,8 +32,8 @@ from growkern.train.dataset.cache import (
     user_cache,
 )
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.records import Reader, Settings, cut_rows
-from growkern.train.dataset.source import TEXT, Source, find_sources, plain_errors, text_records
+from growkern.train.dataset.records import Reader, ReadingSettings, cut_rows
+from growkern.train.dataset.source import TEXT, DataSource, find_sources, plain_errors, text_records
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.load import head_of
@@ -191,7 +191,7 @@ def load_data(
 
 def open_data(
     data: DataSection,
-    sources: Mapping[str, Source | None],
+    sources: Mapping[str, DataSource | None],
     tokenizer: Any,
     row_weights: str | None = None,
     *,
@@ -208,7 +208,7 @@ def open_data(
     for key, source in sources.items():
         if source is not None:
             weights = row_weights if key.startswith("train") else None
-            settings = Settings.of(data, source, tokenizer, weights, pairs=pairs)
+            settings = ReadingSettings.of(data, source, tokenizer, weights, pairs=pairs)
             readers[key] = Reader(settings, tokenizer, source)
     return readers
 
@@ -283,7 +283,7 @@ def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows]
     return text if validation is None else f"{text}; {len(validation)} rows for evaluation"
 
 
-def _rows_of(source: Source, reader: Reader, progress: bool) -> Iterator[Tokens]:
+def _rows_of(source: DataSource, reader: Reader, progress: bool) -> Iterator[Tokens]:
     """The rows of a source, whose files must stay as they are from now on."""
     files = [Stamps.of(file) for file in source.files]
 
@@ -323,9 +323,9 @@ def pack_text(texts: Iterable[str | Path], tokenizer: Any, sequence_length: int)
         raise GrowthError(f"sequence_length is {sequence_length}: it must be at least 2")
     data, source = (
         DataSection(("texts",), sequence_length=sequence_length),
-        Source("the text", is_text=True),
+        DataSource("the text", is_text=True),
     )
-    settings = Settings.of(data, source, tokenizer, None)
+    settings = ReadingSettings.of(data, source, tokenizer, None)
     records = (
         (None, record)
         for text in texts

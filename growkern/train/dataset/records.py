@@ -12,7 +12,7 @@ import numpy as np
 from growkern.errors import GrowthError
 from growkern.train.dataset.cache import DTYPES, IDS, LABELS, SIDE, WEIGHTS, Tokens
 from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.source import CONTINUED, TEXT, Source
+from growkern.train.dataset.source import CONTINUED, TEXT, DataSource
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.load import head_of, separator_of
 from growkern.train.rules import check
@@ -32,7 +32,7 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReadingSettings:
     """All that decides which tokens records become; plain values, so that workers can have them.
 
     Those that may be None are names of columns; None if there is none.
@@ -55,12 +55,12 @@ class Settings:
     def of(
         cls,
         data: DataSection,
-        source: Source,
+        source: DataSource,
         tokenizer: Any,
         row_weights: str | None,
         *,
         pairs: bool = False,
-    ) -> Settings:
+    ) -> ReadingSettings:
         """The settings for the records of one source, for a model of two sides with `pairs`.
 
         Text files have no columns, and a row must have place for a token.
@@ -91,7 +91,7 @@ class Settings:
 class Reader:
     """Makes tokens of the records of a source."""
 
-    def __init__(self, settings: Settings, tokenizer: Any, source: Source) -> None:
+    def __init__(self, settings: ReadingSettings, tokenizer: Any, source: DataSource) -> None:
         self.settings, self.tokenizer = settings, tokenizer
         self.source, self.name = source, source.name
 
@@ -279,7 +279,7 @@ def _chunks(
 
 
 def cut_rows(
-    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int = 0
+    runs: Iterable[tuple[Any, Tokens]], settings: ReadingSettings, offset: int = 0
 ) -> Iterator[tuple[Any, int, Tokens]]:
     """Make rows of the tokens of records.
 
@@ -310,7 +310,7 @@ def cut_rows(
 
 
 def _packed(
-    runs: Iterable[tuple[Any, Tokens]], settings: Settings, offset: int
+    runs: Iterable[tuple[Any, Tokens]], settings: ReadingSettings, offset: int
 ) -> Iterator[tuple[Any, int, Tokens]]:
     body = settings.length - len(settings.head)
     # (place, tokens, tokens used) of the records that are not used up
@@ -333,7 +333,7 @@ def _packed(
             yield at, used, join(parts)
 
 
-def _head(settings: Settings, like: Tokens) -> Tokens:
+def _head(settings: ReadingSettings, like: Tokens) -> Tokens:
     head = np.asarray(settings.head, DTYPES[IDS])
     fill = {LABELS: IGNORE_INDEX, WEIGHTS: 1}
     return {

@@ -45,7 +45,7 @@ MOST_NAMES = 100_000
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The records of one split.
 
     Attributes:
@@ -149,7 +149,7 @@ class Source:
 
 def find_sources(
     data: DataSection, base: Path, name: str = "data.train"
-) -> dict[str, Source | None]:
+) -> dict[str, DataSource | None]:
     """The sources of "train" and "validation"; nothing is read.
 
     Several sets are "train.<name>" or "validation.<name>" each, without a "train" or "validation".
@@ -176,7 +176,7 @@ def find_sources(
     return sources
 
 
-def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
+def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> DataSource | None:
     files = [file for pattern in patterns for file in matching_files(base, pattern, key)]
     if not files:
         return None
@@ -194,12 +194,12 @@ def _of_files(base: Path, key: str, patterns: tuple[str, ...]) -> Source | None:
     ):
         first, second = list(loaders.values())[:2]
         raise GrowthError(f"{key} mixes files of two kinds, {first} and {second}: give one kind")
-    return Source(key, tuple(files), is_text=".txt" in loaders)
+    return DataSource(key, tuple(files), is_text=".txt" in loaders)
 
 
 def _of_dataset(
     base: Path, data: DataSection, split: str | None, *, streamed: bool
-) -> Source | None:
+) -> DataSource | None:
     if split is None:
         return None
     name, directory = str(data.dataset), base / str(data.dataset)
@@ -220,7 +220,7 @@ def _of_dataset(
             f"the split {split!r} is a slice, which cannot be streamed: the number of records is "
             "not known before all are read. Set data.streaming to false, or give a whole split"
         )
-    return Source(
+    return DataSource(
         f"data.dataset {name!r}",
         files,
         dataset=name,

@@ -59,7 +59,7 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainerSettings:
     """The arguments of the trainer that Trainer does not have, see there.
 
     `planned` are the growths of a run file, for which everything was checked before.
@@ -84,7 +84,7 @@ class Settings:
 
 
 def check_settings(
-    settings: Settings, model: Any, args: TrainingArguments, options: dict[str, Any]
+    settings: TrainerSettings, model: Any, args: TrainingArguments, options: dict[str, Any]
 ) -> None:
     """Refuse settings of a trainer made in Python; those of a run file are checked in `resolve`."""
     check_kinds(model, settings)
@@ -100,7 +100,7 @@ def check_settings(
 
 
 def check_together(
-    settings: Settings,
+    settings: TrainerSettings,
     model: Any,
     teachers: Sequence[Any] | None,
     args: TrainingArguments,
@@ -138,7 +138,7 @@ def check_together(
     OptimizerMaker(settings.optimizer, own, args, options, grows=bool(growth)).check(model)
 
 
-def check_kinds(model: Any, settings: Settings) -> None:
+def check_kinds(model: Any, settings: TrainerSettings) -> None:
     """Refuse arguments of `TwoStageTrainer` of another kind."""
     check_kind("model", model, nn.Module, "a model of transformers, as from_pretrained loads it")
     for name, kind in OPTIONS.items():

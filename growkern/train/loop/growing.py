@@ -40,7 +40,7 @@ from growkern.train.growth import (
     sizes_of_run,
     unfilled_model,
 )
-from growkern.train.model.sub_model import Part, find_stacks
+from growkern.train.model.sub_model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.saving import Saver
@@ -171,7 +171,7 @@ class GrowthInRun:
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
-    def part(self, step: int) -> Part | None:
+    def part(self, step: int) -> ModelPart | None:
         """The part that trains while only new layers do; None: the whole model."""
         if not self.grown:
             return None

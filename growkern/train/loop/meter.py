@@ -17,7 +17,7 @@ from growkern.ops.loss.rows.inputs import LossParts
 from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
 from growkern.train.model.flops import Sizes
 from growkern.train.model.head import IGNORE_INDEX
-from growkern.train.model.sub_model import Part
+from growkern.train.model.sub_model import ModelPart
 
 
 class Meter:
@@ -96,7 +96,7 @@ class FlopCounter:
         self._of_rows: Tensor | float = 0.0
 
     def add(
-        self, inputs: Mapping[str, Any], part: Part | None, meter: Meter, *, taught: bool
+        self, inputs: Mapping[str, Any], part: ModelPart | None, meter: Meter, *, taught: bool
     ) -> None:
         """Add a batch that was trained on, unless it only filled up; `taught`: the teachers ran."""
         counts = inputs.get(ROW_COUNTS)

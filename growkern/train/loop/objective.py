@@ -44,7 +44,7 @@ from growkern.train.model.head import (
 )
 from growkern.train.model.load import is_causal
 from growkern.train.model.sub_model import (
-    Part,
+    ModelPart,
     TwoStageConfig,
     find_stacks,
     layer_stacks,
@@ -55,10 +55,10 @@ from growkern.train.model.sub_model import (
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """How a step trains."""
 
-    part: Part | None = None  # that trains; None: the whole model
+    part: ModelPart | None = None  # that trains; None: the whole model
     alpha: float = 0.0  # share of the KL divergence
 
     @property
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
         return self.alpha > 0
 
 
-WHOLE = Plan()
+WHOLE = StepPlan()
 
 
 class _Run(NamedTuple):
@@ -135,11 +135,11 @@ class Objective:
 
     # ------------------------------------------------------------------- loss
 
-    def plan(self, step: int, two_stage: TwoStageConfig | None, growths: GrowthInRun) -> Plan:
+    def plan(self, step: int, two_stage: TwoStageConfig | None, growths: GrowthInRun) -> StepPlan:
         """The part that trains, and the KL share, in a step."""
         part = two_stage.part(step, self.layers) if two_stage else None
         alpha = self.inheritance.rate_at(step) if self.inheritance else 0.0
-        return Plan(part or growths.part(step), alpha)
+        return StepPlan(part or growths.part(step), alpha)
 
     def count(self, batches: list[Any], device: Any, accelerator: Any) -> None:
         """Count the rows of an accumulated batch that the terms beside the labels have.
@@ -158,7 +158,7 @@ class Objective:
             self._kl_items = add_up(accelerator, sum(rows, torch.zeros((), device=device)))
 
     def train(
-        self, model: Any, inputs: Any, plan: Plan, items: Any, accelerator: Any, meter: Meter
+        self, model: Any, inputs: Any, plan: StepPlan, items: Any, accelerator: Any, meter: Meter
     ) -> tuple[Tensor, Any]:
         """The loss of a batch in training, and the other outputs of the model.
 
@@ -199,7 +199,7 @@ class Objective:
         self,
         model: Any,
         inputs: Any,
-        plan: Plan,
+        plan: StepPlan,
         accelerator: Any,
         items: Any,
         *,
@@ -230,7 +230,7 @@ class Objective:
         loss = take_logits(outputs)
         return _Run(loss, rows, seen[0], outputs, taught_by)
 
-    def _take_rows(self, inputs: dict[str, Any], plan: Plan, *, weighted: bool) -> LossRows:
+    def _take_rows(self, inputs: dict[str, Any], plan: StepPlan, *, weighted: bool) -> LossRows:
         """Remove the labels and row weights from a batch, and align them."""
         kl_rows = self.inheritance.kl_rows if self.inheritance and plan.taught else "labels"
         column = self.loss.row_weights
@@ -246,7 +246,7 @@ class Objective:
         )
 
     def _options(
-        self, inputs: dict[str, Any], rows: LossRows, plan: Plan, items: Tensor | int | None
+        self, inputs: dict[str, Any], rows: LossRows, plan: StepPlan, items: Tensor | int | None
     ) -> dict[str, Any]:
         """The arguments of the loss. The counts of the rows are removed from `inputs`."""
         counts: RowCounts | None = inputs.pop(ROW_COUNTS, None)
@@ -266,7 +266,7 @@ class Objective:
                 options["num_items"] = (options["num_items"], self._kl_items)
         return options
 
-    def _record(self, run: _Run, plan: Plan, meter: Meter) -> None:
+    def _record(self, run: _Run, plan: StepPlan, meter: Meter) -> None:
         rows = run.rows
         _, kl_BS = rows.masks()
         if rows.untaught is not None:

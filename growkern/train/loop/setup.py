@@ -19,7 +19,7 @@ from growkern.train.distributed.shards import Shards
 from growkern.train.growth import check_new_layers
 from growkern.train.loop.callbacks import LoopCallback, use_own_displays
 from growkern.train.loop.checks import (
-    Settings,
+    TrainerSettings,
     check_accelerator,
     check_settings,
     check_step_numbers,
@@ -52,7 +52,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def prepare(
-    settings: Settings, model: Any, args: TrainingArguments, options: dict[str, Any]
+    settings: TrainerSettings, model: Any, args: TrainingArguments, options: dict[str, Any]
 ) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards, str]:
     """Check everything that can be checked before Trainer is made, and make what it needs.
 
@@ -92,8 +92,8 @@ def take_model(objective: Objective, optimizers: OptimizerMaker, model: Any) -> 
     optimizers.take_model(model)
 
 
-def complete(
-    trainer: Any, settings: Settings
+def make_collaborators(
+    trainer: Any, settings: TrainerSettings
 ) -> tuple[LabelledSteps, Meter, Stops, Saver, StepWatch]:
     """Make the other collaborators, and check what Trainer knows by now.
 

@@ -29,7 +29,7 @@ from growkern.train.distributed.shards import without_shared
 from growkern.train.growth import GrowthStep
 from growkern.train.loop import checks, runs
 from growkern.train.loop.growing import complete_directory
-from growkern.train.loop.setup import complete, prepare
+from growkern.train.loop.setup import make_collaborators, prepare
 from growkern.train.loss.batches import Batches, unchanged_random_state
 from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.passes import stream_loader
@@ -124,7 +124,7 @@ class TwoStageTrainer(Trainer):
         if optimizer == "auto" and names_own is not Trainer.get_optimizer_cls_and_kwargs:
             # whatever it returns: its settings could not be handed on to GrowthAdamW
             optimizer = "adamw"
-        settings = checks.Settings(
+        settings = checks.TrainerSettings(
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss, optimizer),
             *(optimizer_options, growth, precision, StepOptions(on_nonfinite, save_minutes)),
             # see `build_trainer`
@@ -138,7 +138,9 @@ class TwoStageTrainer(Trainer):
         super().__init__(model=model, args=args, **options)
         # Trainer switches the cache off; here each forward pass does that for itself
         model.config.use_cache = keeps
-        self.labelled, self.meter, self.stops, self.saver, self.steps = complete(self, settings)
+        self.labelled, self.meter, self.stops, self.saver, self.steps = make_collaborators(
+            self, settings
+        )
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the rows of each batch counted on the CPU; or that of a stream."""

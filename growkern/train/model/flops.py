@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 
 from growkern.families.load import load_family, supported_families
 from growkern.train.model.contexts import probing
-from growkern.train.model.sub_model import Part
+from growkern.train.model.sub_model import ModelPart
 
 
 class ModelCost:
@@ -118,7 +118,7 @@ class ModelCost:
         self,
         batch: int,
         length: int,
-        part: Part | None = None,
+        part: ModelPart | None = None,
         *,
         pairs: int | None = None,
         decoder_length: int | None = None,
@@ -131,7 +131,7 @@ class ModelCost:
         """
         return self.train_of(Sizes.of_rows(batch, length, pairs, decoder_length), part)
 
-    def train_of(self, sizes: "Sizes", part: Part | None = None) -> float:
+    def train_of(self, sizes: "Sizes", part: ModelPart | None = None) -> float:
         """As `train`, of a batch whose rows may be unequal."""
         if part is None:
             return 3 * self.forward_of(sizes)

@@ -42,7 +42,7 @@ from growkern.train.rules import check
 Embeddings = Literal["frozen", "bottom"]
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """The part of a model that runs and trains in a step.
 
     Attributes:
@@ -145,7 +145,7 @@ def model_depth(stacks: Sequence[nn.ModuleList]) -> int:
 
 
 @contextlib.contextmanager
-def sub_model(stacks: Sequence[nn.ModuleList], part: Part | None) -> Iterator[None]:
+def sub_model(stacks: Sequence[nn.ModuleList], part: ModelPart | None) -> Iterator[None]:
     """While active, only the bottom layers of a model run, and only the top ones of these train.
 
     Afterwards the model is as it was before, also after an exception. None changes nothing.
@@ -240,14 +240,14 @@ class TwoStageConfig:
         block = int.from_bytes(digest, "little") % blocks
         return min(layers, self.layers_per_block * (block + 1))
 
-    def part(self, step: int, layers: int) -> Part | None:
+    def part(self, step: int, layers: int) -> ModelPart | None:
         """The part of a model that trains in an optimizer step; arguments as in `depth`."""
         depth = self.depth(step, layers)
         return None if depth is None else self.part_of(depth)
 
-    def part_of(self, depth: int) -> Part:
+    def part_of(self, depth: int) -> ModelPart:
         """The part that trains when so many layers run."""
-        return Part(depth, self.layers_per_block, self.embeddings)
+        return ModelPart(depth, self.layers_per_block, self.embeddings)
 
     def sub_model(self, model: nn.Module, step: int) -> contextlib.AbstractContextManager[None]:
         """Stage 1 in a loop of your own: inside, only the part of a step runs and trains.

@@ -30,7 +30,7 @@ from growkern.train.dataset.source import find_sources
 from growkern.train.distributed.shard import check_replicas, join_processes
 from growkern.train.growth import check_new_layers, later_sizes, on_meta, options_of
 from growkern.train.loop.callbacks import ExpertBalancing
-from growkern.train.loop.checks import Settings, check_together, choose_precision
+from growkern.train.loop.checks import TrainerSettings, check_together, choose_precision
 from growkern.train.loss.vocabulary import check_tokenizers
 from growkern.train.model.load import check_directory, check_fits, has_tokenizer, load_tokenizer
 from growkern.train.objectives.language_modeling import Collator
@@ -255,7 +255,7 @@ def _check_together(
     training, growths = run.training, run.later_growths
     if training.expert_balancing is not None:
         ExpertBalancing(training.expert_balancing).watch(student)
-    settings = Settings(
+    settings = TrainerSettings(
         *(run.two_stage, run.inheritance, None, None, run.loss),
         *(training.optimizer, run.optimizer, growths, training.precision),
         StepOptions(training.on_nonfinite, training.save_minutes),

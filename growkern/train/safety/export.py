@@ -56,7 +56,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
         raise GrowthError(f"dtype is {dtype!r}{nearest(dtype, DTYPES)}")
     wanted = None if dtype is None else DTYPES[dtype]
     target = target.absolute()
-    workplace.sweep(target, KIND, may_replace)
+    workplace.delete_leftovers(target, KIND, may_replace)
     check_target(run, target, overwrite)
     make_folder(target.parent)
     model = _load(checkpoint)

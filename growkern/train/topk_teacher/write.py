@@ -206,7 +206,7 @@ def check_place(directory: Path, overwrite: bool) -> None:
     Something is there that must not be replaced, or another process works there.
     """
     try:
-        workplace.sweep(directory, KIND, may_replace)
+        workplace.delete_leftovers(directory, KIND, may_replace)
         if not directory.exists():
             return
         if why := _why_kept(directory):

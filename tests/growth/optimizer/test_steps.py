@@ -9,7 +9,7 @@ import growkern
 from growkern.growth.optimizer import adamw
 from growkern.growth.optimizer.moments import EntryFactors
 from growkern.ops.adamw import op
-from growkern.ops.adamw.factors import Rule
+from growkern.ops.adamw.factors import UpdateRule
 from testbed.models import GPT2, random_model
 from tests.growth.watch import Watch
 from tests.ops.adamw.test_adamw import SETTINGS, changed, draw, example, factors_for, truth
@@ -20,7 +20,7 @@ from tests.ops.adamw.test_adamw import SETTINGS, changed, draw, example, factors
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_fused_steps_are_those_of_the_formula(shape, dtype, tolerance, amsgrad, maximize):
-    rule = Rule(**SETTINGS, maximize=maximize, step=3.0)
+    rule = UpdateRule(**SETTINGS, maximize=maximize, step=3.0)
     part, factors = example(shape, dtype, amsgrad=amsgrad), factors_for(shape, dtype, even=True)
     expected, gradient = truth(part, factors, 0.3, rule), part.gradient.clone()
     assert adamw.is_old_of(factors)

@@ -7,7 +7,7 @@ import torch
 
 from growkern.errors import GrowthError
 from growkern.ops.adamw import op
-from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.on_cpu import adamw_step_on_cpu
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend import native
@@ -24,7 +24,7 @@ def draw(*shape, seed):
 def example(shape, dtype, *, amsgrad):
     part = [draw(*shape, seed=1), draw(*shape, seed=2), draw(*shape, seed=3)]
     part += [draw(*shape, seed=k).square() for k in ((4, 5) if amsgrad else (4,))]
-    return Part(*(x.to(dtype) for x in part))
+    return StatePart(*(x.to(dtype) for x in part))
 
 
 def factors_for(shape, dtype, *, even):
@@ -96,7 +96,7 @@ def test_steps_are_those_of_the_formula(
 ):
     if (name != "reference" and len(shape) > 2) or (name == "triton" and dtype == torch.float64):
         return check_refused(shape, dtype, name)
-    rule = Rule(**SETTINGS, maximize=maximize, step=3.0)
+    rule = UpdateRule(**SETTINGS, maximize=maximize, step=3.0)
     part, factors = example(shape, dtype, amsgrad=amsgrad), factors_for(shape, dtype, even=False)
     expected, gradient = truth(part, factors, 0.3, rule), part.gradient.clone()
     monkeypatch.setattr(op, "ELEMENTS_ON_CPU", 8)
@@ -112,7 +112,7 @@ def test_steps_are_those_of_the_formula(
 def test_columns_that_share_a_factor(name, same, ratio):
     """The CPU kernel folds their vectors into those of the rows."""
     part, factors = (make((5, 300), torch.float32, **how) for make, how in EXAMPLES)
-    rule = Rule(**SETTINGS, maximize=False, step=3.0)
+    rule = UpdateRule(**SETTINGS, maximize=False, step=3.0)
     vectors = (factors.lr, factors.eps, factors.old)
     found = [
         (rows, columns[:, :1].expand(1, 300)) if is_same else (rows, columns)
@@ -127,7 +127,7 @@ def test_columns_that_share_a_factor(name, same, ratio):
 
 def check_refused(shape, dtype, name):
     part, factors = example(shape, dtype, amsgrad=False), factors_for(shape, dtype, even=False)
-    rule = Rule(**SETTINGS, maximize=False, step=1.0)
+    rule = UpdateRule(**SETTINGS, maximize=False, step=1.0)
     with pytest.raises(GrowthError, match="does not do this operation"):
         op.adamw_step(part, factors, 1.0, rule, backend=name.split()[0])
 
@@ -136,12 +136,12 @@ def test_the_fastest_backend_that_does_the_tensors_is_taken(monkeypatch):
     seen = []
     for name in op.KERNELS:
         monkeypatch.setitem(op.KERNELS, name, lambda *_, name=name: seen.append(name))
-    rule = Rule(**SETTINGS, maximize=False, step=1.0)
+    rule = UpdateRule(**SETTINGS, maximize=False, step=1.0)
     part = example((4, 5), torch.float32, amsgrad=False)
     factors = factors_for((4, 5), torch.float32, even=False)
     across = part._replace(gradient=draw(5, 4, seed=1).float().T)
-    half = Part(*(x.half() for x in part.tensors()))
-    empty = Part(*(x[:0] for x in part.tensors()))
+    half = StatePart(*(x.half() for x in part.tensors()))
+    empty = StatePart(*(x[:0] for x in part.tensors()))
     for one in (part, across, half, empty):
         op.adamw_step(one, factors, 1.0, rule)
     assert seen == ["cpu" if native.loaded() else "reference", "reference", "reference"]
@@ -150,7 +150,7 @@ def test_the_fastest_backend_that_does_the_tensors_is_taken(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_share_the_pieces(threads):
     shape = (3, 16500)
-    rule = Rule(**SETTINGS, maximize=False, step=2.0)
+    rule = UpdateRule(**SETTINGS, maximize=False, step=2.0)
     parts = [example(shape, torch.float32, amsgrad=True) for _ in range(2)]
     factors, before = factors_for(shape, torch.float32, even=False), torch.get_num_threads()
     if native.loaded() is None:

@@ -16,7 +16,7 @@ import growkern.ops
 from bench.launches import aot_cases
 from bench.shared.loss_measure import plain
 from growkern import Routing, expand, kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
-from growkern.ops.adamw.factors import Factors, Part, Rule
+from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
 from growkern.ops.backend import scale, tuned
 from growkern.ops.backend.launch import HAS_TRITON
@@ -134,7 +134,7 @@ def launches_on(device):
     tail_gradient_on_triton(rows._replace(teachers_NV=[]), made(5, 4), made(4, 33))
     vectors = ((made(4, 1), made(1, 6)),) * 2
     adamw_step_on_triton(
-        Part(*[made(4, 6)] * 4), Factors(*vectors, vectors[0]), 1.0, Rule(*[0.5] * 7)
+        StatePart(*[made(4, 6)] * 4), Factors(*vectors, vectors[0]), 1.0, UpdateRule(*[0.5] * 7)
     )
     maps = {"rows": made(8, dtype=index), "cols": made(6, dtype=index)}
     call = ExpandCall(made(8, 6), made(5, 4), **maps, col_noise=made(6))
@@ -796,7 +796,7 @@ def test_a_step_of_adamw_asks_the_gpu_nothing(monkeypatch):
         return torch.empty(shape, device="meta")
 
     with NothingWaits():
-        part = Part(*(made(8, 16) for _ in range(4)))
+        part = StatePart(*(made(8, 16) for _ in range(4)))
         factors = Factors(*((made(8, 1), made(16)) for _ in range(3)))
-        rule = Rule(1e-2, 0.9, 0.99, 1e-3, 0.1, False, 3.0)
+        rule = UpdateRule(1e-2, 0.9, 0.99, 1e-3, 0.1, False, 3.0)
         adamw_step_on_triton(part, factors, 0.3, rule)

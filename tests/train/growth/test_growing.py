@@ -18,7 +18,7 @@ from transformers import (
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
 from growkern.train.growth import new_part, sizes_of_run
-from growkern.train.model.sub_model import Part, layer_stacks
+from growkern.train.model.sub_model import ModelPart, layer_stacks
 from testbed.tiny import VOCAB, Batches, build
 from tests.shared import walks
 from tests.train.safety.runs import assert_same, weights_of
@@ -290,7 +290,7 @@ def test_each_stack_trains_the_layers_that_it_gains():
         growth = GrowthStep(at_step=2, sizes=sizes, new_layers_steps=3)
         size = sizes_of_run(model, [growth])[1]
         depths = [len(stack) for stack in layer_stacks(T5ForConditionalGeneration(size.config))]
-        assert new_part(4, growth, size) == Part(max(depths), trained)
+        assert new_part(4, growth, size) == ModelPart(max(depths), trained)
         assert [n - added for n, added in zip(depths, trained, strict=True)] == [3, 2]
         assert new_part(5, growth, size) is None
 

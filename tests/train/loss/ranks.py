@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples import pytorch_loop
 from growkern import ExpertBalancing, InheritanceSchedule, count_labels, inherited_loss
-from growkern.train.model.sub_model import Part, layer_stacks, sub_model
+from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
 from testbed.tiny import VOCAB, batch, build, randomise
 from tests.train.loss.plain import plain_loss
 
@@ -92,7 +92,7 @@ def check_tensor_parallel(folder):
     for depth in (2, 4):
         losses = []
         for model, beside in ((student, parallel_teacher), (twin, teacher)):
-            with sub_model(layer_stacks(model), Part(depth, 1)):
+            with sub_model(layer_stacks(model), ModelPart(depth, 1)):
                 losses.append(inherited_loss(model, beside, batch(seed=depth)))
             losses[-1].backward()
         torch.testing.assert_close(whole(losses[0].detach()), losses[1].detach())

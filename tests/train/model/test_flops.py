@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.loss.rows import count_rows
 from growkern.train.model.flops import ModelCost
-from growkern.train.model.sub_model import Part, layer_stacks, sub_model
+from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
 from testbed.tiny import FAMILIES, Batches, arguments, batch, build
 from tests.shared.delta import by_products
 
@@ -137,21 +137,27 @@ def test_every_family_and_stage_agrees_with_the_counter(name, monkeypatch):
     check(lambda: model(**inputs).loss.backward(), cost.train(ROWS, LENGTH), train=True)
 
     def step(depth, embeddings):
-        with sub_model(stacks, Part(depth, 2, embeddings)):
+        with sub_model(stacks, ModelPart(depth, 2, embeddings)):
             loss = model(**inputs).loss
         loss.backward()
 
     for depth in (2, 4, 5):
-        layers = cost.train(ROWS, LENGTH, Part(depth, 2))
+        layers = cost.train(ROWS, LENGTH, ModelPart(depth, 2))
         check(lambda depth=depth: step(depth, "frozen"), layers, train=True)
-    layers = cost.train(ROWS, LENGTH, Part(2, 2, "bottom"))
+    layers = cost.train(ROWS, LENGTH, ModelPart(2, 2, "bottom"))
     check(lambda: step(2, "bottom"), layers, train=True)
 
 
 PARTS = [
-    *(Part(2, 2), Part(4, 1), Part(4, 2), Part(4, 2, "bottom"), Part(4, (1, 3))),
+    *(
+        ModelPart(2, 2),
+        ModelPart(4, 1),
+        ModelPart(4, 2),
+        ModelPart(4, 2, "bottom"),
+        ModelPart(4, (1, 3)),
+    ),
     # the encoder has no new layers
-    *(Part(4, (0, 2)), Part(4, (0, 4))),
+    *(ModelPart(4, (0, 2)), ModelPart(4, (0, 4))),
 ]
 
 

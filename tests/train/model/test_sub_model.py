@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from growkern import GrowthError, TwoStageConfig
-from growkern.train.model.sub_model import Part, layer_stacks, model_depth, sub_model
+from growkern.train.model.sub_model import ModelPart, layer_stacks, model_depth, sub_model
 from testbed.tiny import FAMILIES, VOCAB, batch, build, stack_of
 
 EMBEDDINGS = ("bert.embeddings", "wte", "wpe", "embed_tokens")
@@ -34,7 +34,7 @@ def test_equals_the_truncated_model_bit_for_bit(family, depth):
     model = build(family)
     truth, inputs = truncated(model, depth), batch()
     expected = backward(truth, inputs)
-    with sub_model(layer_stacks(model), Part(depth, 2, "bottom")):
+    with sub_model(layer_stacks(model), ModelPart(depth, 2, "bottom")):
         actual = backward(model, inputs)
     assert torch.equal(actual, expected)
 
@@ -81,7 +81,7 @@ def test_frozen_embeddings_get_the_tied_heads_gradient_alone(family, depth):
     head = untied.get_output_embeddings().weight
     head.data.copy_(tied.get_input_embeddings().weight)
     for model in (tied, untied):
-        with sub_model(layer_stacks(model), Part(depth, 2)):
+        with sub_model(layer_stacks(model), ModelPart(depth, 2)):
             backward(model, batch())
     assert torch.equal(tied.get_input_embeddings().weight.grad, head.grad)
     for name, p in untied.named_parameters():
@@ -101,7 +101,7 @@ def test_layers_above_do_not_run_and_layers_below_record_no_graph(family):
             assert hidden.requires_grad == (i >= 1)
 
         layer.register_forward_hook(count)
-    with sub_model(layer_stacks(model), Part(3, 2)):
+    with sub_model(layer_stacks(model), ModelPart(3, 2)):
         model(input_ids=batch()["input_ids"], use_cache=False)
     assert calls == [1, 1, 1, 0, 0]
 
@@ -112,7 +112,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(family):
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     for model in (plain, checkpointed):
         model.train()
-        with sub_model(layer_stacks(model), Part(4, 2)):
+        with sub_model(layer_stacks(model), ModelPart(4, 2)):
             backward(model, batch())
     for (name, p), q in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
@@ -124,7 +124,7 @@ def test_the_whole_model_is_visible_inside_and_restored_after_an_exception():
     stack, names = stack_of(model), list(model.state_dict())
     with (
         pytest.raises(RuntimeError, match="on purpose"),
-        sub_model(layer_stacks(model), Part(2, 1)),
+        sub_model(layer_stacks(model), ModelPart(2, 1)),
     ):
         assert list(model.state_dict()) == names
         assert len(stack) == 2
@@ -138,7 +138,7 @@ def test_depth_beyond_a_stack_runs_all_of_it():
     stacks = layer_stacks(model)
     assert model_depth(stacks) == 2
     expected = model(input_ids=batch()["input_ids"]).logits
-    with sub_model(stacks, Part(6, 6)):
+    with sub_model(stacks, ModelPart(6, 6)):
         assert torch.equal(model(input_ids=batch()["input_ids"]).logits, expected)
 
 
@@ -158,5 +158,5 @@ def test_a_model_without_a_stack_is_refused(model_class, config_class):
 
 def test_an_impossible_depth_is_refused():
     stacks = layer_stacks(build("bert"))
-    with pytest.raises(GrowthError, match="must be positive"), sub_model(stacks, Part(0, 2)):
+    with pytest.raises(GrowthError, match="must be positive"), sub_model(stacks, ModelPart(0, 2)):
         pass
