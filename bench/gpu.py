@@ -1,4 +1,4 @@
-"""Checks, measures and tunes every kernel on a GPU, from a bare source tree.
+"""Checks and measures every kernel on a GPU, from a bare source tree.
 
 The work is split into pieces. Each piece is a process with a time limit. A piece that is done for
 these sources on this GPU does not run again. Results are saved as runs/gpu/<gpu>/<piece>.json.

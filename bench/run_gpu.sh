@@ -10,7 +10,7 @@
 # again.
 #
 #   bash bench/run_gpu.sh OUT 540 --wheels wheels
-#   bash bench/run_gpu.sh OUT 165 --wheels wheels --only train_llama --only tune_kl_mlm_rows
+#   bash bench/run_gpu.sh OUT 165 --wheels wheels --only train_llama
 #   bash bench/run_gpu.sh OUT 345 --only gpt_110m_1        (more systems in 590 s; seeds: 1, 2, 3)
 #   bash bench/run_gpu.sh OUT 1800 --dry-run
 #

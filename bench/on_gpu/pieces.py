@@ -123,7 +123,6 @@ PIECES = (
         "train_llama", "a training step of a Llama of 1B with a teacher", 90, "on_gpu.train_step"
     ),
     Piece("timeline", "where the time of the headline's step goes", 45, "speed.timeline"),
-    Piece("tune_kl_mlm_rows", "block size and warps of the loss's rows", 90, "tune"),
     # commands of their own, each for ten minutes: the same with three seeds
     *(
         Piece(
@@ -209,8 +208,6 @@ PIECES = (
         needs=("xxhash",),
     ),
     Piece("check_suite", "the ops' own tests, on this device", 470, "on_gpu.check_suite"),
-    Piece("tune_expand", "block sizes and warps of expand", 300, "tune"),
-    Piece("tune_topk_kl_mlm_rows", "block size and warps of the top-k loss's rows", 300, "tune"),
     Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.cuda_tools"),
     Piece("counters", "bandwidth of each kernel, read by Nsight Compute", 300, "on_gpu.cuda_tools"),
     Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),

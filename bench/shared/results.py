@@ -34,8 +34,6 @@ SOURCES = (
     "testbed/**/*",
     "bench/**/*.py",
 )
-# Launch choices are results, too: saving them must not make finished pieces run again.
-TUNED = ROOT / "growkern" / "ops" / "backend" / "tuned.json"
 TESTS = ("tests/*.py", "tests/ops/**/*")
 # from the least useful end of a run to the best
 STATUSES = ("skipped", "crashed", "timeout", "failed", "ok")
@@ -66,7 +64,7 @@ def source_digest() -> str:
     """A hash of the sources' names and contents. It identifies them where there is no git."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in (*SOURCES, *TESTS) for path in ROOT.glob(pattern)}):
-        if path.is_file() and path != TUNED:
+        if path.is_file():
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

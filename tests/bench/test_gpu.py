@@ -347,7 +347,7 @@ def test_the_first_nine_minutes_have_the_pieces_that_count_each_with_time_for_al
     names = [piece.name for piece in pieces.PIECES]
     assert tuple(names[: len(NINE_MINUTES) + 3]) == NINE_MINUTES + WITH_TIME_LEFT
     assert sum(piece.limit_s for piece in pieces.PIECES[: len(NINE_MINUTES)]) <= 540
-    second = ["train_llama", "tune_kl_mlm_rows"]
+    second = ["train_llama", "timeline"]
     assert sum(TOY_PIECES[name].limit_s for name in second) <= 180
     assert [piece.name for piece in pieces.chosen(second[::-1])] == second[::-1]
 
@@ -486,6 +486,6 @@ def test_wheels_are_unpacked_for_the_pieces(tmp_path):
 
 def test_the_log_of_a_piece_names_files_as_the_checkout_does(tmp_path):
     """A result is committed: it does not say where the sources lay on that machine."""
-    (tmp_path / "x.log").write_text(f"{results.ROOT}/bench/tune.py:73: UserWarning\n")
+    (tmp_path / "x.log").write_text(f"{results.ROOT}/bench/aot.py:73: UserWarning\n")
     document = processes.ended(tmp_path / "x.json", "x", "crashed", "exit code 1")
-    assert document["log"] == ["bench/tune.py:73: UserWarning"]
+    assert document["log"] == ["bench/aot.py:73: UserWarning"]

@@ -2,7 +2,7 @@
 
 import re
 
-from bench import report, tune
+from bench import report
 from bench.paper.page import page_text
 from bench.shared import pictures, results, tables
 from tests.bench.documents import document
@@ -115,16 +115,3 @@ def test_pictures_of_the_sweep_over_sizes(tmp_path):
     assert abs(pictures.slope(rows[:3]) - 1) < 1e-9
     (tmp_path / "scaling.json").unlink()
     assert pictures.draw(tmp_path) == []
-
-
-def test_only_correct_and_faster_choices_are_shipped(tmp_path):
-    base = {"key": "expand sm_90 bfloat16 8192", "BLOCK_M": 8, "num_warps": 4, "default ms": 1.0}
-    rows = [base | {"ms": 0.99}, base | {"ms": 0.9}, base | {"ms": 0.8, "BLOCK_M": 16}]
-    rows.append({"key": base["key"], "BLOCK_M": 64, "refused": "OutOfResources"})
-    found = tune.best_choices([document(rows=rows, failures=[])])
-    ((key, (choice, words)),) = found.items()
-    assert key == base["key"] and choice == {"BLOCK_M": 16, "num_warps": 4}
-    assert words == "NVIDIA H200, 1 to 0.8 ms, abc, d"
-    assert not tune.best_choices([document(rows=rows[:1], failures=[])])
-    wrong = document(rows=rows, failures=[f"{key} differs"])
-    assert not tune.best_choices([wrong])

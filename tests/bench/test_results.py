@@ -90,20 +90,6 @@ def test_a_piece_is_done_for_these_sources_on_this_gpu():
         assert not results.same_run(document(), facts | {key: "other"})
 
 
-def test_tuned_choices_do_not_make_finished_pieces_run_again(tmp_path, monkeypatch):
-    assert results.TUNED.is_file()
-    source, tuned = tmp_path / "growkern" / "a.json", tmp_path / "growkern" / "tuned.json"
-    source.parent.mkdir()
-    source.write_text("{}")
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    monkeypatch.setattr(results, "TUNED", tuned)
-    before = results.source_digest.__wrapped__()
-    tuned.write_text('{"choices": {}}')
-    assert results.source_digest.__wrapped__() == before
-    source.write_text("[]")
-    assert results.source_digest.__wrapped__() != before
-
-
 @pytest.mark.parametrize("path", sorted(results.RESULTS.rglob("*.json")), ids=lambda x: x.stem)
 def test_a_result_says_how_it_was_made(path):
     """From sources that were committed, and on which machine; a study says it of each run."""

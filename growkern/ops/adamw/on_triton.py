@@ -5,7 +5,6 @@ Equations are numbered in `op.py`. Shape letters used in this file: M, N rows an
 
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.backend.launch import jit, launch, next_power_of_2, tl
-from growkern.ops.backend.tuned import launch_choice
 
 # Four entries of a thread in each of two rows: loads of 16 bytes. With four rows sm_100 spills
 BLOCK_M, BLOCK_N = 2, 512
@@ -77,8 +76,8 @@ def adamw_step_on_triton(part: StatePart, factors: Factors, ratio: float, rule: 
     """As `adamw_step`."""
     M, N = part.sizes()
     vectors = tuple(factors.matrix.values())
-    choice = launch_choice("adamw", part.value, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=4)
-    choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
+    block = min(BLOCK_N, next_power_of_2(N))
+    choice = {"BLOCK_M": BLOCK_M, "BLOCK_N": block, "num_warps": 4}
     programs = -(-M // choice["BLOCK_M"]) * -(-N // choice["BLOCK_N"])
     launch(
         adamw_kernel,

@@ -24,7 +24,6 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import BACKENDS, choose_backend
 from growkern.ops.backend.launch import EXACT, acc_dtype, jit, launch, tl
-from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import ExpandCall, check_sizes
 from growkern.ops.expand.hashes import seed_words
 from growkern.ops.expand.on_triton import (
@@ -247,7 +246,7 @@ def _launch(kind: LaunchKind, calls: Sequence[ExpandCall]) -> None:
     acc, tl_acc = acc_dtype(first.wider)
     device = first.out.device
     widest = max(call.out.shape[1] for call in calls)
-    choice = launch_choice("expand_many", first.out, widest, **block_of(widest))
+    choice = block_of(widest)
     longest = max(max(*call.out.shape) for call in calls)
     # stand for every map and scale that is None
     index, factors = _Packed(torch.int64, torch.arange(longest)), _Packed(acc, torch.ones(longest))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend.launch import EXACT, acc_dtype, jit, launch, next_power_of_2, tl
-from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.expand.call import (
     COL_NOISE,
     COL_ROUTING,
@@ -303,7 +302,7 @@ def lines_of_call(call: ExpandCall) -> tuple[Tensor | None, Tensor | None, Tenso
 
 
 def block_of(columns: int, whole: int = 0) -> dict[str, int]:
-    """The block where no sweep has chosen one, for a result of so many columns.
+    """The block for a result of so many columns.
 
     Its rows share what is loaded of its columns. Blocks are wide because gathered elements lie in
     pieces of 32 bytes: each block of a row fetches nearly all pieces of the source row again, or
@@ -335,7 +334,7 @@ def expand_on_triton(call: ExpandCall) -> None:
     M, N = call.out.shape
     acc, tl_acc = acc_dtype(call.wider)
     whole, (packed, key, mult) = whole_of(call), lines_of_call(call)
-    choice = launch_choice("expand", call.out, N, **block_of(N, whole))
+    choice = block_of(N, whole)
     choice["BLOCK_N"] = min(choice["BLOCK_N"], next_power_of_2(N))
     launch(
         expand_kernel,

@@ -83,25 +83,24 @@ def test_packed_vectors_begin_at_16_bytes():
         assert torch.equal(found[places[2] :][:7], expected)
 
 
-def test_a_tuned_choice_changes_the_blocks_and_no_bit(device, monkeypatch):
-    """Growth launches only work lists: a choice for single tensors would have no effect."""
+def test_other_blocks_change_no_bit(device, monkeypatch):
     calls, expected = make_calls(device)
-    asked, right, seen = [], many.launch, []
+    asked, right, seen, block_of = [], many.launch, [], many.block_of
 
-    def chosen(kernel, like, size, **default):
-        asked.append((kernel, size))
-        return default | {"BLOCK_M": 4, "BLOCK_N": 64}
+    def chosen(size):
+        asked.append(size)
+        return block_of(size) | {"BLOCK_M": 4, "BLOCK_N": 64}
 
     def launched(kernel, programs, like, *args, **constants):
         if kernel is many.expand_many_kernel:
             seen.append((constants["BLOCK_M"], constants["BLOCK_N"]))
         right(kernel, programs, like, *args, **constants)
 
-    monkeypatch.setattr(many, "launch_choice", chosen)
+    monkeypatch.setattr(many, "block_of", chosen)
     monkeypatch.setattr(many, "launch", launched)
     assert expand_many(calls) == len(asked) == 9
-    # a choice is looked up for the widest result of a launch
-    assert {kernel for kernel, _ in asked} == {"expand_many"} and ("expand_many", 2051) in asked
+    # blocks are those of the widest result of a launch
+    assert 2051 in asked
     assert set(seen) == {(4, 64)}
     for call, whole in zip(calls, expected, strict=True):
         assert torch.equal(call.out, whole), launch_kind(call)

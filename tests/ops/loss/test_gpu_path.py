@@ -18,7 +18,7 @@ from bench.shared.loss_measure import plain
 from growkern import Routing, expand, kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
-from growkern.ops.backend import scale, tuned
+from growkern.ops.backend import scale
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
@@ -160,7 +160,6 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, curr
     for module, name in expected:
         monkeypatch.setattr(module, name, recorder(name))
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 64)
-    monkeypatch.setattr(tuned, "_arch", lambda device: "sm_90")
     monkeypatch.setattr(once_on_triton, "_programs", lambda device, K: 2)
     with FakeTensorMode():
         launches_on("cuda:1")

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from growkern.ops.backend.launch import acc_dtype, launch, next_power_of_2, tl
-from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.once_on_triton import VARIABLE, may_read_once, read_rows_once
 from growkern.ops.loss.rows.state import Rows, Steps, clear
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel
@@ -75,13 +74,8 @@ def rows_on_triton(
         if read_rows_once(here, state_SN, drows_WN, grad_NV):
             return
     ACC = acc_dtype(student_NV)[1]
-    # the linear loss takes its sums and its gradient in one launch, ready logits in two
-    name = "kl_mlm_rows_at_once" if steps.sums and steps.grad else "kl_mlm_rows"
-    choice = launch_choice(
-        name, student_NV, vocab, BLOCK_V=most_columns(ACC), num_warps=8,
-        maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
-    choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(vocab))
+    block = min(most_columns(ACC), next_power_of_2(vocab))
+    choice = {"BLOCK_V": block, "num_warps": 8, "maxnreg": MAX_REGISTERS}
     biases = [bias for bias in rows.biases if bias is not None]
     wide = _columns_at_once(student_NV, *teachers_NV, *biases, *[grad_NV] * steps.grad)
     lanes = lanes_of(choice["BLOCK_V"], choice["num_warps"], wide)

@@ -7,7 +7,6 @@ vocabulary.
 from torch import Tensor
 
 from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
-from growkern.ops.backend.tuned import launch_choice
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, most_columns
 from growkern.ops.loss.rows.state import Rows
 from growkern.ops.loss.rows.triton_blocks import (
@@ -81,11 +80,8 @@ def tail_gradient_on_triton(rows: Rows, tail_5N: Tensor, dstudent_NV: Tensor) ->
     if V == 0:
         return
     ACC = acc_dtype(student_NV)[1]
-    choice = launch_choice(
-        "topk_kl_mlm_rows", student_NV, V, BLOCK_V=most_columns(ACC), num_warps=8,
-        maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
-    choice["BLOCK_V"] = min(choice["BLOCK_V"], next_power_of_2(V))
+    block = min(most_columns(ACC), next_power_of_2(V))
+    choice = {"BLOCK_V": block, "num_warps": 8, "maxnreg": MAX_REGISTERS}
     launch(
         tail_gradient_kernel,
         len(student_NV),
