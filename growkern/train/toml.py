@@ -1,13 +1,7 @@
-"""Turns TOML tables into dataclasses, and checks them against the types of the fields.
-
-Python's TOML parser overflows the stack where values nest thousands deep, and takes minutes for a
-key of 100,000 parts or a number of as many digits. So a file is looked through before it is parsed.
-"""
+"""Turns TOML tables into dataclasses, and checks them against the types of the fields."""
 
 import dataclasses
-import re
 import reprlib
-import sys
 import types
 import typing
 from pathlib import Path
@@ -15,29 +9,14 @@ from typing import Any, Literal, TypeVar, Union
 
 from growkern.arguments import PLAIN
 from growkern.errors import GrowthError, nearest
-from growkern.files import MOST_LEVELS, read_bounded
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from growkern.files import parse_toml, read_bounded
 
 T = TypeVar("T")
 
 # a run file has about 2,000 bytes; long lists of text files may be given as patterns
 MOST_BYTES = 256_000
-# characters of a number, or of a key with all its dots
-MOST_WORD = 200
 # TOML has integers of 64 bits
 INTEGERS = range(-(1 << 63), 1 << 63)
-# texts and comments. An unterminated text runs to the end of the file, so every character is
-# scanned once
-TEXTS = re.compile(
-    r'''"""(?:\\.?|[^\\])*?(?:"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)'''
-    r"""|"(?:\\[^\n]?|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*""",
-    re.DOTALL,
-)
-SPACES = str.maketrans("", "", " \t\r")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -45,26 +24,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise GrowthError(f"{path} is a directory: give a file of settings (TOML)")
     try:
-        text = read_bounded(path, MOST_BYTES, "run file").decode()
-        _look_through(text)
-        return tomllib.loads(text)
+        return parse_toml(read_bounded(path, MOST_BYTES, "run file").decode())
     except (ValueError, RecursionError) as error:
         why = str(error).removeprefix(f"{path}: ")
         raise GrowthError(f"cannot read {path} as TOML: {why}") from error
-
-
-def _look_through(text: str) -> None:
-    """Raise ValueError for nesting, keys and numbers that the parser takes too long for."""
-    # a text may be a part of a dotted key
-    bare = TEXTS.sub('"', text)
-    level = 0
-    for bracket in re.findall(r"[\[\]{}]", bare):
-        level = level + 1 if bracket in "[{" else max(0, level - 1)
-        if level > MOST_LEVELS:
-            raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
-    longest = max(map(len, re.split(r"[=,\[\]{}\n]", bare.translate(SPACES))))
-    if longest > MOST_WORD:
-        raise ValueError(f"a key or a number of {longest} characters, at most {MOST_WORD}")
 
 
 def to_dataclass(cls: type[T], table: dict[str, Any], file: str, key: str = "") -> T:

@@ -151,18 +151,8 @@ def test_sizes_that_are_wrong_are_named(load, key, match, is_list):
         load(f"{COMPLETE}\n{head}\n{where}\n{key}\n")
 
 
-HUGE = {
-    "nested lists": ("steps = 100", "steps = " + "[" * 5000 + "]" * 5000, "nested more than 20"),
-    "nested tables": ("steps = 100", "steps = " + "{a=" * 5000, "nested more than 20"),
-    "hidden behind four quotation marks": (
-        '"bf16"',
-        '"""a"""" # ' + "\n" + "x = " + "[" * 5000,
-        "nested more than 20",
-    ),
-    "dotted keys": ("steps = 100", "a" + ".a" * 100_000 + " = 1", "a key or a number of 2"),
-    "dotted texts": ("steps = 100", '"a"' + ' . "a"' * 30_000 + " = 1", "a key or a number of 6"),
+ODD_VALUES = {
     "31 digits": ("steps = 100", "steps = 1" + "0" * 30, "training.steps is 1.*64 bits"),
-    "100,000 digits": ("steps = 100", "steps = 1" + "0" * 100_000, "a key or a number of 1"),
     "a long name": ("steps = 100", '"' + "a" * 200_000 + '" = 1', "has no key 'aaa"),
     "a long value": ('"bf16"', '"' + "a" * 200_000 + '"', "precision is 'aaa"),
     "a large file": ("[model]", "#" * 300_000 + "\n[model]", "more than any run file"),
@@ -178,20 +168,14 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("name", HUGE)
-def test_a_file_that_would_take_minutes_is_refused_before_it_is_parsed(load, name):
-    old, new, match = HUGE[name]
+@pytest.mark.parametrize("name", ODD_VALUES)
+def test_odd_values_are_refused_in_one_line(load, name):
+    old, new, match = ODD_VALUES[name]
     assert old in COMPLETE
     with pytest.raises(GrowthError, match=match) as refusal:
         load(COMPLETE.replace(old, new, 1))
     said = str(refusal.value)
     assert "RUN.toml" in said and "\n" not in said and len(said) < 500
-
-
-def test_texts_and_comments_may_hold_anything(load):
-    odd = 'a"b[[[[' + "{" * 30 + "." * 300
-    text = COMPLETE.replace('"grown"', f"'{odd}'  # " + "[" * 30 + "." * 300)
-    assert load(text).model.path == odd
 
 
 def test_a_pipe_is_refused(tmp_path):
