@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from growkern.errors import GrowthError
+from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.record.recorded import growth_plan_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from growkern.growth.plan.growth_plan import GrowthPlan
 
 
 def freeze_old(model: PreTrainedModel) -> tuple[str, ...]:
@@ -24,7 +28,8 @@ def freeze_old(model: PreTrainedModel) -> tuple[str, ...]:
         The names of the parameters that stay trainable.
 
     Raises:
-        GrowthError: the model was not grown, or its growth inserted no layers that add nothing.
+        GrowthError: the model was not grown, or its growth inserted no layers that add nothing. Or
+            the old layers grew too: their new entries would be frozen. The model is then unchanged.
     """
     plan = growth_plan_of(model)
     if plan is None:
@@ -35,6 +40,26 @@ def freeze_old(model: PreTrainedModel) -> tuple[str, ...]:
             'give more layers, with depth="identity"'
         )
     new = {t.name for t in plan.large.tensors if (t.stack, t.layer) in plan.inserted}
+    if widened := {k: n for k, n in _new_entries(plan).items() if k not in new}:
+        first = next(iter(widened))
+        raise GrowthError(
+            f"the growth also made {sum(widened.values())} new entries in parameters of the source "
+            f"(the first {widened[first]} in {first}), and they would be frozen too. Grow the "
+            "width first and train it, then add layers with a growth of their own"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in new)
     return tuple(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def _new_entries(plan: GrowthPlan) -> dict[str, int]:
+    """The number of new entries of each tensor that has some, by its name."""
+    old, found = plan.small.shapes, {}
+    factors = growth_lr_multipliers(plan)
+    for task in plan.tasks:
+        # the norms beside an inserted block have no entry of the source, and no new size either
+        if task.identity is None and task.shape != old.get(task.source) and task.name in factors:
+            kept = math.prod(int(axis.sum()) for axis in factors[task.name].old)
+            if new := math.prod(task.shape) - kept:
+                found[task.name] = new
+    return found

@@ -6,7 +6,7 @@ import transformers
 
 import growkern
 from growkern.errors import GrowthError
-from testbed.models import LLAMA, random_model
+from testbed.models import BERT, GPT2, LLAMA, random_model
 
 
 def test_only_inserted_layers_train(tmp_path):
@@ -33,3 +33,26 @@ def test_models_without_inserted_layers_are_refused():
     for how in ({"hidden_size": 24}, {"num_hidden_layers": 4, "depth": "stack"}):
         with pytest.raises(GrowthError, match='depth="identity"'):
             growkern.freeze_old(growkern.grow(source, **how))
+
+
+@pytest.mark.parametrize(
+    "kind, sizes, how, new",
+    [
+        ("LlamaForCausalLM", LLAMA, {"intermediate_size": 40}, "gate_proj"),
+        ("LlamaForCausalLM", LLAMA, {"num_attention_heads": 12}, "q_proj"),
+        ("GPT2LMHeadModel", GPT2, {"vocab_size": 60}, "wte"),
+        ("BertForMaskedLM", BERT, {"intermediate_size": 30}, "intermediate"),
+    ],
+)
+def test_new_entries_of_old_layers_are_not_frozen_without_a_word(kind, sizes, how, new):
+    layers = "n_layer" if kind.startswith("GPT") else "num_hidden_layers"
+    source = random_model(kind, sizes, dtype=torch.float32)
+    deep, both = (growkern.grow(source, **{layers: 4}, **more) for more in ({}, how))
+    names = growkern.freeze_old(deep)
+    assert 0 < len(names) < len(list(deep.parameters()))
+    # independent of the record: the entries of parameters that the growth of layers alone lacks
+    sizes_of = {name: p.numel() for name, p in deep.named_parameters()}
+    more = sum(p.numel() - sizes_of[n] for n, p in both.named_parameters() if n not in names)
+    with pytest.raises(GrowthError, match=f"{more} new entries.*{new}"):
+        growkern.freeze_old(both)
+    assert all(p.requires_grad for p in both.parameters())

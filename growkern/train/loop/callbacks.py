@@ -45,9 +45,16 @@ class LoopCallback(TrainerCallback):
     ) -> None:
         self.batches, self.meter, self.growths = batches, meter, growths
         self.steps, self.saver, self.schedule = steps, saver, schedule
+        self._taught = 0  # steps up to the last one with a teacher
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give every parameter its optimizer state, and the schedule its growths."""
+        """Give every parameter its optimizer state, and the schedule its growths.
+
+        Batches of a cached teacher have its rows again, which a run before may have left out.
+        """
+        rates = map(self.schedule.rate_at, range(state.max_steps)) if self.schedule else ()
+        self._taught = max((step + 1 for step, rate in enumerate(rates) if rate > 0), default=0)
+        self._leave_out_teacher(state.global_step)
         self.growths.rewarm(kwargs["lr_scheduler"], args.lr_scheduler_type)
         create_optimizer_state(bare(kwargs["optimizer"]))
 
@@ -65,11 +72,14 @@ class LoopCallback(TrainerCallback):
         self._count_passes(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock; stop reading the cached teacher once its rate is 0."""
+        """Start the clock; stop reading the cached teacher once its rate is 0 for good."""
         self.meter.start_step()
-        collator = self.batches.source
-        if self.schedule is not None and isinstance(collator, TopKCollator):
-            collator.leave_out(self.schedule.rate_at(state.global_step) == 0)
+        self._leave_out_teacher(state.global_step)
+
+    def _leave_out_teacher(self, step: int) -> None:
+        # batches are read before their step begins: one whose rate rises from 0 needs its rows
+        if isinstance(self.batches.source, TopKCollator):
+            self.batches.source.leave_out(step >= self._taught)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the clock. Save before a stop and before a growth, and when the clock says so."""

@@ -162,7 +162,8 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
     weights = [share(MLM_ROW, 1 - alpha, n_mlm)]
     if options.teacher_weights:
         kl_weight_N = share(KL_ROW, alpha, n_kl)
-    weights += [kl_weight_N * (w * options.maths.kl_factor) for w in options.teacher_weights]
+        # inside: before Python 3.12 torch.compile reads what even an empty comprehension needs
+        weights += [kl_weight_N * (w * options.maths.kl_factor) for w in options.teacher_weights]
     return torch.stack(weights).to(dtype)
 
 
