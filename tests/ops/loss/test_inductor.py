@@ -1,15 +1,21 @@
-"""The losses under torch.compile's own compiler.
+"""The losses under torch.compile: its own compiler, and one graph for every option.
 
-They stand together because the first use of it in a process compiles headers for many seconds.
+The tests of its compiler stand together because its first use in a process compiles headers for
+many seconds. Before Python 3.12 a comprehension is a function of its own: a name that it needs and
+that has no value yet breaks the graph, even if nothing is iterated over.
 """
+
+import inspect
 
 import pytest
 import torch
 
+import growkern
+from growkern.ops.loss.rows.options import LossCall
 from tests.ops.loss import test_kl_mlm_loss, test_linear_kl_mlm_loss
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def quick_compiler(monkeypatch, tmp_path):
     """No vector code and no further processes: the ops are opaque to it."""
     # what an earlier run left on disk would be tested instead of this code
@@ -19,13 +25,107 @@ def quick_compiler(monkeypatch, tmp_path):
         yield
 
 
-def test_logits(device):
+def test_logits(device, quick_compiler):
     test_kl_mlm_loss.test_compiles_whole_and_once_for_every_alpha_and_size(
         "tensor", device, "inductor"
     )
 
 
-def test_heads(device):
+def test_heads(device, quick_compiler):
     test_linear_kl_mlm_loss.test_compiles_whole_and_once_for_every_alpha_and_size(
         device, "inductor"
     )
+
+
+# ------------------------------------------------------------------- one graph
+
+LOSSES = ("kl_mlm_loss", "linear_kl_mlm_loss", "topk_kl_mlm_loss")
+N, H, V = 6, 8, 12
+# options of a process group need one; a compiled step of several processes is in test_kl_mlm_ranks
+LEFT_OUT = {"group", "vocab_start"}
+VALUES = {
+    "alpha": [0.0, 1.0, 0.3, torch.tensor(0.0), torch.tensor(0.4)],
+    "temperature": [2.0],
+    "divergence": ["reverse", "jsd"],
+    "beta": [0.2],
+    "ignore_index": [-1],
+    "kl_rows": ["all", torch.arange(N) % 2 == 0],
+    "teacher_weights": [(0.3, 0.7)],
+    "vocab_size": [11],
+    "teacher_vocab_size": [9],
+    "row_weights": [torch.linspace(0, 1, N)],
+    "softcap": [5.0],
+    "teacher_softcap": [4.0],
+    "label_smoothing": [0.1],
+    "z_loss": [0.01],
+    "tail": ["renormalise"],
+    "reduction": ["sum", "none"],
+    "num_items": [7, torch.tensor(7.0), (5, 6)],
+    "return_parts": [True],
+    "chunk_bytes": [200],
+    "max_rows": [N],
+    "vocab_tile": [5],
+    "logits_dtype": [torch.float64],
+    "backend": ["reference", "cpu"],
+}
+# the losses share the code of the options: one of them tries all
+OF_ALL = ("alpha", "divergence", "tail", "backend")
+ALONE = ("alpha", "reduction", "num_items", "return_parts", "label_smoothing")
+CALLS = [
+    (loss, option, number, taught)
+    for loss in LOSSES
+    for option in LossCall._fields
+    if option in inspect.signature(getattr(growkern, loss)).parameters and option not in LEFT_OUT
+    if loss == "linear_kl_mlm_loss" or option in OF_ALL
+    for number in range(len(VALUES[option]))
+    for taught in (
+        (True, False) if option in ALONE and (number == 0 or option != "alpha") else (True,)
+    )
+]
+
+
+def step(loss, option, value, taught):
+    """A function of hidden states and weight, and these."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight, *others = (torch.randn(rows, H, generator=rng) for rows in (N, V, N, V))
+    labels = torch.randint(9, (N,), generator=rng)
+    labels[2] = -1 if option == "ignore_index" else -100
+    teachers = 2 if option == "teacher_weights" else 1
+    logits = others[0] @ others[1].T
+    given = {
+        "kl_mlm_loss": [logits],
+        "linear_kl_mlm_loss": others,
+        "topk_kl_mlm_loss": [*reversed(logits[:, :9].log_softmax(-1).topk(4))],
+    }[loss]
+    given = [x if teachers == 1 else [x] * 2 for x in given] if taught else [None] * len(given)
+    options = {option: value}
+    if option == "beta":
+        options["divergence"] = "jsd"
+    if not taught:
+        options |= {"alpha": 0.0}
+    function = getattr(growkern, loss)
+
+    def call(hidden, weight):
+        student = [hidden @ weight.T] if loss == "kl_mlm_loss" else [hidden, weight]
+        return function(*student, *given, labels, **options)
+
+    return call, hidden.requires_grad_(), weight.requires_grad_()
+
+
+@pytest.mark.parametrize("loss, option, number, taught", CALLS)
+def test_one_graph(loss, option, number, taught):
+    value = VALUES[option][number]
+    call, *inputs = step(loss, option, value, taught)
+    torch._dynamo.reset()
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        found = function(*inputs)
+        found, parts = found if option == "return_parts" else (found, ())
+        gradients = torch.autograd.grad(found.sum(), inputs)
+        results.append([found, *gradients, *(x for x in parts if x is not None)])
+    for ours, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, ours)
+
+
+def test_every_option_is_tried():
+    assert LossCall._fields == tuple(n for n in LossCall._fields if n in VALUES or n in LEFT_OUT)
