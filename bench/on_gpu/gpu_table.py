@@ -163,6 +163,8 @@ def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
         words = f"skipped: {document.get('reason', '')}"
     else:
         words = figure(document.get("rows", [])) or NOTHING
+        if words != NOTHING:
+            words += f" (commit {document.get('machine', {}).get('commit', '?')})"
     if later.get("status") in BROKEN and not later.get("toy"):
         words += f"; a later run failed: {_reason(later)}"
     return words

@@ -1,6 +1,7 @@
 """Lists the pieces of `bench.gpu`, most valuable first. To add a piece, add an entry to PIECES.
 
-The first nine minutes show whether the kernels run and are right, and how fast the main ones are.
+The first nine minutes show where the time goes, whether the newest kernels are right, and how fast
+the main ones are.
 
 A piece is a module with ``run(recorder)``, or a benchmark with ``main()``. A benchmark must save
 its rows with `harness.measure_all`, accept --no-test, and keep its sizes in module constants.
@@ -70,20 +71,21 @@ def _both(sizes: Any) -> dict[str, Any]:
 
 # benchmarks of disks and CPUs are run by `make bench`
 PIECES = (
-    # nine minutes, if each takes all its time
+    # nine minutes, if each takes all its time: where the time goes; the kernels that no GPU has run
+    Piece("versions", "versions of all that figures depend on", 20, "launches.versions"),
+    Piece("timeline", "where the time of the headline's step goes", 60, "speed.timeline"),
+    Piece("check_lines", "hashes of lines in one launch", 20, "on_gpu.new_kernels"),
+    Piece("check_gathers", "columns gathered in shared memory", 20, "on_gpu.new_kernels"),
+    Piece("check_once", "rows read once, against float64", 20, "on_gpu.new_kernels"),
+    Piece("rows", "the row kernel alone, rows read twice and once", 25, "on_gpu.new_kernels"),
+    Piece("gathers", "expand, gathered in shared memory and not", 40, "on_gpu.new_kernels"),
     Piece(
-        "versions", "versions of all that figures depend on, and clocks", 20, "launches.versions"
-    ),
-    Piece("launches", "compiles every launch, with one process per core", 90, "launches.fill"),
-    Piece("smoke", "every launch once, beside float64", 80, "launches.smoke"),
-    Piece("check_cuda", "expand in CUDA C++ against its reference", 45, "on_gpu.check_expand"),
-    Piece(
-        "headline",
-        "the loss from hidden states at its largest shape in bfloat16, beside its GEMMs",
-        140,
+        "headline_alone",
+        "the loss at its largest shape, in a CUDA graph and not, without peers",
+        60,
         "speed.linear_kl_mlm_loss",
-        args=("--repeats", "5", "--vocabulary", "128256", "--first"),
-        toy_args=("--repeats", "1", "--no-compile", "--first"),
+        args=("--repeats", "5", "--vocabulary", "128256", "--first", "--alone"),
+        toy_args=("--repeats", "1", "--first", "--alone"),
         toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
     Piece(
@@ -100,6 +102,22 @@ PIECES = (
         args=("--repeats", "15", "--compile", "--growth"),
         toy_args=("--repeats", "1", "--growth"),
         toy={"SOURCE": 96, "TARGET": 192},
+    ),
+    Piece(
+        "train_llama", "a training step of a Llama of 1B with a teacher", 90, "on_gpu.train_step"
+    ),
+    # the second command: all else that training and growth launch, and the peers
+    Piece("launches", "compiles every launch, with one process per core", 90, "launches.fill"),
+    Piece("smoke", "every launch once, beside float64", 80, "launches.smoke"),
+    Piece("check_cuda", "expand in CUDA C++ against its reference", 45, "on_gpu.check_expand"),
+    Piece(
+        "headline",
+        "the loss from hidden states at its largest shape in bfloat16, beside its GEMMs",
+        140,
+        "speed.linear_kl_mlm_loss",
+        args=("--repeats", "5", "--vocabulary", "128256", "--first"),
+        toy_args=("--repeats", "1", "--no-compile", "--first"),
+        toy={"SHAPES": _both([(8, 100, 16, 8)])},
     ),
     Piece("train_bert", "a training step of BERT-base with a teacher", 55, "on_gpu.train_step"),
     # if there is time left
@@ -118,11 +136,6 @@ PIECES = (
         420,
         "on_gpu.check_loss",
     ),
-    # the second command
-    Piece(
-        "train_llama", "a training step of a Llama of 1B with a teacher", 90, "on_gpu.train_step"
-    ),
-    Piece("timeline", "where the time of the headline's step goes", 45, "speed.timeline"),
     # commands of their own, each for ten minutes: the same with three seeds
     *(
         Piece(

@@ -95,7 +95,7 @@ _SASS_WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8"
 _GCN_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
 # Cycles that a warp's load of 32 numbers at random places takes. In shared memory it is the largest
 # number of them in one of 32 banks, on average. From memory it is what `expand` of bfloat16 with
-# arbitrary maps took on an H200, 0.105 ms at commit db4503e, by its 128 loads for 128 numbers.
+# arbitrary maps took on an H200, 0.105 ms at commit cd617243, by its 128 loads for 128 numbers.
 SHARED_GATHER, MEMORY_GATHER = 3.5, 13
 # Accesses of global memory. LDGSTS loads straight into shared memory.
 _SASS_ACCESSES = ("LDG", "LDGSTS", "STG")

@@ -154,9 +154,9 @@ def headline(results: Path) -> str:
             if "wall s" in row:
                 memory = f"{row['extra MiB'] / 1024:.1f}" if "extra MiB" in row else "-"
                 error = f"{row['gradient error']:.1e}" if "gradient error" in row else "-"
-                gpu = document["machine"]["gpu"].split()[1]
+                gpu = f"{document['machine']['gpu'].split()[1]}, {document['machine']['commit']}"
                 lines.append([gpu, words, f"{1e3 * row['wall s']:.1f}", memory, error])
-    head = ["GPU", "8192 rows, V 128 256, widths 4096 and 2048, bfloat16", "ms"]
+    head = ["GPU, commit", "8192 rows, V 128 256, widths 4096 and 2048, bfloat16", "ms"]
     return table([*head, "extra memory, GiB", "gradient error"], lines)
 
 
@@ -174,6 +174,7 @@ def measured_on_gpus(results: Path) -> list[list[str]]:
         if "growkern" in cells:
             own = cells.pop("growkern")
             what = f"loss of 8192 tokens, {document['machine']['gpu']}, bfloat16, one teacher"
+            what += f" (commit {document['machine']['commit']})"
             names = {"torch.compile": "`torch.compile`", "liger jsd": "Liger-Kernel's chunked JSD"}
             others = (f"{names[name]}: {cell}" for name, cell in cells.items())
             lines.append([what, own, "; ".join(others)])
@@ -181,6 +182,7 @@ def measured_on_gpus(results: Path) -> list[list[str]]:
         by_name = {row["provider"]: row for row in document.get("rows", [])}
         if {"growkern", "plain"} <= by_name.keys():
             what = f"training step of a Llama of 1B with a teacher, {document['machine']['gpu']}"
+            what += f" (commit {document['machine']['commit']})"
             own, plain = (
                 f"{row['tokens/s']:,.0f} tokens/s, {row['peak GiB']:.0f} GiB"
                 for row in (by_name["growkern"], by_name["plain"])

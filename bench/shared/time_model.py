@@ -4,12 +4,13 @@
     python -m bench.shared.time_model --shape 9830 30522 768 512 --bias --gpu H100
     python -m bench.shared.time_model --dtype tf32
 
-Nothing is measured: these are predictions, to compare a measurement with. The GEMMs run at 788
-TFLOP/s in bfloat16, 395 in TF32 and 54 in float32, 0.8 of the data sheet of an H100 and of an H200.
-Copies move 0.9 of the bandwidth there, and the row kernel 0.85 of a copy. "GEMMs" is the limit: no
-loss from hidden states can leave them out. The other lines are what this library adds to them. A
-bias of a head adds nothing: the row kernel reads it from the cache. Nor does an incoming gradient
-of 1.
+The times are predictions, to compare a measurement with. The GEMMs run at 788 TFLOP/s in bfloat16,
+395 in TF32 and 54 in float32, 0.8 of the data sheet of an H100 and of an H200. Copies move 0.9 of
+the bandwidth there. The row kernel moved 0.97 of a copy in both measurements (commits 8b8ce262 and
+db4503e), and each small launch took 3.7 us on an H100 and 6.7 us on an H200, with the gap before
+it. "GEMMs" is the limit: no loss from hidden states can leave them out. The other lines are what
+this library adds to them. A bias of a head adds nothing: the row kernel reads it from the cache.
+Nor does an incoming gradient of 1.
 
 Shape letters used in this file: N rows, V vocabulary, H and H_t widths of student and teacher.
 """
@@ -23,7 +24,11 @@ from growkern.ops.loss.linear.heads import held_rows
 # bytes per second of a copy
 COPY = {"H100": 3.0e12, "H200": 4.3e12}
 # what the row kernel reaches of it
-ROWS = 0.85
+ROWS = 0.97
+# seconds of a small launch, and how many there are beside products and row kernels: before the
+# first chunk and after the last one, as `tests/ops/backend/test_loss_launches.py` counts them
+LAUNCH = {"H100": 3.7e-6, "H200": 6.7e-6}
+LAUNCHES = 24 + 32
 # bytes per logit that the row kernel reads, by the size of a number of the gradient: float32 logits
 # of both heads, twice, and once more to correct a float32 gradient
 ROW_BYTES = {2: 16, 4: 24}
@@ -88,6 +93,7 @@ def estimate(
     memory = dz + dw + (0 if in_dw else 8 * chunk * V)
     rate = dict.fromkeys(moved, COPY[gpu]) | {"row kernel": ROWS * COPY[gpu]}
     passes = {name: n / rate[name] for name, n in moved.items() if n or size == 2}
+    passes["small launches"] = LAUNCHES * LAUNCH[gpu]
     gemms = 2 * N * V * (3 * H + H_t) / flops
     return Estimate(-(-N // chunk), products, gemms, passes, memory)
 

@@ -33,6 +33,7 @@ from bench.shared.loss_measure import (
     plain,
     run_step,
 )
+from growkern.ops.loss.linear.heads import held_rows
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 # rows, vocabulary, student width, teacher width
@@ -85,11 +86,19 @@ def growkern_labels(student, teacher, labels, alpha):
 
 
 def gemms_alone(student, teacher, labels, alpha):
-    """Only the matrix products that every loss from hidden states needs."""
+    """Only the matrix products that every loss from hidden states needs.
+
+    Logits are made in the chunks of `linear_kl_mlm_loss`: all at once they take longer. A loss may
+    overwrite the teacher's logits, so the student's take their place.
+    """
     with torch.no_grad():
         (hidden, weight, *_), heads = student, (student, teacher) if alpha else (student,)
-        # The teacher's logits are dropped here. A loss could overwrite them, too.
-        *_, z = (F.linear(*head) for head in reversed(heads))
+        (N, V), widths = (len(hidden), len(weight)), [head[0].shape[1] for head in heads]
+        rows, _ = held_rows(N, widths, hidden.itemsize, -(-V // 64) * 64)
+        z = hidden.new_empty(N, V)
+        for x, w, *_ in reversed(heads):
+            for some, into in zip(x.split(rows), z.split(rows), strict=True):
+                torch.mm(some, w.t(), out=into)
         return z @ weight, z.t() @ hidden
 
 
@@ -176,6 +185,7 @@ def main():
         help="only its first shape, in bfloat16, compiled losses last",
     )
     parser.add_argument("--bias", action="store_true", help="heads with biases")
+    parser.add_argument("--alone", action="store_true", help="without peers and plain PyTorch")
     args = options_of(parser, "tests/ops/loss/test_linear_kl_mlm_loss.py")
     measure_all("linear_kl_mlm_loss", all_rows(args))
 
@@ -190,7 +200,9 @@ def all_rows(args):
                 "shape": "{}x{}x{}/{}".format(*shape),
                 "dtype": name_of(dtype),
             } | ({"heads": "with bias"} if args.bias else {})
-            named = providers(shape, dtype, args.compile, args.bias)
+            named = providers(shape, dtype, args.compile and not args.alone, args.bias)
+            if args.alone:
+                named = [p for p in named if p.name.startswith(("growkern", "GEMMs"))]
             for group in apart(named) if args.first else (named,):
                 yield from in_turns(group, args.repeats, what)
 

@@ -1,0 +1,146 @@
+"""The kernels that no GPU has run yet, each beside the one that it replaces: bits, then time.
+
+Each check is a piece of its own: a kernel that hangs takes no other's time.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.launches.cases import once
+from bench.launches.smoke import BARS, check_case
+from bench.shared.harness import interleaved_ms, turns_ms
+from bench.shared.inputs import make_case
+from bench.shared.recorder import Recorder, fill_new_memory
+from growkern.ops.expand import many, on_triton
+from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.hashes import line_keys
+from growkern.ops.expand.op import expand
+from growkern.ops.loss.rows.on_triton import rows_on_triton
+from growkern.ops.loss.rows.once_on_triton import VARIABLE
+from growkern.ops.loss.rows.options import Maths
+from growkern.ops.loss.rows.state import Rows, Steps, n_numbers
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KINDS: tuple[dict[str, Any], ...] = ({}, {"routing": "col"}, {"routing": "row"}, {"noise": "col"})
+
+
+def run(recorder: Recorder) -> None:
+    pieces: dict[str, Callable[[Recorder], None]] = {
+        "check_lines": _lines,
+        "check_gathers": _gathers,
+        "check_once": _once,
+        "rows": _time_of_rows,
+        "gathers": _time_of_gathers,
+    }
+    fill_new_memory()
+    pieces[recorder.document["piece"]](recorder)
+
+
+def _differing(a: Tensor, b: Tensor) -> float:
+    """The share of elements with other bits."""
+    return (a.view(torch.uint8) != b.view(torch.uint8)).float().mean().item()
+
+
+# ------------------------------------------------------------------------- bits
+
+
+def _lines(recorder: Recorder) -> None:
+    """Keys of lines, one call's and a work list's, beside those of PyTorch."""
+    device = torch.device(recorder.device)
+    for n, offset, seed in ((1000, 0, 3), (77, 2**31 - 40, 2**62 + 12345), (8192, 7, 2**33 - 1)):
+        copies = torch.stack([torch.arange(300) % 7, torch.full((300,), 7)], 1).to(device)
+        out, weight = torch.empty(n, 300, device=device), torch.empty(1, 1, device=device)
+        routing = Routing(1, copies)
+        call = ExpandCall(out, weight, routing=routing, seed=seed, offsets=(offset, 0))
+        packed, *lines = on_triton.lines_of_call(call)
+        keys = many._LineKeys()
+        keys.add(5, 1, 1)
+        at = keys.add(n, offset, seed)
+        found = [packed, *lines, *(x[at : at + n] for x in keys.on(device))]
+        expected = [routing.packed, *line_keys(n, offset, seed, device) * 2]
+        error = max(_differing(a, b) for a, b in zip(found, expected, strict=True))
+        recorder.check(f"lines {n} from {offset}, seed {seed}", error, 0)
+
+
+def _gathers(recorder: Recorder) -> None:
+    """`expand` with rows in shared memory has the bits of gathers from memory."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    for size in recorder.pick(((300, 4096, 701, 8192), (19, 1000, 41, 2051)), ((9, 17, 20, 33),)):
+        for dtype in (BF16, FP16, FP32):
+            for kind in KINDS:
+                case = make_case(size, dtype, rng, **kind)
+                shared = expand(**case, backend="triton")
+                with mock.patch.object(on_triton, "MOST_WHOLE", 0):
+                    memory = expand(**case, backend="triton")
+                name = f"gathers {size} {dtype}, {kind}".replace("torch.", "")
+                recorder.check(name, _differing(shared, memory), 0)
+
+
+def _once(recorder: Recorder) -> None:
+    """The loss with rows that are read once, beside float64."""
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    shapes = recorder.pick(((0, 0), (0, 0), (300, 128_256)), ((0, 0), (0, 0), (4, 48)))
+    for case in once(rng, shapes):
+        check_case(recorder, case, BARS)
+
+
+# ------------------------------------------------------------------------- time
+
+
+def _time_of_rows(recorder: Recorder) -> None:
+    """The row kernel on one chunk: read twice, read once, and a copy of as many bytes."""
+    N, V = recorder.pick((1024, 128_256), (3, 48))
+    device = recorder.device
+    z, u = (torch.randn(N, V, device=device) for _ in range(2))
+    labels = torch.randint(V, (N,), device=device)
+    grad, drows = torch.empty(N, V, dtype=BF16, device=device), torch.rand(2, N, device=device)
+    steps = Steps(sums=True, grad=True)
+    for K in (1, 0):
+        kinds = torch.full((N,), 1 + 2 * K, dtype=torch.int32, device=device)
+        state = torch.empty(n_numbers(K), N, device=device)
+        rows = Rows(z, [u] * K, labels, kinds, V, Maths(1.0), False)
+
+        def step(
+            switch: str, rows: Rows = rows, state: Tensor = state, drows: Tensor = drows[: 1 + K]
+        ) -> None:
+            with mock.patch.dict(os.environ, {VARIABLE: switch}):
+                rows_on_triton(rows, state, steps, drows, grad)
+
+        calls = {"twice": lambda f=step: f("0"), "once": lambda f=step: f("1")}
+        calls["copy of float32 logits"] = lambda: u.copy_(z)
+        for name, ms in interleaved_ms(calls, recorder.pick(15, 1)).items():
+            recorder.add({"rows": N, "columns": V, "teachers": K, "read": name, "ms": ms})
+
+
+def _time_of_gathers(recorder: Recorder) -> None:
+    """`expand` of one matrix, gathered in shared memory and from memory: device and whole time."""
+    C = recorder.pick(4096, 48)
+    rng = torch.Generator(recorder.device).manual_seed(0)
+    tiled = torch.arange(2 * C, device=recorder.device) % C
+    for dtype in (BF16, FP32):
+        for kind in KINDS[:2]:
+            case = make_case((C, C, 2 * C, 2 * C), dtype, rng, **kind, scales=False)
+            out = torch.empty(2 * C, 2 * C, dtype=dtype, device=recorder.device)
+            ways = {"arbitrary": case, "tiled": case | {"cols": tiled, "rows": tiled}}
+            for maps, given in ways.items():
+
+                def step(most: int, given: dict[str, Any] = given, out: Tensor = out) -> None:
+                    with mock.patch.object(on_triton, "MOST_WHOLE", most):
+                        expand(**given, out=out, backend="triton")
+
+                calls = {
+                    "shared memory": lambda f=step: f(on_triton.MOST_WHOLE),
+                    "memory": lambda f=step: f(0),
+                }
+                facts = {"dtype": str(dtype)[6:], "maps": maps, "kind": str(kind)}
+                device = turns_ms(calls, recorder.pick(15, 1))
+                whole = turns_ms(calls, recorder.pick(15, 1), wall=True)
+                for name in calls:
+                    own = {"device ms": sorted(device[name])[len(device[name]) // 2]}
+                    own["wall ms"] = sorted(whole[name])[len(whole[name]) // 2]
+                    recorder.add(facts | {"gathered in": name, **own})
