@@ -118,7 +118,9 @@ class Family:
         before: this family as it was before `of_class`.
     """
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"runtimes": ("head_dim", "layers", "scale")}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "runtimes": ("head_dim", "layers", "scale", "renormalised")
+    }
 
     model_type: str
     norm: Norm

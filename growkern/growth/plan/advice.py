@@ -154,6 +154,13 @@ def portability(plan: Blueprint) -> Iterator[str]:
         )
     yield from _kinds(plan)
     yield from _heads(plan)
+    if large.family.runtimes.get("renormalised") and large.family.dense:
+        field = str(large.family.dense.renormalised)
+        if getattr(large.text, field):
+            yield (
+                f"{field}=True: {_named(plan, 'renormalised')} wrong outputs, as they do not "
+                f"divide the weights of chosen experts by their sum in a {large.family.model_type}"
+            )
     old, new = plan.layout.sizes("vocab")
     if old != new:
         yield (

@@ -104,7 +104,9 @@ def _has_no_weights(directory: Path) -> bool:
 
 def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
     """The tensors that the files of such a model would have, on the meta device."""
-    dtype = getattr(model.config, "dtype", None) or torch.float32
+    # a model with images may name it in the config of its text alone
+    named = (getattr(config, "dtype", None) for config in (model.config, model.text))
+    dtype = next(filter(None, named), torch.float32)
     return {
         name: BareTensor(str(directory / files.WEIGHTS_FILE), shape, dtype)
         for name, shape in model.shapes.items()

@@ -267,6 +267,8 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...]
     if not dequantize or method not in READ:
         refuse_quantised(config, place)
     del config.quantization_config
+    # the numbers that the weights stand for; a config may name none
+    config.dtype = config.dtype or torch.bfloat16
     if method == "mxfp4":
         return ()
     block = values.get("weight_block_size")

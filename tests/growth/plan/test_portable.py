@@ -268,3 +268,24 @@ def test_families_with_such_layers_name_their_fields(name):
     family = load_family(name)
     assert family.ignored
     assert family.unread
+
+
+@torch.no_grad()
+def test_runtimes_that_do_not_renormalise_experts_are_named_where_they_are_wrong():
+    dense, how = model("Qwen2ForCausalLM"), {"num_experts": 4, "num_experts_per_tok": 2}
+    grown = growkern.grow(dense, to="qwen2_moe", **how)
+    elsewhere = copy.deepcopy(grown)
+    for module in elsewhere.modules():
+        if hasattr(module, "norm_topk_prob"):
+            module.norm_topk_prob = False
+    assert differ(grown, dense) < 1e-12
+    assert differ(elsewhere, dense) > 1e-2
+    for source in (dense, grown):
+        sizes = {"to": "qwen2_moe", **how} if source is dense else {"hidden_size": 64}
+        (line,) = said(source, "norm_topk_prob", **sizes)
+        assert "llama.cpp" in line and "MLX" in line
+    free = {"to": "qwen2_moe", **how, "norm_topk_prob": False}
+    assert not said(dense, "norm_topk_prob", **free)
+    # which read the field
+    other = model("Qwen3ForCausalLM", head_dim=8)
+    assert not said(other, "norm_topk_prob", to="qwen3_moe", **how)
