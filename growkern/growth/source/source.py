@@ -34,7 +34,7 @@ from growkern.growth.source.config import (
     read_generation,
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
-from growkern.growth.source.formats import BARE, Format, Stamps, format_of
+from growkern.growth.source.formats import BARE, MODULES_FILE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
 from growkern.growth.source.stored import (
     Read,
@@ -235,6 +235,9 @@ def _open_directory(
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
     check_number_of_tensors(spec, len(headers), str(directory))
+    if not (beside / MODULES_FILE).is_file():
+        # sentence-transformers reads the body alone
+        spec = _with_head(spec, headers, directory)
     names = _canonical_names(spec, headers, directory)
     _leave_out_other_heads(spec, names)
     for name, owner in spec.ties.items():
@@ -266,7 +269,8 @@ def _read_spec(
     family = family or load_family(config.model_type)
     block = refused.scale_block(config, str(directory), dequantize=dequantize)
     if not config.architectures:
-        some_class = next(iter(family.classes))
+        # a class without a head would leave out the one in the files
+        some_class = max(family.classes, key=lambda name: bool(family.classes[name].heads))
         raise GrowthError(
             f'{directory / "config.json"}: no "architectures": add the model class, for example '
             f'"architectures": ["{some_class}"]'
@@ -311,6 +315,32 @@ def _canonical_names(
             )
         names[name] = raw
     return names
+
+
+def _with_head(model: ModelSpec, headers: Mapping[str, StoredTensor], directory: Path) -> ModelSpec:
+    """The model of the class that has all tensors in the files, if its config names a bare body.
+
+    Refused if the files have a head, and no class of the family has all of their tensors.
+    """
+    family = model.family.whole
+    if family.classes[model.class_name].heads:
+        return model
+    lost = [n for n in _canonical_names(model, headers, directory) if n not in model.shapes]
+    fitting = []
+    for name in (name for name, other in family.classes.items() if lost and other.heads):
+        other = ModelSpec.of(model.config, name, family)
+        names = _canonical_names(other, headers, directory)
+        if names.keys() <= other.shapes.keys() <= names.keys() | other.ties.keys():
+            return other
+        fitting += [name for one in lost if one in other.shapes]
+    if fitting:
+        most = max(fitting, key=fitting.count)
+        raise GrowthError(
+            f'{directory}: "architectures" in config.json names {model.class_name}, which has no '
+            f"{lost[0]} (and {len(lost) - 1} more that are there): name the class that was saved, "
+            f'such as "{most}"'
+        )
+    return model
 
 
 def _leave_out_other_heads(model: ModelSpec, names: dict[str, str]) -> None:
