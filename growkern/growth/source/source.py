@@ -37,6 +37,7 @@ from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bi
 from growkern.growth.source.formats import BARE, MODULES_FILE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
 from growkern.growth.source.stored import (
+    WRAPPERS,
     Read,
     StoredTensor,
     check_names_and_shapes,
@@ -285,10 +286,11 @@ def _canonical_names(
 ) -> dict[str, str]:
     """The model's name -> the name in the file, for every stored tensor that models still read.
 
-    Names in files, where the table does not give others, differ from the model's in four known
+    Names in files, where the table does not give others, differ from the model's in five known
     ways:
 
     - the table says how names of the class begin in `files`;
+    - the model was saved as a part of another one (`spellings`);
     - a head class was saved without the prefix of its body, or a body was saved with it;
     - norms have `gamma` and `beta`, where the model has no tensor of that name;
     - the file has buffers that models no longer store.
@@ -300,9 +302,9 @@ def _canonical_names(
     ignored = ["".join(wild.get(part) or re.escape(part) for part in name) for name in parts]
     names: dict[str, str] = {}
     for raw in headers:
-        name = raw
-        if not model.shapes.keys() & {*spellings(model, raw)}:
-            name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", raw))
+        name = WRAPPERS.sub("", raw)
+        if not model.shapes.keys() & {*spellings(model, name)}:
+            name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         candidates = spellings(model, name)
         bare = candidates[-1] if not prefix else name.removeprefix(prefix)
         if any(re.fullmatch(pattern, bare) for pattern in ignored):

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
@@ -141,12 +142,25 @@ def entries_of(tensor: Tensor, entries: Sequence[int] | None) -> Tensor:
     return tensor if entries is None else joined_rows(lambda a, b: tensor[a:b], entries)
 
 
+# what wrappers of PyTorch add to names: DDP, torch.compile and activation checkpointing
+WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_checkpoint_wrapped_module)\.")
+# a text model that was loaded from the files of one with images is saved under the names there
+IN_IMAGES = re.compile(r"^(model\.)?language_model\.")
+
+
 def spellings(model: ModelSpec, name: str) -> list[str]:
     """The names that a tensor in a file may have in the model.
 
-    A head class may have been saved without the prefix of its body, or a body with it. The table
-    may say that names of the class begin otherwise in files.
+    - A head class may have been saved without the prefix of its body, or a body with it.
+    - The table may say that names of the class begin otherwise in files.
+    - The model may have been saved inside a wrapper, or as the text of a model with images.
     """
+    bare = WRAPPERS.sub("", name)
+    text = bare if model.family.under else IN_IMAGES.sub(r"\1", bare)
+    return [name, *_spellings(model, text), *_spellings(model, bare)]
+
+
+def _spellings(model: ModelSpec, name: str) -> list[str]:
     classes = model.family.classes
     prefix = classes[model.class_name].prefix
     prefixes = {c.prefix for c in classes.values() if c.prefix and not prefix}
