@@ -133,6 +133,11 @@ TRAINING = [
     Use(
         "train {run}", ("no key 'steps': it belongs to [training]",), ("[data]", "[data]\nsteps=2")
     ),
+    Use(
+        "train {run}",
+        ("[data] has no key 'teacher'", "[teacher]"),
+        ("[data]", '[data]\nteacher = "small"'),
+    ),
     Use("train {run}", ("text is a file",), ('directory = "out"', 'directory = "text/out"')),
     Use("train {run}", ("positions",), ("sequence_length = 8", "sequence_length = 9999")),
     Use(

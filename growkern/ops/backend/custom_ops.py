@@ -171,6 +171,16 @@ def _refuse_batch_of_gradients(arguments: Sequence[Any]) -> None:
         raise GrowthError(_BATCH_OF_GRADIENTS)
 
 
+def _is_batched(x: Tensor | None) -> bool:
+    """Whether a tensor is one of `torch.vmap`, maybe inside other transforms."""
+    functorch = torch._C._functorch
+    while x is not None and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 # torch.compile cannot trace this check; it adds its own guard
 @torch.compiler.assume_constant_result
 def _is_transformed() -> bool:
@@ -207,6 +217,8 @@ class _Transformed(torch.autograd.Function):
         rules = ctx.call.rules
         if rules.vmap is _refuse_batches:
             _refuse_batch_of_gradients(grads)
+            if any(map(_is_batched, grads)):
+                _refuse_batches()
         return None, *ctx.call.flat(rules.backward(ctx, *grads))
 
     @staticmethod

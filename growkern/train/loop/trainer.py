@@ -170,7 +170,7 @@ class TwoStageTrainer(Trainer):
         return super().create_optimizer(*args, **options)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
-        """Train, through all growths. SIGINT and SIGTERM save at the end of the current step.
+        """Train, through all growths. SIGINT, SIGTERM and SIGUSR1 save at the end of the step.
 
         If `args.save_strategy` is "no", they end the run without a checkpoint. A signal in the last
         step raises too, after the run has ended.
@@ -183,7 +183,7 @@ class TwoStageTrainer(Trainer):
         Raises:
             GrowthError: a checkpoint is damaged, or a step is not finite.
             KeyboardInterrupt: SIGINT ended the run.
-            Terminated: SIGTERM ended the run.
+            Terminated: SIGTERM or SIGUSR1 ended the run.
         """
         checkpoint = self.saver.chosen(resume_from_checkpoint)
         return runs.train_in_parts(self, checkpoint, partial(super().train, **options))

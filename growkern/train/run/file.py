@@ -305,6 +305,10 @@ def _check_places(tables: dict[str, Any], path: Path) -> None:
     }
     for section in keys.keys() & tables.keys():
         for key in tables[section] if isinstance(tables[section], dict) else ():
+            if key in keys and key not in keys[section]:
+                raise GrowthError(
+                    f"{path}: [{section}] has no key {key!r}: it is a section of its own, [{key}]"
+                )
             owner = next((name for name, its in keys.items() if key in its), section)
             is_meant = key in keys[section] or get_close_matches(key, keys[section])
             if owner != section and not is_meant:

@@ -52,7 +52,7 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     draws dropout masks of its own. It reads a part of a stream of its own. And Adam makes steps of
     gradients that are nothing but rounding, such as those of the biases of keys in attention, if
     its epsilon is smaller than they are.
-    SIGINT and SIGTERM save a checkpoint and end the run.
+    SIGINT, SIGTERM and SIGUSR1 save a checkpoint and end the run.
 
     Args:
         path: the run file.
@@ -69,7 +69,7 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
             or another process trains in the directory. During the run, if a step is not finite or
             the model cannot be saved.
         KeyboardInterrupt: SIGINT ended the run.
-        Terminated: SIGTERM ended the run.
+        Terminated: SIGTERM or SIGUSR1 ended the run.
     """
     path = path_of("path", path, "the name of a run file")
     command = resume_command(path)

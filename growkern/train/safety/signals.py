@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM during a run: finish the step and save, or stop at once.
+"""SIGINT, SIGTERM and SIGUSR1 during a run: finish the step and save, or stop at once.
+
+SLURM sends SIGUSR1 some time before the end of a job (`--signal=USR1@120`). It is treated as
+SIGTERM.
 
 `scancel`, `systemctl stop` and `kill -TERM -PGID` send SIGTERM to every process of a run. A worker
 that loads data and died of it would make the main process fail before its checkpoint is saved.
@@ -17,7 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # launchers pass a signal on that the terminal has sent to every process already
 REPEATED_AFTER = 2.0
 # seconds: until a signal raises again, and the longest wait for an import
@@ -25,7 +28,7 @@ RETRY_SECONDS, IMPORT_SECONDS = 0.05, 30.0
 
 
 class Terminated(SystemExit):
-    """SIGTERM ended the run. The exit code is 143, as for a process that the signal killed."""
+    """SIGTERM or SIGUSR1 ended the run. The exit code is 143, as for one that SIGTERM killed."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -40,11 +43,11 @@ INTERRUPTIONS = (KeyboardInterrupt, Terminated)
 
 def interruption(number: int, message: str = "") -> BaseException:
     """The exception that ends a run after a signal. An empty message: it is already printed."""
-    return Terminated(message) if number == signal.SIGTERM else KeyboardInterrupt(message)
+    return KeyboardInterrupt(message) if number == signal.SIGINT else Terminated(message)
 
 
 class SignalWatch:
-    """Catches SIGINT and SIGTERM while it is active; a context manager.
+    """Catches SIGINT, SIGTERM and SIGUSR1 while it is active; a context manager.
 
     A signal is noted in `pending`. At first it also raises at once. After `defer` it does not, and
     a loop looks at `pending`, so that the current step can end. A second SIGINT raises in any case.
@@ -168,7 +171,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def guard_workers(loader: Any) -> Any:
-    """Let the workers of a data loader ignore SIGINT and SIGTERM, unless the loader sends them.
+    """Let the workers of a data loader ignore `SIGNALS`, unless the loader sends them.
 
     A worker still ends when the loader shuts it down, and when the main process dies: it looks for
     both while it waits for work. The loader is changed in place.

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import ssl
@@ -134,9 +135,10 @@ class Connection:
         try:
             return parse_json(content, MOST_VALUES + MOST_TOKEN_VALUES * most_tokens)
         except ValueError as error:
-            raise GrowthError(
-                f"{self.url}{path}: the answer is not JSON ({error}): {content[:80]!r}"
-            ) from error
+            why = f"the answer is not JSON ({error}): {content[:80]!r}"
+            if _is_cut(content):
+                raise _PassingError(why) from error
+            raise GrowthError(f"{self.url}{path}: {why}") from error
 
     async def _exchange(
         self, client: Any, path: str, body: dict[str, Any] | None, most_bytes: int
@@ -191,6 +193,20 @@ def _client() -> Any:
 def _certificates() -> ssl.SSLContext:
     """Whom HTTPS trusts. Reading the certificates takes longer than a request."""
     return _client().create_ssl_context()
+
+
+def _is_cut(content: bytes) -> bool:
+    """Whether an answer is JSON that ends too early, as a proxy passes on that loses its server."""
+    text = content.decode(errors="replace").strip()
+    if text[:1] not in ("{", "["):
+        return not text
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos == len(text) or text[-1] not in "}]"
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 class _PassingError(Exception):

@@ -267,3 +267,27 @@ def test_a_tracer_sees_the_ops(mode):
     graph = make_fx(lambda *x: growkern.kl_mlm_loss(*x), tracing_mode=mode)(*inputs).graph
     names = " ".join(str(node.target) for node in graph.nodes)
     assert "checked_labels" in names and "kl_mlm_rows" in names
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["kl_mlm_loss", "linear_kl_mlm_loss", "topk_kl_mlm_loss"])
+def test_jacobians_are_refused_in_one_line_or_right(name, reduction):
+    """`jacrev` batches the gradients by `torch.vmap`; row by row it works."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight, other = (torch.randn(n, 8, generator=rng).double() for n in (6, 12, 6))
+    labels, logits = torch.arange(6), other @ weight.T
+    given = {
+        "kl_mlm_loss": [logits],
+        "linear_kl_mlm_loss": [other, weight],
+        "topk_kl_mlm_loss": [*reversed(logits.log_softmax(-1).topk(4))],
+    }[name]
+
+    def loss(x, backend=None):
+        student = [x @ weight.T] if name == "kl_mlm_loss" else [x, weight]
+        options = {"reduction": reduction, "backend": backend}
+        return getattr(growkern, name)(*student, *given, labels, **options)
+
+    with pytest.raises(growkern.GrowthError, match=r"torch\.vmap"):
+        torch.func.jacrev(loss)(hidden)
+    expected = torch.func.jacrev(lambda x: loss(x, "reference"))(hidden)
+    torch.testing.assert_close(torch.func.jacrev(loss, chunk_size=1)(hidden), expected)
