@@ -279,6 +279,63 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"qkv_bias": False, "image_size": [8, 16]},
     ),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
+    "biogpt": ("BioGptForCausalLM", ENCODER, {}),
+    "cohere": ("CohereForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3}, {"attention_bias": True}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteForCausalLM",
+        {
+            **{k: v for k, v in ROTARY.items() if k != "head_dim"},
+            **GROUPS,
+            **LATENT,
+            "n_shared_experts": 1,
+        },
+        {"q_lora_rank": None, "attention_bias": True},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedForCausalLM",
+        {**LOCAL, **FACTORS, "shared_intermediate_size": 11},
+        {"attention_bias": True},
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", ROTARY, {"attention_bias": True}),
+    "hy_v3": (
+        "HYV3ForCausalLM",
+        {
+            **EXPERTS,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 7,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        {"attention_bias": True},
+    ),
+    "llama4_text": (
+        "Llama4ForCausalLM",
+        {
+            **LOCAL,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 13,
+            "attention_chunk_size": 5,
+        },
+        {"attention_bias": True},
+    ),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", {**LOCAL, **HALF}, {}),
+    "solar_open": (
+        "SolarOpenForCausalLM",
+        {
+            **{k: v for k, v in ROTARY.items() if k != "intermediate_size"},
+            **GROUPS,
+            "n_shared_experts": 1,
+        },
+        {"attention_bias": True},
+    ),
+    "exaone_moe": (
+        "ExaoneMoeForCausalLM",
+        {
+            **{**EXPERTS, **KINDS, "num_experts": 8, "n_group": 4, "topk_group": 2},
+            **{"num_shared_experts": 1, "moe_intermediate_size": 7, "num_experts_per_tok": 3},
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        {},
+    ),
 }
 
 

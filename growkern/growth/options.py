@@ -245,6 +245,9 @@ class GrowthKeywords(TypedDict, total=False):
     num_experts_per_tok: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
+    shared_intermediate_size: int
+    intermediate_size_mlp: int
+    num_shared_experts: int
     n_routed_experts: int
     n_shared_experts: int
     n_group: int

@@ -236,7 +236,9 @@ def _tiny_config(spec: ModelSpec) -> Any:
             field = family.config_field(key)
             above, _, name = field.rpartition(".")
             owner = attrgetter(above[1:])(config) if above[1:] else family.text(config)
-            setattr(owner, name, value - family.config[key].plus)
+            if spec.size(key) != value:
+                # a field without a value stays so
+                setattr(owner, name, value - family.config[key].plus)
     text = family.text(config)
     for name, value in vars(text).items():
         if name.endswith("_token_id") and isinstance(value, int):
@@ -245,6 +247,9 @@ def _tiny_config(spec: ModelSpec) -> Any:
             # rounding of rotary positions counts at the last one
             most = TOKENS if name != family.attention.turning else HEAD_DIM
             setattr(text, name, min(value, most))
+    if family.forces_head_dim and getattr(text, "head_dim", None):
+        # it has a field that the table does not let grow
+        text.head_dim = HEAD_DIM
     if isinstance(family.norm.eps, str) and family.norm.placement != "post":
         setattr(text, family.norm.eps, EPS)
     small = spec.with_config(config)

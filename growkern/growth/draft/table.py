@@ -67,25 +67,25 @@ def find_kinds(draft: Draft) -> dict[str, list[str]]:
     for name in draft.probe.base:
         if match := re.match(re.escape(draft.stack) + r"\.(\d+)\.", name):
             having.setdefault(template(name), set()).add(int(match[1]))
-    for own, layers in having.items():
-        key = own if own in draft.rows else own.rpartition(".")[0]
+    # mixtures have a name that growth knows
+    kind = "sparse" if "experts" in draft.spaces else "special"
+    tried = dict(_conditions(draft.config.to_dict(), count))
+    for own in sorted(having, key=lambda name: "expert" not in name):
+        key, layers = own if own in draft.rows else own.rpartition(".")[0], having[own]
         if len(layers) == count or key not in draft.rows:
             continue
-        tried = [*_conditions(draft.config.to_dict(), count)]
-        exact = next((text for text, those in tried if those == layers), None)
+        # all rows have one condition, of the first or its opposite
+        known = kinds.get(kind) or [text for text, those in tried.items() if those == layers]
         others = {*range(count)} - layers
-        negated = next((text for text, those in tried if those == others), None)
-        if exact is None and negated is None:
-            word = {(count - 1,): "last", tuple(range(1, count)): "not_first", (0,): "first"}
-            only = word.get(tuple(sorted(layers)))
-            if only is None:
-                raise NoRule(f"{own} is in layers {sorted(layers)}, which no field says")
+        known = known or [text for text, those in tried.items() if those == others]
+        if known and tried[known[0]] in (layers, others):
+            kinds[kind] = known[:1]
+            only = kind if tried[known[0]] == layers else f"not_{kind}"
         else:
-            text = str(exact or negated)
-            # mixtures have a name that growth knows
-            kind = "sparse" if "experts" in draft.spaces else "special"
-            kinds[kind] = [text]
-            only = kind if exact else f"not_{kind}"
+            word = {(count - 1,): "last", tuple(range(1, count)): "not_first", (0,): "first"}
+            if tuple(sorted(layers)) not in word:
+                raise NoRule(f"{own} is in layers {sorted(layers)}, which no field says")
+            only = word[tuple(sorted(layers))]
         draft.rows[key]["only"] = only
     return kinds
 

@@ -13,16 +13,16 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
 @pytest.mark.parametrize(
     ("model_type", "config", "clause"),
     [
-        # other prefixes, OPT's blocks
-        ("xglm", {}, r"nearest: opt \(\d\d% of its tensor names\)"),
+        # other prefixes, BioGPT's blocks
+        ("xglm", {}, r"nearest: biogpt \(\d\d% of its tensor names\)"),
         ("persimmon", {}, r"nearest: \w+ \(\d+% .*\); growkern family draft /"),
         # sizes of a damaged file are not built
-        ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: opt"),
+        ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: biogpt"),
         ("longcat_flash", {"n_routed_experts": 4}, r"it has latent attention; nearest: \w+ \("),
         # experts, too, but another family has these
         ("jamba", {"num_experts": 4}, r"it has state-space layers \(Mamba\); .*nearest: "),
         # a class that may have experts, of which this model has none
-        ("xglm", {"num_experts": 0}, "nearest: opt"),
+        ("xglm", {"num_experts": 0}, "nearest: biogpt"),
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
         ("nobody", {}, r"transformers [\d.]+ cannot build it .*growkern.widen"),
@@ -38,5 +38,5 @@ def test_a_model_without_a_table_is_described(model_type, config, clause, tmp_pa
 def test_a_model_in_memory_is_described_too():
     sizes = {"vocab_size": 50, "d_model": 12, "num_layers": 2, "attention_heads": 3, "ffn_dim": 20}
     model = transformers.XGLMForCausalLM(transformers.XGLMConfig(**sizes))
-    with pytest.raises(growkern.GrowthError, match=r"nearest: opt .*growkern.draft_family"):
+    with pytest.raises(growkern.GrowthError, match=r"nearest: biogpt .*growkern.draft_family"):
         growkern.plan(model, d_model=24)
