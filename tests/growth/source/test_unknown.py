@@ -14,7 +14,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
     ("model_type", "config", "clause"),
     [
         # other prefixes, BioGPT's blocks
-        ("xglm", {}, r"nearest: biogpt \(\d\d% of its tensor names\)"),
+        ("xglm", {}, r"nearest: biogpt \(\d+% of its tensor names\)"),
         ("persimmon", {}, r"nearest: \w+ \(\d+% .*\); growkern family draft /"),
         # sizes of a damaged file are not built
         ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: biogpt"),
