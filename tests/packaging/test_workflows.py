@@ -90,6 +90,22 @@ def test_every_night_compiles_and_runs_the_kernels_with_the_versions_of_gpu_mach
         assert (ROOT / file).is_file()
 
 
+def test_every_night_runs_the_command_line_with_the_lowest_versions():
+    """Without extras, with each extra of users alone, and with all of them."""
+    job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["lowest"]
+    extras = PROJECT["optional-dependencies"].keys() - {"dev", "docs"}
+    found = [set(re.findall(r"--extra (\w+)", x)) for x in job["strategy"]["matrix"]["extras"]]
+    assert sorted(map(sorted, found)) == sorted([[], sorted(extras), *([x] for x in extras)])
+    lines = [step.get("run", "") for step in job["steps"]]
+    (compiled,) = (line for line in lines if "pip compile" in line)
+    assert "--resolution lowest-direct" in compiled and "matrix.extras" in compiled
+    assert ".venv/bin/growkern grow --help" in lines
+    for file in re.findall(r"tests/\S+", lines[-1]):
+        assert (ROOT / file).is_file()
+    least = PROJECT["requires-python"].removeprefix(">=").partition(",")[0]
+    assert [x["with"]["python-version"] for x in job["steps"] if "python@" in str(x)] == [least]
+
+
 def test_every_night_loads_grown_directories_in_other_software():
     job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["outside"]
     setup, install, check, *lowest = (x["run"] for x in job["steps"] if "run" in x)

@@ -112,7 +112,7 @@ def join_processes(device: str | None = None) -> str:
 
     CPU tensors are exchanged too: checkpoints and offloaded parameters need that.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = device or ("cpu" if accelerator is None else accelerator.type)
     if dist.is_initialized():
         return device

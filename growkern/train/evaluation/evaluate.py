@@ -157,7 +157,7 @@ def evaluate(
         find_sources(section, Path(), "text")
     model, reader, is_loaded = opened(model, tokenizer, section.sequence_length)
     if is_loaded:
-        model.to(torch.accelerator.current_accelerator() or "cpu")
+        model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     causal = is_causal(model)
     loaded = load_data(section, reader, progress=progress, name="text")
     collator = evaluation_collator(loaded.collator(reader, causal=causal, seed=seed))
