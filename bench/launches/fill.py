@@ -40,7 +40,7 @@ def _of_the_loss(launches: list[Any]) -> list[tuple[int, float, str, str]]:
     kinds_of = set()
     for _, source, _ in launches:
         kinds, place = source.signature, source.fn.arg_names.index
-        if "logit_ptrs" in kinds:
+        if {"logit_ptrs", "dstudent_ptr"} <= kinds.keys():
             temperature = 1 / source.constants[(place("MATHS"),)][0]
             logits = kinds["logit_ptrs"]
             kinds_of.add((len(logits) - 1, temperature, logits[0], kinds["dstudent_ptr"]))
