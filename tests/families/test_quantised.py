@@ -15,7 +15,7 @@ from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import row_blocks
 from testbed.models import random_model
-from testbed.relatives import LOCAL, RELATIVES, WIDTHS
+from testbed.relatives import LOCAL, RELATIVES, ROTARY, WIDTHS
 
 BLOCK = (4, 8)
 SIZES = {"hidden_size": 20, "moe_intermediate_size": 11, "num_experts": 8}
@@ -119,8 +119,10 @@ def test_quantised_sources_that_are_refused(tmp_path):
 
     say_quantised(packed, quant_method="gptq")
     assert "quantised (gptq): use the full-precision checkpoint" in why()
+    say_quantised(packed, quant_method="fp8", weight_block_size=[0, 8])
+    assert "weight_block_size is [0, 8]" in why()
     say_quantised(packed, quant_method="fp8", weight_block_size=None)
-    assert "weight_block_size is None" in why()
+    assert "scales of the shape []" in why()
     say_quantised(packed, quant_method="fp8", weight_block_size=(8, 8))
     assert "its weight needs scales of the shape [2, 3]" in why()
     say_quantised(packed, quant_method="fp8", weight_block_size=BLOCK)
@@ -137,3 +139,41 @@ def test_only_the_rows_of_a_piece_are_computed(tmp_path):
     object.__setattr__(stored, "fill", lambda out, *run: rows.append(run))
     stored.read_entries([torch.tensor([1, 5, 2]), torch.arange(3)])
     assert rows == [(1, 3), (5, 6)]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_for_each_tensor(shape, tmp_path):
+    """Truth: the product by hand."""
+    model = random_model("Qwen3ForCausalLM", ROTARY, dtype=torch.bfloat16)
+    whole, packed = tmp_path / "whole", tmp_path / "packed"
+    for directory in (whole, packed):
+        model.save_pretrained(directory)
+    state = load_file(whole / "model.safetensors")
+    eight_bits = dict(state)
+    for name in [n for n in state if "proj" in n]:
+        values = (100 * torch.randn(state[name].shape)).to(torch.float8_e4m3fn)
+        scale = torch.rand(shape) + 0.01
+        eight_bits |= {name: values, f"{name}_scale_inv": scale}
+        state[name] = (values.float() * scale.flatten()).bfloat16()
+    save_file(state, whole / "model.safetensors", metadata={"format": "pt"})
+    save_file(eight_bits, packed / "model.safetensors", metadata={"format": "pt"})
+    say_quantised(packed, quant_method="fp8")
+    for source, more in ((whole, {}), (packed, {"dequantize": True})):
+        target = tmp_path / f"{source.name}-large"
+        growkern.grow_checkpoint(source, target, hidden_size=24, progress=False, **more)
+    truth, grown = (
+        load_file(tmp_path / f"{x}-large/model.safetensors") for x in ("whole", "packed")
+    )
+    assert truth.keys() == grown.keys()
+    assert all(torch.equal(truth[name], grown[name]) for name in truth)
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+def test_a_second_file_that_says_quantised_is_refused(name, tmp_path):
+    random_model("Qwen3ForCausalLM", ROTARY, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(GrowthError, match=name):
+        growkern.plan(tmp_path, hidden_size=24)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(GrowthError, match=name):
+        growkern.plan(tmp_path, hidden_size=24)

@@ -7,6 +7,7 @@ matrix `NAME` of 8-bit numbers, and one scale for each of its blocks in `NAME_sc
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,6 +68,15 @@ class BlockScaled(Dequantised):
 
 
 @dataclass(frozen=True)
+class TensorScaled(Dequantised):
+    """A matrix of 8-bit numbers that share one scale."""
+
+    def fill(self, out: Tensor, start: int, stop: int) -> None:
+        scale = self.scales.read().float().reshape(())
+        torch.mul(self.values.rows(start, stop).float(), scale, out=out)
+
+
+@dataclass(frozen=True)
 class PackedFp4(Dequantised):
     """One matrix per expert of 4-bit numbers (mxfp4), two in a byte. 32 of them share a power of 2.
 
@@ -104,10 +114,17 @@ def dequantised(
             shape = (experts, 2 * groups * size, columns)
             result[whole] = PackedFp4(shape, torch.bfloat16, result.pop(name), scales)
         elif header.dtype == EIGHT_BITS and block and len(header.shape) == 2:
-            rows, cols = block
+            wide, (rows, cols) = torch.bfloat16, block
+            if not rows:
+                of_tensor = f"{name}_scale_inv"
+                shape = () if (own := headers.get(of_tensor)) is None else own.shape
+                # transformers writes one number with any number of axes
+                needed = shape if math.prod(shape) == 1 else ()
+                scales = _scales_of(result, of_tensor, needed, where)
+                result[name] = TensorScaled(header.shape, wide, header, scales)
+                continue
             needed = (-(-header.shape[0] // rows), -(-header.shape[1] // cols))
             scales = _scales_of(result, f"{name}_scale_inv", needed, where)
-            wide = torch.bfloat16
             result[name] = BlockScaled(header.shape, wide, header, scales, (rows, cols))
     return result
 

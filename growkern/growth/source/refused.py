@@ -87,6 +87,12 @@ KINDS = (
         "M.from_pretrained({place!r}).merge_and_unload().save_pretrained({new!r})",
     ),
     Kind(
+        "quantised weights, by hf_quant_config.json, quantize_config.json or quant_config.json",
+        ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        True,  # config.json may say nothing of it
+        "grow the checkpoint that they were made from, and quantise the result",
+    ),
+    Kind(
         "only pickled weights (*.bin)",
         ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
         False,
@@ -182,6 +188,14 @@ def refuse_adapter_directory(directory: Path) -> None:
         refuse_files(str(directory), [ADAPTER_FILE], directory)
 
 
+def refuse_quantised_directory(directory: Path, config: Any) -> None:
+    """Refuse a directory that says in a second file that it is quantised, where config.json does
+    not."""
+    names = {name for kind in KINDS if kind.always for name in kind.files} - {ADAPTER_FILE}
+    if quantisation_of(config)[0] == "":
+        refuse_files(str(directory), [n for n in names if (directory / n).is_file()], directory)
+
+
 def _as_command(code: str) -> str:
     """The code as the end of a message, quoted for a shell."""
     # double quotes keep the single ones of Python readable
@@ -258,8 +272,9 @@ def refuse_quantised(config: Any, place: str = "") -> None:
 def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...] | None:
     """Take the quantisation out of the config of a source whose weights are to be dequantised.
 
-    Returns the rows and columns that share a scale; () where the weights have 4 bits, and None
-    without quantisation. Other ways to quantise are refused, and all of them without `dequantize`.
+    Returns the rows and columns that share a scale; (0, 0) where each tensor has one scale, ()
+    where the weights have 4 bits, and None without quantisation. Other ways to quantise are
+    refused, and all of them without `dequantize`.
     """
     method, values = quantisation_of(config)
     if not method:
@@ -272,11 +287,13 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...]
     if method == "mxfp4":
         return ()
     block = values.get("weight_block_size")
+    if block is None:
+        return 0, 0
     sizes = list(block) if isinstance(block, (list, tuple)) else []
     if len(sizes) != 2 or not all(type(n) is int and 0 < n <= MOST_BLOCK for n in sizes):
         raise GrowthError(
             f"{place}: weight_block_size is {block!r} in its quantization_config: growkern reads "
-            "weights with a scale for every block, such as [128, 128]"
+            "weights with a scale for every block, such as [128, 128], or for every tensor"
         )
     return sizes[0], sizes[1]
 

@@ -268,6 +268,7 @@ def _read_spec(
     """The model that config.json describes, the JSON object of that file, and `scale_block`."""
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)
+    refused.refuse_quantised_directory(config_directory(directory), config)
     block = refused.scale_block(config, str(directory), dequantize=dequantize)
     if not config.architectures:
         # a class without a head would leave out the one in the files
