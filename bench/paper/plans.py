@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-import torch
-
 from bench.paper import lines
 from bench.paper.jobs import RATE_SEED, Job
 from bench.paper.lines import Line
@@ -60,8 +58,7 @@ def _start(setting: Setting, start: Size, depth: str, percent: int, label: str =
 @cache
 def _step_flops(setting: Setting, size: Size) -> float:
     """FLOPs of a step for one row."""
-    with torch.device("meta"):
-        model = setting.untrained(size, seed=0)
+    model = setting.untrained(size, seed=0)
     cost = ModelCost(model, find_stacks(model))
     return cost.train(1, setting.length) + setting.length * cost.head_row(train=True)
 
