@@ -180,6 +180,10 @@ def _read_index(directory: Path) -> dict[str, str]:
     return weight_map
 
 
+# the beginning of a file that Git LFS puts in the place of a large one
+LFS_POINTER = b"version https://git-lfs"
+
+
 def read_header_bytes(file: Path) -> bytes:
     """The raw header of a safetensors file, length and JSON; ValueError if the file is shorter."""
     with file.open("rb") as stream:
@@ -187,6 +191,11 @@ def read_header_bytes(file: Path) -> bytes:
         if size < LENGTH.size:
             raise ValueError(f"it has {size} bytes, fewer than the length of a header")
         head = stream.read(LENGTH.size)
+        if LFS_POINTER.startswith(head):
+            raise GrowthError(
+                f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in "
+                f"{file.parent}"
+            )
         (length,) = LENGTH.unpack(head)
         if length > size - len(head):
             raise ValueError(f"it declares a header of {length} bytes, but has only {size}")

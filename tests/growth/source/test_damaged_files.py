@@ -95,6 +95,13 @@ def test_a_bad_file_is_refused(tmp_path, name):
     assert peak < 10e6
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(growkern.GrowthError, match="git lfs pull"):
+        read_headers(tmp_path)
+
+
 def test_a_whole_file_whose_header_is_too_large_is_not_called_damaged(tmp_path):
     content = BAD_FILES["a header of metadata"]
     (tmp_path / "model.safetensors").write_bytes(content)
