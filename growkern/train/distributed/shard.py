@@ -240,7 +240,8 @@ def prime(model: nn.Module) -> None:
 def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> None:
     """Check that a model was sharded in a way that trains right; a whole model always is.
 
-    With `tensor_parallel` a model that is tensor-parallel alone is taken too.
+    With `tensor_parallel` any mesh is taken: tensor parallelism, alone or beside FSDP2, and data
+    parallelism of some of the processes. The caller's loop then knows who holds which rows.
     """
     distributed = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not is_sharded(model):
@@ -263,6 +264,8 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
             )
         if all(place.is_replicate() for place in p.placements):
             raise GrowthError(f"the {role} {_REPLICATED}, or shard it with fully_shard")
+        if tensor_parallel:
+            continue
         *others, last = p.placements
         if not last.is_shard() or not all(place.is_replicate() for place in others):
             raise GrowthError(

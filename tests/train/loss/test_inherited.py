@@ -158,6 +158,11 @@ def test_two_processes_are_one(tmp_path):
     on_ranks(2, "tests.train.loss.ranks", tmp_path)
 
 
+def test_meshes_of_two_axes_are_one_process(tmp_path):
+    """FSDP2 beside tensor parallelism, and over a sub-mesh; the head is whole in the forward."""
+    on_ranks(4, "tests.train.distributed.meshes", tmp_path)
+
+
 def test_what_cannot_be_trained_is_refused():
     student = build("bert")
     with pytest.raises(GrowthError, match="compile its blocks"):

@@ -1,0 +1,64 @@
+"""One of four processes: `python -m testbed.forked_ranks 4 tests.train.distributed.meshes FOLDER`.
+
+`inherited_loss` on meshes of other people's loops, against one process with all rows, in float64.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from growkern import inherited_loss
+from testbed.tiny import batch, build
+from tests.train.loss.plain import plain_loss
+
+
+def over(model, data, tensor=None):
+    """FSDP2 over one axis of a mesh, and the products of the FFN over another."""
+    if tensor is not None:
+        plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel()}
+        plan |= {"down_proj": RowwiseParallel()}
+        for layer in model.model.layers:
+            parallelize_module(layer.mlp, tensor, plan)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=data)
+    return fully_shard(model, mesh=data)
+
+
+def whole_of(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def check(name, data, tensor=None):
+    """The rows are shared out over the data axis; all of its ranks' losses add up."""
+    parts, part = data.size(), data.get_local_rank()
+    student, teacher = build("llama", layers=2).double(), build("llama", seed=3).double()
+    twin, whole = copy.deepcopy(student), batch(2 * parts)
+    expected = plain_loss(twin, [teacher], whole, causal=True)
+    expected.backward()
+    mine = {key: x[2 * part : 2 * part + 2] for key, x in whole.items()}
+    items = int((whole["labels"][:, 1:] != -100).sum())
+    over(student, data, tensor)
+    loss = inherited_loss(student, teacher, mine, num_items=items)
+    (loss * parts).backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=data.get_group())
+    torch.testing.assert_close(total, expected.detach(), msg=name)
+    for (key, p), q in zip(student.named_parameters(), twin.parameters(), strict=True):
+        found = whole_of(p.grad)
+        torch.testing.assert_close(found, q.grad, rtol=1e-8, atol=1e-11, msg=f"{name} {key}")
+
+
+def main(folder):
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    check("FSDP2 x TP", both["data"], both["tensor"])
+    # as beside the stages of a pipeline: half of the processes share the rows, twice
+    check("FSDP2 over a part", both["data"])
