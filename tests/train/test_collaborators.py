@@ -58,7 +58,7 @@ def test_the_objective_is_that_of_the_model(accelerator):
     items = (rows["labels"] != -100).sum()
     loss, _ = objective.train(model.eval(), rows, WHOLE, items, accelerator, meter)
     torch.testing.assert_close(loss, model(**rows).loss)
-    sums = EvaluationSums(None)
+    sums = EvaluationSums()
     sums.add(*objective.evaluate_rows(model, rows, accelerator), accelerator)
     sums.write(metrics := {}, "eval", None)
     assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-5)

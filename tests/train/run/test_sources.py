@@ -140,7 +140,7 @@ def test_a_run_file_names_sources_and_their_teachers(named_run, capsys):
     [
         ("news = [", "other = [", "one teacher to each source, under the same name"),
         ("end_step = 4", "end_step = 4\nteacher_weights = [0.5, 0.5]", "share no rows"),
-        ("sequence_length", "streaming = true\nsequence_length", "neither a stream nor pairs"),
+        ("sequence_length", "streaming = true\nsequence_length", "a stream has no names"),
         ("law = [", '"Law 1" = [', "use small letters, digits and _"),
     ],
 )
