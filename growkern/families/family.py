@@ -281,6 +281,7 @@ class Family:
                 f"{class_name}: no table for this {self.model_type} class; supported: "
                 + ", ".join(self.classes)
                 + (why if class_name.endswith("Backbone") else "")
+                + ("; name it in [classes] of your table" if self.table else "")
             )
         rows = [(row, stack) for _, row, stack in self.rows_of(class_name)]
         stacks = {stack for row, stack in rows if "{l}" in row.name}
