@@ -1,6 +1,7 @@
 """The trainer against a plain training loop; frozen and finished parts must not change."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -547,3 +548,30 @@ def test_schedules_that_make_no_sense_are_refused(options, match):
 def test_the_rate_falls_linearly_to_zero_and_stays():
     schedule = InheritanceSchedule(rate=0.5, end_step=4)
     assert [schedule.rate_at(t) for t in range(7)] == [0.5, 0.375, 0.25, 0.125, 0, 0, 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_trainer_is_handed_stays_as_it_is(fails, tmp_path):
+    """The arguments, the config of the model, and the teacher: also if a step raises."""
+    model, teacher = build("llama"), build("llama", layers=2, seed=9).train()
+    teacher.model.layers[0].eval()
+    args, os_before = arguments(tmp_path, max_steps=2), dict(os.environ)
+
+    def state():
+        facts = [model.config.to_dict(), teacher.config.to_dict(), torch.is_grad_enabled()]
+        modes = [module.training for module in teacher.modules()]
+        trained = [p.requires_grad for p in (*teacher.parameters(), *model.parameters())]
+        return facts, modes, trained, args.to_dict()
+
+    before = copy.deepcopy(state())
+    trainer = TwoStageTrainer(
+        model, args, inheritance=InheritanceSchedule(end_step=2), teacher=teacher,
+        train_dataset=Batches(16),
+    )  # fmt: skip
+    if fails:
+        model.lm_head.weight.data.fill_(torch.nan)
+        with pytest.raises(GrowthError):
+            trainer.train()
+    else:
+        trainer.train()
+    assert state() == before and dict(os.environ) == os_before
