@@ -140,8 +140,8 @@ def grown(method: str, depth: str = "stack", stream: str = "copies", **how: Any)
     return sections
 
 
-def with_optimizer(optimizer: Literal["adamw", "muon"], sections: Sections) -> Sections:
-    """The same with another optimizer. A grown model's own default is `GrowthAdamW`."""
+def with_optimizer(optimizer: Literal["auto", "adamw", "muon"], sections: Sections) -> Sections:
+    """The same with another optimizer. "auto" is `GrowthAdamW` for a grown model."""
 
     def changed(job: Job, source: str) -> dict[str, Any]:
         training = replace(training_of(job), optimizer=optimizer)
@@ -227,15 +227,26 @@ def layerwise(job: Job, source: str) -> dict[str, Any]:
     return {"model": _untrained(job), "growth": growth}
 
 
-def starting_small(depth: str, share: float) -> Sections:
-    """An untrained source that grows to the target once, after `share` of the steps."""
+def starting_small(
+    depth: str, share: float, *, rewarm: float = 0.0, alone: float = 0.0, **how: Any
+) -> Sections:
+    """An untrained source that grows to the target once, after `share` of the steps.
+
+    Args:
+        rewarm: share of the steps in which the rate then rises again.
+        alone: the same in which only the new layers train.
+        how: options of `GrowthStep`.
+    """
 
     def sections(job: Job, source: str) -> dict[str, Any]:
         growth = GrowthStep(
             at_step=round(share * job.steps),
             sizes=job.setting.target_sizes(),
             seed=job.seed,
+            rewarm_steps=round(rewarm * job.steps),
+            new_layers_steps=round(alone * job.steps),
             **({"depth": depth} if job.setting.target.layers > job.setting.source.layers else {}),
+            **how,
         )
         path = untrained_folder(job.setting, SOURCE, job.seed)
         return {"model": ModelSection(path=path), "growth": (growth,)}

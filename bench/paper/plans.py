@@ -39,6 +39,9 @@ def _deep(setting: Setting) -> Setting:
     )
 
 
+# per parameter, where size pays
+TOKENS = 20
+
 # of lines that grow in the run, as shares of the FLOPs from scratch
 THREE_QUARTERS = (3 / 4,)
 
@@ -102,6 +105,40 @@ def one_run(setting: Setting) -> list[Line]:
                 start = replace(sized.target, layers=sized.target.layers // parts)
                 lines.append(_start(variant, start, depth, 70, f", {label}"))
     return lines
+
+
+def diagnosis(setting: Setting) -> list[Line]:
+    """Why a grown start is worse than a random one at equal steps: one change at a time.
+
+    The target gets 20 tokens per parameter, so that its size pays. Growth of half its layers after
+    30 % of the steps leaves as many steps as the second line from scratch has. The last lines grow
+    a source whose rate has fallen to 0.
+    """
+    deep = _deep(setting)
+    start = setting.source
+    target = replace(deep.target, layers=2 * start.layers)
+    parameters = deep.untrained(target, seed=0).num_parameters()
+    steps = 10 * round(TOKENS * parameters / deep.tokens / 10)
+    at_start, low = deep.rates[1], deep.rates[0]
+    whole = deep.variant(target.name, target=target, steps=steps)
+    grown = _start(whole, start, "stack", 30)
+    before = round(0.3 * grown.setting.steps)
+    left = grown.setting.steps - before
+    fewer = whole.variant("left", steps=left)
+    after = fewer.variant("decayed", source=start, source_steps=before, source_rate=at_start)
+    same = [
+        *(f"{depth}_at_30" for depth in ("stack", "identity", "random", "interleave")),
+        *(f"stack_at_30_{name}" for name in ("reset", "rewarm", "alone", "growth_adamw")),
+    ]
+    lines = [
+        Line(whole, "scratch", "equal FLOPs", rate=at_start),
+        *(Line(fewer, "scratch", f"equal steps at {rate:g}", rate=rate) for rate in deep.rates),
+        *(replace(grown, system=name, rate=at_start) for name in same),
+        replace(grown, label=f"{grown.label}, at {low:g}", rate=low),
+        *(Line(after, name, "after a decay", rate=at_start) for name in ("fpi", "fpi_identity")),
+        Line(after, "fpi", f"after a decay, at {low:g}", rate=low),
+    ]
+    return [replace(line, parts=(), only_whole=True) for line in lines]
 
 
 # FLOPs of a step of the dense model at size tiny, as a share of those of its mixture, and of one
@@ -209,12 +246,15 @@ TABLES = {
     "moment": Table("When to grow", "gpt2", lines.moment),
     "one_run_search": Table("One run that starts small: a search", "qwen3", one_run_search),
     "one_run": Table("One run that starts small", "qwen3", one_run),
+    "diagnosis": Table("Growth inside a run, one change at a time", "qwen3", diagnosis),
     "upcycling": Table("From dense to experts", "qwen3", upcycling, baseline="continued"),
 }
 
 
 def jobs_of_rates(line: Line) -> list[Job]:
-    """The runs that choose the learning rate of a line."""
+    """The runs that choose the learning rate of a line; none if it is given."""
+    if line.rate is not None:
+        return []
     line = line.like or line
     setting, steps = line.setting, line.setting.rate_steps
     if not SYSTEMS[line.system].grows:
@@ -225,7 +265,8 @@ def jobs_of_rates(line: Line) -> list[Job]:
 def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
     """The runs of a line with one seed, the shortest first."""
     setting = line.setting
-    steps = sorted(max(1, round(part * setting.steps)) for part in (*line.parts, *PARTS))
+    parts = (1.0,) if line.only_whole else (*line.parts, *PARTS)
+    steps = sorted(max(1, round(part * setting.steps)) for part in parts)
     return [job_of(setting, line.system, seed, rate, length) for length in steps]
 
 

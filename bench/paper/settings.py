@@ -75,6 +75,11 @@ class Setting:
     origin: Setting | None = None
 
     @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.batch * self.length
+
+    @property
     def validation(self) -> str:
         """The file of the validation text."""
         tokens = "" if self.validation_tokens is None else f"-{self.validation_tokens}-tokens"

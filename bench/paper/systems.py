@@ -330,8 +330,45 @@ SYSTEMS = {
             grows=False,
             starts_small=True,
         )
-        for depth in ("stack", "random", "identity")
+        for depth in ("stack", "random", "identity", "interleave")
         for percent in (30, 50, 70)
+    },
+    # the same, and one thing more is changed
+    **{
+        f"stack_at_30_{name}": System(
+            f"stack at 30 %, {title}",
+            f"the same; {about}",
+            sections,
+            needs=_no_source,
+            grows=False,
+            starts_small=True,
+        )
+        for name, title, about, sections in (
+            (
+                "reset",
+                "moments reset",
+                "the optimizer begins anew",
+                starting_small("stack", 0.3, moments="reset"),
+            ),
+            (
+                "rewarm",
+                "re-warm-up",
+                "the rate rises from 0 again for 5 % of the steps",
+                starting_small("stack", 0.3, rewarm=0.05),
+            ),
+            (
+                "alone",
+                "new layers alone",
+                "only new layers train for 5 % of the steps",
+                starting_small("stack", 0.3, alone=0.05),
+            ),
+            (
+                "growth_adamw",
+                "GrowthAdamW",
+                "trained with GrowthAdamW",
+                with_optimizer("auto", starting_small("stack", 0.3)),
+            ),
+        )
     },
     # a dense model goes on, or becomes a mixture of experts
     "continued": System("dense, continued", "the source is trained on", going_on),
