@@ -22,7 +22,7 @@ from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fie
 from growkern.errors import GrowthError, GrowthWarning, nearest, warn
 from growkern.growth.history import History, history_of
 from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, groups_of
-from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon
+from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon, products
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.recorded import growth_plan_of, misfit
 from growkern.train.model.flops import is_experts
@@ -200,6 +200,13 @@ class OptimizerMaker:
         muon = Muon(held, **settings) if plan is None else GrowthMuon(held, plan, **settings)
         # the first group's rate is the one in the log
         return CombinedOptimizer(adamw, muon)
+
+    def products(self, model: Any) -> int:
+        """FLOPs of Muon's own products in a full step of a model; 0 with another optimizer."""
+        if self._choice != "muon":
+            return 0
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        return sum(products(shapes[x], self.own.ns_steps) for x in _block_matrices(model))
 
 
 def _other_optimizer(args: TrainingArguments, given: str) -> str:

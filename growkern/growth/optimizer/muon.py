@@ -9,6 +9,7 @@ divides by that number. `CombinedOptimizer` makes one optimizer of Muon and that
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -178,6 +179,35 @@ class GrowthMuon(Muon):
             }
             for factor, params in parts.items()
         ]
+
+
+def products(shape: Sequence[int], ns_steps: int) -> int:
+    """FLOPs of Muon's own products in a step of a matrix, or of a stack of matrices.
+
+    Each of the `ns_steps` iterations on X (m, n) with m <= n takes X X^T, the square of that, and
+    its product with X.
+
+    Source: `torch.optim.Muon`.
+    """
+    *stack, rows, columns = shape
+    m, n = sorted((rows, columns))
+    return math.prod(stack) * ns_steps * (4 * m * m * n + 2 * m**3)
+
+
+def products_of(optimizer: Optimizer) -> int:
+    """FLOPs of the products in the step that an optimizer is about to take, of all processes.
+
+    Parameters without a gradient take no step. AdamW has no products.
+    """
+    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    return sum(
+        products(p.shape, group["ns_steps"])
+        for part in parts
+        if isinstance(part, torch.optim.Muon)
+        for group in part.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )
 
 
 class _States(dict[Tensor, Any]):

@@ -24,6 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.clip import growth_clip_norm_
+from growkern.growth.optimizer.muon import products_of
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shards import without_shared
 from growkern.train.growth import GrowthStep
@@ -293,6 +294,9 @@ class TwoStageTrainer(Trainer):
         if not self.steps.is_taken(norm, self.state.global_step + 1):
             # parameters without a gradient stay as they are, and so does their optimizer state
             self.optimizer.zero_grad(set_to_none=True)
+        elif self.args.process_index == 0:
+            # each process has a share of these products, or repeats all of them
+            self.current_flos += products_of(bare(self.optimizer))
         return norm
 
     def evaluation_loop(
@@ -469,8 +473,9 @@ class TwoStageTrainer(Trainer):
             decoder_length: tokens per sequence of a decoder beside an encoder; None: `length`.
 
         Returns:
-            For "stage 1" (the mean over the depths; with two stages only), for "a full step" and
-            for "the teachers" (with teachers that run only).
+            For "stage 1" (the mean over the depths; with two stages only), for "a full step", for
+            "the teachers" (with teachers that run only) and for "the optimizer" (Muon's own
+            products).
         """
         cost, teachers = self.objective.flops.cost, self.objective.flops.teachers
         rows = sequences * (decoder_length or length) * labelled
@@ -488,4 +493,6 @@ class TwoStageTrainer(Trainer):
                 teacher.forward(sequences, length, **sizes) + rows * teacher.head_row(train=False)
                 for teacher in teachers
             )
+        if own := self.optimizers.products(self.model):
+            flops["the optimizer"] = own
         return flops

@@ -7,13 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
 
 import growkern
 from growkern import (
     GrowthAdamW,
     GrowthError,
     GrowthMuon,
+    GrowthStep,
     OptimizerOptions,
+    TwoStageConfig,
     TwoStageTrainer,
 )
 from growkern.growth.optimizer.muon import CombinedOptimizer, Muon
@@ -21,7 +25,7 @@ from growkern.train.distributed import checkpoint
 from testbed.tiny import Batches, arguments, build, is_causal
 from tests.shared import walks
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
-from tests.train.growth.test_optimizer import optimizer_of, trained, trained_both_ways
+from tests.train.growth.test_optimizer import TWICE, optimizer_of, trained, trained_both_ways
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_resume import log_of
 from tests.train.test_trainer import micro_batches
@@ -92,6 +96,48 @@ def test_grown_then_trained_is_trained_then_grown(family, tmp_path, in_float64):
     both = trained_both_ways(family, tmp_path, optimizer="muon")
     kinds = [[type(part) for part in optimizer_of(one).optimizers] for one in both]
     assert kinds == [[GrowthAdamW, GrowthMuon], [torch.optim.AdamW, Muon]]
+
+
+class Counting(TrainerCallback):
+    """The FLOPs of every step of an optimizer, by PyTorch's counter."""
+
+    def __init__(self):
+        self.flops = []
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        self.mode = FlopCounterMode(display=False)
+        self.mode.__enter__()
+
+    def on_optimizer_step(self, *args, **kwargs):
+        self.mode.__exit__(None, None, None)
+        self.flops.append(self.mode.get_total_flops())
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        # in the first steps the lower layer of two has no gradient
+        ("mixtral", {"two_stage": TwoStageConfig(layers_per_block=1, stage1_steps=2)}),
+        ("llama", {"growth": [GrowthStep(at_step=2, sizes=TWICE["llama"])]}),
+    ],
+)
+def test_its_own_products_are_in_the_log(family, options, tmp_path):
+    counting, totals = Counting(), []
+    for optimizer in ("muon", "adamw"):
+        trainer = TwoStageTrainer(
+            build(family, layers=2),
+            arguments(tmp_path / optimizer, max_steps=4, save_strategy="steps"),
+            train_dataset=Batches(8),
+            callbacks=[counting] if optimizer == "muon" else [],
+            optimizer=optimizer,
+            **options,
+        )
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        totals.append([line["flops"] for line in lines])
+    own = [x - y for x, y in zip(*totals, strict=True)]
+    assert [x - y for x, y in zip(own, [0, *own], strict=False)] == counting.flops
+    assert 0 < counting.flops[0] < counting.flops[-1]
 
 
 @pytest.fixture(scope="module")
