@@ -89,8 +89,20 @@ def one_run_search(setting: Setting) -> list[Line]:
     ]
 
 
+def _never_grown(setting: Setting, start: Size, rate: float, label: str) -> Line:
+    """A smaller model from scratch, with as many FLOPs as the target from scratch."""
+    steps = round(
+        setting.steps * _step_flops(setting, setting.target) / _step_flops(setting, start)
+    )
+    variant = setting.variant(f"{start.name}-alone", target=start, steps=steps)
+    return Line(variant, "scratch", f"{start.name}, never grown{label}", None, rate, THREE_QUARTERS)
+
+
 def one_run(setting: Setting) -> list[Line]:
-    """The best two of the search, at two sizes, with AdamW and with Muon."""
+    """The best two of the search, at two sizes, with AdamW and with Muon.
+
+    And the smaller model that never grows.
+    """
     deep = _deep(setting)
     target = deep.target
     narrow = replace(target, width=target.width // 2, heads=target.heads // 2)
@@ -104,6 +116,9 @@ def one_run(setting: Setting) -> list[Line]:
             for parts, depth in ((2, "stack"), (4, "random")):
                 start = replace(sized.target, layers=sized.target.layers // parts)
                 lines.append(_start(variant, start, depth, 70, f", {label}"))
+            half = replace(sized.target, layers=sized.target.layers // 2)
+            rate = variant.rates[-1] if optimizer == "muon" else variant.rates[1]
+            lines.append(_never_grown(variant, half, rate, f", {label}"))
     return lines
 
 
