@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from bench.on_gpu.gpu_table import gpu_table, gpus
-from bench.paper.briefs import BRIEFS, brief_text, savings
+from bench.paper.briefs import BRIEFS, GPT2, NeverGrown, brief_text, never_grown, savings
 from bench.paper.compare import committed
+from bench.paper.diagnosis import diagnosis_text
+from bench.paper.family import draw_family, family_saving
+from bench.paper.models import Size
 from bench.paper.page import write_page
+from bench.paper.questions import QUESTIONS
 from bench.shared import tables
 from bench.shared.harness import parser_of
-from bench.shared.pictures import demo_saving, demo_table, draw, draw_demo, draw_early, draw_readme
+from bench.shared.pictures import demo_table, draw, draw_demo, draw_early
 from bench.shared.results import RESULTS, ROOT, cell, read, table, take
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
-from growkern.files import parse_toml
-from growkern.growth.plan import advice
 from growkern.train import rules
 
 # the README and the pages of the documentation
@@ -132,35 +134,39 @@ def measured(results: Path) -> str:
         others += f"{errors['torch.compile']:.0%}"
         lines.append([what, f"{errors['growkern']:.2%}", others])
     lines += tables.measured_on_gpus(results)
-    saved, counted = savings(rows, ("table5", "fpi_padded", ""))
-    what = "training FLOPs saved to reach the loss from scratch, GPT-2, 4 x 64 to 4 x 128"
-    lines.append([what, saved, f"with the small model's own training: {counted}"])
-    saved, _ = savings(rows, ("one_run", "stack_at_70", "from 4x64, 8x64, adamw"))
-    what = "the same, one run of a Qwen3: 4 layers of width 64, after 70 % of the steps 8"
-    narrow, _ = savings(rows, ("one_run", "stack_at_70", "from 4x32, 8x32, adamw"))
-    muon, _ = savings(rows, ("one_run", "stack_at_70", "from 4x64, 8x64, muon"))
-    others = f"no small model needed; at width 32: {narrow}; with Muon: {muon}"
-    lines.append([what, saved, others])
+    lines += _saved(rows)
     lines += tables.early_saving(results)
     return table(["measured", "growkern", "beside it"], lines)
 
 
-def papers(results: Path) -> str:
-    """The table of what others measured, which `growkern plan` shows too."""
-    rows = parse_toml(Path(advice.__file__).with_name("measurements.toml").read_text())
-    lines = [
-        [row["axes"], row["setting"], row["figure"], row["citation"]]
-        for row in rows["measurement"]
-        if row["citation"] != "own runs"
+def _saved(rows: dict[str, Row]) -> list[list[str]]:
+    """What training saves, by the three questions, beside a model that is never grown."""
+    place, sizes = ("table5", "fpi_padded", ""), [Size(4, 64, 4)]
+    family, size, loss = savings(rows, place, tuple(QUESTIONS), sizes)
+    (copied,) = savings(rows, ("table5", "direct_copy", ""), ("family",), sizes)
+    (alone,) = never_grown(rows, NeverGrown(GPT2, sizes[0]), ("loss",))
+    one, narrow, muon = (
+        savings(rows, ("one_run", "stack_at_70", f"from {line}"), ("size",), ())[0]
+        for line in ("4x64, 8x64, adamw", "4x32, 8x32, adamw", "4x64, 8x64, muon")
+    )
+    what = "training FLOPs saved for"
+    return [
+        [f"{what} a family: GPT-2 of 4 x 64 and 4 x 128", family, f"`direct_copy`: {copied}"],
+        [f"{what} a given size: 4 x 128 alone", size, "the small model counts as a cost"],
+        [f"{what} a given loss, that of 4 x 128", loss, f"4 x 64, never grown: {alone}"],
+        [
+            f"{what} a given size: Qwen3 of 8 x 64, one run that starts with 4 layers",
+            one,
+            f"8 x 32: {narrow}; with Muon: {muon}",
+        ],
     ]
-    return table(["grown in", "models", "FLOPs saved", "paper"], lines)
 
 
 BLOCKS = {
     "measured": measured,
-    "papers": papers,
     "demo": demo_table,
-    "saving": demo_saving,
+    "saving": family_saving,
+    "diagnosis": diagnosis_text,
     "families": families,
     "rules": lambda results: rules.table(),
     "expand": tables.expand,
@@ -200,7 +206,7 @@ def main(argv: list[str]) -> int:
         page.write_text(with_blocks(page.read_text(), RESULTS))
     (RESULTS / "aot.md").write_text(aot_table(RESULTS))
     made = [*PAGES, RESULTS / "aot.md", *draw_demo(RESULTS)]
-    made += write_page(RESULTS) + draw_readme(RESULTS)
+    made += write_page(RESULTS) + draw_family(RESULTS)
     for folder in gpus(RESULTS):
         made += draw(folder) + draw_early(folder)
         for aside in sorted(folder.glob("*.aside.json")):

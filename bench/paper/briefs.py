@@ -2,92 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.paper.compare import Row, committed, compared, savings_text
-from bench.paper.plans import lines_of
+from bench.paper.compare import Pairs, Row, committed, compared, saved
+from bench.paper.lines import Line
+from bench.paper.models import Size
+from bench.paper.plans import TABLES, lines_of
+from bench.paper.questions import QUESTIONS, Share, alone, best_alone, fixed_sizes, share, text_of
 from bench.shared.results import table
+from growkern.errors import GrowthError
 
 # a line of a table at size "tiny": the table, and the line's system and label
 Where = tuple[str, str, str]
-FAMILIES = {"BERT": "table2", "GPT-2": "table5", "T5": "table6"}
+FAMILIES = {"BERT": "table2", "GPT-2": "table5"}
+SEEDS = 3
+
+
+class NeverGrown(NamedTuple):
+    """A model of one size; `where` is the baseline to whose loss it is trained.
+
+    Without a size it is the baseline itself, which goes on with the small model.
+    """
+
+    where: Where
+    size: Size | None = None
 
 
 class Brief(NamedTuple):
     """A short table.
 
     Attributes:
-        groups: names of the groups of columns, each a saving without and with the source.
+        groups: names of the groups of columns -> the questions that each answers.
         lines: the first cell of each -> its line in each group; None: there is none.
-        has_sources: whether its lines begin with small models that were trained before.
+        alone: the same of the models that are never grown.
     """
 
     head: str
-    groups: tuple[str, ...]
+    groups: Mapping[str, tuple[str, ...]]
     lines: Mapping[str, tuple[Where | None, ...]]
-    has_sources: bool = True
+    alone: Mapping[str, tuple[NeverGrown | None, ...]]
 
 
-def _of_families(system: str, families: str = "BERT GPT-2 T5") -> tuple[Where | None, ...]:
+ALL = tuple(QUESTIONS)
+
+
+def _of_families(system: str, families: str = "BERT GPT-2") -> tuple[Where | None, ...]:
     return tuple((name, system, "") if f in families else None for f, name in FAMILIES.items())
 
 
-def _one(name: str, system: str, label: str = "") -> tuple[Where]:
-    return ((name, system, label),)
+def _both_rates(system: str, rates: str = "0.009 0.003") -> tuple[Where | None, ...]:
+    return tuple(
+        ("upcycling", system, f"at {rate}") if rate in rates else None
+        for rate in ("0.009", "0.003")
+    )
 
 
+GPT2, BERT = ("table5", "scratch", ""), ("table2", "scratch", "")
 BRIEFS = {
     "methods": Brief(
         "method",
-        tuple(FAMILIES),
+        dict.fromkeys(FAMILIES, ALL),
         {
             '`fpi`, `stream="padded"`': _of_families("fpi_padded"),
             '`fpi`, `stream="copies"`': _of_families("fpi"),
-            '`aki`, `stream="padded"`': (None, ("symmetry", "aki_padded", ""), None),
             '`aki`, `stream="copies"`': _of_families("aki"),
-            "the same, and two stages": _of_families("aki_two_stage", "BERT GPT-2"),
-            "the same, and the small model as a teacher": _of_families(
-                "aki_two_stage_ki", "BERT GPT-2"
-            ),
             "`direct_copy`": _of_families("direct_copy"),
-            "layers doubled in the run (StackBERT)": _of_families("stackbert", "BERT GPT-2"),
-            "layers added on top in the run (MSLT)": _of_families("mslt", "BERT GPT-2"),
-            "no growth, the small model as a teacher": (
-                None,
-                ("inheritance", "taught", ""),
-                None,
-            ),
+            "StackBERT, in one run": _of_families("stackbert"),
+        },
+        {
+            "4 x 64, never grown": tuple(NeverGrown(x, Size(4, 64, 4)) for x in (BERT, GPT2)),
+            "4 x 32, never grown": (NeverGrown(BERT, Size(4, 32, 2)), None),
         },
     ),
     "sources": Brief(
         "small model, its steps",
-        ("grown", "`direct_copy`"),
+        {"": ALL},
         {
             **{
-                f"GPT-2 of half the width, {steps}": tuple(
-                    ("moment", system, f"source of {steps} steps")
-                    for system in ("fpi_padded", "direct_copy")
+                f"GPT-2 of half the width, {steps}": (
+                    ("moment", "fpi_padded", f"source of {steps} steps"),
                 )
-                for steps in ("200", "600", "2,000", "8,000")
+                for steps in ("200", "2,000", "8,000")
             },
             **{
-                f"BERT of {size}": (place, None)
+                f"BERT of {size}": (place,)
                 for size, place in {
-                    "half the width, 2,000": ("table3", "aki", "source 4x64"),
                     "half the width and half the layers, 2,000": ("table3", "aki", "source 2x64"),
-                    "a quarter of the width, 2,000": ("ages", "aki", "source 4x32"),
                     "a quarter of the width, 6,000": ("ages", "aki", "source 4x32 of 6,000 steps"),
-                    "a quarter of the width, 8,000": ("ages", "aki", "source 4x32 of 8,000 steps"),
-                    "an eighth of the width, 2,000": ("table3", "aki", "source 4x16"),
                 }.items()
             },
+        },
+        {
+            "GPT-2 of half the width, never grown": (NeverGrown(GPT2, Size(4, 64, 4)),),
+            "BERT of a quarter of the width, never grown": (NeverGrown(BERT, Size(4, 32, 2)),),
         },
     ),
     "one-run": Brief(
         "8 layers, of which the run begins with",
-        ("AdamW, width 64", "AdamW, width 32", "Muon, width 64", "Muon, width 32"),
+        {
+            "AdamW, width 64": ("size", "loss"),
+            **dict.fromkeys(("AdamW, width 32", "Muon, width 64", "Muon, width 32"), ("size",)),
+        },
         {
             f"{layers} layers, `{depth}` at 70 % of the steps": tuple(
                 ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, {optimizer}")
@@ -96,51 +115,110 @@ BRIEFS = {
             )
             for layers, depth in ((2, "random"), (4, "stack"))
         },
-        has_sources=False,
+        {
+            "4 layers, never grown": (
+                NeverGrown(("one_run", "scratch", "8x64, adamw"), Size(4, 64, 4)),
+                *(None,) * 3,
+            )
+        },
     ),
     "upcycling": Brief(
         "in place of training the dense model on",
-        ("",),
+        dict.fromkeys(("rate 0.009", "rate 0.003"), ("loss",)),
         {
-            "whole copies": _one("upcycling", "upcycled", "at 0.009"),
-            "whole copies, `drop=0.5`": _one("upcycling", "upcycled_drop", "at 0.009"),
-            "twice as many experts, half as wide": _one("upcycling", "upcycled_halves", "at 0.009"),
-            "whole copies at a lower rate": _one("upcycling", "upcycled", "at 0.003"),
-            "the same, and the dense model as a teacher": _one(
-                "upcycling", "upcycled_taught", "at 0.003"
+            "whole copies": _both_rates("upcycled"),
+            "whole copies, `drop=0.5`": _both_rates("upcycled_drop", "0.009"),
+            "twice as many experts, half as wide": _both_rates("upcycled_halves"),
+            "whole copies, and the dense model as a teacher": _both_rates(
+                "upcycled_taught", "0.003"
             ),
-            **{
-                f"{kind} from scratch": _one("upcycling", "scratch", f"{kind}, twice the FLOPs")
-                for kind in ("mixture", "dense")
-            },
+        },
+        {
+            "dense model, never grown": tuple(
+                NeverGrown(("upcycling", "continued", f"at {rate}")) for rate in ("0.009", "0.003")
+            )
         },
     ),
 }
 
 
 def brief_text(results: Path, name: str) -> str:
-    """A short table of the runs in a folder of results, in markdown."""
+    """A short table of the runs in a folder of results, in markdown.
+
+    Raises:
+        GrowthError: the table names no question, or has no model that is never grown.
+    """
     brief, rows = BRIEFS[name], committed(results)
+    groups = brief.groups
+    for group, questions in groups.items():
+        if not questions or set(questions) - set(QUESTIONS):
+            raise GrowthError(
+                f"table {name!r}, columns {group!r}: the questions are {questions!r}: name some of "
+                f"{', '.join(QUESTIONS)}"
+            )
+    if not any(place for places in brief.alone.values() for place in places):
+        raise GrowthError(f"table {name!r} has no model that is never grown: add that line")
     heads = [
-        f"{group}: {words}" if group else words
-        for group in brief.groups
-        for words in ("FLOPs saved", "source counted")[: 1 + brief.has_sources]
+        f"{group}: {QUESTIONS[question]}" if group else QUESTIONS[question]
+        for group, questions in groups.items()
+        for question in questions
     ]
-    lines = [
-        [words, *(x for where in places for x in savings(rows, where)[: 1 + brief.has_sources])]
-        for words, places in brief.lines.items()
-    ]
+    asked, grown, fixed = groups.values(), brief.lines.items(), brief.alone.items()
+    sizes = [x.size for places in brief.alone.values() for x in places if x and x.size]
+    lines = []
+    for part, tell in ((grown, partial(savings, sizes=sizes)), (fixed, never_grown)):
+        for words, places in part:
+            cells = (tell(rows, x, y) for x, y in zip(places, asked, strict=True))
+            lines.append([words, *chain.from_iterable(cells)])
     return table([brief.head, *heads], lines)
 
 
-def savings(rows: Mapping[str, Row], where: Where | None) -> tuple[str, str]:
-    """What a line saves, without and with the training of its source; "-" if it has no runs."""
-    if where is None:
-        return "-", "-"
-    name, system, label = where
-    lines = compared(lines_of(name, "tiny") or [], name, rows)
-    for line, pairs in lines.items():
-        if (line.system, line.label) == (system, label):
-            runs = list(pairs.values())
-            return savings_text(runs), savings_text(runs, with_source=True)
-    return "-", "-"
+def savings(
+    rows: Mapping[str, Row], where: Where | None, questions: Sequence[str], sizes: Sequence[Size]
+) -> list[str]:
+    """What a line saves by each question; "-" where it has no runs, or gives no answer.
+
+    Args:
+        sizes: of the models that are never grown. Where none was run, nothing is said of a loss.
+    """
+    line, pairs = _found(rows, where)
+    if line is None or where is None:
+        return ["-"] * len(questions)
+    if TABLES[where[0]].baseline != "scratch":
+        # it goes on with the small model, and is the one that is never grown
+        return [text_of([Share(saved(*x)) for x in pairs.values()], SEEDS)] * len(questions)
+    setting, texts = line.setting, []
+    for question in questions:
+        if question == "family" and not any(own[-1]["source flops"] for own, _ in pairs.values()):
+            texts.append("-")
+            continue
+        shares = []
+        for seed, (own, base) in pairs.items():
+            fixed = fixed_sizes(setting, seed, rows)
+            if question != "loss" or any(size in fixed for size in sizes):
+                best = best_alone(setting, seed, base, rows)
+                shares.append(share(question, own, best, base))
+        texts.append(text_of(shares, SEEDS))
+    return texts
+
+
+def never_grown(
+    rows: Mapping[str, Row], place: NeverGrown | None, questions: Sequence[str]
+) -> list[str]:
+    """What a model that is never grown saves. It has another size, so it answers one question."""
+    line, pairs = _found(rows, place and place.where)
+    if line is None or place is None:
+        return ["-"] * len(questions)
+    if place.size is None:
+        return ["0%, the mark"] * len(questions)
+    found = [alone(line.setting, place.size, s, base, rows) for s, (_, base) in pairs.items()]
+    known = [x for x in found if x is not None]
+    return [text_of(known, SEEDS) if question == "loss" else "-" for question in questions]
+
+
+def _found(rows: Mapping[str, Row], where: Where | None) -> tuple[Line | None, Pairs]:
+    """A line of a table at size "tiny", and its runs beside those of its baseline."""
+    name, *wanted = where or ("", "", "")
+    lines = compared(lines_of(name, "tiny") or [], name, rows) if where else {}
+    found = ((x, pairs) for x, pairs in lines.items() if [x.system, x.label] == wanted)
+    return next(found, (None, {}))

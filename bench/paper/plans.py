@@ -147,6 +147,7 @@ def diagnosis(setting: Setting) -> list[Line]:
     ]
     lines = [
         Line(whole, "scratch", "equal FLOPs", rate=at_start),
+        _never_grown(whole, start, at_start, ""),
         *(Line(fewer, "scratch", f"equal steps at {rate:g}", rate=rate) for rate in deep.rates),
         *(replace(grown, system=name, rate=at_start) for name in same),
         replace(grown, label=f"{grown.label}, at {low:g}", rate=low),

@@ -1,7 +1,7 @@
-"""Draws the README's picture, the demo's curves and those of a GPU; makes the demo's table."""
+"""Draws the demo's curves, those of a GPU and the units of a growth; makes the demo's table."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,61 +115,7 @@ def draw_demo(results: Path) -> list[Path]:
     return [results / "demo.png"]
 
 
-def _demo_savings(demo: Row) -> Iterator[float]:
-    """The mean share of FLOPs that growth saved, without and with those of the small model."""
-    rows = [row for row in demo["rows"] if row["run"] == "FPI"]
-    return (sum(row[key] for row in rows) / len(rows) for key in ("saving", "saving_with_source"))
-
-
-def demo_saving(results: Path) -> str:
-    """The first sentence of the README that has a number."""
-    if not (demo := read(results / "demo.json")):
-        return "The demo was not measured yet."
-    saved, counted = _demo_savings(demo)
-    return (
-        f"In the demo, growth takes a GPT-2 to the loss of training from scratch with {saved:.0%} "
-        f"fewer FLOPs,\nor {counted:.0%} fewer if training the small model counts too."
-    )
-
-
-def draw_readme(results: Path) -> list[Path]:
-    """Draw the README's picture: losses of the demo, and where grown units come from."""
-    if not (demo := read(results / "demo.json")):
-        return []
-    figure = new_figure(4.4)
-    _draw_demo_losses(figure.add_axes((0.06, 0.15, 0.53, 0.70)), demo)
-    _draw_units(figure)
-    figure.savefig(results / "readme.png")
-    return [results / "readme.png"]
-
-
-def _draw_demo_losses(axes: Any, demo: Row) -> None:
-    """Means over the seeds of the small model, the grown one and the one from scratch."""
-    large, small = _demo_curves(demo)
-    spent = small[0].flops[-1]
-    for name, start, color, dashes, words, place in (
-        ("source", 0.0, GREY, "-", "small model", (0.05, 4.15)),
-        ("scratch", 0.0, "black", (0, (4, 2)), "large model, from scratch", (1.45, 4.62)),
-        ("FPI", spent, COLORS[1], "-", "large model, grown", (1.3, 3.98)),
-    ):
-        runs = [curve for curve in (*small, *large) if curve.name == name]
-        flops = min((curve.flops for curve in runs), key=len)
-        losses = zip(*(curve.losses[: len(flops)] for curve in runs), strict=True)
-        x, y = [(start + f) / 1e12 for f in flops], [sum(each) / len(each) for each in losses]
-        axes.plot(x, y, color=color, linestyle=dashes, marker="o", linewidth=2.5)
-        axes.text(*place, words, color=color, fontsize=READABLE)
-    axes.set_ylim(3.9, 5.45)
-    axes.set_xlabel("training FLOPs, 1e12", fontsize=READABLE)
-    axes.tick_params(labelsize=READABLE - 2)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    saved, counted = _demo_savings(demo)
-    words = f"validation loss: {saved:.0%} fewer FLOPs to the loss from scratch,\n"
-    words += f"{counted:.0%} fewer with the small model's own training counted"
-    axes.set_title(words, fontsize=READABLE, loc="left")
-
-
-def _draw_units(figure: Any) -> None:
+def draw_units(figure: Any) -> None:
     """The units of a tiny GPT-2 grown with the defaults, in the colours of their sources."""
     sizes = {"vocab_size": 8, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(**sizes, n_embd=4, n_layer=1, n_head=2, n_inner=6)

@@ -32,7 +32,7 @@ from growkern.growth.space.rules import (
     whole_depths,
 )
 
-FIELDS = ("axes", "figure", "setting", "citation", "date")
+FIELDS = ("axes", "question", "figure", "setting", "citation", "date")
 
 
 def measurements(plan: Blueprint) -> tuple[dict[str, str], ...]:

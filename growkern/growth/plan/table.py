@@ -87,6 +87,8 @@ def _sizes(plan: Blueprint, numbers: Mapping[str, Any]) -> Table:
         # 6 per token and weight of a matrix. Attention comes on top
         words = "training FLOPs, without attention"
         table.add_row(words, human(small) if small else "", human(numbers["flops"]))
+        if small:
+            table.add_row("  both together", "", human(small + numbers["flops"]))
     return table
 
 
@@ -138,21 +140,39 @@ def _maps(plan: Blueprint) -> Table:
     return maps
 
 
+# the question that a measurement answers, and what its share is one of
+QUESTIONS = {
+    "family": "small and large are both wanted: of the large one's training",
+    "size": "only the large one is wanted: of everything",
+}
+
+
 def _measured(measured: Sequence[Mapping[str, str]], verbose: bool) -> Any:
-    """What growth along these axes saved elsewhere: in one line, or as a table."""
-    what = "training FLOPs that growth saved elsewhere at equal loss, the source not counted"
+    """What growth along these axes saved elsewhere: in a line for each question, or as a table."""
+    what = "training FLOPs that growth saved elsewhere to the loss from scratch"
     if not measured:
         return Text(f"{what}: not measured for such a growth, neither in a paper nor by us")
-    if not verbose:
+    if verbose:
+        heads = ("growth", "question", "saved", "model", "source")
+        table = Table(*heads, title=what, title_justify="left")
+        for row in measured:
+            names = ("axes", "question", "figure", "setting", "citation")
+            table.add_row(*(row[name] for name in names))
+        return table
+    lines = [f"{what}, by what is wanted:"]
+    for question, words in QUESTIONS.items():
+        figures = [row["figure"] for row in measured if row["question"] == question]
         # "up to 35%", "38% ± 17%": the first number of each
-        shares = [int(re.findall(r"-?\d+", row["figure"])[0]) for row in measured]
-        return Text(f"{what}: {min(shares)}% to {max(shares)}%, {len(shares)} measurements")
-    table = Table("growth", "saved", "model", "date", title_justify="left")
-    table.title = what
-    for row in measured:
-        own = " (own runs)" if row["citation"] == "own runs" else ""
-        table.add_row(row["axes"], row["figure"], f"{row['setting']}{own}", row["date"])
-    return table
+        shares = [int(re.findall(r"-?\d+", x)[0]) for x in figures if "reached" not in x]
+        missed = len(figures) - len(shares)
+        if shares:
+            lost = f", and in {missed} the loss was not reached" if missed else ""
+            spread = f"{min(shares)}% to {max(shares)}%, {len(figures)} measurements{lost}"
+            lines.append(f"  {words}: {spread}")
+    lines.append(
+        "  any size will do: a smaller model, trained longer, was ahead where it was tried"
+    )
+    return Text("\n".join(lines))
 
 
 def _layer_lines(plan: Blueprint) -> list[str]:
