@@ -18,9 +18,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import SchedulerType
 from transformers.trainer import SCHEDULER_NAME
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, warn
 from growkern.growth.disk.companions import complete_config
 from growkern.growth.history import history_of
 from growkern.growth.optimizer.into import grow_optimizer_into
@@ -44,6 +45,9 @@ from growkern.train.model.sub_model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.saving import Saver
+
+# a rate below this share of its peak before is called low; the peak is looked for in so many parts
+LEAST_RATE, PARTS = 0.9, 100
 
 
 class Former(NamedTuple):
@@ -178,13 +182,31 @@ class GrowthInRun:
         return new_part(step, self.steps[self.grown - 1], self.sizes[self.grown])
 
     def rewarm(self, scheduler: Any, name: Any) -> None:
-        """Let the learning rate rise again after each growth that asks for it."""
+        """Let the learning rate rise again after each growth that asks for it.
+
+        Warns of a schedule that has fallen before a growth: it rises no more, and new layers learn
+        slowly.
+        """
+        if isinstance(scheduler, LambdaLR) and not self.grown:
+            warn_of_low_rate(self.steps, scheduler.lr_lambdas[0], SchedulerType(name).value)
         if not any(growth.rewarm_steps for growth in self.steps):
             return
         check_rules("schedule", by_step=isinstance(scheduler, LambdaLR), kind=name)
         scheduler.lr_lambdas = [
             partial(rewarmed, rate=rate, growth=self.steps) for rate in scheduler.lr_lambdas
         ]
+
+
+def warn_of_low_rate(steps: Sequence[GrowthStep], rate: Any, name: str) -> None:
+    """Warn if the rate, a function of the step, is below its peak when a model grows."""
+    for growth in steps:
+        peak = max(rate(growth.at_step * part // PARTS) for part in range(PARTS + 1))
+        if rate(growth.at_step) < LEAST_RATE * peak:
+            warn(
+                f"the growth at step {growth.at_step} comes when schedule {name!r} has fallen to "
+                f"{rate(growth.at_step) / peak:.0%} of its peak: what is new then learns slowly; "
+                "give schedule 'warmup_stable_decay' and grow before its decay"
+            )
 
 
 def complete_directory(model: Any, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 import growkern
-from growkern import GrowthError, GrowthStep, InheritanceSchedule
+from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageTrainer
 from growkern import run as train
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.plan import growth_plan
@@ -23,6 +24,8 @@ from tests.train.growth import ranks
 from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import assert_same, weights_of
+from tests.train.test_trainer import Batches, arguments
+from tests.train.tiny import build
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +217,29 @@ def test_each_growth_is_planned_once_and_its_source_opened_once(workplace, monke
     assert counts == {"made_to_fit": 3, "_open_directory": 3}
     config = json.loads((workplace / "out" / "config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"]) == (5, 24)
+
+
+@pytest.mark.parametrize(
+    "kind, options, share",
+    [
+        ("linear", {}, "50%"),
+        ("cosine", {}, "50%"),
+        ("constant", {}, None),
+        ("warmup_stable_decay", {"num_decay_steps": 1}, None),
+        ("warmup_stable_decay", {"num_decay_steps": 4}, "50%"),
+    ],
+)
+def test_a_schedule_that_has_fallen_before_a_growth_is_warned_of(kind, options, share, tmp_path):
+    """Truth: each schedule's own rate after 2 of 4 steps, as a share of its peak."""
+    schedule = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options, "warmup_steps": 0}
+    trainer = TwoStageTrainer(
+        build("llama", layers=2),
+        arguments(tmp_path, max_steps=4, save_strategy="steps", **schedule),
+        train_dataset=Batches(8),
+        growth=[GrowthStep(at_step=2, sizes={"num_hidden_layers": 3})],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    lines = [str(x.message) for x in caught if "growth at step 2" in str(x.message)]
+    assert [share in line for line in lines] == ([] if share is None else [True])
