@@ -69,7 +69,6 @@ BRIEFS = {
         {
             '`fpi`, `stream="padded"`': _of_families("fpi_padded"),
             '`fpi`, `stream="copies"`': _of_families("fpi"),
-            '`aki`, `stream="copies"`': _of_families("aki"),
             "`direct_copy`": _of_families("direct_copy"),
             "StackBERT, in one run": _of_families("stackbert"),
         },
@@ -105,20 +104,19 @@ BRIEFS = {
         "8 layers, of which the run begins with",
         {
             "AdamW, width 64": ("size", "loss"),
-            **dict.fromkeys(("AdamW, width 32", "Muon, width 64", "Muon, width 32"), ("size",)),
+            **dict.fromkeys(("AdamW, width 32", "Muon, width 64"), ("size",)),
         },
         {
             f"{layers} layers, `{depth}` at 70 % of the steps": tuple(
                 ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, {optimizer}")
-                for optimizer in ("adamw", "muon")
-                for width in (64, 32)
+                for width, optimizer in ((64, "adamw"), (32, "adamw"), (64, "muon"))
             )
             for layers, depth in ((2, "random"), (4, "stack"))
         },
         {
             "4 layers, never grown": (
                 NeverGrown(("one_run", "scratch", "8x64, adamw"), Size(4, 64, 4)),
-                *(None,) * 3,
+                *(None,) * 2,
             )
         },
     ),

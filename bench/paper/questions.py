@@ -122,8 +122,7 @@ def text_of(shares: Sequence[Share], seeds: int) -> str:
     values, bounds = [100 * x.value for x in shares], {x.bound for x in shares} - {""}
     if bounds:
         # of a bound from both sides nothing is known
-        return (
-            "not known" if len(bounds) > 1 else f"{bounds.pop()} {sum(values) / len(values):.0f} %"
-        )
+        mean = sum(values) / len(values)
+        return "not known" if len(bounds) > 1 else f"{bounds.pop()} {mean:.1f}%"
     few = f" ({len(values)} seed)" if len(values) < seeds else ""
     return f"{interval(values, 1)}%{few}"
