@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, TypedDict, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, TypedDict, get_type_hints
 
-from growkern.arguments import SHARE, Limit, check_fields, check_seed, real_number
+from growkern.arguments import SHARE, Limit, check_fields, check_seed, choices, real_number
 from growkern.errors import GrowthError
+from growkern.growth.space.depth import Depth, read_depth
 from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"
 Method = Literal["fpi", "aki", "direct_copy", "random"]
-Depth = Literal["auto", "identity", "stack", "interleave", "random"]
 Scheme = Literal["exact", "paper"]
 Symmetry = Literal["auto", "routing", "noise", "split", "none"]
 Stream = Literal["auto", "copies", "padded"]
@@ -41,8 +41,9 @@ class GrowthOptions:
         depth: how layers are added. `identity` inserts blocks that add nothing, which keeps the
             function. `stack` repeats the whole stack (bert2BERT, Algorithm 1). `interleave` puts
             copies next to their layer. `random` inserts untrained layers, as the class initialises
-            them, and can start from a model without layers. `auto` is `stack` with scheme="paper"
-            and with the methods `direct_copy` and `random`, else `identity`.
+            them, and can start from a model without layers. A list has the source layer of every
+            target layer, from 0: (0, 1, 2, 1, 2, 3) repeats the middle of four. `auto` is `stack`
+            with scheme="paper" and with the methods `direct_copy` and `random`, else `identity`.
         scheme: `exact` computes the source's function up to rounding wherever possible. `paper` is
             bert2BERT's Eq. 5-13 as printed.
         symmetry: how copies are made different. Equal copies get equal gradients and never part.
@@ -153,6 +154,7 @@ class GrowthOptions:
         """Check every field by its type, and store numbers of other libraries as Python's."""
         if isinstance(self.router, os.PathLike):
             object.__setattr__(self, "router", os.fspath(self.router))
+        object.__setattr__(self, "depth", read_depth(self.depth))
         for name, kind in KINDS.items():
             value = getattr(self, name)
             if kind is float:
@@ -189,7 +191,7 @@ class GrowthOptions:
 # the type of every option, and the choices of those that are not numbers
 _HINTS = get_type_hints(GrowthOptions)
 KINDS = {field.name: _HINTS[field.name] for field in fields(GrowthOptions)}
-CHOICES = {name: get_args(kind) for name, kind in KINDS.items() if get_args(kind)}
+CHOICES = {name: choices(kind) for name, kind in KINDS.items() if choices(kind)}
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}

@@ -31,6 +31,7 @@ from growkern.growth.source.loading import (
     largest_difference,
     random_inputs,
 )
+from growkern.growth.space.depth import way_of
 from growkern.growth.space.rules import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
 
 
@@ -345,18 +346,17 @@ def _head(plan: Blueprint) -> Iterator[Finding]:
 
 
 def _depth(plan: Blueprint) -> Iterator[Finding]:
-    family, depth = plan.small.family, plan.options.depth
+    family, way = plan.small.family, way_of(plan.options.depth)
     for stack, key in family.stacks.items():
         old, new = plan.small.size(key), len(plan.layer_maps[stack])
         what = f"{old} -> {new} {stack} layers".replace("  ", " ")
         if new == old:
             continue
-        if depth == "random":
+        if way.is_untrained:
             why = f"{new - old} layers begin untrained, so the loss rises until they have learned"
             yield _asked(what, why)
-        elif depth != "identity":
-            verb = {"stack": "stacked", "interleave": "repeated"}[depth]
-            why = f"layers are {verb}, so they get inputs that they were not trained on"
+        elif way.verb is not None:
+            why = f"layers are {way.verb}, so they get inputs that they were not trained on"
             yield _asked(what, why)
         elif family.norm.placement != "post":
             yield Finding("exact", what, "inserted blocks add 0")

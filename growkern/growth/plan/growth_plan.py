@@ -33,7 +33,8 @@ from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_c
 from growkern.growth.source.hub import located
 from growkern.growth.source.refused import CONFIG_FILE
 from growkern.growth.source.source import Source, open_source
-from growkern.growth.space.rules import check_kinds, inserted_in, layers_of, refuse_unportable
+from growkern.growth.space.depth import way_of
+from growkern.growth.space.rules import check_kinds, layers_of, refuse_unportable
 from growkern.growth.space.upcycling import check_router_sizes, mixture_config, mixture_of, upcycled
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
@@ -289,6 +290,9 @@ def plan_growth(
         )
 
     dims = {**dims}
+    count, fields = way_of(options.depth).count(), opened.spec.family.stacks.values()
+    if count is not None and target_config is None and len(fields) == 1:
+        dims.setdefault(opened.spec.family.config_field(*fields), count)
     given, options = options, with_checksum(options)
     opened, options = as_mixture(opened, options, dims, target_config)
 
@@ -347,11 +351,12 @@ def _plan_for(
         stack: tuple(layers_of(small, large, key, options)) for stack, key in family.stacks.items()
     }
     inserted: set[tuple[str, int]] = set()
-    if options.depth in ("identity", "random"):
-        for stack, layers in layer_maps.items():
-            # a source without layers keeps none
-            new = inserted_in(layers) if small.size(family.stacks[stack]) else range(len(layers))
-            inserted |= {(stack, layer) for layer in new}
+    way = way_of(options.depth)
+    for stack, layers in layer_maps.items():
+        # a source without layers keeps none
+        has_layers = bool(small.size(family.stacks[stack])) or not way.is_untrained
+        new = way.inserted(layers) if has_layers else range(len(layers))
+        inserted |= {(stack, layer) for layer in new}
     tiny, is_copied = torch.finfo(dtype).tiny, not options.is_baseline
     if inserted and is_copied and family.norm.placement == "post" and options.identity_gain < tiny:
         raise GrowthError(

@@ -37,7 +37,7 @@ from growkern.families.fields import condition_of, is_met
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Dense, Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
-from growkern.growth.space import maps
+from growkern.growth.space.depth import way_of
 from growkern.growth.space.maps import pair_step
 
 
@@ -211,12 +211,14 @@ def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptio
     """The source layer of every target layer of the stack that `key` counts; 0 if it has none."""
     old, new = small.size(key), large.size(key)
     if not old:
-        if new and options.depth != "random":
+        if new and not way_of(options.depth).is_untrained:
             raise GrowthError(
                 f"{small.family.config_field(key)}=0: the source has no layers to copy, so "
                 f"depth={options.depth!r} has none to add: give depth='random'"
             )
         return [0] * new
+    if (listed := way_of(options.depth).layers(old, new)) is not None:
+        return listed
     period = _period_of_kinds(small)
     whole = math.lcm(period, period_of(small))
     if options.portable or ((new - old) % whole == 0 and whole <= old):
@@ -239,7 +241,7 @@ def _repeated(
     small: ModelSpec, old: int, new: int, period: int, options: GrowthOptions
 ) -> list[int]:
     """The source layer of every target layer, where whole periods of layers are repeated."""
-    pick = maps.stack if options.depth == "stack" else maps.interleave
+    pick = way_of(options.depth).pick
     in_place = small.family.depth.in_place
     # the last of the layers that keep their numbers may be repeated behind itself
     kept = len(getattr(small.fields, in_place)) - 1 if in_place else 0
@@ -297,12 +299,6 @@ def _first_other(small: ModelSpec, layers: Sequence[int]) -> tuple[int, str] | N
             if now != small.kinds_of(source, len(layers))[kind]:
                 return layer, kind
     return None
-
-
-def inserted_in(layers: Sequence[int]) -> set[int]:
-    """The target layers that repeat a source layer: in growth by identity they add nothing yet."""
-    first = {layer: i for i, layer in reversed([*enumerate(layers)])}
-    return {i for i, layer in enumerate(layers) if first[layer] != i}
 
 
 def period_of(small: ModelSpec) -> int:

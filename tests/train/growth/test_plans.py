@@ -25,7 +25,6 @@ from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_trainer import Batches, arguments
-from tests.train.tiny import build
 
 
 @pytest.fixture(scope="module")
