@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 from bench.paper import lines
 from bench.paper.jobs import RATE_SEED, Job
@@ -58,10 +59,18 @@ def _start(setting: Setting, start: Size, depth: str, percent: int, label: str =
     return Line(variant, f"{depth}_at_{percent}", label, parts=THREE_QUARTERS)
 
 
+def _empty(setting: Setting, size: Size) -> Any:
+    """A model without weights."""
+    with torch.device("meta"):
+        return setting.untrained(size, seed=0)
+
+
 @cache
 def _step_flops(setting: Setting, size: Size) -> float:
     """FLOPs of a step for one row."""
-    model = setting.untrained(size, seed=0)
+    model = _empty(setting, size)
+    # some classes read values to make a mask; those of the weights do not matter
+    model.to_empty(device="cpu")
     cost = ModelCost(model, find_stacks(model))
     return cost.train(1, setting.length) + setting.length * cost.head_row(train=True)
 
@@ -132,7 +141,7 @@ def diagnosis(setting: Setting) -> list[Line]:
     deep = _deep(setting)
     start = setting.source
     target = replace(deep.target, layers=2 * start.layers)
-    parameters = deep.untrained(target, seed=0).num_parameters()
+    parameters = _empty(deep, target).num_parameters()
     steps = 10 * round(TOKENS * parameters / deep.tokens / 10)
     at_start, low = deep.rates[1], deep.rates[0]
     whole = deep.variant(target.name, target=target, steps=steps)

@@ -81,9 +81,9 @@ def test_lists_that_do_not_fit_are_refused(given, said):
         growkern.plan(source, **given)
 
 
-def test_record_verify_replay_and_command_know_the_list(tmp_path):
+def test_record_verify_and_command_know_the_list(tmp_path):
     source, _, _ = source_of("LlamaForCausalLM")
-    small, large, again = (tmp_path / name for name in ("small", "large", "again"))
+    small, large = tmp_path / "small", tmp_path / "large"
     source.float().save_pretrained(small)
     command = [sys.executable, "-m", "growkern", "grow", small, large, "--depth", "0,1,2,1,2,3"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -92,9 +92,6 @@ def test_record_verify_replay_and_command_know_the_list(tmp_path):
     assert json.loads((large / "lineage.json").read_text())["options"]["depth"] == listed
     assert growkern.growth_plan_of(large).layer_maps == {"": tuple(listed)}
     assert growkern.verify(small, large).ok
-    growkern.replay(large, small, again, progress=False)
-    files = [(folder / "model.safetensors").read_bytes() for folder in (large, again)]
-    assert files[0] == files[1]
     # of a run file, where it is a list
     step = GrowthStep(at_step=2, sizes={"num_hidden_layers": 6}, depth=listed)
     assert step.options()["depth"] == tuple(listed)
