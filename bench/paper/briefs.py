@@ -8,11 +8,24 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.paper.compare import Pairs, Row, committed, compared, saved
+from bench.paper.compare import (
+    QUESTIONS,
+    Pairs,
+    Row,
+    Share,
+    alone,
+    best_alone,
+    committed,
+    compared,
+    fixed_sizes,
+    saved,
+    share,
+    text_of,
+    title_of,
+)
 from bench.paper.lines import Line
 from bench.paper.models import Size
-from bench.paper.plans import TABLES, lines_of
-from bench.paper.questions import QUESTIONS, Share, alone, best_alone, fixed_sizes, share, text_of
+from bench.paper.plans import TABLES, jobs_of_seed, lines_of
 from bench.shared.results import table
 from growkern.errors import GrowthError
 
@@ -220,3 +233,26 @@ def _found(rows: Mapping[str, Row], where: Where | None) -> tuple[Line | None, P
     lines = compared(lines_of(name, "tiny") or [], name, rows) if where else {}
     found = ((x, pairs) for x, pairs in lines.items() if [x.system, x.label] == wanted)
     return next(found, (None, {}))
+
+
+def diagnosis_text(results: Path) -> str:
+    """The losses of one seed, and how far each is below those from scratch, in markdown.
+
+    The question is a given size: all FLOPs count, those of a source too.
+    """
+    rows, lines = committed(results), lines_of("diagnosis", "tiny") or []
+    found = []
+    for line in lines:
+        (job,) = jobs_of_seed(line, 1, line.rate or 0.0)
+        if job.name in rows:
+            found.append((line, rows[job.name]))
+    marks = {line.label: row["losses"][-1] for line, row in found if line.system == "scratch"}
+    controls = [marks.get(f"equal {what}") for what in ("FLOPs", "steps at 0.0052")]
+    cells = []
+    for line, row in found:
+        loss = row["losses"][-1]
+        below = ["-" if x is None or x == loss else f"{x - loss:+.3f}" for x in controls]
+        spent = (row["source flops"] + row["flops"][-1]) / found[0][1]["flops"][-1]
+        cells.append([title_of(line), f"{spent:.2f}", f"{loss:.3f}", *below])
+    heads = ["a given size", "FLOPs", "loss", "below scratch, equal FLOPs", "equal steps"]
+    return table(heads, cells)

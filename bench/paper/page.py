@@ -8,13 +8,16 @@ from pathlib import Path
 from bench.paper.compare import (
     Pairs,
     Row,
+    alone,
     committed,
     compared,
+    fixed_sizes,
     interval,
     is_base,
     points_of,
     runs_of,
     savings_text,
+    text_of,
     title_of,
     whole,
 )
@@ -23,7 +26,6 @@ from bench.paper.lines import Line
 from bench.paper.models import FAMILIES
 from bench.paper.pictures import draw, maps_text
 from bench.paper.plans import PARTS, TABLES, jobs_of_rates, jobs_of_seed, lines_of
-from bench.paper.questions import alone, fixed_sizes, text_of
 from bench.paper.settings import SETTINGS, SIZES, Setting
 from bench.paper.systems import SYSTEMS
 

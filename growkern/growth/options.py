@@ -10,14 +10,22 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, TypedDict, get_type_hints
 
-from growkern.arguments import SHARE, Limit, check_fields, check_seed, choices, real_number
+from growkern.arguments import (
+    SHARE,
+    Limit,
+    check_fields,
+    check_seed,
+    choices,
+    real_number,
+    whole_number,
+)
 from growkern.errors import GrowthError
-from growkern.growth.space.depth import Depth, read_depth
 from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"
 Method = Literal["fpi", "aki", "direct_copy", "random"]
+Depth = Literal["auto", "identity", "stack", "interleave", "random"] | tuple[int, ...]
 Scheme = Literal["exact", "paper"]
 Symmetry = Literal["auto", "routing", "noise", "split", "none"]
 Stream = Literal["auto", "copies", "padded"]
@@ -192,6 +200,16 @@ class GrowthOptions:
 _HINTS = get_type_hints(GrowthOptions)
 KINDS = {field.name: _HINTS[field.name] for field in fields(GrowthOptions)}
 CHOICES = {name: choices(kind) for name, kind in KINDS.items() if choices(kind)}
+
+
+def read_depth(value: Any) -> Any:
+    """The value of the option `depth` from a user or a record, as `GrowthOptions` keeps it."""
+    if isinstance(value, str) and re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", value):
+        value = [int(number) for number in value.split(",")]
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(whole_number("depth", number, "numbers of layers") for number in value)
+
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}

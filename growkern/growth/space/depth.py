@@ -5,16 +5,12 @@ One class a way. `way_of` finds it by the value of the option `depth`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError
 from growkern.growth.space import maps
-
-Depth = Literal["auto", "identity", "stack", "interleave", "random"] | tuple[int, ...]
 
 
 class Way:
@@ -100,12 +96,3 @@ WAYS = {"identity": Identity(), "stack": Stack(), "interleave": Way(), "random":
 def way_of(depth: Any) -> Way:
     """The way of a value of the option `depth`."""
     return Listed(depth) if isinstance(depth, tuple) else WAYS[depth]
-
-
-def read_depth(value: Any) -> Any:
-    """The value of the option `depth` from a user or a record, as `GrowthOptions` keeps it."""
-    if isinstance(value, str) and re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", value):
-        value = [int(number) for number in value.split(",")]
-    if not isinstance(value, list | tuple):
-        return value
-    return tuple(whole_number("depth", number, "numbers of layers") for number in value)

@@ -6,9 +6,8 @@ import pytest
 
 from bench.paper import briefs
 from bench.paper.briefs import BRIEFS, brief_text
-from bench.paper.compare import committed
+from bench.paper.compare import Share, alone, committed, share, text_of
 from bench.paper.models import Size
-from bench.paper.questions import Share, alone, share, text_of
 from bench.paper.settings import SETTINGS
 from bench.shared.results import RESULTS
 from growkern.errors import GrowthError
