@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+import torch
+
 from bench.paper import lines
 from bench.paper.jobs import RATE_SEED, Job
 from bench.paper.lines import Line
