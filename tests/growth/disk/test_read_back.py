@@ -28,7 +28,7 @@ LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **BEFO
 SCALED = {
     "linear": {"factor": 2.0},
     "yarn": {"factor": 2.0, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, **BEFORE},
-    "longrope": {"attention_factor": 1.2, **BEFORE},
+    "longrope": {"factor": 2.0, "attention_factor": 1.2, **BEFORE},
     "llama3": LLAMA3,
     "dynamic": {"factor": 2.0},
 }
