@@ -74,11 +74,11 @@ def test_a_failed_check_reads_failed(tmp_path):
     results.write(path, document(status="skipped", reason="needs pytest"))
     assert line().endswith("| skipped: needs pytest |")
     results.write(path, document())
-    assert line().endswith("| 1 right |")
+    assert line().endswith("| 1 right (commit abc) |")
     # a failure that is worse documented must still be named
     worse = document(status="failed", failures=why, machine={"dirty": True})
     assert results.keep(path, worse) != path
-    assert line().endswith("| 1 right; a later run failed: bfloat16: error 1 / 2 |")
+    assert line().endswith("| 1 right (commit abc); a later run failed: bfloat16: error 1 / 2 |")
 
 
 def test_the_linear_loss_is_compared_with_its_gemms(tmp_path):
@@ -92,7 +92,7 @@ def test_the_linear_loss_is_compared_with_its_gemms(tmp_path):
         )
     ]
     results.write(tmp_path / "gpu" / "scaling.json", document(rows=rows))
-    assert "| 1.10 x its GEMMs alone |" in report.gpu_table(tmp_path)
+    assert "| 1.10 x its GEMMs alone (commit abc) |" in report.gpu_table(tmp_path)
 
 
 def test_pictures_of_the_sweep_over_sizes(tmp_path):

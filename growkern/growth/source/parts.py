@@ -111,16 +111,16 @@ def dequantised(
             whole = name.removesuffix(BLOCKS)
             scales = _scales_of(result, f"{whole}_scales", header.shape[:-1], where)
             experts, columns, groups, size = header.shape
-            shape = (experts, 2 * groups * size, columns)
-            result[whole] = PackedFp4(shape, torch.bfloat16, result.pop(name), scales)
+            whole_shape = (experts, 2 * groups * size, columns)
+            result[whole] = PackedFp4(whole_shape, torch.bfloat16, result.pop(name), scales)
         elif header.dtype == EIGHT_BITS and block and len(header.shape) == 2:
             wide, (rows, cols) = torch.bfloat16, block
             if not rows:
                 of_tensor = f"{name}_scale_inv"
-                shape = () if (own := headers.get(of_tensor)) is None else own.shape
+                own = headers.get(of_tensor)
                 # transformers writes one number with any number of axes
-                needed = shape if math.prod(shape) == 1 else ()
-                scales = _scales_of(result, of_tensor, needed, where)
+                one = own.shape if own is not None and math.prod(own.shape) == 1 else ()
+                scales = _scales_of(result, of_tensor, one, where)
                 result[name] = TensorScaled(header.shape, wide, header, scales)
                 continue
             needed = (-(-header.shape[0] // rows), -(-header.shape[1] // cols))
