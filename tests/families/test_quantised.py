@@ -10,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.growth.disk.checksums import verify_checksums
+from growkern.growth.disk import checksums
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import row_blocks
@@ -91,8 +91,9 @@ def test_a_quantised_source_grows_as_what_it_stands_for(make, sizes, tmp_path, m
     # a teacher may be quantised
     truth, read = (load_model(directory).state_dict() for directory in (whole, packed))
     assert all(torch.equal(read[name], x) for name, x in truth.items())
-    # pieces of few rows
+    # pieces of few rows, which the record of checksums must name
     monkeypatch.setattr(row_blocks, "__defaults__", (300,))
+    monkeypatch.setattr(checksums, "PIECE_BYTES", 300)
     how = {**sizes, "progress": False, "symmetry": "noise"}
     growkern.grow_checkpoint(whole, tmp_path / "truth", **how)
     growkern.grow_checkpoint(packed, tmp_path / "grown", dequantize=True, **how)
@@ -104,7 +105,7 @@ def test_a_quantised_source_grows_as_what_it_stands_for(make, sizes, tmp_path, m
     assert "quantization_config" not in json.loads((tmp_path / "grown/config.json").read_text())
     monkeypatch.undo()
     assert growkern.verify(packed, tmp_path / "grown").ok
-    assert verify_checksums(tmp_path / "grown", packed).ok
+    assert checksums.verify_checksums(tmp_path / "grown", packed).ok
 
 
 def test_quantised_sources_that_are_refused(tmp_path):
