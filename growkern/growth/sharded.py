@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from growkern.arguments import nearest
 from growkern.errors import GrowthError
 from growkern.families.load import read_family
 from growkern.growth import models
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 # a part of a tensor, one slice per axis
 Part = tuple[slice, ...]
+# what to do about tensors of the growth that a model lacks
+Missing = Literal["error", "skip"]
 
 
 @torch.no_grad()
@@ -56,6 +59,7 @@ def grow_into(
     *,
     device: torch.device | str | None = None,
     allow_nonfinite: bool = False,
+    missing: Missing = "error",
     revision: str | None = None,
     family: str | Path | None = None,
     backend: str | None = None,
@@ -79,6 +83,9 @@ def grow_into(
             `ORGANISATION/NAME`, which is downloaded into the usual cache.
         device: device for meta parameters; default: that of their mesh, else the CPU.
         allow_nonfinite: accept NaN and Inf in the source and grow them like other values.
+        missing: what to do about tensors of the growth that the model lacks. "error" refuses them.
+            "skip" fills the others, as in a stage of a pipeline, whose names are those of the whole
+            model. A tied weight is filled whichever of its names the stage has.
         revision: branch, tag or commit of a model on the Hub.
         family: the TOML file of a table of your own, for a model that growkern has none for.
         backend: backend of the expansion kernel, see `growkern.expand`.
@@ -87,8 +94,9 @@ def grow_into(
             `model`.
 
     Returns:
-        The report, with the bytes that this process computed. The plan is also stored as
-        `model.growth_plan`, and the model generates with the source's settings.
+        The report, with the bytes that this process computed and the number of tensors that were
+        skipped. The plan is also stored as `model.growth_plan`, and the model generates with the
+        source's settings.
 
     Raises:
         GrowthError: the source or the model cannot be used; then the model is unchanged. Or the
@@ -99,15 +107,18 @@ def grow_into(
     options, sizes = GrowthOptions.split_off({**how})
     if sizes:
         raise GrowthError(f"{', '.join(sizes)}: the model's own config gives the sizes")
+    if missing not in get_args(Missing):
+        raise GrowthError(f"missing is {missing!r}{nearest(str(missing), get_args(Missing))}")
     opened = _opened(source, revision, family, dequantize=options.dequantize)
     refuse_unreadable(opened)
-    grown = plan_into(model, opened, options)
+    grown = plan_into(model, opened, options, missing=missing)
     written = fill(
         model, grown, device=device, allow_nonfinite=allow_nonfinite, backend=backend,
         progress=progress,
     )  # fmt: skip
+    skipped = len(grown.tasks) - len(_targets(grown, named_tensors(model)))
     directory = opened.directory or Path()
-    return GrowthReport(directory, grown, written, time.perf_counter() - start)
+    return GrowthReport(directory, grown, written, time.perf_counter() - start, skipped=skipped)
 
 
 def fill(
@@ -123,22 +134,23 @@ def fill(
     opened = grown.source.dense or grown.source
     parameters = named_tensors(model)
     targets = _targets(grown, parameters)
-    parts = {task.name: local_part(task.name, targets[task.name]) for task in grown.tasks}
+    tasks = [task for task in grown.tasks if task.name in targets]
+    parts = {task.name: local_part(task.name, targets[task.name]) for task in tasks}
     models.materialise(model, device or device_of(parameters))
     models.restore_buffers(model)
     targets = _targets(grown, named_tensors(model))
-    for task in (task for task in grown.tasks if task.tensor.row.keep):
+    for task in (task for task in tasks if task.tensor.row.keep):
         # the class may have built it in the dtype of the weights
         targets[task.name].data = targets[task.name].data.to(grown.dtype_of(task))
     written = 0
-    locals_of = {task.name: models.local_tensor(targets[task.name]) for task in grown.tasks}
+    locals_of = {task.name: models.local_tensor(targets[task.name]) for task in tasks}
     works = {
         # a CPU or a CUDA GPU computes its own parts, and the CPU those of other devices
         device: work_on(device if device.type == "cuda" else torch.device("cpu"), backend)
         for device in {x.device for x in locals_of.values()}
     }
     with tqdm(total=len(parts), desc="growing", unit="tensor", disable=not progress) as bar:
-        for task in grown.tasks:
+        for task in tasks:
             local = locals_of[task.name]
             work = works[local.device]
             _fill(grown, task, parts[task.name], local, backend, work)
@@ -214,7 +226,11 @@ def _opened(
 
 
 def plan_into(
-    model: Any, opened: Source, options: GrowthOptions, planned: GrowthPlan | None = None
+    model: Any,
+    opened: Source,
+    options: GrowthOptions,
+    planned: GrowthPlan | None = None,
+    missing: Missing = "error",
 ) -> GrowthPlan:
     """The plan of `grow_into`, which reads no weights. Arguments as there.
 
@@ -237,7 +253,7 @@ def plan_into(
     if len(dtypes) > 1:
         named = " and ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
         raise GrowthError(f"the model's parameters have several dtypes: {named}: build it in one")
-    (dtype,) = dtypes
+    dtype = next(iter(dtypes), None)
     # findings would run the whole source in every process
     if planned is None:
         planned = plan_growth(opened, options, {}, model.config, dtype, judged=False)
@@ -253,17 +269,29 @@ def plan_into(
                 "from growkern.plan(source, ...).target_config"
             )
     refuse_idle_options(grown)
-    _targets(grown, parameters)
+    found = _targets(grown, parameters)
+    lacking = [task.name for task in grown.tasks if task.name not in found]
+    if lacking and missing == "error":
+        raise GrowthError(
+            f"the model has no parameter {lacking[0]}: pass the whole model. grow_into fills a "
+            'stage of a pipeline, with the names of the whole model, with missing="skip"'
+        )
     return grown
 
 
 def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's tensor for every task. All other tensors must be tied to one of these."""
+    """The model's tensor for every task that it has one for. All others must be tied to these.
+
+    Of a tied weight a stage of a pipeline may have another name than that of its task.
+    """
     targets: dict[str, Tensor] = {}
+    others = {
+        owner: parameters[name] for name, owner in grown.large.ties.items() if name in parameters
+    }
     for task in grown.tasks:
-        parameter = parameters.get(task.name)
+        parameter = parameters.get(task.name, others.get(task.name))
         if parameter is None:
-            raise GrowthError(f"the model has no parameter {task.name}: pass the whole model")
+            continue
         if tuple(parameter.shape) != task.shape:
             raise GrowthError(
                 f"{task.name} has shape {list(parameter.shape)}, but its config says "
@@ -272,7 +300,7 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
         targets[task.name] = parameter
     for name in grown.large.untied:
         tied = next(t.tied for t in grown.large.tensors if t.name == name)
-        if targets[name] is targets[str(tied)]:
+        if name in targets and targets[name] is targets.get(str(tied)):
             raise GrowthError(
                 f"{name} and {tied} are two tensors in the source and one in the model: give the "
                 f"model a {name} of its own, or use growkern.grow or growkern.grow_checkpoint"

@@ -198,6 +198,7 @@ class GrowthReport:
         bytes_written: size of the weights, bytes; for `grow_into` those of this process.
         seconds: wall time of building and writing.
         bytes_kept: how many of these bytes were reused from an interrupted run.
+        skipped: how many tensors of the plan were left out, by `grow_into(..., missing="skip")`.
     """
 
     directory: Path
@@ -205,6 +206,7 @@ class GrowthReport:
     bytes_written: int
     seconds: float
     bytes_kept: int = 0
+    skipped: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""

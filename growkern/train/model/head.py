@@ -14,11 +14,13 @@ that BART adds after the projection joins the bias of the projection.
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_module
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.rows.options import IGNORE_INDEX
@@ -91,10 +93,29 @@ def _neutral(model: Any, changes: Changes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shadowed(head: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _shadowed(head: Any, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While active, a head returns what a function makes of its hidden states, which are whole."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        if isinstance(hidden, DTensor):
+            if not all(place.is_replicate() for place in hidden.placements):
+                raise GrowthError(
+                    "inherited_loss takes an output projection that is whole or that "
+                    "ColwiseParallel split along the vocabulary. This one gets hidden states that "
+                    f"are placed as {hidden.placements}: gather them and the output matrix, and "
+                    "call linear_kl_mlm_loss"
+                )
+            hidden = hidden.to_local()
+        return function(hidden)
+
+    # those of `parallelize_module` place logits, which are DTensors there
+    placing = distribute_module.__globals__
+    hooks = head._forward_hooks.items()
+    kept = ((key, f) for key, f in hooks if getattr(f, "__globals__", None) is not placing)
     head.forward = forward  # shadows the method of the class
     try:
-        yield
+        with setting(head, "_forward_hooks", OrderedDict(kept)):
+            yield
     finally:
         del head.forward
 

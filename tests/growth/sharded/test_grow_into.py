@@ -345,12 +345,62 @@ def test_models_that_do_not_fit_are_refused(make, source, message):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def stage_of(model, stack, layers, *without):
+    """A stage of a pipeline: some of the layers, by their names in the whole model."""
+    place, _, name = stack.rpartition(".")
+    blocks = model.get_submodule(stack)
+    setattr(model.get_submodule(place), name, nn.ModuleDict({str(i): blocks[i] for i in layers}))
+    for part in without:
+        place, _, name = part.rpartition(".")
+        setattr(model.get_submodule(place), name, None)
+    return model
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(
+    "source, how, stages",
+    [
+        (
+            llama,
+            {"hidden_size": 24, "num_hidden_layers": 4},
+            [("model.layers", (0, 1), "lm_head", "model.norm"),
+             ("model.layers", (2, 3), "model.embed_tokens")],
+        ),
+        # the last stage has the tied weight by its second name
+        (
+            lambda: random_model("GPT2LMHeadModel", GPT2),
+            {"n_embd": 24},
+            [("transformer.h", (0,), "lm_head", "transformer.ln_f"),
+             ("transformer.h", (1,), "transformer.wte", "transformer.wpe")],
+        ),
+    ],
+)  # fmt: skip
+def test_stages_of_a_pipeline_are_filled(source, how, stages, device):
+    small = source()
+    expected = dict(growkern.grow(small, **how).named_parameters(remove_duplicate=False))
+    filled = set()
+    for stack, layers, *without in stages:
+        stage = stage_of(target_of(small, device, **how), stack, layers, *without)
+        with pytest.raises(growkern.GrowthError, match='missing="skip"'):
+            growkern.grow_into(stage, small)
+        report = growkern.grow_into(stage, small, missing="skip")
+        found = dict(stage.named_parameters())
+        assert all(torch.equal(p, expected[name]) for name, p in found.items())
+        assert report.skipped == len(report.plan.tasks) - len(found) > 0
+        assert report.bytes_written == sum(p.nbytes for p in found.values())
+        filled |= found.keys()
+    assert filled == expected.keys()
+    assert growkern.grow_into(target_of(small, **how), small, missing="skip").skipped == 0
+
+
 def test_bad_requests_are_refused():
     model = target_of(llama(), hidden_size=24)
     with pytest.raises(growkern.GrowthError, match="the model's own config gives the sizes"):
         growkern.grow_into(model, llama(), hidden_size=24)
     with pytest.raises(growkern.GrowthError, match="did you mean 'fpi'"):
         growkern.grow_into(model, llama(), method="fpl")
+    with pytest.raises(growkern.GrowthError, match="did you mean 'skip'"):
+        growkern.grow_into(model, llama(), missing="skipp")
 
 
 def test_nonfinite_sources_are_refused_by_the_ranks_that_meet_them():

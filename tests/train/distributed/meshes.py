@@ -5,24 +5,27 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
-from growkern import inherited_loss
+from growkern import GrowthError, inherited_loss
 from testbed.tiny import batch, build
 from tests.train.loss.plain import plain_loss
 
 
-def over(model, data, tensor=None):
-    """FSDP2 over one axis of a mesh, and the products of the FFN over another."""
+def over(model, data, tensor=None, head=None):
+    """FSDP2 over one axis of a mesh, and the products of the FFN and the head over another."""
+    if head is not None:
+        parallelize_module(model, tensor, {"lm_head": head})
     if tensor is not None:
         plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel()}
         plan |= {"down_proj": RowwiseParallel()}
@@ -37,7 +40,7 @@ def whole_of(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def check(name, data, tensor=None):
+def check(name, data, tensor=None, head=None):
     """The rows are shared out over the data axis; all of its ranks' losses add up."""
     parts, part = data.size(), data.get_local_rank()
     student, teacher = build("llama", layers=2).double(), build("llama", seed=3).double()
@@ -46,7 +49,7 @@ def check(name, data, tensor=None):
     expected.backward()
     mine = {key: x[2 * part : 2 * part + 2] for key, x in whole.items()}
     items = int((whole["labels"][:, 1:] != -100).sum())
-    over(student, data, tensor)
+    over(student, data, tensor, head)
     loss = inherited_loss(student, teacher, mine, num_items=items)
     (loss * parts).backward()
     total = loss.detach().clone()
@@ -60,5 +63,13 @@ def check(name, data, tensor=None):
 def main(folder):
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     check("FSDP2 x TP", both["data"], both["tensor"])
+    for split in (
+        ColwiseParallel(use_local_output=False),
+        ColwiseParallel(output_layouts=Replicate()),
+    ):
+        check("FSDP2 x TP, columns of the head", both["data"], both["tensor"], split)
+    with pytest.raises(GrowthError, match="linear_kl_mlm_loss"):
+        by_rows = RowwiseParallel(input_layouts=Replicate())
+        check("FSDP2 x TP, rows of the head", both["data"], both["tensor"], by_rows)
     # as beside the stages of a pipeline: half of the processes share the rows, twice
     check("FSDP2 over a part", both["data"])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
 
 from examples import pytorch_loop
 from growkern import ExpertBalancing, InheritanceSchedule, count_labels, inherited_loss
@@ -110,6 +111,32 @@ def check_tensor_parallel(folder):
         torch.testing.assert_close(whole(p), q, rtol=1e-7, atol=1e-9, msg=name)
 
 
+def check_expert_parallel(folder):
+    """Each process holds half of the experts, and both have the same batch."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.3, "use_cache": False}
+    config = transformers.Qwen3MoeConfig(**sizes, num_hidden_layers=2, vocab_size=VOCAB)
+    twin = randomise(transformers.Qwen3MoeForCausalLM(config), 1)
+    teacher = build("llama", layers=2, seed=3)
+    if dist.get_rank() == 0:
+        twin.save_pretrained(folder / "mixture")
+    dist.barrier()
+    how = DistributedConfig(tp_size=2, ep_size=2)
+    cls = transformers.Qwen3MoeForCausalLM
+    student = cls.from_pretrained(folder / "mixture", distributed_config=how)
+    experts = student.model.layers[0].mlp.experts.down_proj
+    assert len(experts.to_local()) == 2 and len(experts) == 4
+    losses = [
+        inherited_loss(model.train(), teacher, batch(), vocab_size=VOCAB)
+        for model in (student, twin)
+    ]
+    sum(losses).backward()
+    torch.testing.assert_close(*losses)
+    for (name, p), q in zip(student.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
 def check_balancing():
     """Every process moves the biases by the tokens of all of them."""
     whole, found = batch(6), []
@@ -128,6 +155,8 @@ def main(folder):
     check_balancing()
     print("tensor parallel", file=sys.stderr)
     check_tensor_parallel(folder)
+    print("expert parallel", file=sys.stderr)
+    check_expert_parallel(folder)
     for how in ("ddp", "fsdp2", "accelerate"):
         for family in ("bert", "gpt2"):
             # shown if the check fails

@@ -159,7 +159,7 @@ def test_two_processes_are_one(tmp_path):
 
 
 def test_meshes_of_two_axes_are_one_process(tmp_path):
-    """FSDP2 beside tensor parallelism, and over a sub-mesh; the head is whole in the forward."""
+    """FSDP2 beside tensor parallelism, with a whole or a split head, and over a sub-mesh."""
     on_ranks(4, "tests.train.distributed.meshes", tmp_path)
 
 
