@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import GrowthError, GrowthWarning, nearest, reason
-from growkern.families.family import Family, field_faults, growable_fields
+from growkern.families.family import Family, Norm, field_faults, growable_fields
 from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
@@ -214,6 +214,14 @@ def _tiny(spec: ModelSpec, *, flat: bool = False) -> Any:
     if small.family.mixtures:
         # others take neither float64 nor every size
         model.set_experts_implementation("eager")
+    randomize(model, flat=flat)
+    tie(model, small)
+    restore_buffers(model)
+    return model.eval()
+
+
+def randomize(model: Any, *, flat: bool = False) -> None:
+    """Give every parameter and kept buffer of a model random values; `flat` is that of `_tiny`."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -223,9 +231,6 @@ def _tiny(spec: ModelSpec, *, flat: bool = False) -> Any:
     for _, buffer in persistent_buffers(model):
         if buffer.is_floating_point():
             buffer += SPREAD * torch.randn(buffer.shape, generator=generator, dtype=buffer.dtype)
-    tie(model, small)
-    restore_buffers(model)
-    return model.eval()
 
 
 def _tiny_config(spec: ModelSpec) -> Any:
@@ -317,6 +322,15 @@ def _made_again(config: Any) -> Any:
     return made
 
 
+def normed(norm: Norm, module: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """What [norm] says that a norm with the parameters of this module computes from one row."""
+    gamma, beta = (getattr(module, name, None) for name in ("weight", "bias"))
+    x = x - x.mean() if norm.centres else x
+    y = x / (x.square().mean() + eps).sqrt()
+    y = y if gamma is None else (norm.offset(False) + gamma) * y
+    return y if beta is None else y + beta
+
+
 @torch.no_grad()
 def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
     """Norms that compute something else than [norm] says, in a row of random numbers."""
@@ -335,11 +349,7 @@ def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
         except Exception:
             # norms that take a gate, or heads one by one, raise errors of any type
             continue
-        mean = x.mean() if norm.centres else 0.0
-        beta = getattr(module, "bias", None)
-        expected = (norm.offset(False) + module.weight) * (x - mean)
-        expected /= ((x - mean).square().mean() + norm.epsilon(spec.fields)).sqrt()
-        expected += 0.0 if beta is None else beta
+        expected = normed(norm, module, x, norm.epsilon(spec.fields))
         # latent norms may have an eps of their own
         if torch.is_tensor(y) and not torch.allclose(y, expected, rtol=1e-2, atol=1e-2):
             what = f"{norm.kind}{', plus_one' if norm.plus_one else ''}"

@@ -37,6 +37,8 @@ from growkern.growth.source.refused import nearest_family
 
 # tables that a search tries
 MOST_TRIED = 10
+# of a fused projection, besides the usual one
+ORDERS = ("v|q|k", "q|v|k", "k|v|q")
 WHY_FLAG = "a tiny model with it did not grow exactly"
 Edit = Callable[[dict[str, Any]], None]
 
@@ -219,41 +221,51 @@ def _edits(table: dict[str, Any], config: Any) -> Iterator[tuple[str, Edit]]:
         return lambda other: other["attention"].update(facts)
 
     if attention["positions"] == "rotary":
-        pairs = "halves" if attention.get("pairs") == "adjacent" else "adjacent"
-        yield f"pairs={pairs}", attend(pairs=pairs)
+        yield "pairs=adjacent", attend(pairs="adjacent")
         yield "a part of each head turns", attend(partial=True)
+    axes = {axis for row in _rows(table) for axis in row.get("axes", ())}
+    if (fused := "write:q|k|v") in axes:
+        mixed = {"kind": "heads", "heads": "q_heads", "part": "query|key|value"}
+        yield "each head has its query, key and value", _replace(fused, "write:qkv", mixed)
+    if attention["positions"] == "rotary":
         yield "whole pairs turn", attend(whole_pairs=True)
     field = scale_field(config)
-    yield (
-        "scores have a constant scale",
-        attend(scale="constant", **({"field": field} if field else {})),
-    )
+    how = {"scale": "constant", **({"field": field} if field else {})}
+    yield "scores have a constant scale", attend(**how)
     if "experts" in table["spaces"]:
-        yield "every copy of an expert has its whole weight", _read_experts
-    if any("|" in axis for _, row in _rows(table) for axis in row.get("axes", ())):
-        yield "two projections of a unit lie side by side", _interleave
+        last = "write:experts", "read:experts"
+        yield "every copy of an expert has its whole weight", _replace(*last, beside="write:stream")
+    for axis in sorted(axes):
+        first, _, second = axis.removeprefix("write:").partition("|")
+        if first == second:
+            pair = {"kind": "units", "size": table["spaces"][first]["size"], "width": 2}
+            gated = _replace(axis, "write:gated", pair)
+            yield "two projections of a unit lie side by side", gated
+    if fused in axes:
+        for order in ORDERS:
+            yield f"heads in the order {order}", _replace(fused, f"write:{order}")
 
 
-def _rows(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for rows in table["tensors"].values():
-        for name, row in rows.items():
-            yield from ((name, one) for one in (row if isinstance(row, list) else [row]))
+        for row in rows.values():
+            yield from row if isinstance(row, list) else [row]
 
 
-def _read_experts(table: dict[str, Any]) -> None:
-    for _, row in _rows(table):
-        if row.get("axes", [""])[0] == "write:experts" and "write:stream" in row["axes"]:
-            row["axes"] = ["read:experts", *row["axes"][1:]]
+def _replace(
+    old: str, new: str, space: dict[str, Any] | None = None, *, beside: str | None = None
+) -> Edit:
+    """An edit that gives an axis another space, in all rows or those with the axis `beside`."""
 
+    def edit(table: dict[str, Any]) -> None:
+        if space:
+            table["spaces"][new.partition(":")[2]] = space
+        for row in _rows(table):
+            axes = row.get("axes", ())
+            if old in axes and (beside is None or beside in axes):
+                row["axes"] = [new if axis == old else axis for axis in axes]
 
-def _interleave(table: dict[str, Any]) -> None:
-    for _, row in _rows(table):
-        for i, axis in enumerate(row.get("axes", ())):
-            names = axis.partition(":")[2].split("|")
-            if len(names) == 2 and len({*names}) == 1:
-                size = table["spaces"][names[0]]["size"]
-                table["spaces"]["gated"] = {"kind": "units", "size": size, "width": 2}
-                row["axes"] = [*row["axes"][:i], "write:gated", *row["axes"][i + 1 :]]
+    return edit
 
 
 def _refuse_flags(table: dict[str, Any], config: Any, class_name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from growkern.growth.draft.watch import Call, same
 
 NAMED = r"(^|[._wW])(q|k|v|query|key|value)(_proj|_lin|_layer|_linear)?\d?$"
 GATE = "gate|^g"
-# orders of the parts of a fused projection, by where values lie
-ORDERS = ("q|k|v", "v|q|k", "q|v|k", "k|v|q")
 # names of the matrices of experts that write the stream
 LAST = "down|w2|output|wo"
 
@@ -66,14 +63,18 @@ class Matrices:
 
     def _row(self, call: Call) -> None:
         draft, name, weight = self.draft, call.name, f"{call.name}.weight"
-        is_linear = isinstance(call.module, nn.Linear) or not _is_transposed(call)
-        inputs, outputs = (1, 0) if is_linear else (0, 1)
-        shape, fields = draft.probe.base[weight], draft.probe.fields
+        # weights of GPT-2's kind of module have inputs first
+        is_linear = type(call.module).__name__ != "Conv1D"
+        ends = (1, 0) if is_linear else (0, 1)
+        shape, fields = (
+            [draft.probe.base[weight][axis] for axis in ends],
+            [draft.probe.fields(weight, axis) for axis in ends],
+        )
         assert call.x is not None
-        read, write = self._spaces(call, self._source(call.x), shape[inputs], shape[outputs])
+        read, write = self._spaces(call, self._source(call.x), shape, fields)
         if write is None:
-            is_vocab = draft.sizes["vocab"] in fields(weight, outputs)
-            own = "vocab" if is_vocab else size_key(draft, fields(weight, outputs), shape[outputs])
+            is_vocab = draft.sizes["vocab"] in fields[1]
+            own = "vocab" if is_vocab else size_key(draft, fields[1], shape[1])
         else:
             own = f"write:{write}"
         axes = [own, f"read:{read}"]
@@ -87,14 +88,10 @@ class Matrices:
         self._read[template(name)] = read
 
     def _spaces(
-        self, call: Call, read: str | None, n_in: int, n_out: int
+        self, call: Call, read: str | None, shape: list[int], fields: list[dict[str, Any]]
     ) -> tuple[str | None, str | None]:
         """What a matrix reads and writes; it writes None where its outputs are no space."""
-        draft, name = self.draft, call.name
-        is_linear = not _is_transposed(call)
-        f_in, f_out = (
-            draft.probe.fields(f"{name}.weight", axis) for axis in ((1, 0) if is_linear else (0, 1))
-        )
+        draft, name, (n_in, n_out), (f_in, f_out) = self.draft, call.name, shape, fields
         if not name.startswith(f"{draft.stack}."):
             return self._outside(name, read, n_in, n_out, f_out)
         width, attended = draft.width, draft.heads * draft.head_dim
@@ -138,44 +135,13 @@ class Matrices:
                 # one key and one value for all heads, which no field says
                 draft.sizes["kv_heads"] = 1
                 draft.spaces["k"]["heads"] = draft.spaces["v"]["heads"] = "kv_heads"
-            return self._fused(call, n_out)
+            # the order is assumed; a search tries others
+            return "q|k|v"
         if in_attention and n_out == attended and re.search(GATE, name.rpartition(".")[2]):
             return "attn"
         if is_of_experts(fields):
             return experts_of(draft, fields)
         return None if n_out == 1 else units_of(draft, fields, n_out)
-
-    def _fused(self, call: Call, width: int) -> str:
-        """The parts of a projection of queries, keys and values."""
-        draft, dim = self.draft, self.draft.head_dim
-        layer = re.match(r".*?\.\d+\.", call.name)
-        below = layer[0] if layer else ""
-        inside = next(
-            (
-                c.name
-                for c in self.used
-                if c.name.startswith(below)
-                and c.name != call.name
-                and c.x is not None
-                and c.x.shape[-1] == draft.heads * dim
-                and re.search("att", c.name, re.I)
-            ),
-            None,
-        )
-        if inside is None:
-            raise NoRule(f"{template(call.name)}: no matrix reads what its attention writes")
-        values = draft.watch.value_parts(call.module, inside, dim)
-        heads, keys = draft.heads, draft.key_heads
-        counts = {"q": heads, "k": keys, "v": keys}
-        for order in ORDERS:
-            if values == [part == "v" for part in order.split("|") for _ in range(counts[part])]:
-                return order
-        if values == [False, False, True] * heads and keys == heads:
-            part = "query|key|value"
-            draft.spaces["qkv"] = {"kind": "heads", "heads": "q_heads", "part": part}
-            return "qkv"
-        edges = [i for i, (a, b) in enumerate(pairwise(values)) if a != b]
-        raise NoRule(f"{template(call.name)}: values begin or end behind heads {edges[:6]}")
 
 
 def _is_matrix(call: Call) -> bool:
@@ -183,11 +149,6 @@ def _is_matrix(call: Call) -> bool:
     is_embedding = isinstance(call.module, nn.Embedding)
     has_values = call.x is not None and call.y is not None
     return has_values and not is_embedding and weight is not None and weight.ndim == 2
-
-
-def _is_transposed(call: Call) -> bool:
-    """Weights of GPT-2's kind of module have inputs first."""
-    return type(call.module).__name__ == "Conv1D"
 
 
 def other_rows(draft: Draft, embedding_norm: str | None) -> None:

@@ -7,6 +7,7 @@ import re
 import torch
 from torch import Tensor, nn
 
+from growkern.growth.draft.matrices import NAMED
 from growkern.growth.draft.probe import NoRule, template, with_field
 from growkern.growth.draft.sizes import Draft, units_of
 from growkern.growth.draft.watch import Call, NormFacts, norm_facts, same
@@ -75,8 +76,7 @@ class Roles:
         weight = getattr(self.modules[name], "weight", None)
         if weight is None or weight.ndim != 2:
             return True
-        is_input = re.search(r"(^|[._])(q|k|v|query|key|value)(_proj|_lin)?\d?$", name)
-        return self.draft.width in weight.shape and not is_input
+        return self.draft.width in weight.shape and not re.search(NAMED, name)
 
     def _role(self, x: Tensor, y: Tensor, layer: int) -> str:
         start, end = self.layers[layer]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from growkern.growth.draft.probe import NoRule, shapes, template, with_field
 from growkern.growth.draft.sizes import Draft, row_of
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
-ADJACENT = r"def rotate_(half|every_two)[^}]*?\[\.\.\., 0?::2\]|view_as_complex|rotate_every_two"
 POOLER = ("pooler.dense.weight", "pooler.dense.bias")
 NO_NORM = "norms that come and go have no rule in a drafted table"
 NO_TENSOR = "a table drafted without these tensors has no rule for them"
@@ -105,7 +103,7 @@ def _conditions(fields: Mapping[str, Any], count: int) -> Iterator[tuple[str, se
 
 
 def attention_of(draft: Draft) -> dict[str, Any]:
-    """[attention]: positions and scale. Which pairs turn is assumed, and the check confirms it."""
+    """[attention]: positions and scale. Which entries of a head turn is left to the search."""
     config, model = draft.config, draft.watch.model
     rope = getattr(config, "rope_parameters", None)
     names = " ".join(name for name, _ in model.named_modules()).lower()
@@ -113,13 +111,10 @@ def attention_of(draft: Draft) -> dict[str, Any]:
     is_relative = any("relative" in name for name in draft.probe.base)
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
-    source = inspect.getsource(inspect.getmodule(draft.cls) or type(draft))
-    if is_rotary and ("partial_rotary_factor" in source or "partial_rotary_factor" in str(rope)):
+    if is_rotary and "partial_rotary_factor" in str(rope):
         found["partial"] = True
     elif is_rotary and hasattr(config, "rotary_dim"):
         found["turning"] = "rotary_dim"
-    if is_rotary and re.search(ADJACENT, source):
-        found["pairs"] = "adjacent"
     scales = (
         value
         for name, module in model.named_modules()

@@ -7,15 +7,17 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from growkern.errors import reason
-from growkern.families.family import NORM_KINDS, NormKind
+from growkern.families.family import NORM_KINDS, Norm
 from growkern.growth.draft.probe import MOST, NoRule, shapes
 from growkern.growth.models import restore_buffers
+from growkern.growth.own_table import normed, randomize
 from growkern.growth.source.loading import Float64
 
 
@@ -46,17 +48,13 @@ class Watch:
             warnings.simplefilter("ignore")
             self.model = cls._from_config(copy.deepcopy(config), dtype=torch.float64).eval()
         restore_buffers(self.model)
-        rng = torch.Generator().manual_seed(0)
-        for name, parameter in self.model.named_parameters():
-            noise = 0.3 * torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
-            is_gain = parameter.ndim == 1 and name.endswith("weight")
-            parameter.data = 1 + noise if is_gain else noise
-        self.ids = torch.randint(3, 90, (2, 9), generator=rng)
-        self.calls = self.run(None)
+        randomize(self.model)
+        self.ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+        self.calls = self._run()
 
     @torch.no_grad()
-    def run(self, at: str | None) -> list[Call]:
-        """The calls of one module in a run of the model, or of all."""
+    def _run(self) -> list[Call]:
+        """The calls of all modules in a run of the model."""
         calls: list[Call] = []
 
         def watch(name: str) -> Any:
@@ -66,11 +64,10 @@ class Watch:
 
             return hook
 
-        modules = self.model.named_modules()
         hooks = [
             module.register_forward_hook(watch(name), with_kwargs=True)
-            for name, module in modules
-            if name and at in (None, name)
+            for name, module in self.model.named_modules()
+            if name
         ]
         try:
             with Float64():
@@ -82,30 +79,6 @@ class Watch:
             for hook in hooks:
                 hook.remove()
         return calls
-
-    def value_parts(self, module: Any, inside: str, step: int) -> list[bool]:
-        """Which parts of a fused projection, `step` rows each, are values.
-
-        What the output projection `inside` reads is linear in these.
-        """
-        weight, bias = module.weight, getattr(module, "bias", None)
-        size = weight.shape[0] if isinstance(module, nn.Linear) else weight.shape[1]
-        result = []
-        for row in range(0, size, step):
-            read: list[Any] = []
-            for factor in (1, 2, 3):
-                saved = weight.data.clone(), None if bias is None else bias.data.clone()
-                (weight.data if isinstance(module, nn.Linear) else weight.data.T)[row] *= factor
-                if bias is not None:
-                    bias.data[row] *= factor
-                read.append(self.run(inside)[0].x)
-                weight.data = saved[0]
-                if bias is not None:
-                    bias.data = saved[1]
-            one, two, three = read
-            is_linear = same(three - two, two - one) and not same(one, two)
-            result.append(is_linear)
-        return result
 
 
 def _first(values: Sequence[Any]) -> Tensor | None:
@@ -134,35 +107,21 @@ def norm_facts(module: nn.Module, length: int) -> NormFacts | None:
     """What a norm computes, found by feeding it a vector; None: it is no norm."""
     if not re.search("norm", type(module).__name__, re.I) or any(True for _ in module.children()):
         return None
-    weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
-    gains = [p for p in (weight, bias) if torch.is_tensor(p)]
-    if any(p.ndim != 1 for p in gains):
+    found = {name: getattr(module, name, None) for name in ("weight", "bias")}
+    gains = {name: p for name, p in found.items() if torch.is_tensor(p)}
+    if any(p.ndim != 1 for p in gains.values()):
         return None
-    x = 2 + torch.randn(1, 1, len(gains[0]) if gains else length, dtype=torch.float64)
-    saved = [p.data.clone() for p in gains]
+    x = 2 + torch.randn(1, 1, *(gains["weight"].shape if gains else (length,)), dtype=torch.float64)
     try:
-        for p in gains:
-            p.data.zero_()
-        plus_one = torch.is_tensor(weight) and bool(module(x).abs().max() > 1e-9)
-        if torch.is_tensor(weight) and not plus_one:
-            weight.data.fill_(1)
         y = module(x).double()
     except Exception:
         # norms that take a gate raise errors of any type
         return None
-    finally:
-        for p, value in zip(gains, saved, strict=True):
-            p.data = value
-    centred = (x - x.mean()) / x.var(unbiased=False).sqrt()
-    centres = bool(torch.allclose(y, centred, atol=1e-2))
-    title = type(module).__name__
-    if not centres and not torch.allclose(y, x / x.square().mean().sqrt(), atol=1e-2):
-        raise NoRule(f"{title} is neither an RMS norm nor a layer norm")
-    named = zip(("weight", "bias"), (weight, bias), strict=True)
-    tensors = tuple(name for name, tensor in named if torch.is_tensor(tensor))
-    facts = NormKind(centres, tensors)
-    kind = next((name for name, known in NORM_KINDS.items() if known == facts), None)
-    if kind is None:
-        raise NoRule(f"{title}: an RMS norm with {' and '.join(tensors) or 'no weight'}")
     eps = [v for k, v in vars(module).items() if "eps" in k and isinstance(v, float)]
-    return NormFacts(kind, plus_one, eps[0] if eps else None)
+    for kind, plus_one in product(NORM_KINDS, (False, True)):
+        norm = Norm(kind, "pre", 0.0, plus_one)
+        is_like = NORM_KINDS[kind].tensors == tuple(gains)
+        if is_like and torch.allclose(y, normed(norm, module, x, 0.0), rtol=1e-2, atol=1e-2):
+            return NormFacts(kind, plus_one, eps[0] if eps else None)
+    has = " and ".join(gains) or "no weight"
+    raise NoRule(f"{type(module).__name__}, with {has}, computes none of {', '.join(NORM_KINDS)}")
