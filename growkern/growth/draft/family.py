@@ -96,6 +96,11 @@ def draft_family(config: Any) -> DraftedFamily:
         GrowthError: something in the class fits no rule; it names one tensor and the nearest table.
     """
     cls = class_for(config)
+    if inner := type(config).sub_configs:
+        raise GrowthError(
+            f"{config.model_type}: its config holds others ({', '.join(inner)}), and a draft has "
+            "one stack of layers that reads text"
+        )
     small = small_config(config)
     small.architectures = [cls.__name__]
     try:

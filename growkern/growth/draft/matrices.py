@@ -79,12 +79,8 @@ class Matrices:
             own = f"write:{write}"
         axes = [own, f"read:{read}"]
         draft.rows[f"{template(name)}.weight"] = {"axes": axes if is_linear else axes[::-1]}
-        has_bias = f"{name}.bias" in draft.probe.base
-        if has_bias:
+        if f"{name}.bias" in draft.probe.base:
             draft.rows[f"{template(name)}.bias"] = {"axes": [own]}
-        is_of_layer = name.startswith(f"{draft.stack}.")
-        if is_of_layer and write == "stream" and draft.place in ("pre", "post"):
-            draft.zero += [f"{template(name)}.{x}" for x in ("weight", "bias")[: 1 + has_bias]]
         self._read[template(name)] = read
 
     def _spaces(
@@ -176,8 +172,6 @@ def _other_row(draft: Draft, name: str, shape: tuple[int, ...]) -> dict[str, Any
     if leaf == "bias" and draft.sizes["vocab"] in fields[0]:
         return {"axes": ["vocab"]}
     if leaf == "bias" and len(shape) == 1 and shape[0] == draft.width and stream in fields[0]:
-        if draft.place in ("pre", "post"):
-            draft.zero.append(template(name))
         return {"axes": ["write:stream"]}
     if len(shape) == 1 and shape[0] == draft.heads and heads in fields[0]:
         draft.spaces["sinks"] = {"kind": "heads", "heads": "q_heads", "width": 1}
@@ -204,7 +198,7 @@ def _experts_row(
 ) -> dict[str, Any]:
     """A tensor with something for each expert."""
     experts, stream, own = experts_of(draft, fields[0]), draft.sizes["stream"], template(name)
-    is_pre, leaf = draft.place == "pre", name.rpartition(".")[2]
+    leaf = name.rpartition(".")[2]
     if len(shape) == 1:
         row: dict[str, Any] = {"axes": [f"write:{experts}"]}
         if re.search("correction|score", name):
@@ -216,14 +210,10 @@ def _experts_row(
         if is_stream and not is_bias:
             return {"axes": [f"write:{experts}", f"read:{draft.source}"]}
         written = "stream" if is_stream else units_of(draft, fields[1], shape[1])
-        if is_stream and is_pre:
-            draft.zero.append(own)
         return {"axes": [f"write:{experts}", f"write:{written}"]}
     first = stream in fields[1]
     units = units_of(draft, fields[2 if first else 1], shape[2 if first else 1])
     is_last = bool(re.search(LAST, leaf))
-    if is_last and is_pre:
-        draft.zero.append(own)
     pair = (
         ("write:stream", f"read:{units}") if is_last else (f"read:{draft.source}", f"write:{units}")
     )

@@ -35,7 +35,6 @@ class Roles:
         self.facts: list[NormFacts] = []
         # layer -> what its modules have returned so far
         self._returned: dict[int, list[tuple[str, Tensor]]] = {}
-        self._outside: list[Tensor] = []
 
     def find(self) -> None:
         """Look at all calls, and keep roles, facts and what norms write."""
@@ -43,9 +42,7 @@ class Roles:
             match = re.match(re.escape(self.draft.stack) + r"\.(\d+)(\.|$)", call.name)
             layer = int(match[1]) if match else None
             self._look_at(call, layer)
-            if call.y is not None and layer is None:
-                self._outside.append(call.y)
-            elif call.y is not None and layer is not None and match and match[2]:
+            if call.y is not None and layer is not None and match and match[2]:
                 self._returned.setdefault(layer, []).append((call.name, call.y))
         if not self.facts:
             raise NoRule("no norms")
@@ -61,9 +58,8 @@ class Roles:
             inner_norm(draft, call.name, x.shape[-1])
             return
         self.facts.append(facts)
-        role = self._outer_role(call, x) if layer is None else self._role(x, y, layer)
-        if role is not None:
-            self.roles[call.name], self.written[call.name] = role, y
+        role = self._outer_role(x) if layer is None else self._role(x, y, layer)
+        self.roles[call.name], self.written[call.name] = role, y
 
     def _is_inner(self, x: Tensor, layer: int) -> bool:
         """Queries, keys or units enter it, not the stream."""
@@ -86,16 +82,10 @@ class Roles:
         adds = any(out.shape == x.shape and same(x - start, out) for out in before)
         return "output" if not adds and any(same(x, out) for out in before) else "pre"
 
-    def _outer_role(self, call: Call, x: Tensor) -> str | None:
-        if same(call.y, self.layers[0][0]):
+    def _outer_role(self, x: Tensor) -> str:
+        if not self._returned:
             return "embedding"
-        if same(x, self.layers[len(self.layers) - 1][1]):
-            return "final"
-        is_inside = call.name.startswith(self.draft.prefix)
-        if any(same(x, out) for out in self._outside) or not is_inside:
-            return "head"
-        is_wide = x.shape[-1] == self.draft.width
-        return None if not is_wide else "final" if self._returned else "embedding"
+        return "final" if same(x, self.layers[len(self.layers) - 1][1]) else "head"
 
 
 def inner_norm(draft: Draft, name: str, width: int) -> None:
@@ -167,8 +157,6 @@ def _norm_row(draft: Draft, name: str, role: str, module: nn.Module) -> None:
         draft.rows[template(name)] = row
     elif role == "output":
         raise NoRule("a norm without weights behind a block")
-    if role == "output":
-        draft.zero.append(template(name))
 
 
 def _eps(draft: Draft, facts: list[NormFacts]) -> str | float:

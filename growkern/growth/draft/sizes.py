@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ class Draft:
 
     Attributes:
         rows: template of a tensor (of a norm: without .weight) -> its row, or rows.
-        zero: templates of the tensors that are zero in an identity block.
         stack: name of the list of layers.
         prefix: how names of the body begin.
         assumed: what no measurement shows, one line each.
@@ -34,7 +33,6 @@ class Draft:
     sizes: dict[str, Any] = field(default_factory=dict)
     refuse: dict[str, dict[str, Any]] = field(default_factory=dict)
     norm: dict[str, Any] = field(default_factory=dict)
-    zero: list[str] = field(default_factory=list)
     inner_norms: list[str] = field(default_factory=list)
     outer_norm: str = ""
     stack: str = ""
@@ -96,24 +94,21 @@ def find_sizes(draft: Draft) -> None:
     names = getattr(config, "attribute_map", {})
     fields = config.to_dict()
     vocab, stream = (probe.fields(draft.embedding, axis) for axis in (0, 1))
-    if not vocab or not stream:
-        raise NoRule("the token embedding follows no single size")
-    sizes["vocab"] = _likeliest(vocab, "vocab")
-    sizes["stream"] = _likeliest(stream, "hidden_size|d_model|n_embd")
-    usual = names.get("hidden_size", "hidden_size")
-    if getattr(config, usual, None) == draft.width:
-        sizes["stream"] = usual
+    heads = [k for k, v in fields.items() if re.search(r"heads?$", k) and type(v) is int]
+    for key, usual, counting in (
+        ("vocab", "vocab_size", vocab),
+        ("stream", "hidden_size", stream),
+        ("q_heads", "num_attention_heads", heads),
+        ("layers", "num_hidden_layers", probe.counts),
+    ):
+        if not counting:
+            raise NoRule(f"no field of the config gives {key}")
+        usual = names.get(usual, usual)
+        # several fields may have to be equal to that of the stream
+        is_width = key == "stream" and getattr(config, usual, None) == draft.width
+        sizes[key] = usual if is_width or usual in counting else min(counting, key=len)
     if getattr(config, sizes["stream"]) != draft.width:
         raise NoRule(f"embeddings have {draft.width} entries, and {sizes['stream']} is another")
-    heads = [k for k, v in fields.items() if re.search(r"heads?$", k) and type(v) is int]
-    if not heads:
-        raise NoRule("no field counts attention heads")
-    usual = names.get("num_attention_heads", "num_attention_heads")
-    sizes["q_heads"] = usual if usual in heads else heads[0]
-    if not probe.counts:
-        raise NoRule("no field counts the layers")
-    usual = names.get("num_hidden_layers", "num_hidden_layers")
-    sizes["layers"] = usual if usual in probe.counts else probe.counts[0]
     moved = {f for axes in probe.moves.values() for fields in axes.values() for f in fields}
     dims = [f for f in moved if re.search("head_dim$|d_kv|kv_channels|head_size", f)]
     dims = [f for f in dims if not re.search("nope|rope|^v_|linear|global|index", f)]
@@ -123,10 +118,6 @@ def find_sizes(draft: Draft) -> None:
     keys = [f for f in moved if re.search("key_value_heads|kv_heads|head_kv|group_num", f)]
     if keys:
         sizes["kv_heads"] = min(keys)
-
-
-def _likeliest(fields: Collection[str], names: str) -> str:
-    return min(fields, key=lambda f: (not re.search(names, f), len(f)))
 
 
 def size_key(draft: Draft, fields: Iterable[str], length: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -11,51 +12,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from growkern.families.family import NORM_KINDS
 from growkern.growth.draft.probe import NoRule, shapes, template, with_field
 from growkern.growth.draft.sizes import Draft, row_of
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 POOLER = ("pooler.dense.weight", "pooler.dense.bias")
-NO_NORM = "norms that come and go have no rule in a drafted table"
 NO_TENSOR = "a table drafted without these tensors has no rule for them"
 
 
 def add_conditions(draft: Draft) -> None:
     """Flags that make tensors come or go: biases have a condition, all others are refused."""
     for flag, (value, new, gone) in draft.probe.flags.items():
-        changed = gone or new
-        is_norm = all(map(_of_norm(draft), changed))
-        is_bias = all(name.endswith(".bias") for name in changed)
-        has_bias = "bias" in NORM_KINDS[draft.norm["kind"]].tensors
-        if has_bias and is_norm and is_bias and value and not new:
+        names = sorted({template(name) for name in new | gone})
+        rows = [row_of(draft, name.removesuffix("bias") + "weight") or {} for name in names]
+        is_bias = all(name.endswith(".bias") for name in names) and not (new and gone)
+        if is_bias and gone and value and all(map(_norm_of, rows)):
             draft.norm["bias"] = flag
-            continue
-        weights = [row_of(draft, template(n).removesuffix("bias") + "weight") for n in changed]
-        is_known = all(isinstance(row, dict) and "axes" in row for row in weights)
-        if not (is_bias and is_known) or (new and gone):
-            why = NO_NORM if is_norm else NO_TENSOR
-            draft.refuse[flag] = {"value": not value, "why": why}
-            continue
-        for name, row in zip(sorted(changed), _in_order(draft, changed), strict=True):
-            own = template(name)
-            axis = next(axis for axis in row["axes"] if not axis.startswith("read:"))
-            condition = flag if bool(gone) == value else f"!{flag}"
-            draft.rows[own] = {**draft.rows.get(own, {"axes": [axis]}), "when": condition}
-            if axis == "write:stream" and f"{own[:-4]}weight" in draft.zero:
-                draft.zero.append(own)
+        elif is_bias and all(map(_axes, rows)):
+            for name, row in zip(names, rows, strict=True):
+                axis = next(axis for axis in row["axes"] if not axis.startswith("read:"))
+                condition = flag if bool(gone) == value else f"!{flag}"
+                draft.rows[name] = {**draft.rows.get(name, {"axes": [axis]}), "when": condition}
+        else:
+            draft.refuse[flag] = {"value": not value, "why": NO_TENSOR}
 
 
-def _in_order(draft: Draft, names: set[str]) -> list[dict[str, Any]]:
-    return [draft.rows[template(name).removesuffix("bias") + "weight"] for name in sorted(names)]
-
-
-def _of_norm(draft: Draft) -> Any:
-    def is_of_norm(name: str) -> bool:
-        row = draft.rows.get(template(name).rpartition(".")[0], {})
-        return isinstance(row, dict) and "norm" in row
-
-    return is_of_norm
+def _zero(draft: Draft) -> list[str]:
+    """What is zero in an identity block: all that writes the stream last."""
+    is_last = draft.place in ("sandwich", "output")
+    return [
+        name
+        for name, row in draft.rows.items()
+        if name.startswith(f"{draft.stack}.")
+        and (_norm_of(row) == "stream>stream" if is_last else "write:stream" in _axes(row))
+    ]
 
 
 def find_kinds(draft: Draft) -> dict[str, list[str]]:
@@ -111,7 +101,9 @@ def attention_of(draft: Draft) -> dict[str, Any]:
     is_relative = any("relative" in name for name in draft.probe.base)
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
-    if is_rotary and "partial_rotary_factor" in str(rope):
+    # a config may leave it out, where no growth shows it
+    source = inspect.getsource(inspect.getmodule(draft.cls) or type(draft))
+    if is_rotary and "partial_rotary_factor" in f"{rope} {source}":
         found["partial"] = True
     elif is_rotary and hasattr(config, "rotary_dim"):
         found["turning"] = "rotary_dim"
@@ -190,7 +182,7 @@ def table_of(draft: Draft, kinds: dict[str, list[str]]) -> dict[str, Any]:
         draft.refuse["add_cross_attention"] = {"value": True, "why": why}
     activation = next((k for k in ACTIVATIONS if isinstance(fields.get(k), str)), None)
     attention, lists = attention_of(draft), _per_layer(draft)
-    depth: dict[str, Any] = {"zero": [*dict.fromkeys(_inside(n, prefix) for n in draft.zero)]}
+    depth: dict[str, Any] = {"zero": [_inside(name, prefix) for name in _zero(draft)]}
     if draft.place == "post":
         depth["inner_norms"] = [_inside(name, prefix) for name in draft.inner_norms]
         depth["outer_norm"] = _inside(draft.outer_norm, prefix)
