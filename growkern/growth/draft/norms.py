@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,68 +25,38 @@ SPACES = {
 QUERY, KEY = "^q|query", "^k|key"
 
 
-class Roles:
-    """Finds the role of every norm in one run, call by call."""
+def _roles(
+    draft: Draft, layers: dict[int, tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Call, NormFacts, str]]:
+    """The calls of norms of the stream, with what they compute and their role.
 
-    def __init__(self, draft: Draft, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
-        self.draft, self.layers = draft, layers
-        self.modules = dict(draft.watch.model.named_modules())
-        self.roles: dict[str, str] = {}
-        self.written: dict[str, Tensor] = {}
-        self.facts: list[NormFacts] = []
-        # layer -> what its modules have returned so far
-        self._returned: dict[int, list[tuple[str, Tensor]]] = {}
-
-    def find(self) -> None:
-        """Look at all calls, and keep roles, facts and what norms write."""
-        for call in self.draft.watch.calls:
-            match = re.match(re.escape(self.draft.stack) + r"\.(\d+)(\.|$)", call.name)
-            layer = int(match[1]) if match else None
-            self._look_at(call, layer)
-            if call.y is not None and layer is not None and match and match[2]:
-                self._returned.setdefault(layer, []).append((call.name, call.y))
-        if not self.facts:
-            raise NoRule("no norms")
-
-    def _look_at(self, call: Call, layer: int | None) -> None:
-        x, y, draft = call.x, call.y, self.draft
+    Norms of anything else, of queries, keys or units, get their rows here.
+    """
+    calls = draft.watch.calls
+    for number, call in enumerate(calls):
+        x, y = call.x, call.y
         if x is None or y is None or x.shape != y.shape:
-            return
+            continue
         facts = norm_facts(call.module, x.shape[-1])
         if facts is None:
-            return
-        if layer is not None and self._is_inner(x, layer):
+            continue
+        match = re.match(re.escape(draft.stack) + r"\.(\d+)\.", call.name)
+        # what modules of the same layer, or of all, have returned so far
+        own = match[0] if match else f"{draft.stack}."
+        before = [c for c in calls[:number] if c.name.startswith(own)]
+        if match is None:
+            is_final = same(x, layers[len(layers) - 1][1])
+            yield call, facts, "embedding" if not before else "final" if is_final else "head"
+            continue
+        is_inner = any(same(x, c.y) and re.search(NAMED, c.name) for c in before)
+        if is_inner or x.shape[-1] != draft.width:
             inner_norm(draft, call.name, x.shape[-1])
-            return
-        self.facts.append(facts)
-        role = self._outer_role(x) if layer is None else self._role(x, y, layer)
-        self.roles[call.name], self.written[call.name] = role, y
-
-    def _is_inner(self, x: Tensor, layer: int) -> bool:
-        """Queries, keys or units enter it, not the stream."""
-        if x.shape[-1] != self.draft.width:
-            return True
-        before = self._returned.get(layer, [])
-        return any(same(x, y) and not self._writes_stream(name) for name, y in before)
-
-    def _writes_stream(self, name: str) -> bool:
-        weight = getattr(self.modules[name], "weight", None)
-        if weight is None or weight.ndim != 2:
-            return True
-        return self.draft.width in weight.shape and not re.search(NAMED, name)
-
-    def _role(self, x: Tensor, y: Tensor, layer: int) -> str:
-        start, end = self.layers[layer]
-        if same(y, end):
-            return "post"
-        before = [out for _, out in self._returned.get(layer, [])]
-        adds = any(out.shape == x.shape and same(x - start, out) for out in before)
-        return "output" if not adds and any(same(x, out) for out in before) else "pre"
-
-    def _outer_role(self, x: Tensor) -> str:
-        if not self._returned:
-            return "embedding"
-        return "final" if same(x, self.layers[len(self.layers) - 1][1]) else "head"
+            continue
+        start, end = layers[int(match[1])]
+        is_behind = any(same(x, c.y) for c in before) and not any(
+            same(x - start, c.y) for c in before
+        )
+        yield call, facts, "post" if same(y, end) else "output" if is_behind else "pre"
 
 
 def inner_norm(draft: Draft, name: str, width: int) -> None:
@@ -119,25 +90,29 @@ def inner_norm(draft: Draft, name: str, width: int) -> None:
 
 def find_norms(draft: Draft, layers: dict[int, tuple[Tensor, Tensor]]) -> list[tuple[Tensor, str]]:
     """Write [norm] and the rows of norms. Returns what they write, and its space."""
-    roles = Roles(draft, layers)
-    roles.find()
-    kinds = {(facts.kind, facts.plus_one) for facts in roles.facts}
-    if len(kinds) > 1:
-        raise NoRule(f"norms of several kinds: {', '.join(sorted(kind for kind, _ in kinds))}")
+    found = [*_roles(draft, layers)]
+    kinds = {(facts.kind, facts.plus_one) for _, facts, _ in found}
+    if len(kinds) != 1:
+        raise NoRule(f"norms of {len(kinds)} kinds: {', '.join(sorted(kind for kind, _ in kinds))}")
     kind, plus_one = kinds.pop()
-    inside = [role for role in roles.roles.values() if role in ("pre", "post", "output")]
+    inside = {role for _, _, role in found} & {"pre", "post", "output"}
     is_post = "post" in inside
-    place = "post" if is_post else "output" if {*inside} == {"output"} else "pre"
-    place = "sandwich" if not is_post and {*inside} == {"pre", "output"} else place
-    draft.norm = {"kind": kind, "placement": place, "eps": _eps(draft, roles.facts)}
+    place = "post" if is_post else "sandwich" if len(inside) == 2 else min(inside, default="pre")
+    draft.norm = {
+        "kind": kind,
+        "placement": place,
+        "eps": _eps(draft, [facts for _, facts, _ in found]),
+    }
     if plus_one:
         draft.norm["plus_one"] = True
     written = []
-    for name, found in roles.roles.items():
-        role = "post" if is_post and found in ("pre", "output") else found
-        _norm_row(draft, name, role, roles.modules[name])
-        written.append((roles.written[name], SPACES[role].partition(">")[2]))
-    first = [template(n) for n in roles.roles if n.startswith(f"{draft.stack}.0.")]
+    for call, _, seen in found:
+        role = "post" if is_post and seen in ("pre", "output") else seen
+        _norm_row(draft, call.name, role, call.module)
+        if call.y is not None:
+            written.append((call.y, SPACES[role].partition(">")[2]))
+    names = [call.name for call, _, _ in found]
+    first = [template(name) for name in names if name.startswith(f"{draft.stack}.0.")]
     if is_post:
         *draft.inner_norms, draft.outer_norm = first
         for name in draft.inner_norms:

@@ -17,6 +17,7 @@ from growkern.growth.draft.sizes import Draft, row_of
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 POOLER = ("pooler.dense.weight", "pooler.dense.bias")
+SOFTCAP = "final_logit_softcapping"
 NO_TENSOR = "a table drafted without these tensors has no rule for them"
 
 
@@ -181,29 +182,29 @@ def table_of(draft: Draft, kinds: dict[str, list[str]]) -> dict[str, Any]:
         why = "cross-attention has no rule in a drafted table"
         draft.refuse["add_cross_attention"] = {"value": True, "why": why}
     activation = next((k for k in ACTIVATIONS if isinstance(fields.get(k), str)), None)
-    attention, lists = attention_of(draft), _per_layer(draft)
-    depth: dict[str, Any] = {"zero": [_inside(name, prefix) for name in _zero(draft)]}
+    lists = [k for k, v in fields.items() if isinstance(v, list) and len(v) == draft.layers]
+    depth: dict[str, Any] = {"zero": [name.removeprefix(prefix) for name in _zero(draft)]}
     if draft.place == "post":
-        depth["inner_norms"] = [_inside(name, prefix) for name in draft.inner_norms]
-        depth["outer_norm"] = _inside(draft.outer_norm, prefix)
+        depth["inner_norms"] = [name.removeprefix(prefix) for name in draft.inner_norms]
+        depth["outer_norm"] = draft.outer_norm.removeprefix(prefix)
     if "asleep" in draft.spaces.get("experts", {}):
         experts = draft.spaces["experts"]
-        experts["asleep"] = _inside(experts["asleep"], prefix)
+        experts["asleep"] = experts["asleep"].removeprefix(prefix)
     parts: dict[str, dict[str, Any]] = {"trunk": {}, "lm": {}}
     for name, row in draft.rows.items():
         is_trunk = bool(prefix) and name.startswith(prefix)
         row = copy.deepcopy(row)
         if is_trunk and isinstance(row, dict) and "into" in row:
-            row["into"] = _inside(row["into"], prefix)
-        parts["trunk" if is_trunk or not prefix else "lm"][_inside(name, prefix)] = row
+            row["into"] = row["into"].removeprefix(prefix)
+        parts["trunk" if is_trunk or not prefix else "lm"][name.removeprefix(prefix)] = row
     classes = _classes(draft, parts)
     table = {
         "model_type": config.model_type,
         "activation": activation,
-        "softcap": next((k for k in ("final_logit_softcapping",) if fields.get(k)), None),
+        "softcap": SOFTCAP if fields.get(SOFTCAP) else None,
         "per_layer": lists,
         "norm": draft.norm,
-        "attention": attention,
+        "attention": attention_of(draft),
         "config": draft.sizes,
         "refuse": draft.refuse,
         "kinds": kinds,
@@ -213,16 +214,6 @@ def table_of(draft: Draft, kinds: dict[str, list[str]]) -> dict[str, Any]:
         "tensors": {part: rows for part, rows in parts.items() if rows},
     }
     return {key: value for key, value in table.items() if value not in (None, {}, [])}
-
-
-def _inside(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix)
-
-
-def _per_layer(draft: Draft) -> list[str]:
-    """Lists with an entry for each layer."""
-    fields = draft.config.to_dict()
-    return [k for k, v in fields.items() if isinstance(v, list) and len(v) == draft.layers]
 
 
 def _classes(draft: Draft, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
