@@ -88,7 +88,10 @@ def finish_target(
     for name in unread_in(small):
         # other software would look for weights that are left out
         setattr(text, name, 0)
-    config.dtype = text.dtype = dtype
+    # of every part, as transformers builds them
+    for part in (config, text, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
     # the source's path names another model
     config._name_or_path = ""
     setattr(config, GROWN_KEY, True)

@@ -127,6 +127,29 @@ def test_configs_without_such_positions_are_read_back_as_planned(model_type, tmp
     assert_read_back(grown.growth_plan, tmp_path / "large", tmp_path / "memory")
 
 
+@pytest.mark.parametrize("model_type", [m for m in ALL if load_family(m).under is not None])
+def test_every_part_of_a_config_has_the_dtype_of_the_target(model_type, tmp_path):
+    """Whatever dtypes the parts of the source's config have: transformers builds all in one."""
+    class_name, sizes = ALL[model_type]
+    source, small = random_model(class_name, sizes, dtype=torch.bfloat16), tmp_path / "small"
+    source.save_pretrained(small)
+    written = json.loads((small / "config.json").read_text())
+    others = {"dtype": "float32"}, {"torch_dtype": "float16"}
+    for name, other in zip(source.config.sub_configs, others, strict=True):
+        del written[name]["dtype"]
+        written[name] |= other
+    (small / "config.json").write_text(json.dumps(written))
+    how = twice_as_wide(model_type)
+    for dtype in (torch.bfloat16, torch.float32):
+        large = tmp_path / str(dtype)
+        plan = growkern.grow_checkpoint(small, large, progress=False, dtype=dtype, **how).plan
+        growkern.grow(source, dtype=dtype, **how).save_pretrained(tmp_path / "memory")
+        read = [transformers.AutoConfig.from_pretrained(x) for x in (large, tmp_path / "memory")]
+        for config in (plan.large.config, *read):
+            parts = [config, *(getattr(config, name) for name in config.sub_configs)]
+            assert [part.dtype for part in parts] == [dtype] * 3
+
+
 # class, its config, keys of its config.json, growth, keys of the grown one
 DENSE = {**ROTARY, "attention_bias": False}
 OTHER_KEYS = {
