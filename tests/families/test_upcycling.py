@@ -119,6 +119,20 @@ def test_whole_copies_are_chosen_in_any_number():
     assert grown.config.rope_parameters == source.config.rope_parameters
 
 
+@pytest.mark.parametrize("name, width", [("Llama", 16), ("Qwen3", 16), ("Qwen3", 8)])
+def test_one_copy_of_the_ffn_alone_is_a_mixture(name, width):
+    kind, more = PAIRS[name]
+    small = random_model(f"{name}ForCausalLM", {**SIZES, **more})
+    sizes = {"num_local_experts": 1}
+    if kind == "qwen3_moe":
+        sizes = {"moe_intermediate_size": width, "num_experts": 16 // width}
+    large = growkern.grow(small, to=kind, num_experts_per_tok=16 // width, **sizes)
+    assert large.config.model_type == kind and growkern.verify(small, large).ok
+    assert relative_error(small, large) < 1e-12
+    with pytest.raises(GrowthError, match="nothing grows"):
+        growkern.plan(large, **sizes)
+
+
 def test_only_fields_that_the_dense_model_has_are_copied():
     """A Llama keeps keys of other configs and ignores them. A Mixtral has a window."""
     source, sizes = dense("Llama", sliding_window=5, router_jitter_noise=0.5), (4, 2)

@@ -361,7 +361,8 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
         if new > family.largest(key):
             most = family.largest(key)
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
-    if all(small.size(key) == large.size(key) for key in fields.values()):
+    # a mixture of one expert is new too
+    if not small.dense and all(small.size(key) == large.size(key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
     check_copies(small, large)
     for heads in family.query_heads if family.forces_head_dim else ():
