@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from growkern.growth.plan.tensors.tensor import build_each
 from growkern.growth.record.inverse import inverse
 from growkern.growth.record.lineage import (
     TRAINED,
+    Origin,
     origin_of,
     record_of,
     source_files,
@@ -41,6 +42,8 @@ from growkern.package import version
 
 # config fields that tell how a model was saved or loaded, and do not change the model
 NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
+# the measure that `compare_outputs` adds where both models compute NaN or infinity
+FAILING = "share of outputs not finite"
 # fields that do not decide the result: the version, and sentences about it
 NOT_COMPARED = {"growkern", "findings"}
 
@@ -59,6 +62,13 @@ def training_notes(lineage: Lineage) -> list[str]:
     """One line if the weights are not those of the growth any more."""
     line = f"{lineage.file}: the weights were trained or changed after the growth"
     return [line] if lineage.data.get(TRAINED) else []
+
+
+def failing_notes(outputs: Mapping[str, float]) -> list[str]:
+    """One line if outputs could not be compared, as both models compute NaN or infinity."""
+    if not (share := outputs.get(FAILING)):
+        return []
+    return [f"{share:.0%} of the outputs are not finite in both models, and were not compared"]
 
 
 def contradictions(lineage: Lineage, plan: GrowthPlan) -> list[str]:
@@ -155,44 +165,75 @@ def check_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
 
 
 def _compared(plan: GrowthPlan, task: Task, actual: Tensor, expected: Tensor) -> _Compared:
-    rebuilt, within = _rebuilt_error(actual, expected)
-    back = _inverse_error(plan, task, actual)
+    origin = origin_of(plan, task)
+    rebuilt, within = _rebuilt_error(actual, expected, _copies_of(plan, task, origin))
+    back = _inverse_error(plan, task, origin, actual)
     if back is not None:
         allowed = WEIGHT_ROUNDINGS if actual.dtype.itemsize == 2 else 16
         within &= back <= allowed * torch.finfo(actual.dtype).eps
     return _Compared(task.name, rebuilt, back, within)
 
 
-def _rebuilt_error(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
-    """The largest difference, relative to the largest element, and whether rounding explains it."""
+def _copies_of(plan: GrowthPlan, task: Task, origin: Origin) -> Tensor:
+    """True for entries that are copies, which have the same bits on every machine; broadcasts.
+
+    Sums, as of new tokens and extra coordinates, may be rounded otherwise. So may a source in
+    another dtype, before it was grown.
+    """
+    is_rounded = plan.source.dtypes.get(task.source) != plan.dtypes[task.name]
+    result = torch.tensor(origin.holds == "copies" and not is_rounded)
+    for axis, old, new in zip(origin.axes, origin.source_shape, origin.shape, strict=True):
+        names = axis.partition(":")[2]
+        along = torch.arange(new) < old
+        if names:
+            spaces = (plan.layout.space(name, task.source_layer) for name in names.split("|"))
+            along = ~torch.cat([space.is_extra for space in spaces])
+        result = result[..., None] & along
+    return result
+
+
+def _rebuilt_error(actual: Tensor, expected: Tensor, copies: Tensor) -> tuple[float, bool]:
+    """The largest difference, relative to the largest element, and whether rounding explains it.
+
+    It explains none where `copies` is True. NaN equals NaN, and an infinity itself.
+    """
     eps = torch.finfo(actual.dtype).eps
     actual64, expected64 = actual.double(), expected.double()
-    difference = (actual64 - expected64).abs()
+    is_same = (actual == expected) | (actual.isnan() & expected.isnan())
+    # 0 where both are the same infinity, and infinity where one alone is not finite
+    difference = (actual64 - expected64).abs().masked_fill(is_same, 0.0).nan_to_num(math.inf)
+    sizes = expected64.abs().masked_fill(~expected64.isfinite(), 0.0)
     # allow 4 units in the last place, as products round twice, but only 1 for 16-bit types. In
     # bfloat16 that is up to 1 %, so the mean error is limited too: rounding moves few elements
     is_narrow = actual.dtype.itemsize == 2
-    tiny = torch.finfo(actual.dtype).tiny
-    allowed = (1 if is_narrow else 4) * eps * expected64.abs().clamp(min=tiny)
-    mean = difference.norm() / (expected64.norm() or 1.0)
+    allowed = (1 if is_narrow else 4) * eps * sizes.clamp(min=torch.finfo(actual.dtype).tiny)
+    mean = difference.norm() / (sizes.norm() or 1.0)
     is_shifted = is_narrow and bool(mean > eps / 4)
-    scale = expected64.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-    both_nonfinite = ~torch.isfinite(actual64) & ~torch.isfinite(expected64)
-    wrong = (~(difference <= allowed) & ~both_nonfinite).any()
-    return (difference.nan_to_num(0.0).max() / scale).item(), not (bool(wrong) or is_shifted)
+    within = is_same | (~copies & (difference <= allowed))
+    scale = sizes.max().clamp(min=torch.finfo(torch.float64).tiny)
+    return (difference.max() / scale).item(), bool(within.all()) and not is_shifted
 
 
-def _inverse_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
-    """`WEIGHT_ERROR` of a grown weight; None if not all of it comes from one source tensor."""
-    origin = origin_of(plan, task)
+def _inverse_error(plan: GrowthPlan, task: Task, origin: Origin, grown: Tensor) -> float | None:
+    """`WEIGHT_ERROR` of a grown weight; None if not all of it comes from one source tensor.
+
+    Over the source's finite entries. Infinity if others are finite, or these are not.
+    """
     is_weight = not (task.tensor.norm or task.tensor.is_copied)
     if origin.holds != "copies" or task.upper is not None or not is_weight:
         return None
     space_of = partial(plan.layout.space, layer=task.source_layer)
     back = inverse(origin, space_of, grown)
     truth = plan.source.read(task.source).cpu().double()
+    if bool((back.isfinite() != truth.isfinite()).any()):
+        return math.inf
     # a copy below the smallest normal number is rounded as coarsely as that number
     tiny = torch.full_like(grown, torch.finfo(grown.dtype).tiny)
     least = torch.maximum(truth.abs(), inverse(origin, space_of, tiny).abs())
+    finite = truth.isfinite()
+    back, truth, least = back[finite], truth[finite], least[finite]
+    if not truth.numel():
+        return 0.0
     # in units of the largest, as squares of the smallest numbers are 0
     unit = least.max()
     return (((back - truth) / unit).norm() / (least / unit).norm()).item()
@@ -245,7 +286,8 @@ def compare_outputs(
     the plan bounds it, the output on the plan's random texts counts too. Models with a vocabulary
     head also have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown
     loss". With a larger vocabulary "new tokens (nats)" is the largest rise of the loss by them.
-    Models that generate have "generation error", see `generation_error`.
+    Models that generate have "generation error", see `generation_error`. Outputs that are not
+    finite in both models are left out; `FAILING` is their share, if there are any.
     """
     try:
         old = _outputs(source, tokens)
@@ -258,19 +300,24 @@ def compare_outputs(
     whole = _outputs(grown, tokens)
     least = _least_output(plan, source)
     new = source_coordinates(plan, whole, old.shape[-1])
-    result = {OUTPUT_ERROR: loading.largest_difference(new, old, least)}
+    # both compute NaN or infinity there: nothing to compare
+    failing = ~old.isfinite() & ~new.isfinite()
+    result = {OUTPUT_ERROR: _largest_difference(new, old, failing, least)}
     if predicts_tokens(plan.small):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
-        result["KL (nats)"] = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+        result["KL (nats)"] = divergence.masked_fill(failing.any(-1), 0.0).mean().item()
         result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
         if whole.shape[-1] > old.shape[-1]:
             rise = whole.logsumexp(-1) - new.logsumexp(-1)
-            result[NEW_TOKENS] = rise.max().item()
+            result[NEW_TOKENS] = rise.masked_fill(failing.any(-1), 0.0).max().item()
         if labels is not None:
             for name, log_probs in (("source loss", log_p), ("grown loss", log_q)):
                 result[name] = nll_loss(log_probs.flatten(0, 1), labels.flatten()).item()
     if generates and source.can_generate():
         result |= generation_error(plan, source, grown, tokens)
+    if failing.any():
+        result[FAILING] = failing.double().mean().item()
     return result
 
 
@@ -342,11 +389,17 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     # the step at which the choice differs still has the same inputs
     is_same = differ.cumsum(1) - differ == 0
     size = old.shape[-1]
-    return {
-        "generation error": loading.largest_difference(
-            new[:, :count, :size][is_same], old[:, :count][is_same]
-        )
-    }
+    old, new = old[:, :count][is_same], new[:, :count, :size][is_same]
+    return {"generation error": _largest_difference(new, old, ~old.isfinite() & ~new.isfinite())}
+
+
+def _largest_difference(new: Tensor, old: Tensor, failing: Tensor, least: float = 0.0) -> float:
+    """`loading.largest_difference` without the outputs that fail in both models."""
+    if bool(failing.all()):
+        return 0.0
+    return loading.largest_difference(
+        new.masked_fill(failing, 0.0), old.masked_fill(failing, 0.0), least
+    )
 
 
 def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tuple[Tensor, Tensor]:

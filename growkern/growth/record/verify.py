@@ -3,7 +3,8 @@
 There are four independent checks, from cheap to expensive:
 
     lineage  the lineage file of a directory agrees with a new plan and with the source's files
-    rebuilt  every tensor equals the one that the plain PyTorch backend builds from the plan
+    rebuilt  every tensor equals the one that the plain PyTorch backend builds from the plan: copies
+             bit for bit, sums and what was grown into another dtype up to rounding
     inverse  every weight gives back the source's, P_out U E_in = W (`record.inverse`). This shows
              that the function is kept, without a forward pass and without the code of growth
     outputs  source and grown model are compared on the same tokens: logits, KL, top-1, and greedy
@@ -198,7 +199,7 @@ def verify(
         len(tokens) if opened.spec.family.reads_images else tokens.numel(),
         failure,
         tuple(wrong),
-        tuple(notes),
+        (*notes, *compare.failing_notes(outputs)),
         level,
         verdict.stated_bound(plan, outputs, dtype),
     )
