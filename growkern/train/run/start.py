@@ -20,6 +20,7 @@ from growkern.arguments import path_of
 from growkern.errors import GrowthError
 from growkern.growth.optimizer.into import grow_optimizer_into
 from growkern.publish.calls import locked
+from growkern.train.dataset.cache import from_first
 from growkern.train.dataset.load import read_data
 from growkern.train.distributed.shard import DistributedOptions, shard
 from growkern.train.growth import Size, grown_model, unfilled_model
@@ -86,10 +87,11 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
 def _train(
     run: ResolvedRun, command: str, *, overwrite: bool, progress: bool
 ) -> TrainOutput | None:
-    identity, output = identity_of(run.settings, run.texts, run.inputs), run.output
+    output = run.output
     is_first = os.environ.get("RANK", "0") == "0"
-    ours, training = is_ours(output, identity, overwrite), run.settings.training
-    if ours and not has_steps_left(output, training) and is_finished(output):
+    # one process reads the inputs and a finished model, whatever their number
+    identity, finished = from_first(lambda: _found(run, overwrite))
+    if finished:
         if is_first:
             # a run that was killed after it had saved its model
             close_staging(output)
@@ -119,6 +121,14 @@ def _train(
         if progress and is_first:
             print_lines(end(output, trainer))
     return result
+
+
+def _found(run: ResolvedRun, overwrite: bool) -> tuple[dict[str, Any], bool]:
+    """The identity of a run, and whether its directory holds the trained model already."""
+    identity, output = identity_of(run.settings, run.texts, run.inputs), run.output
+    ours = is_ours(output, identity, overwrite)
+    left = ours and has_steps_left(output, run.settings.training)
+    return identity, ours and not left and is_finished(output)
 
 
 def _grow_optimizer(run: ResolvedRun, trainer: TwoStageTrainer) -> None:

@@ -215,6 +215,10 @@ def test_two_processes(workplace):
     ]
     assert [state["batches"] for state in states] == [6, 6]
     assert states[0]["last"] != states[1]["last"]
+    # one process reads the inputs, and the model of a finished run
+    first, second = (json.loads((workplace / f"opened-{rank}.json").read_text()) for rank in (0, 1))
+    assert all(first[name] for name in ("part0.jsonl", "model/model.safetensors"))
+    assert first["cached/model.safetensors"] and not any(second.values())
     # the two processes tokenised once, and trained as one
     assert len([*workplace.glob("tokens/[!.]*")]) == 2
     train(write(workplace, PLAIN, "one.toml", directory="one"), progress=False)
