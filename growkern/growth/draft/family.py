@@ -226,7 +226,8 @@ def _edits(table: dict[str, Any], config: Any) -> Iterator[tuple[str, Edit]]:
         return lambda other: other["attention"].update(facts)
 
     if attention["positions"] == "rotary":
-        yield "pairs=adjacent", attend(pairs="adjacent")
+        pairs = "halves" if attention.get("pairs") == "adjacent" else "adjacent"
+        yield f"pairs={pairs}", attend(pairs=pairs)
         yield "a part of each head turns", attend(partial=True)
     axes = {axis for row in _rows(table) for axis in row.get("axes", ())}
     if (fused := "write:q|k|v") in axes:

@@ -16,6 +16,7 @@ from growkern.growth.draft.probe import NoRule, shapes, template, with_field
 from growkern.growth.draft.sizes import Draft, row_of
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
+ADJACENT = r"def rotate_(half|every_two)[^}]*?\[\.\.\., 0?::2\]|view_as_complex|rotate_every_two"
 POOLER = ("pooler.dense.weight", "pooler.dense.bias")
 SOFTCAP = "final_logit_softcapping"
 NO_TENSOR = "a table drafted without these tensors has no rule for them"
@@ -94,7 +95,7 @@ def _conditions(fields: Mapping[str, Any], count: int) -> Iterator[tuple[str, se
 
 
 def attention_of(draft: Draft) -> dict[str, Any]:
-    """[attention]: positions and scale. Which entries of a head turn is left to the search."""
+    """[attention]: positions and scale. Which entries turn is a guess for the check."""
     config, model = draft.config, draft.watch.model
     rope = getattr(config, "rope_parameters", None)
     names = " ".join(name for name, _ in model.named_modules()).lower()
@@ -102,12 +103,14 @@ def attention_of(draft: Draft) -> dict[str, Any]:
     is_relative = any("relative" in name for name in draft.probe.base)
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
-    # a config may leave it out, where no growth shows it
+    # where the number of entries that turn is fixed, no growth shows which
     source = inspect.getsource(inspect.getmodule(draft.cls) or type(draft))
     if is_rotary and "partial_rotary_factor" in f"{rope} {source}":
         found["partial"] = True
     elif is_rotary and hasattr(config, "rotary_dim"):
         found["turning"] = "rotary_dim"
+    if is_rotary and re.search(ADJACENT, source):
+        found["pairs"] = "adjacent"
     scales = (
         value
         for name, module in model.named_modules()
