@@ -74,6 +74,15 @@ OF_THE_CLASS = {
 
 # the end of a message about a name that is no directory
 ON_THE_HUB = "; a model on the Hub is named ORGANISATION/NAME"
+# of models that the Hub once had without one, by how their names begin
+ORGANISATIONS = {
+    "gpt2": "openai-community",
+    "bert-": "google-bert",
+    "distil": "distilbert",
+    "roberta-": "FacebookAI",
+    "xlm-roberta-": "FacebookAI",
+    "t5-": "google-t5",
+}
 
 
 def read_config(directory: Path, *, any_family: bool = False, family: Family | None = None) -> Any:
@@ -293,6 +302,11 @@ def config_directory(directory: Path) -> Path:
     if not directory.is_dir():
         refuse_directory(directory)
         named = "" if directory.is_absolute() or len(directory.parts) > 1 else ON_THE_HUB
+        owners = (
+            owner for start, owner in ORGANISATIONS.items() if str(directory).startswith(start)
+        )
+        if named and (owner := next(owners, None)):
+            named = f"; on the Hub it is {owner}/{directory}"
         raise GrowthError(f"{directory}: no such directory{named}")
     if (directory / METADATA_FILE).is_file() and not file.is_file():
         # trainers save sharded weights in a subdirectory of the model's directory

@@ -193,8 +193,23 @@ def test_other_names_are_not_looked_up(server, name):
 
 
 def test_a_bare_name_is_told_how_models_on_the_hub_are_named(server):
-    with pytest.raises(growkern.GrowthError, match=r"gpt2: no such .* named ORGANISATION/NAME"):
-        growkern.plan("gpt2", n_embd=24)
+    with pytest.raises(growkern.GrowthError, match=r"tiny: no such .* named ORGANISATION/NAME"):
+        growkern.plan("tiny", hidden_size=24)
+
+
+@pytest.mark.parametrize(
+    "name, owner",
+    [
+        ("gpt2", "openai-community"),
+        ("gpt2-medium", "openai-community"),
+        ("bert-base-uncased", "google-bert"),
+        ("distilroberta-base", "distilbert"),
+        ("xlm-roberta-base", "FacebookAI"),
+    ],
+)
+def test_a_name_of_old_is_told_with_its_organisation(server, name, owner):
+    with pytest.raises(growkern.GrowthError, match=f"{name}: no such .* {owner}/{name}$"):
+        growkern.plan(name, n_embd=24)
 
 
 def test_a_model_behind_a_gate(server):
