@@ -60,7 +60,8 @@ def filled_in_memory(source, tmp_path):
 
 def grown_in_a_run(source, tmp_path):
     step = GrowthStep(at_step=1, sizes=wider(source))
-    return grown_model(stored(tmp_path, source), step, DistributedOptions(), source.dtype)
+    planned = growkern.plan(stored(tmp_path, source), **wider(source))
+    return grown_model(planned, step, DistributedOptions(), source.dtype)
 
 
 def resumed_in_a_run(source, tmp_path):

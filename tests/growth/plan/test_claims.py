@@ -374,7 +374,7 @@ def test_rounding_to_16_bits_is_held_against_a_rounded_source(dtype, std):
     report = growkern.verify(source, grown)
     (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
     assert said.measure == "weight error" and said.bound == 2 * torch.finfo(dtype).eps
-    assert max(g.fold_error or 0 for g in report.groups) <= said.bound
+    assert max(g.inverse_error or 0 for g in report.groups) <= said.bound
     assert report.ok and report.level == "approximate"
     sample = report.outputs["error of a rounded source"]
     assert report.outputs["relative error"] < sample < 0.5
@@ -393,7 +393,7 @@ def test_the_bound_on_weights_holds_for_subnormals_of_float16(how):
     assert said.measure == "weight error" and "below 6.1e-05 the error stays" in said.why
     report = growkern.verify(source, grown)
     assert report.ok and report.level == "approximate", report.failure
-    assert 1e-9 < max(g.fold_error or 0 for g in report.groups) <= said.bound
+    assert 1e-9 < max(g.inverse_error or 0 for g in report.groups) <= said.bound
     # a copy that is off by more than rounding is still seen
     with torch.no_grad():
         grown.model.layers[0].mlp.down_proj.weight[0, 0] += 1e-5
@@ -456,7 +456,7 @@ def test_a_tensor_of_subnormals_is_not_called_damaged(dtype):
         source.pooler.dense.bias.zero_()
     grown = growkern.grow(source, hidden_size=24, symmetry="none")
     report = growkern.verify(source, grown)
-    assert report.ok and max(group.fold_error or 0.0 for group in report.groups) > 0
+    assert report.ok and max(group.inverse_error or 0.0 for group in report.groups) > 0
     with torch.no_grad():
         grown.pooler.dense.weight[0, 0] += 4 * torch.finfo(dtype).tiny
     assert not growkern.verify(source, grown).ok

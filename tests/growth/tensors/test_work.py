@@ -6,8 +6,8 @@ import transformers
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.growth import grow as grow_module
 from growkern.growth import sharded
+from growkern.growth.plan.tensors import tensor as tensors
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand.many import WorkList, work_on
@@ -53,7 +53,7 @@ def lists(monkeypatch):
             made.append(work)
         return work
 
-    for module in (grow_module, sharded):
+    for module in (tensors, sharded):
         monkeypatch.setattr(module, "work_on", recorded)
     return made, limit
 
