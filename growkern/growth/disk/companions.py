@@ -147,13 +147,10 @@ def complete_config(
         for key in (given.keys() - saved.keys()) & fields:
             result[key] = part.get(key)
     planned = planned or load_config(directory)
-    # what these say follows from other fields, whatever they said before
-    kind = type(family.text(planned))
-    free = {key.field for key in family.older if key.is_pattern or not hasattr(kind, key.field)}
     # as transformers writes it
     text = json.dumps(result, indent=2, sort_keys=True) + "\n"
     file.write_text(text, encoding="utf-8")
-    refuse_misread(file, planned, load_config(directory), free)
+    refuse_misread(file, family, planned, load_config(directory), small)
 
 
 def _unchanged(

@@ -101,7 +101,7 @@ def finish_target(
     is_default = config._experts_implementation in (None, "grouped_mm")
     if is_default and not _can_group(finished, dtype):
         config._experts_implementation = "eager"
-    _validate(finished)
+    _validate(small, finished)
     return finished
 
 
@@ -201,7 +201,7 @@ def _rotary_parameters(small: ModelSpec, large: ModelSpec) -> Any:
     return parameters
 
 
-def _validate(large: ModelSpec) -> None:
+def _validate(small: ModelSpec, large: ModelSpec) -> None:
     """Let the config class check the target's values, as it will when the result is loaded."""
     family, config = large.family, large.config
     try:
@@ -211,7 +211,7 @@ def _validate(large: ModelSpec) -> None:
         why = str(error).strip().splitlines()[-1].strip()
         sizes = {field: large.size(key) for field, key in growable_fields(family).items()}
         raise UnfitError(f"{family.model_type} cannot have {sizes}: {why}") from error
-    refuse_misread(family.model_type, config, read)
+    refuse_misread(family.model_type, family, config, read, small.config)
 
 
 def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:

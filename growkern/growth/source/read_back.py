@@ -15,18 +15,30 @@ from typing import Any
 import transformers
 
 from growkern.errors import GrowthError
+from growkern.families.family import Family
 
 # they say where a config lies, who wrote it, and the class, which a plan has beside its config
 NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures")
 
 
-def refuse_misread(place: str | Path, planned: Any, read: Any, free: Collection[str] = ()) -> None:
+def refuse_misread(
+    place: str | Path, family: Family, planned: Any, read: Any, source: Any = None
+) -> None:
     """Refuse a config that was read otherwise than planned; the message names the first field.
 
-    Fields that only the config that was read has may be keys of other software. Those in `free`
-    may differ.
+    Fields that only the config that was read has may be keys of other software. What its class
+    does not keep of the `source`, a config too, may differ.
     """
-    for field, values in _differences(_plain(planned), _plain(read), free):
+    # what these say follows from other fields, whatever they said before
+    kind = type(family.text(planned))
+    free = {key.field for key in family.older if key.is_pattern or not hasattr(kind, key.field)}
+    found = dict(_differences(_plain(planned), _plain(read), free))
+    if found and source is not None:
+        # T5 reads every head as tied, and loads one of its own all the same
+        again = type(source)(**source.to_dict())
+        for field, _ in _differences(_plain(source), _plain(again)):
+            found.pop(field, None)
+    for field, values in found.items():
         was, became = (reprlib.repr(value) for value in values)
         raise GrowthError(
             f"{place}: transformers {transformers.__version__} reads {field}={became} where the "

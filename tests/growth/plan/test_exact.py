@@ -267,7 +267,7 @@ def test_every_weight_matters():
 
 @pytest.mark.parametrize("symmetry", ["none", "routing", "split"])
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_t5_divides_the_input_of_an_untied_head_too(is_shared, symmetry):
+def test_t5_divides_the_input_of_an_untied_head_too(is_shared, symmetry, tmp_path):
     """An edit of the config of a tied T5 unties its head, but leaves `scale_decoder_outputs`."""
     source = random_model("T5ForConditionalGeneration", T5)
     source.config.tie_word_embeddings = False
@@ -281,3 +281,7 @@ def test_t5_divides_the_input_of_an_untied_head_too(is_shared, symmetry):
         # folded weights too
         report = growkern.verify(source, grown)
         assert report.ok and report.level == "exact", report.failure
+        # a file says that the head is tied, and has its weights
+        grown.save_pretrained(tmp_path / str(size))
+        loaded = type(source).from_pretrained(tmp_path / str(size), dtype=torch.float64)
+        assert relative_error(source, loaded) < EXACT
