@@ -41,6 +41,7 @@ ODD = {
 # entries of lists with one for each layer
 LISTS: dict[str, list[Any]] = {
     "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
     "no_rope_layers": [0, 1],
 }
 # options of every growth. A value that occurs twice is drawn twice as often
