@@ -33,8 +33,8 @@ record, checks it (`call.py`) and calls the registered op. The op picks a backen
 takes the record: the reference in this file; `on_cpu.py` with `csrc/cpu/expand_body.cpp`;
 `on_triton.py` with `noise_on_triton.py`; or `on_cuda.py` with `csrc/cuda/expand_rows.cu`.
 `hashes.py` draws the noise and computes routing. On a GPU `on_triton.py` makes the hashes of both
-backends. That is at most 6 files for one call (`tests/ops/test_reading_order.py`). To carry
-out many calls, `many.py` collects them and launches them together.
+backends. That is at most 6 files for one call. To carry out many calls, `many.py` collects them
+and launches them together.
 
 Shape letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """

@@ -27,8 +27,7 @@ reference of the rows); `rows/options.py`, `rows/inputs.py` and `linear/heads.py
 functions); `rows/state.py` (the numbers of a row). The row functions follow: on a CPU
 `rows/on_cpu.py`, `csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 12 files in all; on a GPU
 `rows/on_triton.py`, `rows/triton_kernel.py`, `rows/triton_sums.py` and `rows/triton_blocks.py`, 13
-in all. `tests/ops/test_reading_order.py` counts them. Heads that are spread over ranks also use
-`rows/vocab_parallel.py`.
+in all. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from growkern.ops.backend.launch import jit, launch, next_power_of_2, tl
-from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import Rows, Steps
 from growkern.ops.loss.rows.triton_blocks import base_of, exp_of, exponentials, weighted
 from growkern.ops.loss.rows.triton_sums import (
@@ -228,11 +227,9 @@ def rows_once_kernel(
 
 def may_read_once(rows: Rows, steps: Steps, dstudent_NV: Tensor | None) -> bool:
     """Whether the kernel can do this: plain KL and labels, from float32 logits."""
-    maths: Maths = rows.maths
-    plain = maths.is_forward and not (maths.is_capped or maths.label_smoothing or maths.z_loss)
     return (
         steps == Steps(sums=True, grad=True)
-        and plain
+        and rows.maths.is_plain
         and not (rows.parts or any(bias is not None for bias in rows.biases))
         and len(rows.teachers_NV) <= 1
         and rows.student_NV.dtype == torch.float32

@@ -293,6 +293,11 @@ class Maths(NamedTuple):
         return bool(self.softcap or self.teacher_softcap)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the terms are the forward KL and the cross-entropy, at any temperature."""
+        return self == Maths(temperature=self.temperature)
+
+    @property
     def kl_factor(self) -> float:
         """T^2 of (3): it makes the gradient of the KL term as large as at the temperature 1."""
         return self.temperature**2
