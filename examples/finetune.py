@@ -17,16 +17,30 @@ from pathlib import Path
 import numpy as np
 import transformers
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
-
-from growkern.train.dataset.load import pack_text
+from transformers.trainer_callback import PrinterCallback
 
 TEST_SHARE = 0.2
+
+
+def blocks(files, tokenizer, length):
+    """The joined tokens of files, each with a separator at its end, in rows of one length."""
+    eos, sep, cls = tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id
+    end = [token for token in (eos, sep) if token is not None][:1]
+    head = [] if cls is None else [cls]
+    texts = [file.read_text("utf-8") for file in files]
+    found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = [token for ids in found for token in [*ids, *end]]
+    body = length - len(head)
+    starts = range(0, len(tokens) - body + 1, body)
+    return np.array([head + tokens[start : start + body] for start in starts])
 
 
 def passages(sources, tokenizer, length, most):
     """Passages for training and for the test, spread evenly over each source."""
     files = [[Path(name) for name in sorted(glob.glob(s, recursive=True))] for s in sources]
-    rows = [pack_text(one, tokenizer, length).tokens_NS.astype(np.int64) for one in files]
+    rows = [blocks(one, tokenizer, length) for one in files]
+    if not all(map(len, rows)):
+        raise ValueError(f"each source needs a text of at least {length} tokens")
     count = min(most, *map(len, rows))
     tests, train, test = math.ceil(TEST_SHARE * count), [], []
     for label, tokens_NS in enumerate(rows):
@@ -61,6 +75,8 @@ def accuracy(model, sources, seed=0, *, length=128, learning_rate=5e-5, epochs=3
             dataloader_pin_memory=False,
         )
         trainer = Trainer(classifier, args, train_dataset=train)
+        # it prints a line that says nothing of the result
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         found = trainer.predict(test)
     logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions

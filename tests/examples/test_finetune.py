@@ -1,22 +1,48 @@
 """The example of fine-tuning learns to tell texts apart, from the weights of a checkpoint."""
 
+import re
+
 import numpy as np
 import pytest
 
-from examples.finetune import accuracy
+from examples.finetune import accuracy, blocks
+from growkern.train.dataset.load import pack_text
+from testbed import warm
 from testbed.tiny import build
 from tests.train.dataset.data import WORDS, tokenizer
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_two_texts_are_told_apart(family, tmp_path):
-    build(family, layers=1, width=32).save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "b").mkdir()
-    # some words are in both sources
+def stored(family, folder):
+    """A model and two texts, which share some words."""
+    build(family, layers=1, width=32).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    (folder / "b").mkdir()
     for seed, (name, words) in enumerate({"a": WORDS[5:30], "b/one": WORDS[20:45]}.items()):
         text = " ".join(np.random.default_rng(seed).choice(words, 1200))
-        (tmp_path / f"{name}.txt").write_text(text)
-    sources = [str(tmp_path / "a.txt"), str(tmp_path / "b" / "*.txt")]
-    how = {"length": 16, "learning_rate": 3e-3, "epochs": 4}
-    assert accuracy(str(tmp_path / "model"), sources, **how) > 0.75
+        (folder / f"{name}.txt").write_text(text)
+    return str(folder / "model"), [str(folder / "a.txt"), str(folder / "b" / "*.txt")]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_two_texts_are_told_apart(family, tmp_path):
+    model, sources = stored(family, tmp_path)
+    assert accuracy(model, sources, length=16, learning_rate=3e-3, epochs=4) > 0.75
+
+
+def test_the_command_says_the_accuracy_of_each_seed(tmp_path):
+    model, sources = stored("bert", tmp_path)
+    done = warm.run("examples.finetune", model, *sources, "--seeds", 2, "--length", 16)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^seed (\d): ([\d.]+) %, by chance 50.0 %$", done.stdout, re.MULTILINE)
+    assert [seed for seed, _ in found] == ["0", "1"]
+    assert len(done.stdout.splitlines()) == 2 and all(0 <= float(x) <= 100 for _, x in found)
+
+
+def test_passages_are_the_blocks_that_runs_train_on(tmp_path):
+    _, (one, _) = stored("bert", tmp_path)
+    files = [tmp_path / "a.txt", tmp_path / "b" / "one.txt"]
+    expected = pack_text(files, tokenizer(), 16).tokens_NS
+    np.testing.assert_array_equal(blocks(files, tokenizer(), 16), expected)
+    (tmp_path / "a.txt").write_text("w1")
+    with pytest.raises(ValueError, match="16 tokens"):
+        accuracy(str(tmp_path / "model"), [one, one], length=16)
