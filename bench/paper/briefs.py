@@ -253,6 +253,7 @@ def diagnosis_text(results: Path) -> str:
         loss = row["losses"][-1]
         below = ["-" if x is None or x == loss else f"{x - loss:+.3f}" for x in controls]
         spent = (row["source flops"] + row["flops"][-1]) / found[0][1]["flops"][-1]
-        cells.append([title_of(line), f"{spent:.2f}", f"{loss:.3f}", *below])
+        mark = "" if row["commit"] else " (pilot)"
+        cells.append([title_of(line) + mark, f"{spent:.2f}", f"{loss:.3f}", *below])
     heads = ["a given size", "FLOPs", "loss", "below scratch, equal FLOPs", "equal steps"]
     return table(heads, cells)
