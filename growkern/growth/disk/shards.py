@@ -36,6 +36,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import Names
 from growkern.files import no_collections, write_all
 from growkern.growth.source.files import INDEX_FILE, MOST_TENSORS, STORED_DTYPES, Header
+from growkern.growth.source.opened import weight_file
 from growkern.growth.source.parts import Run, Stacked
 
 
@@ -117,10 +118,11 @@ def lay_out(
     metadata = {"total_parameters": total, **split.metadata}
     index = _index(metadata, in_file) if split.is_sharded else ""
     tensors: dict[str, Header | Stacked] = {}
+    files = {file: weight_file(file) for file in in_file}
     for name, shape in shapes.items():
         own = stored.get(name, name)
         if isinstance(own, str):
-            tensors[name] = Header(places[own][0], own, shape, dtypes[name], places[own][1])
+            tensors[name] = Header(files[places[own][0]], own, shape, dtypes[name], places[own][1])
         else:
             parts = ([places[n] for n in expert] for expert in zip(*own, strict=True))
             tensors[name] = Stacked.of(shape, dtypes[name], own[0][0], parts)
@@ -166,6 +168,8 @@ class TargetFile:
     def __init__(self, path: Path, size: int, head: bytes) -> None:
         self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._direct: int | None = None
+        # the pieces of an interrupted run are read
+        self._read = weight_file(path)
         self._writing = threading.Lock()
         try:
             if os.fstat(self._cached).st_size != size:

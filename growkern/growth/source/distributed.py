@@ -31,6 +31,7 @@ from torch.futures import Future
 
 from growkern.errors import GrowthError
 from growkern.growth.source.files import METADATA_FILE
+from growkern.growth.source.opened import WeightFile, weight_file
 from growkern.growth.source.pickles import UNREADABLE, brief, read_metadata, read_piece
 from growkern.growth.source.stored import StoredTensor, consecutive
 
@@ -50,6 +51,8 @@ class SafeReader(FileSystemReader):
         self.set_up_storage_reader(self.metadata, is_coordinator=False)
         # per tensor: the first entry of a piece -> its shape
         self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
+        # those that were read, which stay open
+        self._files: dict[str, WeightFile] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """PyTorch's: the metadata."""
@@ -80,9 +83,11 @@ class SafeReader(FileSystemReader):
             self._shapes[name] = {chunk.offsets: chunk.sizes for chunk in stored.chunks}
         if getattr(place, "transform_descriptors", None):
             raise ValueError("its pieces are compressed: save it without extensions")
-        with (Path(self.path) / place.relative_path).open("rb") as stream:
-            dtype, shape = stored.properties.dtype, self._shapes[name][offset]
-            return read_piece(stream, (place.offset, place.length), dtype, shape)
+        file = self._files.setdefault(
+            place.relative_path, weight_file(Path(self.path) / place.relative_path)
+        )
+        dtype, shape = stored.properties.dtype, self._shapes[name][offset]
+        return read_piece(file, (place.offset, place.length), dtype, shape)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:

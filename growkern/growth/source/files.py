@@ -23,6 +23,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, warn
 from growkern.files import no_collections, parse_json, read_json
+from growkern.growth.source.opened import WeightFile, weight_file
 from growkern.growth.source.refused import quantised_advice, refuse_directory
 from growkern.growth.source.stored import StoredTensor
 
@@ -41,12 +42,16 @@ MOST_HEADER_BYTES = 20_000_000
 class Header(StoredTensor):
     """One tensor of a safetensors file; `start` is the byte of the file where its values start."""
 
-    file: str
+    opened: WeightFile
     raw_name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
     is_mapped = True
+
+    @property
+    def file(self) -> str:
+        return self.opened.path
 
     def read(self) -> Tensor:
         """The tensor, mapped. The parts that are used stay in memory until it is deleted."""
@@ -60,7 +65,7 @@ class Header(StoredTensor):
 
     def inside(self, directory: Path) -> Header:
         """The same tensor, whose file lies in a directory."""
-        return dataclasses.replace(self, file=str(directory / self.file))
+        return dataclasses.replace(self, opened=weight_file(directory / self.file))
 
     def places(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """File, first byte and number of bytes of the rows [start, stop)."""
@@ -74,10 +79,8 @@ class Header(StoredTensor):
         base = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         size = start - base + count * self.dtype.itemsize
         try:
-            with open(self.file, "rb") as file:
-                # copy on write: writing into the tensor leaves the file as it is
-                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=base)
-        except (OSError, ValueError) as error:
+            mapped = self.opened.map(size, base)
+        except OSError as error:
             raise GrowthError(f"{self.file}: {self.raw_name} cannot be read: {error}") from error
         return torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=start - base)
 
@@ -186,21 +189,20 @@ LFS_POINTER = b"version https://git-lfs"
 
 def read_header_bytes(file: Path) -> bytes:
     """The raw header of a safetensors file, length and JSON; ValueError if the file is shorter."""
-    with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size < LENGTH.size:
-            raise ValueError(f"it has {size} bytes, fewer than the length of a header")
-        head = stream.read(LENGTH.size)
-        if LFS_POINTER.startswith(head):
-            raise GrowthError(
-                f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in "
-                f"{file.parent}"
-            )
-        (length,) = LENGTH.unpack(head)
-        if length > size - len(head):
-            raise ValueError(f"it declares a header of {length} bytes, but has only {size}")
-        check_header_size(file, length, size)
-        return head + stream.read(length)
+    opened = weight_file(file).opened()
+    size = os.fstat(opened.number).st_size
+    if size < LENGTH.size:
+        raise ValueError(f"it has {size} bytes, fewer than the length of a header")
+    head = os.pread(opened.number, LENGTH.size, 0)
+    if LFS_POINTER.startswith(head):
+        raise GrowthError(
+            f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in {file.parent}"
+        )
+    (length,) = LENGTH.unpack(head)
+    if length > size - len(head):
+        raise ValueError(f"it declares a header of {length} bytes, but has only {size}")
+    check_header_size(file, length, size)
+    return head + os.pread(opened.number, length, len(head))
 
 
 def check_header_size(file: Path, length: int, size: int) -> None:
@@ -221,9 +223,11 @@ def _read_shard(file: Path) -> dict[str, Header]:
     if not os.path.isfile(file):
         raise GrowthError(f"{file.parent}: shard {file.name!r} is missing: download it again")
     refuse_links_out(file, file.parent)
+    # it stays open for the tensors in it
+    opened = weight_file(file)
     with _naming(file):
         head, size = read_header_bytes(file), file.stat().st_size
-    return parse_headers(file, head, size)
+    return parse_headers(opened, head, size)
 
 
 @contextmanager
@@ -241,12 +245,12 @@ def _naming(file: Path) -> Iterator[None]:
         ) from error
 
 
-def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
+def parse_headers(opened: WeightFile, head: bytes, size: int) -> dict[str, Header]:
     """The tensors that the header of a safetensors file lists. The file is not read.
 
     `head` has its first bytes: the length of the header, and the header.
     """
-    with _naming(file):
+    with _naming(Path(opened.path)):
         if head[LENGTH.size : LENGTH.size + 1] != b"{":
             raise ValueError("its header is not a JSON object")
         entries = parse_json(head[LENGTH.size :])
@@ -259,12 +263,12 @@ def parse_headers(file: Path, head: bytes, size: int) -> dict[str, Header]:
             raise ValueError("its __metadata__ is no table")
         if not all(isinstance(text, str) for text in (*metadata, *metadata.values())):
             raise ValueError("its __metadata__ holds more than texts")
-        headers = {name: _header(str(file), len(head), name, e) for name, e in entries.items()}
+        headers = {name: _header(opened, len(head), name, e) for name, e in entries.items()}
         _check_places(entries, len(head), size)
         return headers
 
 
-def _header(file: str, data_start: int, name: str, entry: Mapping[str, Any]) -> Header:
+def _header(opened: WeightFile, data_start: int, name: str, entry: Mapping[str, Any]) -> Header:
     try:
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError) as error:
@@ -282,10 +286,10 @@ def _header(file: str, data_start: int, name: str, entry: Mapping[str, Any]) -> 
         places = reprlib.repr(offsets)
         raise ValueError(f"{name} has shape {reprlib.repr(shape)} and data_offsets {places}")
     if code in QUANTISED_DTYPES:
-        raise GrowthError(_quantised(file, name, code))
+        raise GrowthError(_quantised(opened.path, name, code))
     if code not in STORED_DTYPES:
-        raise GrowthError(f"{file}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")
-    header = Header(file, name, tuple(shape), STORED_DTYPES[code], data_start + offsets[0])
+        raise GrowthError(f"{opened.path}: {name} has dtype {reprlib.repr(code)}; {HANDLED}")
+    header = Header(opened, name, tuple(shape), STORED_DTYPES[code], data_start + offsets[0])
     if header.nbytes != offsets[1] - offsets[0]:
         raise ValueError(f"{name} is {code} {shape} and has bytes {offsets[0]} to {offsets[1]}")
     return header

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.source import files
+from growkern.growth.source.opened import weight_file
 from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES, refuse_files
 
 # of a model; the Hub refuses other characters
@@ -160,7 +161,8 @@ class RemoteTensor(files.Header):
 
             with _reaching(self.model):
                 file = hf_hub_download(self.model.id, name, revision=self.model.commit)
-            return files.Header(file, self.raw_name, self.shape, self.dtype, self.start).read()
+            of_file = weight_file(file)
+            return files.Header(of_file, self.raw_name, self.shape, self.dtype, self.start).read()
         data, _ = _bytes_of(self.model, name, self.start, self.nbytes)
         return torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.shape)
 
@@ -190,7 +192,7 @@ def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
         missing = min(length, files.MOST_HEADER_BYTES) + files.LENGTH.size - len(head)
         if missing > 0:
             head += _bytes_of(model, file.name, len(head), missing)[0]
-        return files.parse_headers(file, head[: files.LENGTH.size + length], size)
+        return files.parse_headers(weight_file(file), head[: files.LENGTH.size + length], size)
 
     # without an index there is no other file
     is_single = not (directory / files.INDEX_FILE).is_file()

@@ -8,11 +8,9 @@ matrix `NAME` of 8-bit numbers, and one scale for each of its blocks in `NAME_sc
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
@@ -25,6 +23,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.files import read_all
 from growkern.growth.source.files import EIGHT_BITS, Header
+from growkern.growth.source.opened import WeightFile, weight_file
 from growkern.growth.source.stored import (
     OTHER_CHECKPOINT,
     Filled,
@@ -157,10 +156,12 @@ class Stacked(Filled):
         name: of the first one in the files.
         runs: where the matrix of each expert lies. They are plain tuples, which the garbage
             collector leaves out: a model has 100,000.
+        opened: the files, by their paths.
     """
 
     name: str
     runs: tuple[tuple[Run, ...], ...]
+    opened: Mapping[str, WeightFile]
 
     @classmethod
     def of(
@@ -176,7 +177,8 @@ class Stacked(Filled):
                 else:
                     runs.append((file, at, size))
             result.append(tuple(runs))
-        return cls(shape, dtype, name, tuple(result))
+        files = {file: weight_file(file) for own in result for file, _, _ in own}
+        return cls(shape, dtype, name, tuple(result), files)
 
     @property
     def file(self) -> str:
@@ -184,8 +186,8 @@ class Stacked(Filled):
 
     def inside(self, directory: Path) -> Stacked:
         """The same tensor, whose files lie in a directory."""
-        runs = (tuple((str(directory / f), at, size) for f, at, size in own) for own in self.runs)
-        return replace(self, runs=tuple(runs))
+        runs = [[(str(directory / f), at, size) for f, at, size in own] for own in self.runs]
+        return Stacked.of(self.shape, self.dtype, self.name, runs)
 
     def places(self, start: int, stop: int) -> Iterator[Run]:
         """Every run of the rows [start, stop)."""
@@ -194,19 +196,15 @@ class Stacked(Filled):
     def fill(self, out: Tensor, start: int, stop: int) -> None:
         """Read rows [start, stop). Reading is faster than to map thousands of small tensors."""
         view, done = out.view(-1).view(torch.uint8).numpy().data, 0
-        with ExitStack() as stack:
-            files: dict[str, int] = {}
-            for file, at, size in self.places(start, stop):
-                try:
-                    if file not in files:
-                        files[file] = os.open(file, os.O_RDONLY)
-                        stack.callback(os.close, files[file])
-                    read_all(files[file], view[done : done + size], at)
-                except OSError as error:
-                    raise GrowthError(
-                        f"{file}: {self.name} or one after it cannot be read: {error}"
-                    ) from error
-                done += size
+        for file, at, size in self.places(start, stop):
+            try:
+                opened = self.opened[file].opened()
+                read_all(opened.number, view[done : done + size], at)
+            except OSError as error:
+                raise GrowthError(
+                    f"{file}: {self.name} or one after it cannot be read: {error}"
+                ) from error
+            done += size
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,8 +42,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from growkern.errors import GrowthError
-from growkern.files import no_collections, read_bounded, regular_size, stays_inside
+from growkern.files import no_collections, read_all, read_bounded, regular_size, stays_inside
 from growkern.growth.source.files import METADATA_FILE, MOST_AXES, MOST_ENTRIES, refuse_links_out
+from growkern.growth.source.opened import WeightFile
 
 # A piece of a tensor takes 140 bytes. A model of 70 billion parameters and its optimizer on 1024
 # processes have 2.2 million pieces, and a model of a trillion on 4096 has 5 million
@@ -262,7 +263,7 @@ LENGTHS = struct.Struct("<26xHH")
 
 
 def read_piece(
-    stream: IO[bytes], place: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]
+    file: WeightFile, place: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]
 ) -> Tensor:
     """The tensor of an archive in a file; ValueError if it is damaged or something else.
 
@@ -273,9 +274,8 @@ def read_piece(
     if length > nbytes + MOST_OVERHEAD:
         raise ValueError(f"a piece of {nbytes} bytes takes {length} bytes in the file")
     content = bytearray(length)
-    stream.seek(offset)
-    if stream.readinto(content) != length:  # type: ignore[attr-defined]
-        raise ValueError("the file is truncated")
+    opened = file.opened()
+    read_all(opened.number, memoryview(content), offset)
     try:
         tensor = _load(content, nbytes)
     except (zipfile.BadZipFile, NotImplementedError, struct.error, LookupError) as error:
