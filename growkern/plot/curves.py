@@ -225,7 +225,8 @@ def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
 def _numbers(group: Group, reference: Group) -> list[list[float]]:
     """The numbers of KEYS, one for each seed; none where there are none."""
     costs = [cost for cost, _ in group.reached()]
-    starts = [curve.losses[0] for curve in group.curves]
+    # that of a model that was grown for the run is measured before the first step
+    starts = [curve.losses[0] for curve in group.curves if not curve.steps[0]]
     if len(costs) < len(group.curves):
         return [starts, [], [], []]
     if len(set(group.marks)) > 1:

@@ -13,12 +13,14 @@ import torch
 from transformers.trainer_callback import ExportableState
 
 from growkern.errors import GrowthError
+from growkern.growth.history import GROWN_KEY
 from growkern.train.distributed.shard import prime
 from growkern.train.loop.growing import Former
 from growkern.train.loop.setup import take_model
 from growkern.train.model.contexts import setting
 from growkern.train.optimizer import bare
 from growkern.train.safety.checkpoints import step_of
+from growkern.train.safety.saving import evaluates_start, misses_evaluation
 from growkern.train.safety.signals import SignalWatch
 
 
@@ -139,8 +141,21 @@ def complete_line(trainer: Any, logs: dict[str, float]) -> None:
     logs.pop("train_loss", None)
 
 
+def note_evaluation(trainer: Any) -> None:
+    """Note whether the model has to be evaluated before its next step."""
+    args, state, grows = trainer.args, trainer.state, trainer.growths.source is not None
+    is_new = grows or (not state.global_step and hasattr(trainer.model.config, GROWN_KEY))
+    trainer.evaluates_start = is_new and evaluates_start(args, state)
+    # numbers of a model that has grown since would be another's
+    trainer.misses_evaluation = not grows and misses_evaluation(args, state, trainer.eval_dataset)
+
+
 def make_up_evaluation(trainer: Any) -> None:
-    """Evaluate the checkpoint that was loaded, if a signal has prevented that."""
+    """Evaluate a model that was just grown, or a checkpoint if a signal has prevented that."""
+    starts, trainer.evaluates_start = trainer.evaluates_start, False
+    if starts:
+        # the schedule does not go by it, and no checkpoint holds this model
+        trainer._evaluate(None, None, skip_scheduler=True)
     misses, trainer.misses_evaluation = trainer.misses_evaluation, False
     if misses and (metrics := trainer._evaluate(None, None)):
         trainer._determine_best_metric(metrics, None)

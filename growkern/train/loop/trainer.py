@@ -99,7 +99,7 @@ class TwoStageTrainer(Trainer):
     batches: Batches
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
-    misses_evaluation = False
+    misses_evaluation = evaluates_start = False
 
     def __init__(
         self,
@@ -196,9 +196,7 @@ class TwoStageTrainer(Trainer):
         place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         # a checkpoint restores the intervals that it was saved with
         self.state.compute_steps(self.args, max_steps)
-        misses = misses_evaluation(self.args, self.state, self.eval_dataset)
-        # numbers of a model that has grown since would be another's
-        self.misses_evaluation = misses and self.growths.source is None
+        runs.note_evaluation(self)
         data, source = self.train_dataset, self.data_collator
         return self.batches.start(data, source, checkpoint, place, epochs, self.args)
 

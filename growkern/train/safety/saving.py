@@ -295,6 +295,12 @@ class Stops:
         raise interruption(self.number)
 
 
+def evaluates_start(args: Any, state: Any) -> bool:
+    """Whether a model that was just grown is evaluated before it is trained."""
+    is_evaluated = args.eval_strategy == "steps" and state.global_step >= args.eval_delay
+    return is_evaluated and not args.eval_on_start
+
+
 def misses_evaluation(args: Any, state: Any, sets: Any) -> bool:
     """Whether a signal has ended or prevented the evaluation of the current step."""
     step = state.global_step

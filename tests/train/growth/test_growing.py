@@ -208,11 +208,46 @@ def test_the_growth_goes_on_from_its_checkpoint_also_if_only_the_best_is_kept(tm
     }  # fmt: skip
     growth = [GrowthStep(at_step=4, sizes={"num_hidden_layers": 4})]
     trainer = trainer_in(tmp_path, growth, args=args, eval_dataset=Batches(4))
-    trainer._evaluate = lambda *_: {"eval_loss": float(trainer.state.global_step)}
+    trainer._evaluate = lambda *_, **__: {"eval_loss": float(trainer.state.global_step)}
     trainer.train()
     assert trainer.state.global_step == STEPS and trainer.model.config.num_hidden_layers == 4
     kept = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert kept == {"checkpoint-2", f"checkpoint-{STEPS}"}
+
+
+def evaluations(trainer):
+    lines = trainer.state.log_history
+    return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+
+
+def test_a_grown_model_is_evaluated_before_its_first_step(tmp_path):
+    """A growth that is exact has the loss of the small model; a resumed run measures it once."""
+    args = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 1}
+    growth, data = [GrowthStep(at_step=3, sizes={SIZES[1]: 80})], Batches(4)
+    trainer = trainer_in(tmp_path / "a", growth, args=args, eval_dataset=data)
+    trainer.train()
+    found = evaluations(trainer)
+    assert [step for step, _ in found] == [3, 3, 6, 9]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5) and found[1] != found[2]
+    for step in (2, 3, 4):
+        again = trainer_in(tmp_path / "a", growth, args=args, eval_dataset=data)
+        again.train(resume_from_checkpoint=tmp_path / "a" / f"checkpoint-{step}")
+        assert evaluations(again) == found
+    # a model that was grown before the run; and without data to evaluate on nothing is
+    small = build("bert", layers=2, tied=True)
+    large = growkern.grow(small, intermediate_size=80)
+    args |= {"max_steps": 2, "output_dir": str(tmp_path / "b")}
+    own = TrainingArguments(**{**trainer.args.to_dict(), **args})
+    found = []
+    for model, rows in ((small, data), (large, data), (large, None)):
+        kind = own if rows else replace(own, eval_strategy="no")
+        one = TwoStageTrainer(model, kind, train_dataset=data, eval_dataset=rows)
+        before = one.evaluate(data)["eval_loss"]
+        one.state.log_history.clear()
+        one.train()
+        found.append([loss for step, loss in evaluations(one) if step == 0])
+        assert found[-1] in ([], [before])
+    assert [len(losses) for losses in found] == [0, 1, 0]
 
 
 def test_a_run_does_not_start_again_with_a_model_that_is_gone(tmp_path):
