@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 # the server of the pages, for which one of the tests stands in
 SERVER = "http://localhost:8000"
 # in these all blocks belong to one story; in other pages only Python stands alone
-STORIES = ("add_model.md", "quickstart.md")
+STORIES = ("add_model.md", "quickstart.md", "walkthrough.md")
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
@@ -50,7 +50,7 @@ def run_page(page: Path, folder: Path, server: str) -> list[str]:
                 named = re.match(r"# (\w+\.toml)\n", text)
                 (folder / (named[1] if named else "run.toml")).write_text(text)
             elif language == "bash" and page.name in STORIES:
-                for line in text.splitlines():
+                for line in re.findall(r"^growkern .*", text, re.M):
                     app(shlex.split(line, comments=True)[1:], standalone_mode=False)
         printed.append(out.getvalue())
     return printed
