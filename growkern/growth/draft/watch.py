@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from growkern.errors import reason
 from growkern.families.family import NORM_KINDS, Norm
@@ -44,7 +45,8 @@ class Watch:
     def __init__(self, cls: Any, config: Any) -> None:
         if sum(map(math.prod, shapes(cls, config)[0].values())) > MOST:
             raise NoRule("the small config still makes a large model")
-        with warnings.catch_warnings():
+        # its parameters are random without the numbers of the process
+        with warnings.catch_warnings(), no_init_weights():
             warnings.simplefilter("ignore")
             self.model = cls._from_config(copy.deepcopy(config), dtype=torch.float64).eval()
         restore_buffers(self.model)
@@ -111,7 +113,8 @@ def norm_facts(module: nn.Module, length: int) -> NormFacts | None:
     gains = {name: p for name, p in found.items() if torch.is_tensor(p)}
     if any(p.ndim != 1 for p in gains.values()):
         return None
-    x = 2 + torch.randn(1, 1, *(gains["weight"].shape if gains else (length,)), dtype=torch.float64)
+    shape, rng = gains["weight"].shape if gains else (length,), torch.Generator().manual_seed(0)
+    x = 2 + torch.randn(1, 1, *shape, dtype=torch.float64, generator=rng)
     try:
         y = module(x).double()
     except Exception:

@@ -187,7 +187,8 @@ class GrowthAdamW(torch.optim.AdamW):
     fused kernel takes the step. Elsewhere one kernel of this library does it in one pass.
 
     Args:
-        params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`.
+        params: named parameters: `model.named_parameters()`, or groups as in `decay_groups`. The
+            groups become those of the optimizer, which completes them, as all of PyTorch's do.
         plan: `growkern.growth_plan_of(model)`, for a loaded model too.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in `torch.optim.AdamW`.
         matched: True: apply the factors and this decay. False: plain AdamW.

@@ -100,7 +100,7 @@ class GrowthMuon(Muon):
 
     Args:
         params: named matrices of the grown model: pairs as in `model.named_parameters()`, or groups
-            of them.
+            of them, which the optimizer completes as in `GrowthAdamW`.
         plan: `growkern.growth_plan_of(model)`, for a loaded model too.
         lr: learning rate, that of the source.
         weight_decay: fraction per unit of learning rate, as in `torch.optim.Muon`.

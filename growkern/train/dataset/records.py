@@ -113,13 +113,25 @@ class Reader:
         if self.settings.text is None:
             return [self._of_ids(record) for record in records]
         texts = [self._text(record) for record in records]
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        options = {"add_special_tokens": False, "return_attention_mask": False}
         read = []
-        for record, ids in zip(records, self.tokenizer(texts, **options)["input_ids"], strict=True):
+        for record, ids in zip(records, self._ids_of(texts, **options), strict=True):
             end = () if record.get(CONTINUED) is True else self.settings.separator
             tokens = {IDS: np.asarray([*ids, *end], DTYPES[IDS])}
             read.append(self._weighted(tokens, record))
         return read
+
+    def _ids_of(self, texts: Sequence[str], **options: Any) -> Any:
+        """The token ids of texts. A call sets the tokenizer's truncation and padding: undo that."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        before = [getattr(backend, name, None) for name in ("truncation", "padding")]
+        try:
+            return self.tokenizer(texts, verbose=False, **options)["input_ids"]
+        finally:
+            if before[0] is not None:
+                backend.enable_truncation(**before[0])
+            if before[1] is not None:
+                backend.enable_padding(**before[1])
 
     def _column(self, record: Mapping[str, Any], name: str, key: str) -> Any:
         if name not in record:
@@ -145,7 +157,7 @@ class Reader:
                 (settings.target, "data.target_column"),
             )
             texts = [[self._text(record, *name) for record in records] for name in names]
-            read, written = (self.tokenizer(side, verbose=False)["input_ids"] for side in texts)
+            read, written = (self._ids_of(side) for side in texts)
             sides = [*zip(map(np.asarray, read), map(np.asarray, written), strict=True)]
         return [self._pair(*both, record) for both, record in zip(sides, records, strict=True)]
 

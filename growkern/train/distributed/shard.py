@@ -170,9 +170,9 @@ def shard(
     """Prepare a model for distributed training, in place.
 
     With `sharding="fsdp"` every parameter becomes a DTensor. All processes must call this, with
-    the same weights or on the meta device (then fill the model with `growkern.grow_into`). With
-    "ddp" only blocks are compiled and checkpointed. The trainer or your loop adds
-    DistributedDataParallel.
+    the same weights or on the meta device (then fill the model with `growkern.grow_into`). Without
+    a mesh, communication between them is started if it was not. With "ddp" only blocks are compiled
+    and checkpointed. The trainer or your loop adds DistributedDataParallel.
 
     Args:
         model: of transformers.
@@ -198,7 +198,6 @@ def shard(
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if options.compile_blocks:
         # the whole model would be compiled again for each depth, and fail on the fused loss
-        model.config.use_cache = False
         for block in blocks:
             block.compile()
     if options.sharding == "ddp":

@@ -35,7 +35,7 @@ from growkern.train.loss.batches import Batches, unchanged_random_state
 from growkern.train.loss.options import InheritanceSchedule, LossOptions
 from growkern.train.loss.passes import stream_loader
 from growkern.train.loss.side import EvaluationSums
-from growkern.train.model.contexts import setting
+from growkern.train.model.contexts import evaluating, setting
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
@@ -68,7 +68,8 @@ class TwoStageTrainer(Trainer):
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a
             decoder such as T5ForConditionalGeneration.
-        args: of `transformers.Trainer`, which gets a copy.
+        args: of `transformers.Trainer`, which gets a copy. As there, the random numbers of the
+            process are those of `args.seed` afterwards.
         two_stage: None trains the whole model in every step.
         inheritance: when and how strongly the teacher takes part; given together with `teacher`.
         teacher: a model, several models, a `TeacherCache` or a `ServedTeacher`. Or a dict of
@@ -173,8 +174,9 @@ class TwoStageTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **options: Any) -> Any:
         """Train, through all growths. SIGINT, SIGTERM and SIGUSR1 save at the end of the step.
 
-        If `args.save_strategy` is "no", they end the run without a checkpoint. A signal in the last
-        step raises too, after the run has ended.
+        The model is trained in place, and is in training mode and without gradients afterwards.
+        If `args.save_strategy` is "no", signals end the run without a checkpoint. A signal in the
+        last step raises too, after the run has ended.
 
         Args:
             resume_from_checkpoint: a checkpoint, or True for the latest whole one in
@@ -309,7 +311,7 @@ class TwoStageTrainer(Trainer):
         self._sums = EvaluationSums()
         self.stops.evaluated = 0
         try:
-            with unchanged_random_state():
+            with unchanged_random_state(), evaluating(self.model):
                 output = super().evaluation_loop(
                     dataloader, description, True, ignore_keys, metric_key_prefix
                 )

@@ -53,7 +53,8 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     draws dropout masks of its own. It reads a part of a stream of its own. And Adam makes steps of
     gradients that are nothing but rounding, such as those of the biases of keys in attention, if
     its epsilon is smaller than they are.
-    SIGINT, SIGTERM and SIGUSR1 save a checkpoint and end the run.
+    SIGINT, SIGTERM and SIGUSR1 save a checkpoint and end the run. The random numbers of the process
+    are those of `training.seed` afterwards.
 
     Args:
         path: the run file.
