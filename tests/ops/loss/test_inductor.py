@@ -68,16 +68,22 @@ VALUES = {
     "logits_dtype": [torch.float64],
     "backend": ["reference", "cpu"],
 }
-# the losses share the code of the options: one of them tries all
-OF_ALL = ("alpha", "divergence", "tail", "backend")
-ALONE = ("alpha", "reduction", "num_items", "return_parts", "label_smoothing")
+# of one loss, which has a bias for each head
+VALUES |= {"student_bias": [torch.linspace(-1, 1, V)], "teacher_bias": [torch.linspace(1, -1, V)]}
+# beside values of all sorts, and without a teacher where that is a call of its own
+ALONE = ("alpha", "reduction", "num_items", "return_parts", "label_smoothing", "student_bias")
+
+
+def options_of(loss):
+    found = inspect.signature(getattr(growkern, loss)).parameters.values()
+    return [x.name for x in found if x.kind is x.KEYWORD_ONLY and x.name not in LEFT_OUT]
+
+
 CALLS = [
     (loss, option, number, taught)
     for loss in LOSSES
-    for option in LossCall._fields
-    if option in inspect.signature(getattr(growkern, loss)).parameters and option not in LEFT_OUT
-    if loss == "linear_kl_mlm_loss" or option in OF_ALL
-    for number in range(len(VALUES[option]))
+    for option in options_of(loss)
+    for number in range(len(VALUES.get(option, ())))
     for taught in (
         (True, False) if option in ALONE and (number == 0 or option != "alpha") else (True,)
     )
@@ -128,4 +134,8 @@ def test_one_graph(loss, option, number, taught):
 
 
 def test_every_option_is_tried():
-    assert LossCall._fields == tuple(n for n in LossCall._fields if n in VALUES or n in LEFT_OUT)
+    tried = {(loss, option) for loss, option, *_ in CALLS}
+    assert tried == {(loss, option) for loss in LOSSES for option in options_of(loss)}
+    assert {*LossCall._fields} - LEFT_OUT <= {option for _, option in tried}
+    # a comprehension over teachers that are not there broke the graph
+    assert all((loss, "alpha", 0, False) in CALLS for loss in LOSSES)
