@@ -123,7 +123,7 @@ class Reader:
 
     def _ids_of(self, texts: Sequence[str], **options: Any) -> Any:
         """The token ids of texts. A call sets the tokenizer's truncation and padding: undo that."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
         before = [getattr(backend, name, None) for name in ("truncation", "padding")]
         try:
             return self.tokenizer(texts, verbose=False, **options)["input_ids"]
