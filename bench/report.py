@@ -31,7 +31,14 @@ from bench.paper.briefs import (
     never_grown,
     savings,
 )
-from bench.paper.compare import QUESTIONS, Row, committed, compared, fixed_sizes
+from bench.paper.compare import (
+    QUESTIONS,
+    Row,
+    check_savings,
+    committed,
+    compared,
+    fixed_sizes,
+)
 from bench.paper.models import Size
 from bench.paper.page import write_page
 from bench.paper.plans import lines_of
@@ -265,13 +272,16 @@ BLOCKS = {
     "growth-adamw": tables.growth_adamw,
     **{f"savings-{name}": partial(brief_text, name=name) for name in BRIEFS},
 }
+# blocks that are tables of savings
+SAVINGS = {"measured", "demo", "diagnosis", "early", *(f"savings-{name}" for name in BRIEFS)}
 
 
 def with_blocks(text: str, results: Path) -> str:
     """Replace every block between its marks by a new one."""
     for name, block in BLOCKS.items():
         marks = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        body = f"{block(results)}\n"
+        made = block(results)
+        body = f"{check_savings(name, made) if name in SAVINGS else made}\n"
         text = re.sub(marks, lambda m, body=body: m[1] + body + m[2], text, flags=re.S)
     return text
 

@@ -152,6 +152,31 @@ BRIEFS = {
     ),
 }
 
+# the same on the page of all tables. As much is spent before a size as on the smaller ones alone,
+# so that "a family" is all sizes up to this one
+STUDIES = {
+    "family": Brief(
+        "a family of 4 x 32, 4 x 64 and 4 x 96",
+        dict.fromkeys(("up to 4 x 64", "up to 4 x 96"), ALL),
+        {
+            words: tuple(("family", system, size) for size in ("4x64", "4x96"))
+            for words, system in (
+                ("each grown from the one before", "chained"),
+                ("the same, `direct_copy`", "chained_copy"),
+            )
+        },
+        {
+            "4 x 32, never grown": tuple(
+                NeverGrown(("family", "scratch", size), Size(4, 32, 2)) for size in ("4x64", "4x96")
+            ),
+            "4 x 64, never grown": (
+                None,
+                NeverGrown(("family", "scratch", "4x96"), Size(4, 64, 4)),
+            ),
+        },
+    )
+}
+
 
 def brief_text(results: Path, name: str) -> str:
     """A short table of the runs in a folder of results, in markdown.
@@ -159,7 +184,7 @@ def brief_text(results: Path, name: str) -> str:
     Raises:
         GrowthError: the table names no question, or has no model that is never grown.
     """
-    brief, rows = BRIEFS[name], committed(results)
+    brief, rows = (BRIEFS | STUDIES)[name], committed(results)
     groups = brief.groups
     for group, questions in groups.items():
         if not questions or set(questions) - set(QUESTIONS):
@@ -235,25 +260,57 @@ def _found(rows: Mapping[str, Row], where: Where | None) -> tuple[Line | None, P
     return next(found, (None, {}))
 
 
+def ends_of(rows: Mapping[str, Row], name: str) -> list[tuple[Line, Row]]:
+    """The lines of a table of which each has one run, at a given rate, and the rows that are there.
+
+    All have seed 1.
+    """
+    lines = lines_of(name, "tiny") or []
+    jobs = [jobs_of_seed(line, 1, line.rate or 0.0)[-1].name for line in lines]
+    return [(line, rows[job]) for line, job in zip(lines, jobs, strict=True) if job in rows]
+
+
+def _below(marks: Sequence[float | None], loss: float) -> list[str]:
+    """How far a loss is below others; "-" for one that is not there, or the same."""
+    return ["-" if x is None or x == loss else f"{x - loss:+.3f}" for x in marks]
+
+
 def diagnosis_text(results: Path) -> str:
     """The losses of one seed, and how far each is below those from scratch, in markdown.
 
     The question is a given size: all FLOPs count, those of a source too.
     """
-    rows, lines = committed(results), lines_of("diagnosis", "tiny") or []
-    found = []
-    for line in lines:
-        (job,) = jobs_of_seed(line, 1, line.rate or 0.0)
-        if job.name in rows:
-            found.append((line, rows[job.name]))
-    marks = {line.label: row["losses"][-1] for line, row in found if line.system == "scratch"}
-    controls = [marks.get(f"equal {what}") for what in ("FLOPs", "steps at 0.0052")]
-    cells = []
+    found, cells = ends_of(committed(results), "diagnosis"), []
+    by_label = {line.label: row["losses"][-1] for line, row in found if line.system == "scratch"}
+    # each at the better of its rates
+    steps = [loss for label, loss in by_label.items() if label.startswith("equal steps")]
+    marks = [by_label.get("equal FLOPs"), min(steps, default=None)]
     for line, row in found:
         loss = row["losses"][-1]
-        below = ["-" if x is None or x == loss else f"{x - loss:+.3f}" for x in controls]
         spent = (row["source flops"] + row["flops"][-1]) / found[0][1]["flops"][-1]
         mark = "" if row["commit"] else " (pilot)"
-        cells.append([title_of(line) + mark, f"{spent:.2f}", f"{loss:.3f}", *below])
+        cells.append([title_of(line) + mark, f"{spent:.2f}", f"{loss:.3f}", *_below(marks, loss)])
     heads = ["a given size", "FLOPs", "loss", "below scratch, equal FLOPs", "equal steps"]
     return table(heads, cells)
+
+
+def frontier_text(results: Path) -> str:
+    """Each line at the better of its rates, below the target and below the best fixed size."""
+    best: dict[tuple[str, str], tuple[Line, Row]] = {}
+    for line, row in ends_of(committed(results), "frontier"):
+        known = best.setdefault((line.setting.name, line.system), (line, row))
+        if row["losses"][-1] < known[1]["losses"][-1]:
+            best[line.setting.name, line.system] = line, row
+    fixed = [row["losses"][-1] for line, row in best.values() if line.system == "scratch"]
+    marks = [fixed[0], min(fixed)] if fixed else []
+    cells = [
+        [
+            title_of(line),
+            f"{row['rate']:g}",
+            f"{row['losses'][-1]:.3f}",
+            *_below(marks, row["losses"][-1]),
+        ]
+        for line, row in best.values()
+    ]
+    heads = ["equal FLOPs", "rate", "loss", "below the target from scratch: a given size"]
+    return table([*heads, "below the best fixed size: a given loss"], cells)

@@ -241,6 +241,32 @@ def _said(text: Text) -> str:
 #     size     (w - s - g) / w              only the large one is wanted, and nothing is there
 #     loss     (b - s - g) / b              any size will do
 QUESTIONS = {"family": "a family", "size": "a given size", "loss": "a given loss"}
+
+
+def check_savings(name: str, text: str) -> str:
+    """A table of savings as it is, if a reader can tell what each saving is one of.
+
+    Its head names the question, or each line that tells of a saving does.
+
+    Raises:
+        GrowthError: one has no question, or no line is of a model that is never grown.
+    """
+    head, _, *lines = text.splitlines()
+
+    def asks(line: str) -> bool:
+        return any(question in line for question in QUESTIONS.values())
+
+    untold = [line for line in lines if "saved" in line and not asks(line)]
+    if not asks(head) and (untold or not any(map(asks, lines))):
+        raise GrowthError(
+            f"table {name!r}: {(untold or [head])[0]}: name the question of this saving, one of "
+            f"{', '.join(QUESTIONS.values())}"
+        )
+    if "never grown" not in text:
+        raise GrowthError(f"table {name!r} has no model that is never grown: add that line")
+    return text
+
+
 # what runs share whose losses may be compared
 SHARED = (
     *("family", "text", "vocab", "batch", "length", "dropout", "precision"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from bench.paper.settings import Setting
 from growkern import GrowthStep, InheritanceSchedule, TwoStageConfig
@@ -140,12 +140,11 @@ def grown(method: str, depth: str = "stack", stream: str = "copies", **how: Any)
     return sections
 
 
-def with_optimizer(optimizer: Literal["auto", "adamw", "muon"], sections: Sections) -> Sections:
-    """The same with another optimizer. "auto" is `GrowthAdamW` for a grown model."""
+def with_training(sections: Sections, **changes: Any) -> Sections:
+    """The same, trained otherwise. The optimizer "auto" is `GrowthAdamW` for a grown model."""
 
     def changed(job: Job, source: str) -> dict[str, Any]:
-        training = replace(training_of(job), optimizer=optimizer)
-        return {**sections(job, source), "training": training}
+        return {**sections(job, source), "training": replace(training_of(job), **changes)}
 
     return changed
 

@@ -23,7 +23,7 @@ class Line:
         rate: its learning rate, where that is not the best one of short runs; else None.
         parts: lengths of its runs beside `PARTS`, which no column of the table shows. The FLOPs
             that are saved are interpolated between all lengths.
-        only_whole: whether its only runs are as long as the setting says.
+        lengths: those of its runs in place of all these. The table is then one of its own.
     """
 
     setting: Setting
@@ -32,7 +32,7 @@ class Line:
     like: Line | None = None
     rate: float | None = None
     parts: tuple[float, ...] = ()
-    only_whole: bool = False
+    lengths: tuple[float, ...] = ()
 
 
 COMPARED = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bench.paper.briefs import brief_text, ends_of, frontier_text
 from bench.paper.compare import (
     Pairs,
     Row,
@@ -94,7 +95,15 @@ def page_text(results: Path) -> str:
             parts.append(f"One seed took {minutes:.0f} minutes, its rates and sources included.\n")
         if _has_picture(by_line):
             parts.append(f"![{heading(name, size)}]({_picture(name, size)})\n")
-    return "\n".join([*parts, maps_text(results)]).rstrip() + "\n"
+    return "\n".join([*parts, *_studies(results, rows), maps_text(results)]).rstrip() + "\n"
+
+
+def _studies(results: Path, rows: Mapping[str, Row]) -> Iterator[str]:
+    """The tables of studies whose lines have no lengths in common, once there is enough to tell."""
+    if any(row["system"] == "chained" for row in rows.values()):
+        yield f"## {heading('family', 'tiny')}\n\n{brief_text(results, 'family')}\n"
+    if 2 * len(ends_of(rows, "frontier")) >= len(lines_of("frontier", "tiny") or []):
+        yield f"## {heading('frontier', 'tiny')}\n\n{frontier_text(results)}\n"
 
 
 def write_page(results: Path) -> list[Path]:
@@ -190,7 +199,7 @@ def tables_in(
     for name in TABLES:
         for size in SIZES:
             lines = lines_of(name, size) or []
-            if any(line.only_whole for line in lines):
+            if any(line.lengths for line in lines):
                 # it has a table of its own
                 continue
             by_line = compared(lines, name, rows)

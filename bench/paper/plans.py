@@ -133,39 +133,123 @@ def one_run(setting: Setting) -> list[Line]:
     return lines
 
 
+def _paid(setting: Setting, target: Size) -> Setting:
+    """A model that gets 20 tokens per parameter, so that its size pays."""
+    deep = _deep(setting)
+    parameters = _empty(deep, target).num_parameters()
+    steps = 10 * round(TOKENS * parameters / deep.tokens / 10)
+    return deep.variant(target.name, target=target, steps=steps)
+
+
 def diagnosis(setting: Setting) -> list[Line]:
     """Why a grown start is worse than a random one at equal steps: one change at a time.
 
-    The target gets 20 tokens per parameter, so that its size pays. Growth of half its layers after
-    30 % of the steps leaves as many steps as the second line from scratch has. The last lines grow
-    a source whose rate has fallen to 0.
+    Growth of half its layers after 30 % of the steps leaves as many steps as the second line from
+    scratch has. The last lines grow a source whose rate has fallen to 0.
     """
-    deep = _deep(setting)
     start = setting.source
-    target = replace(deep.target, layers=2 * start.layers)
-    parameters = _empty(deep, target).num_parameters()
-    steps = 10 * round(TOKENS * parameters / deep.tokens / 10)
-    at_start, low = deep.rates[1], deep.rates[0]
-    whole = deep.variant(target.name, target=target, steps=steps)
+    whole = _paid(setting, replace(start, layers=2 * start.layers))
+    low, at_start, _ = whole.rates
     grown = _start(whole, start, "stack", 30)
     before = round(0.3 * grown.setting.steps)
-    left = grown.setting.steps - before
-    fewer = whole.variant("left", steps=left)
+    fewer = whole.variant("left", steps=grown.setting.steps - before)
     after = fewer.variant("decayed", source=start, source_steps=before, source_rate=at_start)
     same = [
         *(f"{depth}_at_30" for depth in ("stack", "identity", "random", "interleave")),
-        *(f"stack_at_30_{name}" for name in ("reset", "rewarm", "alone", "growth_adamw")),
+        *(f"stack_at_30_{name}" for name in ("reset", "rewarm", "alone", "growth_adamw", "decay")),
     ]
     lines = [
         Line(whole, "scratch", "equal FLOPs", rate=at_start),
         _never_grown(whole, start, at_start, ""),
-        *(Line(fewer, "scratch", f"equal steps at {rate:g}", rate=rate) for rate in deep.rates),
+        *(Line(fewer, "scratch", f"equal steps at {rate:g}", rate=rate) for rate in whole.rates),
         *(replace(grown, system=name, rate=at_start) for name in same),
         replace(grown, label=f"{grown.label}, at {low:g}", rate=low),
         *(Line(after, name, "after a decay", rate=at_start) for name in ("fpi", "fpi_identity")),
         Line(after, "fpi", f"after a decay, at {low:g}", rate=low),
+        Line(
+            after.variant("twice", steps=after.steps // 2),
+            "fpi_twice",
+            "after a decay",
+            rate=at_start,
+        ),
     ]
-    return [replace(line, parts=(), only_whole=True) for line in lines]
+    return [replace(line, parts=(), lengths=(1.0,)) for line in lines]
+
+
+# of runs of a family that are grown. The last one makes the small model of the next size, so that
+# as much is spent before each size as on the smaller ones from scratch
+OF_CHAIN = (3 / 4, 1.0)
+
+
+def family(setting: Setting) -> list[Line]:
+    """Half, the same and one and a half times the width, each a product.
+
+    All are trained from scratch, and as a chain: each is grown from the one before, which was
+    grown. The largest chooses from two rates, and grown from the rate of the one before.
+    """
+    base = replace(setting.source, layers=2 * setting.source.layers)
+    sizes = [
+        replace(base, width=parts * base.width // 2, heads=parts * base.heads // 2)
+        for parts in (1, 2, 3)
+    ]
+    small, middle, large = (_paid(setting, size) for size in sizes)
+    low, between, high = small.rates
+    alone = [
+        replace(one, rates=rates, untrained_rate_steps=one.steps)
+        for one, rates in ((small, small.rates), (middle, small.rates), (large, (low, between)))
+    ]
+    first = middle.variant(
+        f"after{small.target.name}",
+        source=small.target,
+        source_steps=small.steps,
+        source_rate=high,
+        rate_steps=middle.steps // 2,
+    )
+    second = first.variant(
+        large.target.name,
+        source=middle.target,
+        target=large.target,
+        source_steps=middle.steps,
+        source_rate=between,
+        steps=large.steps,
+    )
+    scratch = [Line(one, "scratch", one.target.name, lengths=(1.0,)) for one in alone]
+    below, above = (
+        [Line(one, name, one.target.name, lengths=OF_CHAIN) for name in ("chained", "chained_copy")]
+        for one in (first, second)
+    )
+    above = [replace(line, like=like) for line, like in zip(above, below, strict=True)]
+    # each after the baseline of its size
+    return [*scratch[:2], *below, scratch[2], *above]
+
+
+def frontier(setting: Setting) -> list[Line]:
+    """Fixed sizes at the FLOPs of one, which is the target if it is the best of them.
+
+    Then runs that start small and grow to it. Each line has the better of two rates.
+    """
+    start = setting.source
+    base = replace(start, layers=2 * start.layers)
+    whole = _paid(setting, base)
+    low, between, high = whole.rates
+    narrow, wide = (
+        replace(base, width=parts * base.width // 2, heads=parts * base.heads // 2)
+        for parts in (1, 3)
+    )
+    one, many = (replace(start, layers=n) for n in (start.layers // 2, 4 * start.layers))
+    lines = [Line(whole, "scratch", base.name, rate=rate) for rate in (low, between)]
+    for size in (one, start, many, narrow, wide):
+        large = size in (many, wide)
+        for rate in (low, between) if large else (between, high):
+            lines.append(_never_grown(whole, size, rate, ""))
+    for size, depth, percent in (
+        *((start, depth, percent) for depth in ("stack", "identity") for percent in (30, 50, 70)),
+        *((one, "random", percent) for percent in (50, 80)),
+        (narrow, "stack", 50),
+    ):
+        line = _start(whole, size, depth, percent)
+        lines += [replace(line, rate=rate) for rate in (low, between)]
+    return [replace(line, parts=(), lengths=(1.0,)) for line in lines]
 
 
 # FLOPs of a step of the dense model at size tiny, as a share of those of its mixture, and of one
@@ -274,6 +358,8 @@ TABLES = {
     "one_run_search": Table("One run that starts small: a search", "qwen3", one_run_search),
     "one_run": Table("One run that starts small", "qwen3", one_run),
     "diagnosis": Table("Growth inside a run, one change at a time", "qwen3", diagnosis),
+    "family": Table("A family of three sizes", "qwen3", family),
+    "frontier": Table("Growth inside a run, beside the best fixed size", "qwen3", frontier),
     "upcycling": Table("From dense to experts", "qwen3", upcycling, baseline="continued"),
 }
 
@@ -292,7 +378,7 @@ def jobs_of_rates(line: Line) -> list[Job]:
 def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
     """The runs of a line with one seed, the shortest first."""
     setting = line.setting
-    parts = (1.0,) if line.only_whole else (*line.parts, *PARTS)
+    parts = line.lengths or (*line.parts, *PARTS)
     steps = sorted(max(1, round(part * setting.steps)) for part in parts)
     return [job_of(setting, line.system, seed, rate, length) for length in steps]
 

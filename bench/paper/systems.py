@@ -29,7 +29,7 @@ from bench.paper.jobs import (
     upcycled,
     upcycled_taught,
     with_moments,
-    with_optimizer,
+    with_training,
 )
 from bench.paper.settings import Setting
 from growkern.train.dataset.options import DataSection
@@ -78,6 +78,18 @@ def _first_stage(setting: Setting, seed: int) -> tuple[Job, ...]:
     steps = round(setting.stage1_share * setting.steps)
     rate = setting.rates[len(setting.rates) // 2]
     return (job_of(setting, "stage1", seed, rate, steps),)
+
+
+def _chain(system: str) -> Needs:
+    """The size before, which grew by the same system; or a source, where the chain begins."""
+
+    def needs(setting: Setting, seed: int) -> tuple[Job, ...]:
+        before = setting.origin
+        if before is None or before.target != setting.source:
+            return _one_source(setting, seed)
+        return (job_of(before, system, seed, setting.source_rate, setting.source_steps),)
+
+    return needs
 
 
 def _general(setting: Setting, seed: int) -> tuple[Job, ...]:
@@ -195,7 +207,7 @@ SYSTEMS = {
     "aki_adamw": System(
         "AKI, AdamW",
         "AKI, trained with AdamW in place of GrowthAdamW",
-        with_optimizer("adamw", grown("aki")),
+        with_training(grown("aki"), optimizer="adamw"),
     ),
     "aki_after_stage1": System(
         "AKI, AdamW, after stage 1",
@@ -229,27 +241,27 @@ SYSTEMS = {
     "padded_adamw": System(
         "FPI, padded stream, AdamW",
         "the same as FPI, padded stream, trained with AdamW in place of GrowthAdamW",
-        with_optimizer("adamw", grown("fpi", stream="padded")),
+        with_training(grown("fpi", stream="padded"), optimizer="adamw"),
     ),
     "fpi_adamw": System(
         "FPI, AdamW",
         "FPI, trained with AdamW in place of GrowthAdamW",
-        with_optimizer("adamw", grown("fpi")),
+        with_training(grown("fpi"), optimizer="adamw"),
     ),
     "padded_muon": System(
         "FPI, padded stream, Muon",
         "the same, trained with GrowthMuon",
-        with_optimizer("muon", grown("fpi", stream="padded")),
+        with_training(grown("fpi", stream="padded"), optimizer="muon"),
     ),
     "noise_muon": System(
         "FPI, noise 0.5, Muon",
         "FPI whose copies differ by noise, trained with GrowthMuon",
-        with_optimizer("muon", grown("fpi", symmetry="noise")),
+        with_training(grown("fpi", symmetry="noise"), optimizer="muon"),
     ),
     "scratch_muon": System(
         "scratch, Muon",
         "the large model, from random weights, trained with Muon",
-        with_optimizer("muon", scratch),
+        with_training(scratch, optimizer="muon"),
         **UNTRAINED,
     ),
     "padded_moments": System(
@@ -331,7 +343,7 @@ SYSTEMS = {
             starts_small=True,
         )
         for depth in ("stack", "random", "identity", "interleave")
-        for percent in (30, 50, 70)
+        for percent in (30, 50, 70, 80)
     },
     # the same, and one thing more is changed
     **{
@@ -366,10 +378,34 @@ SYSTEMS = {
                 "growth_adamw",
                 "GrowthAdamW",
                 "trained with GrowthAdamW",
-                with_optimizer("auto", starting_small("stack", 0.3)),
+                with_training(starting_small("stack", 0.3), optimizer="auto"),
+            ),
+            (
+                "decay",
+                "weight decay",
+                "the weight decay is 0.1, ten times the usual one",
+                with_training(starting_small("stack", 0.3), weight_decay=0.1),
             ),
         )
     },
+    "fpi_twice": System(
+        "FPI, larger batch",
+        "FPI; the large model is trained with twice the rows in a step, and half of the steps",
+        with_training(grown("fpi"), accumulation=2),
+    ),
+    # a family: each size is grown from the grown one before it
+    "chained": System(
+        "chain",
+        "each size of a family is grown from the one before it, with the defaults of growkern",
+        with_training(grown("fpi", stream="padded"), optimizer="auto"),
+        needs=_chain("chained"),
+    ),
+    "chained_copy": System(
+        "chain, DirectCopy",
+        "the same with DirectCopy",
+        with_training(grown("direct_copy"), optimizer="auto"),
+        needs=_chain("chained_copy"),
+    ),
     # a dense model goes on, or becomes a mixture of experts
     "continued": System("dense, continued", "the source is trained on", going_on),
     "upcycled": System(

@@ -22,7 +22,7 @@ from growkern.growth.record.recorded import read_lineage, recorded_plan
 from growkern.growth.source.config import read_config
 from growkern.growth.source.hub import hub_model
 from growkern.growth.space.layout import Layer
-from growkern.plot.curves import HEADS, Curve, groups_of, savings_cells
+from growkern.plot.curves import HEADS, Curve, Group, groups_of, savings_cells
 from growkern.plot.figure import COLORS, GREY, new_figure
 from growkern.plot.losses import draw as draw_losses
 
@@ -102,7 +102,10 @@ def demo_table(results: Path) -> str:
     if not (demo := read(results / "demo.json")):
         return "not measured yet"
     heads = [head.replace("\n", " ") for head in HEADS]
-    return table(heads, savings_cells(groups_of(*_demo_curves(demo), paired=True)))
+    heads[-1] += ": a given size"
+    scratch, *others = groups_of(*_demo_curves(demo), paired=True)
+    small = Group("small model, never grown", others[0].sources, scratch.marks)
+    return table(heads, savings_cells([scratch, small, *others]))
 
 
 def draw_demo(results: Path) -> list[Path]:

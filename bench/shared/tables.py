@@ -354,8 +354,8 @@ def early_saving(results: Path) -> list[list[str]]:
         plan, system = rows[0], EARLY_SYSTEMS[-1][0]
         savings = [row for row in early_runs(rows, system) if row.get("saved") is not None]
         if savings:
-            what = f"the same early in training, {plan['parameters'] / 1e6:.0f} million parameters"
-            what += f", one seed: {system} in one run"
+            what = "training FLOPs saved for a given size, early in training, one seed: "
+            what += f"{plan['parameters'] / 1e6:.0f} million parameters, {system} in one run"
             alone = f"12 layers of width 512, never grown, to that loss: ≥ {early_small(rows):.0%}"
             return [[what, f"{savings[0]['saved']:.0%}", alone]]
     return []

@@ -4,14 +4,17 @@ import math
 
 import pytest
 
+from bench import report
 from bench.paper import briefs
-from bench.paper.briefs import BRIEFS, brief_text
-from bench.paper.compare import Share, alone, committed, share, text_of
+from bench.paper.briefs import BRIEFS, brief_text, frontier_text
+from bench.paper.compare import QUESTIONS, Share, alone, check_savings, committed, share, text_of
+from bench.paper.jobs import all_needs
 from bench.paper.models import Size
+from bench.paper.plans import jobs_of_seed, lines_of
 from bench.paper.settings import SETTINGS
-from bench.shared.results import RESULTS
+from bench.shared.results import RESULTS, write
 from growkern.errors import GrowthError
-from tests.bench.paper.test_page import runs_with
+from tests.bench.paper.test_page import row_of, runs_with
 
 SETTING = SETTINGS["tiny", "gpt2"]
 
@@ -67,3 +70,70 @@ def test_a_table_without_question_or_never_grown_line_is_refused(change, said, m
     monkeypatch.setitem(briefs.BRIEFS, "sources", BRIEFS["sources"]._replace(**change))
     with pytest.raises(GrowthError, match=said):
         brief_text(RESULTS, "sources")
+
+
+@pytest.mark.parametrize("name", sorted(report.SAVINGS))
+def test_hand_built_tables_are_refused_without_them_too(name):
+    text = report.BLOCKS[name](RESULTS)
+    assert check_savings(name, text) == text
+    without = "\n".join(line for line in text.splitlines() if "never grown" not in line)
+    with pytest.raises(GrowthError, match=f"{name!r} has no model"):
+        check_savings(name, without)
+    for question in QUESTIONS.values():
+        text = text.replace(question, "what")
+    with pytest.raises(GrowthError, match=name):
+        check_savings(name, text)
+
+
+def test_each_saving_among_other_figures_names_its_question():
+    told = "| training FLOPs saved for a family: A and B | 20% | B, never grown: 30% |"
+    other = "| loss of 8192 tokens | 51 ms | - |"
+    head = "| measured | growkern | beside it |\n| --- | --- | --- |"
+    assert check_savings("measured", f"{head}\n{told}\n{other}")
+    with pytest.raises(GrowthError, match="saved early"):
+        check_savings("measured", f"{head}\n{told}\n| saved early: C | 33% | - |\n{other}")
+
+
+def test_a_chain_spends_before_a_size_what_the_smaller_ones_cost_alone():
+    """So the FLOPs of all sizes are those of the source, of runs as long, and of the last one."""
+    lines = {(x.system, x.label): x for x in lines_of("family", "tiny")}
+    alone = {
+        size: jobs_of_seed(lines["scratch", size], 1, 1e-3)[-1] for size in ("4x32", "4x64", "4x96")
+    }
+    for size, job in alone.items():
+        setting = job.setting
+        parameters = setting.untrained(setting.target, seed=0).num_parameters()
+        assert setting.target.name == size
+        assert job.steps * setting.tokens / parameters == pytest.approx(20, rel=2e-3)
+    for system in ("chained", "chained_copy"):
+        *_, whole = jobs_of_seed(lines[system, "4x96"], 1, 1e-3)
+        before = {job.system: job for job in all_needs(whole)}
+        assert before.keys() == {"source", system} and whole.steps == alone["4x96"].steps
+        for name, size in (("source", "4x32"), (system, "4x64")):
+            job = before[name]
+            trained = job.setting.source if name == "source" else job.setting.target
+            assert (trained.name, job.steps) == (size, alone[size].steps)
+        # a middle size that was grown is one of its own line's runs
+        assert before[system].name in {
+            job.name for job in jobs_of_seed(lines[system, "4x64"], 1, whole.setting.source_rate)
+        }
+
+
+def test_the_frontier_shows_the_better_rate_beside_the_best_fixed_size(tmp_path):
+    """The target ends at 3.0, the best fixed size at 2.9, and each other line at 3.1 or above."""
+    rows = []
+    for number, line in enumerate(lines_of("frontier", "tiny")):
+        (job,) = jobs_of_seed(line, 1, line.rate)
+        fixed = {"4x64": 3.0, "2x64, never grown": 2.9}.get(line.label, 3.1)
+        rows.append(row_of(job, fixed + (0.05 if number % 2 else 0.0)))
+    write(tmp_path / "paper.json", {"rows": rows[::-1]})
+    head, _, *cells = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in frontier_text(tmp_path).splitlines()
+    )
+    assert [x in "".join(head) for x in QUESTIONS.values()] == [False, True, True]
+    by_name = {name: [*figures] for name, *figures in cells}
+    assert len(by_name) == len(rows) / 2
+    assert by_name["scratch, 4x64"] == ["0.003", "3.000", "-", "-0.100"]
+    assert by_name["scratch, 2x64, never grown"] == ["0.0052", "2.900", "+0.100", "-"]
+    assert by_name["stack at 70 %, from 2x64"] == ["0.003", "3.100", "-0.100", "-0.200"]
