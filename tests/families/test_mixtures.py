@@ -198,7 +198,8 @@ def test_experts_that_grouped_products_do_not_take_are_named():
     assert "sides of 36: in 16 bits" in plan.portability()[0]
     dense = random_model(*RELATIVES["qwen3_5_text"][:2])
     # its convolutions have three axes too
-    assert not growkern.plan(dense, intermediate_size=21).portability()
+    odd = growkern.plan(dense, intermediate_size=21).portability()
+    assert not any("sides of" in line for line in odd)
 
 
 def saved_by_names_in_memory(model, directory):

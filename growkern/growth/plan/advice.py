@@ -13,11 +13,13 @@ that ask for nothing, such as `symmetry="none"`, and what "auto" stands for are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from growkern.errors import GrowthError, human, warn
 from growkern.families.family import inner
+from growkern.families.model import ModelSpec
 from growkern.files import parse_toml
 from growkern.growth.history import forgotten
 from growkern.growth.options import GrowthOptions
@@ -138,6 +140,75 @@ def refuse_idle_options(plan: Blueprint) -> None:
         warn(message)
 
 
+# What sizes have to divide by: its name, and the smallest and the largest power of 2 that anything
+# asks for. Products in FP8 take sides of 16, and its scales are of 128 x 128 weights. Weights that
+# share a scale are 32 (MLX) to 256 (K-quants) of a row
+DIVISORS = {
+    "tensor_parallel": ("tensor parallel", 2, 1 << 20),
+    "expert_parallel": ("expert parallel", 2, 1 << 20),
+    "fp8_block": ("FP8 blocks", 16, 128),
+    "group_size": ("group size", 32, 256),
+}
+STREAMS = ("stream", "normed", "tied_output")
+
+
+def divides(plan: Blueprint) -> dict[str, tuple[int, int]]:
+    """The largest power of 2 that the sizes of source and target divide by, for each use.
+
+    Returns:
+        - "tensor_parallel": processes that share heads and FFN units equally. The vocabulary does
+          not count, as runtimes pad it.
+        - "expert_parallel": processes that share the experts equally. Only for mixtures.
+        - "fp8_block": the sides of square blocks with one scale, in the layers' matrices.
+        - "group_size": weights with one scale, in the rows of these matrices.
+    """
+    both = [_sides(model) for model in (plan.small, plan.large)]
+    return {
+        kind: (math.gcd(most, *both[0][kind].values()), math.gcd(most, *both[1][kind].values()))
+        for kind, (*_, most) in DIVISORS.items()
+        if both[1][kind]
+    }
+
+
+def _sides(model: ModelSpec) -> dict[str, dict[str, int]]:
+    """For each of `DIVISORS`, the sizes that have to divide by it, by their config fields."""
+    family, sides = model.family, {kind: dict[str, int]() for kind in DIVISORS}
+    for tensor in (t for t in model.own_tensors if t.layer is not None):
+        parts = zip(tensor.axes, model.shapes[tensor.name], strict=True)
+        named = [(*axis.partition(":")[::2], side) for axis, side in parts if ":" in axis]
+        # of spaces side by side, the first one stands for all
+        axes = [(way, family.spaces[names.split("|")[0]], side) for way, names, side in named]
+        is_router = len(axes) == 2 and axes[0][1].kind == "experts"
+        if is_router or all(way == "write" for way, *_ in axes):
+            continue
+        writes_stream = any(way == "write" and x.kind in STREAMS for way, x, _ in axes)
+        for way, space, side in axes:
+            key = str(space.heads or space.size or "stream")
+            size, field = model.size(key), family.config_field(key)
+            if space.kind == "experts":
+                sides["expert_parallel"][field] = size
+                continue
+            name = field if side == size else f"{field} x {side / size:g}"
+            sides["fp8_block"][name] = side
+            if way == "read":
+                sides["group_size"][name] = side
+            if space.kind == "heads" or (space.kind == "units" and way == "read" and writes_stream):
+                sides["tensor_parallel"][field] = size
+    return sides
+
+
+def _divides_less(plan: Blueprint) -> Iterator[str]:
+    """The uses for which the target's sizes divide by less than the source's."""
+    for kind, (old, new) in divides(plan).items():
+        name, least, _ = DIVISORS[kind]
+        if new < old and old >= least:
+            odd = [field for field, size in _sides(plan.large)[kind].items() if size % old]
+            yield (
+                f"{name} {new}, where the source's sizes allow {old}: make "
+                f"{' and '.join(odd)} divide by {old}"
+            )
+
+
 def portability(plan: Blueprint) -> Iterator[str]:
     """What to know before the target generates, trains or is loaded elsewhere, as sentences."""
     small, large, options = plan.small, plan.large, plan.options
@@ -187,6 +258,7 @@ def portability(plan: Blueprint) -> Iterator[str]:
             "transformers runs them only with experts_implementation='eager', which is slow; "
             "multiples of 8 run fast"
         )
+    yield from _divides_less(plan)
     if options.portable:
         yield f"portable: {'; '.join(_chosen(plan)) or 'nothing to choose in this family'}"
     if (lost := plan.source.history.lost) and not options.is_baseline:

@@ -21,7 +21,13 @@ from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice import measurements, portability, refuse_idle_options, warnings_of
+from growkern.growth.plan.advice import (
+    divides,
+    measurements,
+    portability,
+    refuse_idle_options,
+    warnings_of,
+)
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import findings
 from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
@@ -108,6 +114,10 @@ class GrowthPlan(Blueprint):
     def portability(self) -> tuple[str, ...]:
         """What other software, and generation, make of the target (`plan.advice`)."""
         return tuple(portability(self))
+
+    def divides(self) -> dict[str, tuple[int, int]]:
+        """What the sizes of source and target divide by, for each use (`plan.advice.divides`)."""
+        return divides(self)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable summary. Together with the source it can repeat the growth.

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import human, print_table
+from growkern.growth.plan.advice import DIVISORS, divides
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import Finding
 from growkern.package import DOCS
@@ -50,7 +51,8 @@ def plan_table(
     style, meaning = LEVELS[level]
     answer = Text.assemble((level, f"bold {style}"), f": the large model{meaning}")
     parts: list[Any] = [answer, _sizes(plan, numbers)]
-    parts += [*_growing(numbers, verbose)]
+    allowed = (f"{DIVISORS[kind][0]} {new}" for kind, (_, new) in divides(plan).items())
+    parts += [Text(f"divides by: {'; '.join(allowed)}"), *_growing(numbers, verbose)]
     each = "" if ranks == 1 else f", each of {ranks} processes (FSDP2)"
     parts += [Text(f"training it: memory in float32{each}"), _training(numbers)]
     if by_level:

@@ -1,12 +1,17 @@
 """What plans say of other runtimes, and growth that avoids what they get wrong."""
 
 import copy
+import math
 
 import pytest
 import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import growkern
 from growkern.families.load import load_family, supported_families
+from testbed.families import FAMILIES
 from testbed.models import Float64Everywhere, outputs, random_model
 
 SIZES = {
@@ -53,8 +58,6 @@ def differ(a, b):
 
 
 def test_undeclared_families_are_those_whose_config_class_has_no_head_dim():
-    import transformers
-
     for name in supported_families():
         family = load_family(name)
         # that of a wrapped model is of another family
@@ -119,7 +122,7 @@ def test_portable_keeps_what_runtimes_compute(sizes, heads):
     assert grown.config.num_attention_heads == heads
     assert grown.config.rope_parameters == source.config.rope_parameters
     assert differ(computing_head_dim(grown), source) < 1e-12
-    (line,) = grown.growth_plan.portability()
+    *_, line = grown.growth_plan.portability()
     assert line.startswith("portable: head_dim=")
     assert "rope_theta stays" in line
 
@@ -289,3 +292,74 @@ def test_runtimes_that_do_not_renormalise_experts_are_named_where_they_are_wrong
     # which read the field
     other = model("Qwen3ForCausalLM", head_dim=8)
     assert not said(other, "norm_topk_prob", to="qwen3_moe", **how)
+
+
+# ------------------------------------------------------------------ what sizes divide by
+
+LAYERS = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 64}
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+MOE = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
+
+
+def empty(class_name, **sizes):
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        return model_class(model_class.config_class(**sizes))
+
+
+def matrices(model):
+    """The (inputs, outputs) of the matrices in the layers of a model."""
+    for name, module in model.named_modules():
+        if not any(part.isdigit() for part in name.split(".")):
+            continue
+        if isinstance(module, nn.Linear):
+            yield module.in_features, module.out_features
+        elif isinstance(module, Conv1D):
+            yield module.nx, module.nf
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "gemma2", "llama", "olmo2", "phi3", "t5"])
+def test_blocks_and_groups_are_those_of_the_matrices(name):
+    model = empty(FAMILIES[name][0], **FAMILIES[name][1])
+    found = [*matrices(model)]
+    divides = growkern.plan(model, vocab_size=64).divides()
+    assert divides["fp8_block"] == (math.gcd(128, *(n for pair in found for n in pair)),) * 2
+    assert divides["group_size"] == (math.gcd(256, *(n for n, _ in found)),) * 2
+
+
+KEYS = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10}
+ODD = {"hidden_size": 5000, "intermediate_size": 17501, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected", "to_blame"),
+    [
+        ({"num_hidden_layers": 3}, (8, 128, 256), ()),
+        ({"intermediate_size": 28672}, (8, 128, 256), ()),
+        (KEYS, (2, 128, 256), ["num_key_value_heads divide by 8"]),
+        (ODD, (1, 1, 1), ["intermediate_size divide by 8", "hidden_size", "hidden_size"]),
+    ],
+)
+def test_a_llama_of_8b_is_warned_of_sizes_that_divide_by_less(sizes, expected, to_blame):
+    source = empty("LlamaForCausalLM", **LLAMA_8B, **LAYERS, num_key_value_heads=8)
+    plan = growkern.plan(source, **sizes)
+    kinds = ("tensor_parallel", "fp8_block", "group_size")
+    assert plan.divides() == dict(
+        zip(kinds, zip((8, 128, 256), expected, strict=True), strict=True)
+    )
+    warnings = [line for line in plan.portability() if "the source's sizes allow" in line]
+    assert len(warnings) == len(to_blame)
+    assert all(words in line for words, line in zip(to_blame, warnings, strict=True))
+    line = f"tensor parallel {expected[0]}; FP8 blocks {expected[1]}; group size {expected[2]}"
+    assert line in str(plan)
+
+
+def test_experts_and_their_units_count():
+    more = {**LLAMA_8B, **LAYERS, **MOE, "num_key_value_heads": 4}
+    source = empty("Qwen3MoeForCausalLM", **more, architectures=["Qwen3MoeForCausalLM"])
+    plan = growkern.plan(source, num_experts=128)
+    assert plan.divides()["expert_parallel"] == (64, 128)
+    assert plan.divides()["tensor_parallel"] == (4, 4)
+    wider = growkern.plan(source, moe_intermediate_size=1000)
+    assert wider.divides()["fp8_block"] == (128, 8)
+    assert any("moe_intermediate_size" in line for line in wider.portability())
