@@ -156,7 +156,7 @@ THIRD_PARTY = {
 # what renames: files and directories that appear whole, and checkpoints in a run's own directory
 RENAMING = (
     *("files.py", "publish/calls.py", "publish/workplace.py"),
-    "train/safety/checkpoints.py",
+    *("train/safety/checkpoints.py", "train/safety/staging.py"),
 )
 
 LINE_CHARACTERS = 100

@@ -15,6 +15,7 @@ import transformers
 from packaging.requirements import Requirement
 
 import growkern
+from growkern.cli.commands import GROUP_OF
 from growkern.files import parse_toml
 
 ROOT = Path(growkern.__file__).parents[1]
@@ -78,6 +79,55 @@ print([name for name in {modules!r} if name in sys.modules])
 def test_help_is_light(arguments):
     heavy = ("torch", "transformers", "numpy", "triton", "matplotlib")
     assert imported_by(arguments.split(), heavy) == []
+
+
+# a wrong path and a wrong option of every command; {bert} is a config without weights
+WRONG = """
+plan nothere
+plan {bert} --method fip
+plan {bert} --hidden-size wide
+grow nothere new
+grow {bert} new --text nothere
+grow {bert} new --dtype float12
+grow {bert} new --memory-limit huge
+verify nothere new
+verify {bert} nothere
+verify nothere --checksums
+verify {bert} {bert} --lineage nothere
+family check nothere {bert}
+family draft nothere
+train nothere
+train {bert}
+export nothere new
+export {bert} new
+cache-teacher nothere --out new --k 2
+cache-teacher {bert} nothere --out new --k 2
+cache-teacher {bert} --out new --k 2 --run nothere
+eval nothere
+eval nothere.toml
+plot nothere
+plot {bert}
+info --wrong
+"""
+
+
+def test_wrong_paths_and_options_are_told_before_torch_is_imported(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    lines = WRONG.format(bert=tmp_path).strip().splitlines()
+    code = f"""
+import sys
+from growkern.cli.main import main
+for line in {lines!r}:
+    sys.argv = ["growkern", *line.split()]
+    try:
+        main()
+    except SystemExit as stop:
+        heavy = [name for name in ("torch", "transformers", "datasets") if name in sys.modules]
+        assert stop.code == 2 and not heavy, (line, stop.code, heavy)
+print("all")
+"""
+    assert python(code) == "all"
+    assert {line.split()[0] for line in lines} == set(GROUP_OF)
 
 
 def test_plan_imports_no_modelling_code(tmp_path):

@@ -7,8 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern.errors import GrowthError, print_table
+from growkern.errors import GrowthError, nearest, print_table
+from growkern.growth.source.hub import ID, refuse_other_names
+from growkern.growth.source.refused import config_directory
 from growkern.package import version
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 app = typer.Typer(
     name="growkern",
@@ -36,13 +40,30 @@ def options(
     """Grow a trained transformer into a larger one, and train it further."""
 
 
-Source = Annotated[
-    Path,
-    typer.Argument(
-        metavar="SRC",
-        help="Directory of the source checkpoint, or a model on the Hub, ORGANISATION/NAME.",
-    ),
-]
+def checkpoint_there(path: Path) -> Path:
+    """The path of a checkpoint, which must exist, or the name of a model on the Hub.
+
+    Arguments are checked before a command imports PyTorch, which takes seconds.
+    """
+    if not os.path.exists(path):
+        refuse_other_names(str(path))
+    if os.path.exists(path) or not ID.fullmatch(str(path)):
+        config_directory(path)
+    return path
+
+
+def known_dtype(name: str | None) -> str | None:
+    """The name of a dtype of PyTorch."""
+    if name is not None and name not in DTYPES:
+        raise GrowthError(f"--dtype {name!r}{nearest(name, DTYPES)}")
+    return name
+
+
+SOURCE: Any = {
+    "metavar": "SRC",
+    "help": "Directory of the source checkpoint, or a model on the Hub, ORGANISATION/NAME.",
+}
+Source = Annotated[Path, typer.Argument(callback=checkpoint_there, **SOURCE)]
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of an SRC on the Hub.  \\[main]")
 ]
@@ -56,18 +77,10 @@ NoResume = Annotated[
     bool, typer.Option("--no-resume", help="Start again instead of resuming an interrupted run.")
 ]
 LineageFile = Annotated[
-    Path | None, typer.Option(help="lineage.json of the growth; default: the one in DST.")
+    Path | None,
+    typer.Option(exists=True, help="lineage.json of the growth; default: the one in DST."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-def lineage_there(path: Path | None) -> Path | None:
-    """The path of a grown checkpoint or of its lineage.json, which must exist."""
-    if path is not None and not os.path.exists(path):
-        raise GrowthError(
-            f"{path}: no such file or directory: give a grown checkpoint, or its lineage.json"
-        )
-    return path
 
 
 def silence_transformers() -> None:

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from growkern.cli.app import (
+    DTYPES,
     AsJson,
     MemoryLimit,
     NoResume,
@@ -25,16 +26,16 @@ from growkern.cli.app import (
     Source,
     Target,
     app,
+    known_dtype,
     print_json,
     show,
     silence_transformers,
 )
-from growkern.errors import GrowthError, human, nearest, print_table, say
+from growkern.errors import GrowthError, human, print_table, say
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, read_family, supported_families
-from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions
+from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions, parse_size
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
     "noise": "Size of the noise that makes copies differ, relative to each weight.",
@@ -125,6 +126,8 @@ class GrowthCommand(TyperCommand):
         given = {x.name: ctx.params.pop(x.name) for x in self._growth.params}
         made = self._growth.callback(**given)
         ctx.obj = {name: value for name, value in vars(made).items() if value is not None}
+        # wrong options are told before PyTorch is imported
+        GrowthOptions.split_off(ctx.obj)
         return super().invoke(ctx)
 
 
@@ -178,6 +181,7 @@ def plan(
             "estimate": made.estimate(ranks, tokens, source_tokens),
             "measurements": made.measurements(),
             "advice": made.advice(tokens, source_tokens),
+            "divides": made.divides(),
             "portability": made.portability(),
         }
         print_json({**made.to_dict(), **more})
@@ -195,7 +199,9 @@ def grow(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"{' | '.join(DTYPES)}; default: as in SRC.", autocompletion=completing(DTYPES)
+            help=f"{' | '.join(DTYPES)}; default: as in SRC.",
+            autocompletion=completing(DTYPES),
+            callback=known_dtype,
         ),
     ] = None,
     max_shard_size: ShardSize = "5GB",
@@ -205,10 +211,12 @@ def grow(
         bool, typer.Option("--allow-nonfinite", help="Accept NaN and Inf in SRC.")
     ] = False,
     text: Annotated[
-        Path | None, typer.Option(help="Text file to compare the losses of SRC and DST on.")
+        Path | None,
+        typer.Option(exists=True, help="Text file to compare the losses of SRC and DST on."),
     ] = None,
     optimizer: Annotated[
-        Path | None, typer.Option(help="optimizer.pt of transformers' Trainer, to be grown too.")
+        Path | None,
+        typer.Option(exists=True, help="optimizer.pt of transformers' Trainer, to be grown too."),
     ] = None,
     moments: Annotated[
         str | None,
@@ -217,12 +225,14 @@ def grow(
     as_json: AsJson = False,
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
+    if moments is not None and optimizer is None:
+        raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
+    for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):
+        parse_size(name, size)
     from growkern.growth.grow import grow_checkpoint
     from growkern.growth.source.hub import located
 
     silence_transformers()
-    if moments is not None and optimizer is None:
-        raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
     compared = {} if text is None else tokens_of(located(source, revision), text)
     report = grow_checkpoint(
         source,
@@ -285,8 +295,6 @@ def dtype_of(name: str | None) -> Any:
     """The torch dtype of a name in DTYPES, or None for None."""
     import torch
 
-    if name is not None and name not in DTYPES:
-        raise GrowthError(f"--dtype {name!r}{nearest(name, DTYPES)}")
     return None if name is None else getattr(torch, name)
 
 

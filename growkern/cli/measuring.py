@@ -9,11 +9,13 @@ import typer
 from growkern.cli.app import (
     AsJson,
     app,
+    checkpoint_there,
     print_json,
     show,
     silence_transformers,
 )
 from growkern.errors import GrowthError, print_table, say
+from growkern.train.toml import read_toml
 
 Model = Annotated[
     Path,
@@ -65,12 +67,16 @@ def evaluate(
 
     A file MODEL.toml has the options in a table \\[evaluate], by the names of growkern.evaluate.
     """
+    options = dict(context.params)
+    as_json, file = options.pop("as_json"), Path(options["model"])
+    if file.suffix == ".toml":
+        read_toml(file)
+    else:
+        checkpoint_there(file)
     from growkern.train.evaluation.evaluate import evaluate as measure
     from growkern.train.evaluation.from_file import read_arguments
 
     silence_transformers()
-    options = dict(context.params)
-    as_json, file = options.pop("as_json"), Path(options["model"])
     if file.suffix != ".toml":
         options["text"] = [*(options["text"] or ()), *(options.pop("more") or ())]
         if options["split"] is None:
@@ -107,7 +113,6 @@ def plot(
     from growkern.plot.curves import savings_rows, savings_table
     from growkern.plot.losses import notes_on, plot_runs
 
-    silence_transformers()
     groups = plot_runs(directories, out, sources=sources or [])
     for note in notes_on(groups):
         say(f"growkern: {note}", sys.stderr)

@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from growkern.cli.app import (
+    SOURCE,
     AsJson,
     LineageFile,
     Revision,
     Source,
     app,
-    lineage_there,
+    checkpoint_there,
     print_json,
     show,
     silence_transformers,
@@ -26,12 +27,14 @@ app.add_typer(tables, name="family", rich_help_panel="Growing")
 
 @app.command()
 def verify(
-    source: Source,
+    source: Annotated[Path, typer.Argument(**SOURCE)],
     target: Annotated[
         Path | None, typer.Argument(metavar="DST", help="Directory of the grown checkpoint.")
     ] = None,
     revision: Revision = None,
-    text: Annotated[Path | None, typer.Option(help="Text file to compare the models on.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, help="Text file to compare the models on.")
+    ] = None,
     lineage: LineageFile = None,
     checksums: Annotated[
         bool,
@@ -45,10 +48,6 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check that DST was grown from SRC: every tensor, then the outputs. Exit 1 if not."""
-    from growkern.growth.record.verify import verify as check
-    from growkern.growth.source.hub import located
-
-    silence_transformers()
     if checksums:
         options: dict[str, object] = {"--text": text, "--lineage": lineage}
         # one directory has no source whose revision could count
@@ -59,9 +58,15 @@ def verify(
         return
     if target is None:
         raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
+    for path in (source, target):
+        checkpoint_there(path)
+    from growkern.growth.record.verify import verify as check
+    from growkern.growth.source.hub import located
+
+    silence_transformers()
     source = located(source, revision)
     compared = {} if text is None else tokens_of(source, text)
-    report = check(source, target, **compared, lineage=lineage_there(lineage))
+    report = check(source, target, **compared, lineage=lineage)
     show(report, as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -76,14 +81,14 @@ def compare_checksums(
         source: what the grown checkpoint was grown from; its tensors are checked too.
         target: the grown checkpoint. None: `source` is the directory to check, of any kind.
     """
+    place = target or source
+    if not place.is_dir():
+        raise GrowthError(f"{place}: no such directory: give one whose files have checksums")
     from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
     from growkern.growth.source.formats import weight_files
     from growkern.growth.source.hub import located
     from growkern.publish.manifest import differences
 
-    place = target or source
-    if not place.is_dir():
-        raise GrowthError(f"{place}: no such directory: give one whose files have checksums")
     is_grown = (place / CHECKSUMS_FILE).exists()
     origin = None if target is None else located(source, revision)
     if origin is not None and not origin.is_dir():
@@ -119,7 +124,9 @@ def compare_checksums(
 
 @tables.command()
 def check(
-    table: Annotated[Path, typer.Argument(metavar="TABLE", help="TOML file of the table.")],
+    table: Annotated[
+        Path, typer.Argument(exists=True, metavar="TABLE", help="TOML file of the table.")
+    ],
     source: Source,
     as_json: AsJson = False,
 ) -> None:

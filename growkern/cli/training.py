@@ -7,8 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from growkern.cli.app import Overwrite, Revision, app, silence_transformers
+from growkern.cli.app import (
+    Overwrite,
+    Revision,
+    app,
+    checkpoint_there,
+    known_dtype,
+    silence_transformers,
+)
 from growkern.errors import GrowthError, human, say
+from growkern.train.safety.checkpoints import exportable
+from growkern.train.toml import read_toml
+from growkern.train.topk_teacher.http import is_server
 
 # of the error of a data loader
 DEAD_WORKER = "DataLoader worker"
@@ -30,6 +40,8 @@ def train(
 
     Ctrl-C and SIGTERM save a checkpoint and end the run with exit code 130 or 143.
     """
+    # before PyTorch is imported, which takes seconds
+    read_toml(run)
     from growkern.train.distributed.shard import leave_processes
     from growkern.train.run.messages import resume_command
     from growkern.train.run.start import run as start
@@ -67,11 +79,15 @@ def export(
         Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face directory to be made.")
     ],
     dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the weights; default: as in the checkpoint.")
+        str | None,
+        typer.Option(
+            callback=known_dtype, help="Dtype of the weights; default: as in the checkpoint."
+        ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Make an ordinary Hugging Face directory of the last checkpoint of a run."""
+    exportable(run)
     from growkern.train.safety.export import export as make
 
     silence_transformers()
@@ -84,7 +100,10 @@ def _without_run(text: str) -> Any:
     return typer.Option(help=text, rich_help_panel="Without --run")
 
 
-Texts = Annotated[list[Path] | None, typer.Argument(metavar="TEXT...", help="UTF-8 text files.")]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Argument(exists=True, metavar="TEXT...", help="UTF-8 text files."),
+]
 Teacher = Annotated[
     str,
     typer.Argument(
@@ -96,8 +115,9 @@ Teacher = Annotated[
 RunFile = Annotated[
     Path | None,
     typer.Option(
+        exists=True,
         help="Run file, in place of TEXT and of the options in the other box. It may name any data "
-        "that training reads, except a stream."
+        "that training reads, except a stream.",
     ),
 ]
 Temperature = Annotated[
@@ -145,12 +165,9 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
-    from growkern.growth.source.hub import located
-    from growkern.train.topk_teacher.http import is_server
-    from growkern.train.topk_teacher.write import cache_teacher as make
-    from growkern.train.topk_teacher.write import check_options, check_place
-
-    silence_transformers()
+    served = is_server(source)
+    if not served:
+        checkpoint_there(Path(source))
     of_run = {
         "TEXT": texts or None,
         "--temperature": temperature,
@@ -163,11 +180,16 @@ def cache_teacher(
     given = {name: value for name, value in of_run.items() if value is not None}
     if run is not None and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
+    from growkern.growth.source.hub import located
+    from growkern.train.topk_teacher.write import cache_teacher as make
+    from growkern.train.topk_teacher.write import check_options, check_place
+
+    silence_transformers()
     # before the data is read, which may take hours. A run file is checked when it is read
     hot = 1.0 if temperature is None else temperature
     check_options(k, hot, rows or "labels", dtype, epochs, batch_size)
     check_place(out.resolve(), overwrite)
-    place = source if is_server(source) else located(Path(source), revision)
+    place = source if served else located(Path(source), revision)
     read = _of_texts(place, k, given) if run is None else _of_run(place, k, run)
     report = make(
         directory=out,

@@ -23,9 +23,8 @@ from rich.table import Table
 from growkern.errors import GrowthError
 from growkern.files import read_json
 from growkern.plot.figure import plain
-from growkern.train.safety.checkpoints import checkpoints_in
+from growkern.train.safety.checkpoints import STATE_FILE, checkpoints_in
 
-STATE_FILE = "trainer_state.json"
 # 300,000 lines of the log
 MOST_BYTES = 100_000_000
 # of FLOPs, and of anything else in a log

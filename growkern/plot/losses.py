@@ -58,8 +58,8 @@ def plot_runs(
             Seeds are compared with each other if they are in the same folder.
         sources: training directories of the small model, one per seed.
     """
-    check_format(Path(out))
     curves = [read_curve(run) for run in runs]
+    check_format(Path(out))
     folders: dict[str, list[Path]] = {}
     for curve, run in zip(curves, runs, strict=True):
         folders.setdefault(curve.name, []).append(Path(run).resolve().parent)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from growkern.publish.manifest import write_manifest
-from growkern.train.safety.checkpoints import open_staging, publish_into
+from growkern.train.safety.staging import open_staging, publish_into
 from tests.cli.test_commands import SIZES, assert_bad_input, checkpoint, run
 
 __all__ = ["checkpoint", "run"]
@@ -46,6 +46,7 @@ def test_names_that_the_output_cannot_encode_do_not_fail_a_growth(checkpoint, tm
 
 
 def test_a_masking_probability_that_is_none_is_refused(run, checkpoint, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
     cache = ("cache-teacher", checkpoint, tmp_path / "a.txt", "--out", tmp_path / "cache")
     options = ("--k", 4, "--temperature", 2, "--masking-probability", 2)
     assert_bad_input(run(*cache, *options), "must be in (0, 1]")
@@ -89,5 +90,6 @@ def test_a_killed_data_worker_is_one_line(run, tmp_path, monkeypatch):
         raise RuntimeError("DataLoader worker (pid(s) 123) exited unexpectedly")
 
     monkeypatch.setattr("growkern.train.run.start.run", killed)
+    (tmp_path / "run.toml").write_text("")
     said = run("train", tmp_path / "run.toml")
     assert_bad_input(said, "a data worker was killed", f"growkern train {tmp_path}")

@@ -68,7 +68,7 @@ SOURCES = [
     Use("grow {trained} {new} --hidden-size 24", ("config.json",)),
     Use("verify {bert} {new}", ("new",)),
     Use("verify {bert} {gpt2}", ("lineage.json", "give a grown checkpoint", "--lineage")),
-    Use("verify {bert} {gpt2} --lineage none.json", ("none.json: no such file",)),
+    Use("verify {bert} {gpt2} --lineage none.json", ("--lineage", "none.json")),
     Use("verify {large} {bert}", ("bert is no grown checkpoint", "give the source first")),
     Use("verify {bert} {large} --checksums --text {text}", ("--text has no effect",)),
 ]
@@ -118,7 +118,7 @@ WRITING = [
     Use(f"grow {{bert}} {{new}} {WIDE} --moments grow", ("--moments", "give --optimizer")),
     Use("verify {bert} {large} --lineage {text}", ("text", "growth record")),
     Use("verify {bert} {large} --lineage {bert}/config.json", ("growth record",)),
-    Use("verify {bert} {large} --lineage none.json", ("none.json: no such file",)),
+    Use("verify {bert} {large} --lineage none.json", ("--lineage", "none.json")),
 ]
 
 TRAINING = [
@@ -195,9 +195,8 @@ MEASURING = [
     Use("eval {bert} --text none-*.txt", ("none-*.txt",)),
     Use("eval {bert} --text {text} --confidence 95", ("confidence", "0.95")),
     Use("eval me/small@main --text {text}", ("me/small",)),
-    Use("eval not/there/at/all --text {text}", ("not/there/at/all", "hf download")),
+    Use("eval not/there/at/all --text {text}", ("not/there/at/all", "no such directory")),
     Use("plot {trained}", ("trained", "training directory", "directory of a run")),
-    Use("plot {trained} --out {new}.bmp", ("'.bmp'", "png")),
     Use("eval {bert} --text {text} --sequence-length 8 --seed -1", ("seed is -1", "0 .. ")),
 ]
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.files import read_json
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.source.config import config_directory
 from growkern.growth.source.files import refuse_links_out
-from growkern.growth.source.refused import STATE_FILES
+from growkern.growth.source.refused import STATE_FILES, config_directory
 from growkern.growth.space.spaces import Space
 
 MODULES, CONFIG, WEIGHTS, MOST_BYTES = "modules.json", "config.json", "model.safetensors", 1_000_000

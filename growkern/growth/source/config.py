@@ -24,8 +24,8 @@ from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.files import parse_json, read_bounded, read_json
-from growkern.growth.source.files import METADATA_FILE, refuse_links_out
-from growkern.growth.source.refused import refuse_directory, refuse_unknown
+from growkern.growth.source.files import refuse_links_out
+from growkern.growth.source.refused import config_directory, refuse_unknown
 
 # the largest configs of the Hub, with 21,000 named labels, have 2 MB
 MOST_BYTES, MOST_VALUES = 4_000_000, 100_000
@@ -70,18 +70,6 @@ OF_THE_CLASS = {
     *("attribute_map", "sub_configs", "sub_configs_defaults", "base_config_key", "extra_files"),
     *("keys_to_ignore_at_inference", "has_no_defaults_at_init", "_auto_class"),
     *("transformers_weights", "configuration_files", "fusion_config", "distributed_config"),
-}
-
-# the end of a message about a name that is no directory
-ON_THE_HUB = "; a model on the Hub is named ORGANISATION/NAME"
-# of models that the Hub once had without one, by how their names begin
-ORGANISATIONS = {
-    "gpt2": "openai-community",
-    "bert-": "google-bert",
-    "distil": "distilbert",
-    "roberta-": "FacebookAI",
-    "xlm-roberta-": "FacebookAI",
-    "t5-": "google-t5",
 }
 
 
@@ -294,27 +282,6 @@ def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # the class of an error within the error
     return re.sub(r"^\w+Error: ", "", lines[-1].strip())[:300]
-
-
-def config_directory(directory: Path) -> Path:
-    """The directory that holds the config and the companions of a checkpoint."""
-    file = directory / "config.json"
-    if not directory.is_dir():
-        refuse_directory(directory)
-        named = "" if directory.is_absolute() or len(directory.parts) > 1 else ON_THE_HUB
-        owners = (
-            owner for start, owner in ORGANISATIONS.items() if str(directory).startswith(start)
-        )
-        if named and (owner := next(owners, None)):
-            named = f"; on the Hub it is {owner}/{directory}"
-        raise GrowthError(f"{directory}: no such directory{named}")
-    if (directory / METADATA_FILE).is_file() and not file.is_file():
-        # trainers save sharded weights in a subdirectory of the model's directory
-        file = directory.parent / "config.json"
-    if not file.is_file():
-        refuse_directory(directory)
-        raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
-    return file.parent
 
 
 def read_generation(directory: Path, data: Mapping[str, Any] | None = None) -> Any | None:

@@ -29,8 +29,6 @@ from growkern.growth.source.stored import StoredTensor
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
-# written by torch.distributed.checkpoint
-METADATA_FILE = ".metadata"
 # a safetensors file begins with the length of its header
 LENGTH = struct.Struct("<Q")
 # 150 bytes for each of `MOST_TENSORS`. Parsed, it takes five times as much memory

@@ -7,11 +7,15 @@ of `FORMATS`. Code outside of this folder reads the fields of `Format`, and comp
 count. Small files are the same if their bytes are. Weights are too large to read once more, so the
 system's times and places on the disk stand for their bytes. A change of those alone, as by a hard
 link, needs a comparison of what was read.
+
+A plan of a model on the Hub needs no weights: it reads the headers of the files there, and small
+tensors. Where it wants a large one, to run the source, that file is downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.errors import GrowthError
@@ -29,10 +34,20 @@ from growkern.families.model import ModelSpec
 from growkern.files import read_json
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source import files
-from growkern.growth.source.hub import lacks_weights, read_remote_headers
-from growkern.growth.source.refused import FOREIGN, OTHER_WEIGHTS, STATE_FILES
+from growkern.growth.source.hub import TIMEOUT, HubModel, hub_model, lacks_weights, reaching
+from growkern.growth.source.opened import weight_file
+from growkern.growth.source.refused import (
+    FOREIGN,
+    METADATA_FILE,
+    OTHER_WEIGHTS,
+    STATE_FILES,
+)
 from growkern.growth.source.stored import BareTensor, StoredTensor
 
+# on the Hub, bytes of a tensor that is read by itself
+MOST_READ = 1 << 20
+# of a file that are asked for first: most headers are shorter
+FIRST_BYTES = 100_000
 GENERATION_FILE = "generation_config.json"
 # files besides weights that transformers and sentence-transformers look for
 MODEL_FILES = (
@@ -96,7 +111,7 @@ def _read_safetensors(directory: Path, model: ModelSpec) -> Mapping[str, StoredT
 
 
 def _has_no_weights(directory: Path) -> bool:
-    patterns = (*weight_files(), files.METADATA_FILE, *FOREIGN)
+    patterns = (*weight_files(), METADATA_FILE, *FOREIGN)
     return not lacks_weights(directory) and not any(
         fnmatch(file.name, pattern) for file in directory.iterdir() for pattern in patterns
     )
@@ -115,7 +130,7 @@ def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
 
 
 def _has_metadata(directory: Path) -> bool:
-    return (directory / files.METADATA_FILE).is_file()
+    return (directory / METADATA_FILE).is_file()
 
 
 def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
@@ -307,9 +322,7 @@ def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
         return
     for name in _weights(directory):
         yield directory / name, True
-    is_above = (directory / files.METADATA_FILE).is_file() and not (
-        directory / CONFIG_FILE
-    ).is_file()
+    is_above = (directory / METADATA_FILE).is_file() and not (directory / CONFIG_FILE).is_file()
     place = directory.parent if is_above else directory
     small = [place / name for name in (CONFIG_FILE, GENERATION_FILE, LINEAGE_FILE, MODULES_FILE)]
     for folder in module_folders(place):
@@ -327,10 +340,81 @@ def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
 def _weights(directory: Path) -> list[str]:
     """The names of the files that hold the weights, and of the one that lists them."""
     if _has_metadata(directory):
-        return [files.METADATA_FILE, *(file.name for file in directory.glob("*.distcp"))]
+        return [METADATA_FILE, *(file.name for file in directory.glob("*.distcp"))]
     if (directory / files.WEIGHTS_FILE).is_file():
         return [files.WEIGHTS_FILE]
     # a damaged index is refused where it is read
     with contextlib.suppress(GrowthError):
         return [files.INDEX_FILE, *files.shard_names(directory)]
     return [files.INDEX_FILE]
+
+
+@dataclass(frozen=True)
+class RemoteTensor(files.Header):
+    """A tensor of a safetensors file on the Hub. `file` is its place in the cache."""
+
+    model: HubModel
+    is_mapped = False
+
+    def read(self) -> Tensor:
+        """The whole tensor. A large one is read from its file, which is downloaded."""
+        name = Path(self.file).name
+        if self.nbytes > MOST_READ:
+            from huggingface_hub import hf_hub_download
+
+            with reaching(self.model):
+                file = hf_hub_download(self.model.id, name, revision=self.model.commit)
+            of_file = weight_file(file)
+            return files.Header(of_file, self.raw_name, self.shape, self.dtype, self.start).read()
+        data, _ = _bytes_of(self.model, name, self.start, self.nbytes)
+        return torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the first axis."""
+        return self.read()[start:stop] if self.shape else self.read()
+
+
+def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
+    """All tensors of a model on the Hub, by their names in its files. No weights are downloaded."""
+    from huggingface_hub import HfApi
+
+    model = hub_model(directory)
+    assert model is not None
+
+    def read_shard(file: Path) -> dict[str, files.Header]:
+        head, size = _bytes_of(model, file.name, 0, FIRST_BYTES)
+        (length,) = files.LENGTH.unpack(head[: files.LENGTH.size])
+        files.check_header_size(file, length, size)
+        missing = min(length, files.MOST_HEADER_BYTES) + files.LENGTH.size - len(head)
+        if missing > 0:
+            head += _bytes_of(model, file.name, len(head), missing)[0]
+        return files.parse_headers(weight_file(file), head[: files.LENGTH.size + length], size)
+
+    # without an index there is no other file
+    is_single = not (directory / files.INDEX_FILE).is_file()
+    if not is_single:
+        with reaching(model):
+            is_single = HfApi().file_exists(model.id, files.WEIGHTS_FILE, revision=model.commit)
+    headers = files.read_headers(directory, read_shard, is_single)
+    return {
+        name: RemoteTensor(**dataclasses.asdict(header), model=model)
+        for name, header in headers.items()
+    }
+
+
+def _bytes_of(model: HubModel, name: str, start: int, count: int) -> tuple[bytes, int]:
+    """Bytes of a file on the Hub from `start` on, at most `count`, and the size of the file."""
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    if not count:
+        return b"", 0
+    headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + count - 1}"}
+    url = hf_hub_url(model.id, name, revision=model.commit)
+    with reaching(model):
+        answer = get_session().get(url, headers=headers, timeout=TIMEOUT, follow_redirects=True)
+        hf_raise_for_status(answer)
+    size = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    if answer.status_code != 206 or not size.isdigit():
+        raise GrowthError(f"{model.id}: the Hub does not send parts of {name}: download it first")
+    return answer.content, int(size)

@@ -4,28 +4,20 @@ A source that exists as a path is never looked up. Other names of the form ORGAN
 models of the Hub. Only the files that growth can use are downloaded. Where the Hub cannot be
 reached, the cache is used.
 
-A plan needs no weights: it reads the headers of the files on the Hub, and small tensors. Where it
-wants a large one, to run the source, that file is downloaded.
+PyTorch is not imported here, so that a wrong name is told at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from growkern.errors import GrowthError
-from growkern.growth.source import files
-from growkern.growth.source.opened import weight_file
 from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES, refuse_files
 
 # of a model; the Hub refuses other characters
@@ -44,10 +36,6 @@ LEFT_OUT = (
     *("consolidated*", "model.*.safetensors*", "*/model*.safetensors.index.json"),
     *("onnx/*", "openvino/*", "coreml/*", "original/*", "metal/*", "runs/*", "checkpoint-*"),
 )
-# bytes of a tensor that is read by itself
-MOST_READ = 1 << 20
-# of a file that are asked for first: most headers are shorter
-FIRST_BYTES = 100_000
 # seconds until the cache is used
 TIMEOUT = 10.0
 # of an error message
@@ -83,11 +71,11 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
     Args:
         source: a directory, an id on the Hub, or anything else, which is returned as it is.
         revision: branch, tag or commit of a model on the Hub.
-        weights: False: its weights stay there if the cache lacks them, see `read_remote_headers`.
+        weights: False: its weights stay there if the cache lacks them; `formats.py` reads them.
     """
     is_name = isinstance(source, (str, Path))
     if is_name and not os.path.exists(source):
-        _refuse_other_names(str(source))
+        refuse_other_names(str(source))
     # unlike Path.exists this takes names of any length
     if is_name and not os.path.exists(source) and ID.fullmatch(str(source)):
         return _download(str(source), revision, LEFT_OUT if weights else (*LEFT_OUT, WEIGHTS))
@@ -106,7 +94,7 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
     return Path(source)
 
 
-def _refuse_other_names(name: str) -> None:
+def refuse_other_names(name: str) -> None:
     """Refuse names that mean a model on the Hub and are not its id."""
     page, at = PAGE.fullmatch(name), ID_AT.fullmatch(name)
     if page:
@@ -146,91 +134,22 @@ def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Pat
     return Path(directory)
 
 
-@dataclass(frozen=True)
-class RemoteTensor(files.Header):
-    """A tensor of a safetensors file on the Hub. `file` is its place in the cache."""
-
-    model: HubModel
-    is_mapped = False
-
-    def read(self) -> Tensor:
-        """The whole tensor. A large one is read from its file, which is downloaded."""
-        name = Path(self.file).name
-        if self.nbytes > MOST_READ:
-            from huggingface_hub import hf_hub_download
-
-            with _reaching(self.model):
-                file = hf_hub_download(self.model.id, name, revision=self.model.commit)
-            of_file = weight_file(file)
-            return files.Header(of_file, self.raw_name, self.shape, self.dtype, self.start).read()
-        data, _ = _bytes_of(self.model, name, self.start, self.nbytes)
-        return torch.frombuffer(bytearray(data), dtype=self.dtype).view(self.shape)
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the first axis."""
-        return self.read()[start:stop] if self.shape else self.read()
-
-
 def lacks_weights(directory: Path) -> bool:
     """Whether a directory is a model in the Hub's cache of which weights are still on the Hub."""
-    return hub_model(directory) is not None and not all(
-        os.path.isfile(directory / name) for name in files.shard_names(directory)
-    )
+    if hub_model(directory) is None:
+        return False
+    from growkern.growth.source.files import shard_names
 
-
-def read_remote_headers(directory: Path) -> dict[str, RemoteTensor]:
-    """All tensors of a model on the Hub, by their names in its files. No weights are downloaded."""
-    from huggingface_hub import HfApi
-
-    model = hub_model(directory)
-    assert model is not None
-
-    def read_shard(file: Path) -> dict[str, files.Header]:
-        head, size = _bytes_of(model, file.name, 0, FIRST_BYTES)
-        (length,) = files.LENGTH.unpack(head[: files.LENGTH.size])
-        files.check_header_size(file, length, size)
-        missing = min(length, files.MOST_HEADER_BYTES) + files.LENGTH.size - len(head)
-        if missing > 0:
-            head += _bytes_of(model, file.name, len(head), missing)[0]
-        return files.parse_headers(weight_file(file), head[: files.LENGTH.size + length], size)
-
-    # without an index there is no other file
-    is_single = not (directory / files.INDEX_FILE).is_file()
-    if not is_single:
-        with _reaching(model):
-            is_single = HfApi().file_exists(model.id, files.WEIGHTS_FILE, revision=model.commit)
-    headers = files.read_headers(directory, read_shard, is_single)
-    return {
-        name: RemoteTensor(**dataclasses.asdict(header), model=model)
-        for name, header in headers.items()
-    }
+    return not all(os.path.isfile(directory / name) for name in shard_names(directory))
 
 
 @contextlib.contextmanager
-def _reaching(model: HubModel) -> Iterator[None]:
+def reaching(model: HubModel) -> Iterator[None]:
     """Turn errors of the Hub's client into `GrowthError`."""
     try:
         yield
     except Exception as error:
         raise GrowthError(_why(model.id, model.commit, error)) from error
-
-
-def _bytes_of(model: HubModel, name: str, start: int, count: int) -> tuple[bytes, int]:
-    """Bytes of a file on the Hub from `start` on, at most `count`, and the size of the file."""
-    from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
-
-    if not count:
-        return b"", 0
-    headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + count - 1}"}
-    url = hf_hub_url(model.id, name, revision=model.commit)
-    with _reaching(model):
-        answer = get_session().get(url, headers=headers, timeout=TIMEOUT, follow_redirects=True)
-        hf_raise_for_status(answer)
-    size = answer.headers.get("Content-Range", "").rpartition("/")[2]
-    if answer.status_code != 206 or not size.isdigit():
-        raise GrowthError(f"{model.id}: the Hub does not send parts of {name}: download it first")
-    return answer.content, int(size)
 
 
 def _why(name: str, revision: str | None, error: Exception) -> str:

@@ -1,5 +1,7 @@
 """The kinds of sources that growth knows and cannot grow, each with the command that fixes it.
 
+A path is checked before PyTorch is imported, so that a wrong one is told at once.
+
 A new kind is one more entry of `KINDS` or `UNDO`. Directories are told apart by the names of their
 files, quantised checkpoints by their config and by the dtypes of their tensors.
 """
@@ -13,15 +15,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import torch
-import transformers
-
 from growkern.errors import GrowthError
 from growkern.families.load import load_family, supported_families
 from growkern.files import read_json
 from growkern.package import DOCS
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
+# written by torch.distributed.checkpoint
+METADATA_FILE = ".metadata"
 # names of files that a loader may read as the model's weights, in formats that growth cannot open
 OTHER_WEIGHTS = (
     *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
@@ -36,7 +37,7 @@ STATE_FILES = (
     *("trainer_state.json", "*_results.json", "events.out.tfevents.*"),
 )
 # weights that growth opens
-WHOLE = ("*.safetensors", "*.safetensors.index.json", ".metadata")
+WHOLE = ("*.safetensors", "*.safetensors.index.json", METADATA_FILE)
 # a config is read for the name of a class; larger ones are refused elsewhere
 MOST_BYTES = 4_000_000
 # what the tensors of a model are, by a part of the names that its nearest family lacks
@@ -60,6 +61,18 @@ PEFT_CLASSES = {
     "TOKEN_CLS": "AutoPeftModelForTokenClassification",
     "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+}
+
+# the end of a message about a name that is no directory
+ON_THE_HUB = "; a model on the Hub is named ORGANISATION/NAME"
+# of models that the Hub once had without one, by how their names begin
+ORGANISATIONS = {
+    "gpt2": "openai-community",
+    "bert-": "google-bert",
+    "distil": "distilbert",
+    "roberta-": "FacebookAI",
+    "xlm-roberta-": "FacebookAI",
+    "t5-": "google-t5",
 }
 
 
@@ -150,6 +163,27 @@ UNDO = {
 READ = ("fp8", "mxfp4")
 # rows of a block are computed at once
 MOST_BLOCK = 1024
+
+
+def config_directory(directory: Path) -> Path:
+    """The directory that holds the config and the companions of a checkpoint."""
+    file = directory / CONFIG_FILE
+    if not directory.is_dir():
+        refuse_directory(directory)
+        named = "" if directory.is_absolute() or len(directory.parts) > 1 else ON_THE_HUB
+        owners = (
+            owner for start, owner in ORGANISATIONS.items() if str(directory).startswith(start)
+        )
+        if named and (owner := next(owners, None)):
+            named = f"; on the Hub it is {owner}/{directory}"
+        raise GrowthError(f"{directory}: no such directory{named}")
+    if (directory / METADATA_FILE).is_file() and not file.is_file():
+        # trainers save sharded weights in a subdirectory of the model's directory
+        file = directory.parent / CONFIG_FILE
+    if not file.is_file():
+        refuse_directory(directory)
+        raise GrowthError(f"{directory}: no config.json; expected a Hugging Face checkpoint")
+    return file.parent
 
 
 def refuse_files(place: str, names: Collection[str], directory: Path | None = None) -> None:
@@ -281,6 +315,8 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...]
         return None
     if not dequantize or method not in READ:
         refuse_quantised(config, place)
+    import torch
+
     del config.quantization_config
     # the numbers that the weights stand for; a config may name none
     config.dtype = config.dtype or torch.bfloat16
@@ -332,6 +368,8 @@ def _what_it_is(model_type: str, config: Mapping[str, Any], place: str) -> str:
 def _described(names: set[str], place: str) -> str:
     """What stands in the way of a model with these names, its nearest family, and what may help."""
     if not names:
+        import transformers
+
         return (
             f"transformers {transformers.__version__} cannot build it from its config class alone; "
             f"growkern.widen grows models of any class: {DOCS}/own_models.md"
@@ -366,6 +404,9 @@ def _compared(names: set[str]) -> tuple[list[str], str]:
 
 def _names_of(model_type: str) -> set[str]:
     """The names of the tensors of such a model, of any sizes; none if transformers has no such."""
+    import torch
+    import transformers
+
     for layers in (FEW_LAYERS, None):
         try:
             # the values of a file that is refused could take any time

@@ -29,7 +29,7 @@ from growkern.growth.optimizer.adamw import GrowthAdamW
 from growkern.growth.optimizer.checks import COUNTS
 from growkern.growth.sharded import named_tensors
 from growkern.growth.source.distributed import SafeReader
-from growkern.growth.source.files import METADATA_FILE
+from growkern.growth.source.refused import METADATA_FILE
 
 WEIGHTS, OPTIMIZER, GROUPS = "weights", "optimizer", "optimizer_groups.pt"
 # folder in the checkpoint -> its tensors by their names

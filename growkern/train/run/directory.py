@@ -22,16 +22,8 @@ from growkern.publish.calls import LOCK_FILE, move
 from growkern.publish.manifest import MANIFEST, recorded_in, why_kept
 from growkern.train.dataset.cache import fingerprint
 from growkern.train.run.file import Run, TrainingSection
-from growkern.train.safety.checkpoints import (
-    MARKER,
-    STAGING,
-    checkpoints_in,
-    close_staging,
-    damage,
-    last_checkpoint,
-    open_staging,
-    step_of,
-)
+from growkern.train.safety.checkpoints import checkpoints_in, damage, last_checkpoint, step_of
+from growkern.train.safety.staging import MARKER, STAGING, close_staging, open_staging
 
 # one of the longest run files makes this much
 FORMAT = 1

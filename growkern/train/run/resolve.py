@@ -17,11 +17,11 @@ from growkern.growth.history import History
 from growkern.growth.options import ROUTERS
 from growkern.growth.plan.advice import refuse_idle_options
 from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.source.config import config_directory, read_config
+from growkern.growth.source.config import read_config
 from growkern.growth.source.formats import CONFIG_FILE, Stamps
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import class_of, load_model
-from growkern.growth.source.refused import scale_block
+from growkern.growth.source.refused import config_directory, scale_block
 from growkern.growth.source.source import Source, open_source
 from growkern.train.dataset.load import early_collator, open_data
 from growkern.train.dataset.options import DataSection

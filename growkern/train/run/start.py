@@ -37,8 +37,9 @@ from growkern.train.run.messages import (
     without_bars,
 )
 from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
-from growkern.train.safety.checkpoints import close_staging, last_checkpoint, step_of
+from growkern.train.safety.checkpoints import last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
+from growkern.train.safety.staging import close_staging
 from growkern.train.safety.steps import StepOptions
 from growkern.train.topk_teacher.teacher import TopKTeacher
 

@@ -25,7 +25,7 @@ from growkern.publish.calls import make_folder
 from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
 from growkern.train.model.load import load_language_model
-from growkern.train.safety.checkpoints import checkpoints_in, first_whole
+from growkern.train.safety.checkpoints import exportable, first_whole
 
 KIND = "exporting"
 
@@ -45,8 +45,7 @@ def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool
     Returns:
         The checkpoint that was exported.
     """
-    checkpoints = [run] if run.name.startswith("checkpoint-") else checkpoints_in(run)
-    checkpoint, wrong = first_whole(checkpoints)
+    checkpoint, wrong = first_whole(exportable(run))
     if checkpoint is None:
         reasons = "".join(f"; {path.name}: {reason}" for path, reason in wrong.items())
         raise GrowthError(

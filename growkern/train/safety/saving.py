@@ -30,20 +30,22 @@ from growkern.train.distributed.checkpoint import Parts, write_parts
 from growkern.train.distributed.shards import Shards, all_finite, largest_entry
 from growkern.train.safety.checkpoints import (
     MANIFEST,
+    damage,
+    last_checkpoint,
+    newest_whole,
+    step_of,
+)
+from growkern.train.safety.signals import SignalWatch, interruption
+from growkern.train.safety.staging import (
     BackgroundSave,
     Processes,
     begin_together,
     close_staging,
-    damage,
     finish_together,
-    last_checkpoint,
-    newest_whole,
     publish,
     publish_into,
     rotate,
-    step_of,
 )
-from growkern.train.safety.signals import SignalWatch, interruption
 
 FINAL = "model"
 RESUME_HINT = "trainer.train(resume_from_checkpoint=True)"

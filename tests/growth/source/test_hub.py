@@ -135,7 +135,7 @@ def test_a_plan_downloads_no_weights(server, small, shard_size, monkeypatch):
     model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
     model.save_pretrained(small, max_shard_size=shard_size)
     # the header alone is longer than this
-    monkeypatch.setattr("growkern.growth.source.hub.FIRST_BYTES", 100)
+    monkeypatch.setattr("growkern.growth.source.formats.FIRST_BYTES", 100)
     made = growkern.plan(NAME, hidden_size=24)
     assert made.to_dict() == growkern.plan(small, hidden_size=24).to_dict()
     asked = [(method, at) for method, path, at in server.asked if path.endswith(".safetensors")]
@@ -146,7 +146,7 @@ def test_a_plan_downloads_no_weights(server, small, shard_size, monkeypatch):
         read, expected = made.source.read(name), model.state_dict()[name]
         assert torch.equal(read, expected), name
     # a large tensor is read from its file, which the growth finds in the cache
-    monkeypatch.setattr("growkern.growth.source.hub.MOST_READ", 100)
+    monkeypatch.setattr("growkern.growth.source.formats.MOST_READ", 100)
     name = "model.embed_tokens.weight"
     assert torch.equal(made.source.read(name), model.state_dict()[name])
     assert list(made.source.directory.glob("*.safetensors"))

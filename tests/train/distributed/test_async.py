@@ -15,8 +15,9 @@ from growkern.errors import GrowthWarning
 from growkern.growth.models import local_tensor
 from growkern.train.distributed.checkpoint import load_optimizer, load_weights
 from growkern.train.safety import saving
-from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
+from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.train.safety.signals import Terminated
+from growkern.train.safety.staging import STAGING
 from tests.train.safety.runs import At, small_model, small_trainer
 
 

@@ -12,13 +12,11 @@ from growkern import GrowthError
 from growkern.errors import GrowthWarning
 from growkern.publish import calls
 from growkern.publish.manifest import MANIFEST
-from growkern.train.safety import checkpoints
-from growkern.train.safety.checkpoints import (
-    checkpoints_in,
+from growkern.train.safety.checkpoints import checkpoints_in, damage, last_checkpoint, newest_whole
+from growkern.train.safety.staging import (
+    MARKER,
+    STAGING,
     close_staging,
-    damage,
-    last_checkpoint,
-    newest_whole,
     open_staging,
     publish,
     publish_into,
@@ -201,7 +199,7 @@ def test_a_planted_staging_folder_is_neither_used_nor_followed(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     run = tmp_path / "run"
     run.mkdir()
-    (run / checkpoints.STAGING).symlink_to(tmp_path / "mine")
+    (run / STAGING).symlink_to(tmp_path / "mine")
     checkpoint = make(run, 2)
     close_staging(run)
     assert damage(checkpoint) is None
@@ -220,18 +218,18 @@ def test_the_staging_folder_is_private(tmp_path):
     (staged / "usual").touch()
     (staged / "weights").touch(mode=0o600)
     published = tmp_path / "run" / "checkpoint-4"
-    checkpoints.publish(staged, published)
+    publish(staged, published)
     assert (published / "weights").stat().st_mode == (published / "usual").stat().st_mode
 
 
 def test_the_manifest_of_a_finished_run_covers_its_marker(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / checkpoints.MARKER).write_text("{}")
+    (run / MARKER).write_text("{}")
     staged = open_staging(run) / "model"
     staged.mkdir()
     (staged / "trainer_state.json").write_text("{}")
     publish_into(staged, run)
     assert damage(run) is None
-    (run / checkpoints.MARKER).write_text("{ }")
+    (run / MARKER).write_text("{ }")
     assert damage(run) == "run.json has 3 of 2 bytes"

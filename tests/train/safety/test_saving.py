@@ -12,7 +12,8 @@ from growkern import GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.publish.manifest import MANIFEST
 from growkern.train.run.start import _train_from
-from growkern.train.safety.checkpoints import STAGING, checkpoints_in, damage
+from growkern.train.safety.checkpoints import checkpoints_in, damage
+from growkern.train.safety.staging import STAGING
 from testbed.tiny import TinyTokenizer
 from tests.train.safety.runs import At, assert_same, small_trainer, weights_of
 
