@@ -150,6 +150,7 @@ def linear_kl_mlm_loss(
             hidden states. The gradient of the student's hidden states is summed over the ranks;
             that of its weight and bias belongs to the slice. Heads that are DTensors with Shard(0)
             on a one-dimensional mesh need neither argument, and teachers beside them may be whole.
+            Beside a whole student, a teacher's DTensors are gathered in each call.
             FSDP's heads are such DTensors, but every rank has rows of its own: call the loss from
             the forward of a module that `fully_shard` wraps, where the head is whole.
         backend: as in `kl_mlm_loss`.

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from growkern.arguments import Limit, check_fields, check_kind
 from growkern.errors import GrowthError
@@ -274,6 +275,24 @@ def check_sharding(model: Any, role: str, *, tensor_parallel: bool = False) -> N
             raise GrowthError(
                 f"the {role} was sharded over {p.device_mesh.size()} of the "
                 f"{dist.get_world_size()} processes: use a mesh of all of them"
+            )
+
+
+def check_split_teacher(teacher: nn.Module, student: nn.Module) -> None:
+    """Refuse a teacher whose parts are on processes that each have rows of their own."""
+    if isinstance(student, DistributedDataParallel):
+        ranks = set(dist.get_process_group_ranks(student.process_group))
+    else:
+        meshes = (group.mesh_info.mesh for _, group in _groups(student))
+        ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    if not ranks or is_sharded(teacher):
+        return
+    for name, p in teacher.named_parameters():
+        if isinstance(p, DTensor) and len(ranks & set(p.device_mesh.mesh.flatten().tolist())) > 1:
+            raise GrowthError(
+                f"{name} of the teacher is split over processes that get different rows, since the "
+                "model is data-parallel on them: split the teacher over processes that share their "
+                "rows, or shard it with fully_shard"
             )
 
 

@@ -24,7 +24,7 @@ from growkern.ops.loss.rows.options import (
     LossCall,
     public,
 )
-from growkern.train.distributed.shard import check_sharding
+from growkern.train.distributed.shard import check_sharding, check_split_teacher
 from growkern.train.loss.inheritance import check_same_objective, loss_beside
 from growkern.train.loss.rows import ROW_OPTIONS, LossRows, as_known, real_rows, take_rows
 from growkern.train.loss.side import check_router, router_inputs, router_term, router_weight
@@ -94,7 +94,8 @@ def inherited_loss(
             The projection is a linear module or its weight (V, H). It runs without a cache of keys
             and values, and its config is not changed.
         teacher: the same; a list of them; or None to train on the labels alone. Teachers run
-            without gradients and in evaluation mode. The root of a sharded teacher must keep its
+            without gradients and in evaluation mode. One that is tensor-parallel beside a whole
+            model has its head gathered for each batch. The root of a sharded teacher must keep its
             parameters after its forward pass (`reshard_after_forward` unset).
         batch: {input_ids, labels, ...}, (B, S) each. Labels of causal models are not shifted. With
             an encoder and a decoder the labels belong to the decoder, and each model makes its
@@ -394,6 +395,8 @@ def _check_teacher(inner: Any, model: Any) -> None:
     check_head(inner)
     if not is_two_stacks(inner) and is_causal(inner):
         check_causal(inner)
+    if not is_pair(model):
+        check_split_teacher(inner, model)
     _checked["teacher"].add(inner)
 
 

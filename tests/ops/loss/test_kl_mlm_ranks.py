@@ -175,8 +175,16 @@ def check_dtensors():
         torch.testing.assert_close(cut_up[0], known[0])
         for actual, expected in zip(cut_up[1], known[1], strict=True):
             torch.testing.assert_close(actual.full_tensor(), expected)
-    with pytest.raises(growkern.errors.GrowthError, match="the student's is not: shard"):
-        linear(student, cut(teacher), labels)
+    # a whole student, beside teachers in parts: by columns, by rows, and on part of the ranks
+    placements = (Replicate(), Shard(1), Replicate())
+    parts = [distribute_tensor(x, mesh, [p]) for x, p in zip(teacher, placements, strict=True)]
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
+    halves = [teacher[0], *(distribute_tensor(x, pairs, [Shard(0)]) for x in teacher[1:])]
+    for split in (cut(teacher), parts, halves):
+        beside = linear(student, split, labels)
+        torch.testing.assert_close(beside[0], whole[0])
+        for actual, expected in zip(beside[1], whole[1], strict=True):
+            torch.testing.assert_close(actual, expected)
     with pytest.raises(growkern.errors.GrowthError, match="neither group nor"):
         linear(cut(student), cut(teacher), labels, group=mesh.get_group(), vocab_start=0)
     wrong = [cut(student)[0], distribute_tensor(student[1], mesh, [Shard(1)]), cut(student)[2]]

@@ -36,11 +36,21 @@ def over(model, data, tensor=None, head=None):
     return fully_shard(model, mesh=data)
 
 
+def split(model, tensor):
+    """Tensor parallelism of the FFN and of the head, by its columns."""
+    plan = {
+        f"model.layers.{i}.mlp.up_proj": ColwiseParallel() for i in range(len(model.model.layers))
+    }
+    plan |= {name.replace("up", "gate"): ColwiseParallel() for name in plan}
+    plan |= {name.replace("up", "down"): RowwiseParallel() for name in plan if "up" in name}
+    return parallelize_module(model, tensor, plan | {"lm_head": ColwiseParallel()})
+
+
 def whole_of(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def check(name, data, tensor=None, head=None):
+def check(name, data, tensor=None, head=None, of_teacher=None):
     """The rows are shared out over the data axis; all of its ranks' losses add up."""
     parts, part = data.size(), data.get_local_rank()
     student, teacher = build("llama", layers=2).double(), build("llama", seed=3).double()
@@ -50,6 +60,8 @@ def check(name, data, tensor=None, head=None):
     mine = {key: x[2 * part : 2 * part + 2] for key, x in whole.items()}
     items = int((whole["labels"][:, 1:] != -100).sum())
     over(student, data, tensor, head)
+    if of_teacher is not None:
+        teacher = split(teacher, of_teacher)
     loss = inherited_loss(student, teacher, mine, num_items=items)
     (loss * parts).backward()
     total = loss.detach().clone()
@@ -71,5 +83,9 @@ def main(folder):
     with pytest.raises(GrowthError, match="linear_kl_mlm_loss"):
         by_rows = RowwiseParallel(input_layouts=Replicate())
         check("FSDP2 x TP, rows of the head", both["data"], both["tensor"], by_rows)
+    # the processes of the tensor axis have the same rows, those of the data axis do not
+    check("a split teacher beside a whole head", both["data"], of_teacher=both["tensor"])
+    with pytest.raises(GrowthError, match="teacher is split over processes"):
+        check("a teacher split over other rows", both["data"], of_teacher=both["data"])
     # as beside the stages of a pipeline: half of the processes share the rows, twice
     check("FSDP2 over a part", both["data"])

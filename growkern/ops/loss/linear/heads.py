@@ -14,7 +14,7 @@ from growkern.ops.backend.custom_ops import check_tensors
 from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
 from growkern.ops.loss.rows.inputs import shard_of_call
 from growkern.ops.loss.rows.options import LossCall, Maths, Options
-from growkern.ops.loss.rows.vocab_parallel import Shard, check_shard, shard_of
+from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, shard_of
 
 
 class Head(NamedTuple):
@@ -250,6 +250,11 @@ def _local(x: Any) -> Any:
     return x.to_local() if _is_dtensor(x) else x
 
 
+def _whole(x: Any) -> Any:
+    """All of a DTensor, which every rank of its mesh asks for; anything else as it is."""
+    return x.full_tensor() if _is_dtensor(x) else x
+
+
 def _check_shards(weights: Sequence[Tensor], call: LossCall) -> Shard:
     """The slice of the vocabulary on this rank, from DTensors or from the options of a group."""
     if not any(_is_dtensor(x) for x in weights):
@@ -257,10 +262,7 @@ def _check_shards(weights: Sequence[Tensor], call: LossCall) -> Shard:
     if call.group is not None or call.vocab_start is not None:
         raise GrowthError("a DTensor brings its own group: pass neither group nor vocab_start")
     if not _is_dtensor(weights[0]):
-        raise GrowthError(
-            "a teacher's head is a DTensor and the student's is not: shard the student's as well, "
-            "or pass the teacher's full_tensor()"
-        )
+        return WHOLE
     group, start, V = shard_of(weights[0])
     if any(shard_of(x)[1] != start for x in weights if _is_dtensor(x)):
         raise GrowthError(
@@ -324,7 +326,9 @@ def checked_heads(
             # every rank has the whole teacher
             columns = slice(shard.start, shard.start + len(_local(student_weight)))
             weight, bias = (x if x is None else x[columns] for x in (weight, bias))
-        hidden, weight, bias = (_local(x) for x in (hidden, weight, bias))
+        # a teacher's parts beside a whole student are gathered
+        part = _local if _is_dtensor(student_weight) else _whole
+        hidden, weight, bias = map(part, (hidden, weight, bias))
         # kernels read a bias number by number
         bias = weight.new_empty(0) if bias is None else bias.contiguous()
         head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
