@@ -97,11 +97,28 @@ def read_config_file(
 def load_config(directory: Path) -> Any:
     """The config of a directory, as transformers loads it, without a check of its values."""
     try:
+        data, _ = transformers.PreTrainedConfig.get_config_dict(directory, local_files_only=True)
+        if known_type(data) != data.get("model_type"):
+            return config_from(data)
         return transformers.AutoConfig.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
         raise GrowthError(f"{directory / 'config.json'}: {_last_line(error)}") from error
+
+
+def known_type(data: Mapping[str, Any]) -> Any:
+    """The model_type of a config's JSON; of its class, where transformers knows that alone.
+
+    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2".
+    """
+    kind, names = data.get("model_type"), data.get("architectures")
+    if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
+        return kind
+    cls = getattr(transformers, str(names[0]), None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        return kind
+    return getattr(cls.config_class, "model_type", kind)
 
 
 def check_config(
@@ -112,6 +129,8 @@ def check_config(
     With `any_family`, models without a table are fine. `family` is a table of one's own.
     """
     kind = data.get("model_type") if isinstance(data, dict) else None
+    if isinstance(kind, str):
+        kind = known_type(data)
     if not isinstance(kind, str):
         raise GrowthError(
             f'{file}: no "model_type", the name of its architecture: copy the config.json of the '
@@ -272,7 +291,8 @@ def _of_value(name: str, value: Any) -> Iterator[str]:
 def config_from(data: dict[str, Any]) -> Any:
     """The Hugging Face config of JSON data that `check_config` accepted."""
     try:
-        return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(dict(data))
+        kind = known_type(data)
+        return transformers.CONFIG_MAPPING[kind].from_dict({**data, "model_type": kind})
     except Exception as error:
         raise GrowthError(_last_line(error)) from error
 

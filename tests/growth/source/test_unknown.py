@@ -1,11 +1,16 @@
 """A refusal of a model without a table says what the model is. Truth: what its makers call it."""
 
 import json
+import shutil
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file
 
 import growkern
+from testbed.models import random_model
+from testbed.relatives import RELATIVES
 
 WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}}
 
@@ -40,3 +45,23 @@ def test_a_model_in_memory_is_described_too():
     model = transformers.XGLMForCausalLM(transformers.XGLMConfig(**sizes))
     with pytest.raises(growkern.GrowthError, match=r"nearest: biogpt .*growkern.draft_family"):
         growkern.plan(model, d_model=24)
+
+
+def test_such_a_model_grows_like_its_class_and_keeps_its_own_name(tmp_path):
+    class_name, sizes, _ = RELATIVES["deepseek_v3"]
+    random_model(class_name, sizes).save_pretrained(tmp_path / "known")
+    shutil.copytree(tmp_path / "known", tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "kimi_k2"}))
+    for name in ("known", "other"):
+        where = tmp_path / name, tmp_path / f"{name}-grown"
+        growkern.grow_checkpoint(*where, hidden_size=sizes["hidden_size"] * 2, progress=False)
+    known, other = (
+        load_file(tmp_path / f"{name}-grown" / "model.safetensors") for name in ("known", "other")
+    )
+    assert known.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in known.items())
+    grown = tmp_path / "other-grown"
+    assert json.loads((grown / "config.json").read_text())["model_type"] == "kimi_k2"
+    assert growkern.verify(tmp_path / "other", grown).ok
+    assert growkern.plan(grown, num_hidden_layers=4).small.config.model_type == "deepseek_v3"
