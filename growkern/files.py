@@ -12,12 +12,13 @@ import errno
 import gc
 import json
 import os
+import re
 import reprlib
 import secrets
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -123,6 +124,22 @@ def parse_toml(text: str) -> dict[str, Any]:
     else:
         import tomli as tomllib
     return tomllib.loads(text)
+
+
+def toml_lines(table: Mapping[str, Any]) -> list[str]:
+    """The keys and values of a table as lines of TOML, without those that are None."""
+    return [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in table.items() if v is not None]
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(toml_lines(value)) + " }"
+    # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_levels(value: Any) -> None:

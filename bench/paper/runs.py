@@ -7,7 +7,6 @@ checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import multiprocessing
 import os
@@ -36,7 +35,7 @@ from growkern import run as train
 from growkern.cli.app import silence_transformers
 from growkern.cli.training import cache_teacher
 from growkern.errors import GrowthError
-from growkern.files import write_whole
+from growkern.files import toml_lines, write_whole
 from growkern.plot.curves import read_curve
 from growkern.train.run.file import load_run
 from growkern.train.topk_teacher.store import read_header
@@ -332,11 +331,4 @@ def _toml_lines(table: Any) -> list[str]:
     """The keys and values of a dataclass or a dict, without those that are None."""
     if dataclasses.is_dataclass(table):
         table = {x.name: getattr(table, x.name) for x in dataclasses.fields(table)}
-    return [f"{name} = {_toml_value(x)}" for name, x in table.items() if x is not None]
-
-
-def _toml_value(item: Any) -> str:
-    if isinstance(item, dict):
-        return "{ " + ", ".join(f"{name} = {_toml_value(x)}" for name, x in item.items()) + " }"
-    # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
-    return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return toml_lines(table)

@@ -8,12 +8,14 @@ evenly and unevenly, and in all of them at once, and its outputs are compared in
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -22,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import GrowthError, GrowthWarning, nearest, reason
-from growkern.families.family import Family, Norm, field_faults, growable_fields
+from growkern.families.family import NORM_KINDS, Family, field_faults, growable_fields
 from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
@@ -322,39 +324,68 @@ def _made_again(config: Any) -> Any:
     return made
 
 
-def normed(norm: Norm, module: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """What [norm] says that a norm with the parameters of this module computes from one row."""
-    gamma, beta = (getattr(module, name, None) for name in ("weight", "bias"))
-    x = x - x.mean() if norm.centres else x
-    y = x / (x.square().mean() + eps).sqrt()
-    y = y if gamma is None else (norm.offset(False) + gamma) * y
-    return y if beta is None else y + beta
+class NormFacts(NamedTuple):
+    """What a norm computes."""
+
+    kind: str
+    plus_one: bool
+    eps: float
 
 
 @torch.no_grad()
+def norm_facts(module: Any, length: int) -> NormFacts | None:
+    """What a norm computes, found by feeding it a row of random numbers; None: it is no norm.
+
+    Raises:
+        GrowthError: it computes what no kind of norm does.
+    """
+    if not re.search("norm", type(module).__name__, re.I) or any(True for _ in module.children()):
+        return None
+    found = {name: getattr(module, name, None) for name in ("weight", "bias")}
+    gains = {name: p for name, p in found.items() if torch.is_tensor(p)}
+    if any(p.ndim != 1 for p in gains.values()):
+        return None
+    shape, rng = gains["weight"].shape if gains else (length,), torch.Generator().manual_seed(0)
+    x = 2 + torch.randn(1, 1, *shape, dtype=torch.float64, generator=rng)
+    try:
+        with Float64():
+            y = module(x).double()
+    except Exception:
+        # norms that take a gate, or heads one by one, raise errors of any type
+        return None
+    eps = [v for k, v in vars(module).items() if "eps" in k and isinstance(v, float)]
+    for kind, plus_one in product(NORM_KINDS, (False, True)):
+        centred = x - x.mean() if NORM_KINDS[kind].centres else x
+        expected = centred / centred.square().mean().sqrt()
+        expected = expected * (plus_one + gains.get("weight", 1)) + gains.get("bias", 0)
+        is_like = NORM_KINDS[kind].tensors == tuple(gains)
+        if is_like and torch.allclose(y, expected, rtol=1e-2, atol=1e-2):
+            return NormFacts(kind, plus_one, eps[0] if eps else 1e-5)
+    has = " and ".join(gains) or "no weight"
+    raise GrowthError(
+        f"{type(module).__name__}, with {has}, computes none of {', '.join(NORM_KINDS)}"
+    )
+
+
 def _norm_faults(model: Any, spec: ModelSpec) -> Iterator[str]:
-    """Norms that compute something else than [norm] says, in a row of random numbers."""
+    """Norms that compute something else than [norm] says."""
     norm, seen = spec.family.norm, set[str]()
-    generator = torch.Generator().manual_seed(0)
-    rows = [t for t in spec.tensors if t.norm and t.name.endswith(".weight")]
-    for tensor in rows:
+    for tensor in (t for t in spec.tensors if t.norm and t.name.endswith(".weight")):
         name = tensor.name.removesuffix(".weight")
-        module, size = model.get_submodule(name), spec.shapes[tensor.name][-1]
         if tensor.template in seen:
             continue
         seen.add(tensor.template)
-        x = 2 + torch.randn(1, 1, size, dtype=torch.float64, generator=generator)
         try:
-            with Float64():
-                y = module(x)
-        except Exception:
-            # norms that take a gate, or heads one by one, raise errors of any type
+            facts = norm_facts(model.get_submodule(name), spec.shapes[tensor.name][-1])
+        except GrowthError as error:
+            yield f"norm: {name}: {error}"
             continue
-        expected = normed(norm, module, x, norm.epsilon(spec.fields))
-        # latent norms may have an eps of their own
-        if torch.is_tensor(y) and not torch.allclose(y, expected, rtol=1e-2, atol=1e-2):
-            what = f"{norm.kind}{', plus_one' if norm.plus_one else ''}"
-            yield f"norm: {name} computes no {what}: mend [norm]"
+        if facts and (NORM_KINDS[facts.kind].centres, facts.plus_one) != (
+            norm.centres,
+            norm.plus_one,
+        ):
+            computed = f"{facts.kind}{', plus_one' if facts.plus_one else ''}"
+            yield f"norm: {name} computes a {computed}: mend [norm]"
 
 
 def _growths(

@@ -9,21 +9,19 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from growkern.errors import GrowthError, reason
 from growkern.growth.own_table import NO_FIELDS, plain_rotary
 
-LAYERS, HEADS, STREAM = 4, 4, 64
+LAYERS = 4
 # the value that growth must not meet twice: name of a field -> its value in the small model
 SMALL = (
     (r"(num_)?(hidden_)?(n_)?layers?", LAYERS),
-    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim", STREAM),
-    (r"(num_|n_)?(attention_)?heads?", HEADS),
+    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim", 64),
+    (r"(num_|n_)?(attention_)?heads?", 4),
     (r"num_key_value_heads|num_kv_heads|n_head_kv", 2),
     (r"head_dim|attention_head_dim|kv_channels", 12),
     (r"ffn_dim|intermediate_size|n_inner|hidden_dim|ffn_hidden_size", 56),
@@ -39,63 +37,51 @@ SMALL = (
     (r"query_pre_attn_scalar", 10),
     (r"sliding_window|attention_window|window_size", 32),
 )
-KEY_HEADS, HEAD_DIM = r"num_key_value_heads|num_kv_heads|n_head_kv", r".*head_dim|kv_channels"
+KEY_HEADS, HEAD_DIM = SMALL[3][0], r".*head_dim|kv_channels"
 # key heads and head_dim: the first that the class accepts
 FITTING = ((2, 24), (2, 16), (4, 16), (4, 24), (2, None), (4, None))
-# how far the class's fields go that change no tensor
-NO_SIZE = ("use_cache", "return_dict", "output_hidden_states", "output_attentions")
-# parameters of the small model
-MOST = 2e7
+# fields that change neither a tensor nor a value of an output
+GENERAL = "use_cache|return_dict|output_|jitter|chunk|tie_word_emb|summary_|encoder_decoder"
 
 
-class NoRule(GrowthError):
-    """The class has something that a draft has no rule for."""
+def small_configs(config: Any) -> Iterator[Any]:
+    """The config with few units, in which sizes differ from each other as far as they may.
 
-
-def small_config(config: Any) -> Any:
-    """The config with few units, in which sizes differ from each other as far as they may."""
+    Several, as a class may run with the last of them alone.
+    """
     fields = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
     layers = next((v for k, v in fields.items() if re.fullmatch(SMALL[0][0], k)), 0)
-    error: Exception | None = None
     for key_heads, head_dim in FITTING:
         given = {k: _small(k, v, layers, key_heads, head_dim) for k, v in fields.items()}
         try:
             small = type(config)(**{k: v for k, v in given.items() if v is not None})
-            if hasattr(small, "use_cache"):
-                small.use_cache = False
-            small._attn_implementation = small._experts_implementation = "eager"
-            small.architectures = config.architectures
-            return small
-        except Exception as refused:
+        except Exception:
             # classes raise errors of any type where sizes do not fit
-            error = refused
-    raise NoRule(f"no small config of this class: {reason(error or ValueError())[:150]}")
+            continue
+        if hasattr(small, "use_cache"):
+            small.use_cache = False
+        small._experts_implementation = "eager"
+        yield small
 
 
 def _small(name: str, old: Any, layers: Any, key_heads: int, head_dim: int | None) -> Any:
-    rule = next((value for pattern, value in SMALL if re.fullmatch(pattern, name)), None)
     if name == "rope_parameters" and old:
         return plain_rotary(old)
+    if isinstance(old, list) and len(old) == layers:
+        # one entry for each layer, of all kinds
+        missing = [v for v in dict.fromkeys(old) if v not in old[:LAYERS]]
+        return [*old[: LAYERS - len(missing)], *missing]
     if isinstance(old, list):
-        return _cut(old, layers)
+        # numbers of layers, or something else
+        return [v for v in old if type(v) is not int or v < LAYERS]
     if name.endswith("_token_id"):
         return 1 if type(old) is int and old >= 100 else old
+    rule = next((value for pattern, value in SMALL if re.fullmatch(pattern, name)), None)
     if rule is None or not (type(old) is int or (old is None and rule != 1)):
         return old
     if re.fullmatch(KEY_HEADS, name):
         return key_heads
-    # as many heads as the user's model has keys for
     return head_dim if re.fullmatch(HEAD_DIM, name) else rule
-
-
-def _cut(values: list[Any], layers: Any) -> list[Any]:
-    """A list for few layers: of one entry per layer, all values, or the numbers of layers."""
-    if len(values) != layers:
-        is_numbers = all(type(value) is int for value in values)
-        return [v for v in values if v < LAYERS] if is_numbers else values
-    kept = values[:LAYERS]
-    missing = [v for v in dict.fromkeys(values) if v not in kept]
-    return [*kept[: LAYERS - len(missing)], *missing]
 
 
 def shapes(cls: Any, config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -107,86 +93,71 @@ def shapes(cls: Any, config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str,
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, ties
 
 
-def with_field(config: Any, name: str, value: Any) -> Any:
+class Probe:
+    """The tensors of a class, with a config and with each field of it changed.
+
+    Attributes:
+        base: name -> shape, with the config as it is.
+        ties: names that share the storage of another, with the flag that ties them.
+        changed: field -> its old and its new value, and name -> shape with the new one.
+    """
+
+    def __init__(self, cls: Any, config: Any) -> None:
+        self.base, self.ties = shapes(cls, config)
+        self.changed: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {}
+        for name, old in {"head_dim": None, **config.to_dict()}.items():
+            for new in _others(name, old):
+                try:
+                    found, ties = shapes(cls, _with_field(config, name, new))
+                except Exception:
+                    # classes raise errors of any type where sizes do not fit
+                    continue
+                self.changed[name] = old, new, found
+                self.ties |= ties if name == "tie_word_embeddings" else {}
+                break
+
+    def fields(self, name: str, axis: int) -> dict[str, tuple[int, int]]:
+        """The fields that move an axis of a tensor -> how far they moved, and the axis with them.
+
+        A field without a value is set, and moves by 0.
+        """
+        old, moved = self.base[name][axis], {}
+        for field, (before, after, found) in self.changed.items():
+            if type(after) is int and name in found and found[name][axis] != old:
+                moved[field] = after - before if before else 0, found[name][axis] - old
+        return moved
+
+    @property
+    def flags(self) -> dict[str, tuple[bool, set[str], set[str]]]:
+        """Flags -> their value, and the tensors that come, and go, with the other value."""
+        base = {*self.base}
+        return {
+            flag: (old, found.keys() - base, base - found.keys())
+            for flag, (old, _, found) in self.changed.items()
+            if type(old) is bool and not re.search(GENERAL, flag)
+        }
+
+
+def _with_field(config: Any, name: str, value: Any) -> Any:
     """The config with one field changed, by its class, so that what follows from it follows."""
     fields = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
     try:
-        new = type(config)(**{**fields, name: value})
+        return type(config)(**{**fields, name: value})
     except Exception:
         new = copy.deepcopy(config)
         setattr(new, name, value)
-    new._attn_implementation = new._experts_implementation = "eager"
-    new.architectures = config.architectures
-    return new
+        return new
 
 
-@dataclass
-class Probe:
-    """What a class's tensors do as fields of its config change.
-
-    Attributes:
-        base, ties: the tensors of the small model, and the names that share storage.
-        moves: tensor -> axis -> field -> how far the field and the axis moved.
-        flags: flag -> its value, and the tensors that come and go with the other value.
-        counts: fields that count layers.
-    """
-
-    base: Mapping[str, tuple[int, ...]]
-    ties: dict[str, str]
-    moves: dict[str, dict[int, dict[str, tuple[int, int]]]] = field(default_factory=dict)
-    flags: dict[str, tuple[bool, set[str], set[str]]] = field(default_factory=dict)
-    counts: list[str] = field(default_factory=list)
-
-    def fields(self, name: str, axis: int) -> dict[str, tuple[int, int]]:
-        """The fields that move an axis of a tensor."""
-        return self.moves.get(name, {}).get(axis, {})
-
-
-def probe(cls: Any, config: Any) -> Probe:
-    """Change one field after another."""
-    found = Probe(*shapes(cls, config))
-    for name, value in {"head_dim": None, **config.to_dict()}.items():
-        if name.endswith("_token_id") or name in NO_SIZE:
-            continue
-        if type(value) is bool:
-            _probe_flag(found, cls, config, name, value)
-        elif (type(value) is int and value > 0) or re.search("head_dim|n_inner", name):
-            _probe_size(found, cls, config, name, value)
-    return found
-
-
-def _probe_flag(found: Probe, cls: Any, config: Any, name: str, value: bool) -> None:
-    try:
-        new, ties = shapes(cls, with_field(config, name, not value))
-    except Exception:
-        return
-    if name == "tie_word_embeddings":
-        found.ties = {**ties, **found.ties}
-    elif new.keys() != found.base.keys():
-        found.flags[name] = value, new.keys() - found.base.keys(), found.base.keys() - new.keys()
-
-
-def _tried(value: Any) -> Iterator[int]:
-    yield from (2 * value, value + 1, value // 2) if value else (24,)
-
-
-def _probe_size(found: Probe, cls: Any, config: Any, name: str, value: Any) -> None:
-    for change in _tried(value):
-        try:
-            new = shapes(cls, with_field(config, name, change))[0]
-            break
-        except Exception:
-            continue
-    else:
-        return
-    other = new.keys() ^ found.base.keys()
-    if "layer" in name and any(re.search(r"\.\d+\.", tensor) for tensor in other):
-        found.counts.append(name)
-    for tensor in new.keys() & found.base.keys():
-        for axis, (old, now) in enumerate(zip(found.base[tensor], new[tensor], strict=False)):
-            if old != now:
-                moved = change - (value or 0) if value else 0, now - old
-                found.moves.setdefault(tensor, {}).setdefault(axis, {})[name] = moved
+def _others(name: str, value: Any) -> tuple[Any, ...]:
+    """Other values of a field, of which the first that the class takes is tried."""
+    if type(value) is bool:
+        return (not value,)
+    if name.endswith("_token_id"):
+        return ()
+    if type(value) is int and value > 0:
+        return 2 * value, value + 1, value // 2
+    return (24,) if value in (None, 0) and re.search("head_dim|n_inner", name) else ()
 
 
 def template(name: str) -> str:

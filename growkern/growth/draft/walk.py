@@ -1,0 +1,216 @@
+"""One walk through the calls of a tiny model: where norms lie, and what matrices read and write."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from growkern.errors import GrowthError
+from growkern.growth.draft.probe import template
+from growkern.growth.draft.sizes import Draft, Row
+from growkern.growth.draft.watch import Call, same
+from growkern.growth.own_table import NormFacts, norm_facts
+
+NAMED = r"(^|[._wW])(q|k|v|query|key|value)(_proj|_lin|_layer|_linear)?\d?$"
+QUERY, KEY, GATE = "^q|query", "^k|key", "gate|^g"
+# names of the matrices of experts that write the stream
+LAST = "down|w2|output|wo"
+# role of a norm -> the spaces that it reads and writes
+SPACES = {
+    "pre": "stream>normed",
+    "output": "stream>stream",
+    "post": "stream>stream",
+    "embedding": "stream>stream",
+    "final": "stream>final",
+    "head": "head_pre>head",
+}
+
+
+class Walk:
+    """Writes the rows of a draft: of norms and matrices by their calls, then of all others."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        # what is known to have been written, and its space
+        self.written: list[tuple[Tensor, str]] = []
+        self.roles: dict[str, str] = {}
+        found = {n: norm_facts(c.module, c.x.shape[-1]) for n, c in enumerate(draft.calls)}
+        norms = {n: facts for n, facts in found.items() if facts}
+        calls = {draft.calls[n].name: draft.calls[n] for n in norms}
+        # where a norm returns what its layer returns
+        self.is_post = any(same(c.y, end) for c in calls.values() for _, end in draft.layers)
+        for number, call in enumerate(draft.calls):
+            if number in norms and call.x.shape == call.y.shape:
+                self._norm(number, call)
+            elif _is_matrix(call) and f"{call.name}.weight" in draft.probe.base:
+                self._matrix(call)
+        self._describe([facts for n, facts in norms.items() if draft.calls[n].name in self.roles])
+        for name, shape in draft.probe.base.items():
+            if draft.row_of(name) is None:
+                draft.set_row(name, self._other_row(name, shape))
+        for name, owner in draft.probe.ties.items():
+            for row in draft.rows.get(draft.place(name)[0], {}).values():
+                row["tied"] = owner
+
+    def _describe(self, found: list[NormFacts]) -> None:
+        """[norm]: what the norms of the stream compute, and where they lie."""
+        draft, kinds = self.draft, {(facts.kind, facts.plus_one) for facts in found}
+        if len(kinds) != 1:
+            names = ", ".join(sorted(kind for kind, _ in kinds))
+            raise GrowthError(f"norms of {len(kinds)} kinds: {names}")
+        inside = {*self.roles.values()} & {"pre", "post", "output"}
+        place = "sandwich" if len(inside) == 2 else min(inside, default="pre")
+        eps: Any = found[0].eps
+        fields = (k for k, v in draft.config.to_dict().items() if "eps" in k and v == eps)
+        if (field := next(fields, None)) is None:
+            draft.assumed.append(f"eps={eps:g} of the norms follows no field")
+        draft.norm = {"kind": found[0].kind, "placement": place, "eps": field or eps}
+        draft.norm |= {"plus_one": True} if found[0].plus_one else {}
+
+    @property
+    def source(self) -> str:
+        """The space that a block reads."""
+        return "normed" if self.draft.norm["placement"] in ("pre", "sandwich") else "stream"
+
+    def _source(self, x: Tensor) -> str | None:
+        """The space of a value that enters a module; None: nothing known wrote it."""
+        known = (space for value, space in self.written if same(value, x))
+        streams = (value for pair in self.draft.layers for value in pair)
+        return next(known, "stream" if any(same(value, x) for value in streams) else None)
+
+    def _norm(self, number: int, call: Call) -> None:
+        draft, name, space = self.draft, call.name, self._source(call.x)
+        layer = draft.place(name)[1]
+        is_inner = draft.spaces.get(space or "", {}).get("kind") in ("heads", "units")
+        if layer is not None and (is_inner or call.x.shape[-1] != draft.width):
+            self._inner_norm(call, space)
+            return
+        before = [c for c in draft.calls[:number] if c.name.startswith(draft.stack)]
+        if layer is None:
+            is_final = same(call.x, draft.layers[-1][1])
+            role = "embedding" if not before else "final" if is_final else "head"
+        else:
+            start, end = draft.layers[layer]
+            own = [c.y for c in before if draft.place(c.name)[1] == layer]
+            is_behind = any(same(call.x, y) for y in own)
+            is_behind = is_behind and not any(same(call.x - start, y) for y in own)
+            role = "post" if self.is_post else "output" if is_behind else "pre"
+        row = {"norm": SPACES[role]}
+        if role in ("post", "embedding"):
+            # extra coordinates carry the mean through the FFN, to the norm behind it
+            row["extra"] = "carry" if layer is None or same(call.y, end) else "zero"
+        if any(True for _ in call.module.parameters()):
+            draft.set_row(name, row)
+        elif role == "output":
+            raise GrowthError("a norm without weights behind a block")
+        self.roles[name] = role
+        self.written.append((call.y, SPACES[role].partition(">")[2]))
+
+    def _inner_norm(self, call: Call, space: str | None) -> None:
+        """A norm of queries or keys, of each head or of all together, or of the FFN's units."""
+        draft, name, spaces = self.draft, call.name, self.draft.spaces
+        units, last = draft.probe.base.get(f"{name}.weight", (0,))[-1], name.rpartition(".")[2]
+        in_attention = re.search("att", name, re.I)
+        if units and not in_attention and units not in (draft.width, draft.head_dim):
+            space = space or draft.units(draft.probe.fields(f"{name}.weight", 0), units)
+        elif re.search(f"{QUERY}|{KEY}", last):
+            space = "q" if re.search(QUERY, last) else "k"
+        if space not in ("q", "k", *draft.sizes) or units not in (draft.head_dim, call.x.shape[-1]):
+            raise GrowthError(f"{template(name)} is a norm of {units} entries inside a block")
+        written, after = f"{space}_normed", {**spaces[space]}
+        if space in draft.sizes:
+            spaces[space]["weighted"] = True
+        elif units == draft.head_dim:
+            spaces[space]["part"] = "before_norm"
+            after = {"kind": "head", "part": "query" if space == "q" else "key"}
+            spaces["head_pre"], space = {"kind": "head", "part": "before_norm"}, "head_pre"
+        else:
+            spaces[space] |= {"part": "before_norm", "weighted": True}
+        spaces.setdefault(written, after)
+        draft.set_row(name, {"norm": f"{space}>{written}"})
+        self.written.append((call.y, written))
+
+    def _matrix(self, call: Call) -> None:
+        """The row of a matrix that a module multiplies with, and of the bias beside it."""
+        draft, name, spaces = self.draft, call.name, self.draft.spaces
+        weight, known = f"{name}.weight", self._source(call.x)
+        # weights of GPT-2's kind of module have inputs first
+        turn = -1 if type(call.module).__name__ == "Conv1D" else 1
+        shape, ends = draft.probe.base[weight][::turn], (0, 1)[::turn]
+        in_attention = re.search("att", name.rpartition(".")[0], re.I)
+        is_output = in_attention and shape[1] == draft.heads * draft.head_dim
+        read = known or ("attn" if is_output else self._axis(weight, ends[1]).split(":")[-1])
+        if not name.startswith(draft.stack) and shape == (draft.width, draft.width):
+            spaces["head_pre"] = {"kind": "units", "size": "stream", "activated": True}
+            spaces["head"] = {"kind": "tied_output", "of": "stream", "untied": "head_pre"}
+            own = "write:head_pre"
+        else:
+            own = "write:stream" if read == "attn" else self._axis(weight, ends[0])
+        if own == "vocab" and known is None:
+            # something lies between the last norm and the head, such as a factor
+            read = "final" if "final" in self.roles.values() else read
+        draft.set_row(weight, {"axes": [own, f"read:{read}"][::turn]})
+        if f"{name}.bias" in draft.probe.base:
+            draft.set_row(f"{name}.bias", {"axes": [own]})
+        space = own.removeprefix("write:")
+        if spaces.get(space, {}).get("kind") in ("heads", "units"):
+            self.written.append((call.y, space))
+
+    def _axis(self, name: str, index: int) -> str:
+        """An axis of a tensor, as one that is written, by its length and the fields it follows."""
+        draft, sizes, fields = self.draft, self.draft.sizes, self.draft.probe.fields(name, index)
+        length, module = draft.probe.base[name][index], re.sub(r"\.(weight|bias)$", "", name)
+        attended, keys = (n * draft.head_dim for n in (draft.heads, draft.key_heads))
+        if draft.experts(fields):
+            return "write:experts"
+        if sizes["vocab"] in fields:
+            return "vocab"
+        if (named := re.search(NAMED, module)) and length in (attended, keys):
+            return f"write:{named[2][0]}"
+        if re.search("att", module.rpartition(".")[0], re.I):
+            is_shared = (
+                length == attended + 2 * draft.head_dim and "intermediate_size" not in fields
+            )
+            if length == attended + 2 * keys or is_shared:
+                if length != attended + 2 * keys:
+                    # one key and one value for all heads, which no field says
+                    sizes["kv_heads"] = 1
+                    draft.spaces["k"]["heads"] = draft.spaces["v"]["heads"] = "kv_heads"
+                # the order is assumed; the check confirms it
+                return "write:q|k|v"
+            if length == attended and re.search(GATE, module.rpartition(".")[2]):
+                return "write:attn"
+        # embeddings may have a field of their own that must equal the stream's
+        widths = {sizes["stream"], *draft.probe.fields(draft.embedding, 1)}
+        if length == draft.width and widths & fields.keys():
+            return "write:stream"
+        if length == draft.heads and sizes["q_heads"] in fields:
+            # a number for each head
+            draft.spaces["each"] = {"kind": "heads", "heads": "q_heads", "width": 1}
+            return "write:each"
+        if length == 1 or isinstance(draft.modules.get(module), nn.Embedding):
+            return draft.size_key(fields, length)
+        return f"write:{draft.units(fields, length)}"
+
+    def _other_row(self, name: str, shape: tuple[int, ...]) -> Row:
+        """The row of a tensor that no watched module multiplies with."""
+        leaf, axes = name.rpartition(".")[2], [self._axis(name, i) for i in range(len(shape))]
+        if "write:experts" not in axes:
+            return {"axes": axes}
+        if len(axes) == 1 and re.search("correction|score", name):
+            self.draft.spaces["experts"]["asleep"] = self.draft.place(name)[0]
+            return {"axes": axes, "keep": "float32", "fallback": "zero"}
+        # a matrix of each expert, the router, or biases
+        is_matrix = len(axes) == 3
+        for i, axis in enumerate(axes[1:], 1):
+            is_stream = axis == "write:stream"
+            if (is_stream != bool(re.search(LAST, leaf))) if is_matrix else "bias" not in leaf:
+                axes[i] = f"read:{self.source}" if is_stream else axis.replace("write", "read")
+        return {"axes": axes}
+
+
+def _is_matrix(call: Call) -> bool:
+    weight = getattr(call.module, "weight", None)
+    return not isinstance(call.module, nn.Embedding) and getattr(weight, "ndim", 0) == 2
