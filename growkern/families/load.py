@@ -210,11 +210,12 @@ def _extended(where: str, table: dict[str, Any]) -> dict[str, Any]:
         return table
     if base not in supported_families():
         raise GrowthError(f"{where}.extends: {base!r}{nearest(str(base), supported_families())}")
-    return _merged(_table(base), table)
+    return _merged(shipped_table(base), table)
 
 
 @cache
-def _table(model_type: str) -> dict[str, Any]:
+def shipped_table(model_type: str) -> dict[str, Any]:
+    """The content of a family's table, with what it extends; not to be changed."""
     file = resources.files("growkern.families") / f"{model_type}.toml"
     table = parse_toml(file.read_text(encoding="utf-8"))
     return _extended(f"{model_type}.toml", table)
@@ -228,7 +229,7 @@ def load_family(model_type: str) -> Family:
         raise GrowthError(
             f"model_type {model_type!r} has no family table; supported: {', '.join(known)}"
         )
-    return parse_family(f"{model_type}.toml", _table(model_type))
+    return parse_family(f"{model_type}.toml", shipped_table(model_type))
 
 
 def read_family(path: str | Path | Family) -> Family:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.errors import TableError
-from growkern.families.load import _table, own_family, read_family
+from growkern.families.load import own_family, read_family, shipped_table
 from growkern.growth.own_table import check_table
 from testbed.families import FAMILIES
 from testbed.models import LLAMA, random_model, relative_error
@@ -291,7 +291,7 @@ def checked(model_type, break_it, tmp_path):
     class_name, sizes = {**FAMILIES, **RELATIVES}[model_type][:2]
     config = getattr(transformers, class_name).config_class(**sizes, architectures=[class_name])
     config.save_pretrained(tmp_path)
-    table = copy.deepcopy(_table(model_type))
+    table = copy.deepcopy(shipped_table(model_type))
     break_it(table)
     return check_table(own_family("mine.toml", table), tmp_path)
 
