@@ -259,6 +259,7 @@ BLOCKS = {
     "grow-checkpoint": tables.grow_checkpoint,
     "grow-process": tables.grow_process,
     "carry": tables.carry,
+    "drafts": tables.drafts,
     "gpu": gpu_table,
     "early": tables.early,
     "headline": tables.headline,

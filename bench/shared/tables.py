@@ -3,6 +3,7 @@
 `bench.report` writes them into the pages. Where a result is missing, a table has only its head.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,17 @@ def carry(results: Path) -> str:
     rows = [row for row in rows_of(results, "exactness") if "carry" in row]
     lines = [[row["sizes"], f"{row['carry']:g}", f"{row['error']:.1e}"] for row in rows]
     return table(["hidden size of a random BERT encoder", "`carry`", "error of the outputs"], lines)
+
+
+def drafts(results: Path) -> str:
+    """How many model types of transformers `growkern family draft` drafts exactly, by itself."""
+    rows, lines = rows_of(results, "drafts"), []
+    for words, shipped in (("have a table in the package", True), ("have none", False)):
+        counts = Counter(row["draft"] for row in rows if row["table"] is shipped)
+        others = counts["wrong"] + counts["failed"]
+        lines += [[words, *map(str, (counts.total(), counts["exact"], others, counts["refused"]))]]
+    heads = ["model types that predict tokens and", "number", "drafted exactly"]
+    return table([*heads, "drafted, not exact", "refused"], lines if rows else [])
 
 
 # ------------------------------------------------------------------------- losses
