@@ -254,7 +254,8 @@ def _tiny_config(spec: ModelSpec) -> Any:
             # rounding of rotary positions counts at the last one
             most = TOKENS if name != family.attention.turning else HEAD_DIM
             setattr(text, name, min(value, most))
-    if family.forces_head_dim and getattr(text, "head_dim", None):
+    is_computed = isinstance(getattr(type(text), "head_dim", None), property)
+    if family.forces_head_dim and getattr(text, "head_dim", None) and not is_computed:
         # it has a field that the table does not let grow
         text.head_dim = HEAD_DIM
     if isinstance(family.norm.eps, str) and family.norm.placement != "post":
