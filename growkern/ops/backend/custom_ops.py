@@ -138,19 +138,21 @@ def without_graph(op: Any, *arguments: Any) -> Any:
     """Call an op whose derivative nobody asks for.
 
     The dispatcher takes as long as a small loss. So the function behind the op is called where
-    nothing but the dispatcher's own work would be left out: no transform, no mode and no tracer
-    looks on, and all tensors are plain ones.
+    nothing but the dispatcher's own work would be left out.
     """
-    if (
+    # a private name of torch: without it the op does the same
+    return (getattr(op, "_init_fn", op) if is_plain_call(arguments) else op)(*arguments)
+
+
+def is_plain_call(arguments: Sequence[Any]) -> bool:
+    """Whether no transform, no mode and no tracer looks on, and all tensors are plain ones."""
+    return (
         not torch.compiler.is_compiling()
         and not _is_transformed()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
         and all(map(_is_plain, arguments))
-    ):
-        # a private name of torch: without it the op does the same
-        return getattr(op, "_init_fn", op)(*arguments)
-    return op(*arguments)
+    )
 
 
 def _is_plain(argument: Any) -> bool:

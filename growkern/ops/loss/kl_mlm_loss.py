@@ -244,17 +244,20 @@ def kl_mlm_loss(
     columns = check_columns(call, student_logits.shape[-1], widths, shard)
 
     def loss_of(
-        options: Options, vocab: int, shard: Shard, rows: RowInputs
-    ) -> tuple[Tensor, Tensor]:
-        given = (student_logits, *(teachers if options.has_teachers else ()))
-        # -1 instead of the number of rows would fail on a rank without columns
-        here = [x.reshape(labels.numel(), x.shape[-1]) for x in given]
-        if chosen == "reference":
-            rows_RN = _reference_of_all(here, rows, vocab, options.maths)
-        else:
-            inputs = (rows.labels, rows.kinds, vocab, list(options.maths), options.parts)
-            rows_RN, _ = apply(KL_MLM_ROWS, here[0], here[1:], *inputs, shard.group, chosen)
-        return weighted(rows.weights, rows_RN), rows_RN
+        options: Options, vocab: int, shard: Shard
+    ) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
+        def of_rows(rows: RowInputs) -> tuple[Tensor, Tensor]:
+            given = (student_logits, *(teachers if options.has_teachers else ()))
+            # -1 instead of the number of rows would fail on a rank without columns
+            here = [x.reshape(labels.numel(), x.shape[-1]) for x in given]
+            if chosen == "reference":
+                rows_RN = _reference_of_all(here, rows, vocab, options.maths)
+            else:
+                inputs = (rows.labels, rows.kinds, vocab, list(options.maths), options.parts)
+                rows_RN, _ = apply(KL_MLM_ROWS, here[0], here[1:], *inputs, shard.group, chosen)
+            return weighted(rows.weights, rows_RN), rows_RN
+
+        return of_rows
 
     student = ("student_logits", student_logits)
     return loss_of_rows(loss_of, call, checked, labels, student, columns, shard)

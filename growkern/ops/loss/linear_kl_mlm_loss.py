@@ -52,7 +52,7 @@ from growkern.ops.loss.linear.heads import (
     checked_heads,
     settings_of,
 )
-from growkern.ops.loss.linear.op import LINEAR_KL_MLM
+from growkern.ops.loss.linear.op import LINEAR_KL_MLM, begun_rules
 from growkern.ops.loss.rows.inputs import (
     LossParts,
     backend_of,
@@ -179,29 +179,33 @@ def linear_kl_mlm_loss(
     named = ("student_hidden", student_hidden)
 
     def loss_of(
-        options: Options, vocab: int, shard: Shard, rows: RowInputs
-    ) -> tuple[Tensor, Tensor]:
+        options: Options, vocab: int, shard: Shard
+    ) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
         settings = settings_of(call, options, student, vocab, shard, chosen)
-        here = teachers if options.has_teachers else []
-        return linear_loss_and_rows(student, here, rows, settings)
+        return linear_loss(student, teachers if options.has_teachers else [], settings)
 
     return loss_of_rows(loss_of, call, checked, labels, named, columns, shard)
 
 
-def linear_loss_and_rows(
-    student: Head, teachers: Sequence[Head], rows: RowInputs, settings: Settings
-) -> tuple[Tensor, Tensor]:
-    """As `loss_and_rows`."""
+def linear_loss(
+    student: Head, teachers: Sequence[Head], settings: Settings
+) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
+    """`loss_and_rows` of the inputs of the rows. On a GPU the first products start now."""
 
-    def terms_of(some: slice) -> Tensor:
-        heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
-        return linear_kl_mlm_rows_reference(
-            heads[0], heads[1:], rows.part(some),
-            settings.sizes.vocab, settings.maths, settings.dtype,
-        )  # fmt: skip
+    def loss_of(rows: RowInputs) -> tuple[Tensor, Tensor]:
+        def terms_of(some: slice) -> Tensor:
+            heads = [head._replace(hidden=head.hidden[some]) for head in (student, *teachers)]
+            return linear_kl_mlm_rows_reference(
+                heads[0], heads[1:], rows.part(some),
+                settings.sizes.vocab, settings.maths, settings.dtype,
+            )  # fmt: skip
 
-    flat = [x for teacher in teachers for x in teacher]
-    return loss_and_rows(LINEAR_KL_MLM, student, flat, rows, settings, terms_of)
+        flat = [x for teacher in teachers for x in teacher]
+        return loss_and_rows(rules, student, flat, rows, settings, terms_of)
+
+    is_reference = settings.backend == "reference"
+    rules = LINEAR_KL_MLM if is_reference else begun_rules([student, *teachers], settings)
+    return loss_of
 
 
 def loss_and_rows(

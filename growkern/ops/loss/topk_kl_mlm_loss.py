@@ -37,7 +37,8 @@ logits), `topk/buckets.py` (the mathematics between them) and the tail's gradien
 `rows/on_cpu.py` for a CPU, `topk/tail_on_triton.py` for a GPU.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -57,7 +58,7 @@ from growkern.ops.loss.linear.heads import (
     checked_heads,
     settings_of,
 )
-from growkern.ops.loss.linear_kl_mlm_loss import linear_loss_and_rows, loss_and_rows
+from growkern.ops.loss.linear_kl_mlm_loss import linear_loss, loss_and_rows
 from growkern.ops.loss.rows.inputs import (
     LossParts,
     backend_of,
@@ -206,21 +207,20 @@ def topk_kl_mlm_loss(
     named = ("student_hidden", student_hidden)
 
     def loss_of(
-        options: Options, vocab: int, shard: Shard, rows: RowInputs
-    ) -> tuple[Tensor, Tensor]:
+        options: Options, vocab: int, shard: Shard
+    ) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
         settings = settings_of(call, options, student, vocab, shard, chosen)
-        here = topk if options.has_teachers else []
-        return _loss_and_rows(student, here, rows, settings)
+        if not (topk and options.has_teachers):
+            return linear_loss(student, [], settings)
+        return functools.partial(_loss_and_rows, student, topk, settings)
 
     return loss_of_rows(loss_of, call, checked, labels, named, columns, shard)
 
 
 def _loss_and_rows(
-    student: Head, topk: list[Tensor], rows: RowInputs, settings: Settings
+    student: Head, topk: list[Tensor], settings: Settings, rows: RowInputs
 ) -> tuple[Tensor, Tensor]:
     """As `loss_and_rows`."""
-    if not topk:
-        return linear_loss_and_rows(student, [], rows, settings)
     if settings.backend == "reference":
         for pair in zip(topk[::2], topk[1::2], strict=True):
             check_topk_values(pair, rows.kinds, settings.sizes.vocab, settings.drop_tail)

@@ -190,22 +190,29 @@ def fresh_memory(like: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
     return flat
 
 
-def empty_outputs(
-    student: Head, weight_WN: Tensor, per_row: bool, want: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    W, N = weight_WN.shape
-    loss = weight_WN.new_empty((N,) if per_row else ())
-    rows_SN = weight_WN.new_empty(2 * W, N)
+def empty_gradients(
+    student: Head, per_row: bool, want: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for dX, dW and db; one that is not wanted has no elements."""
     # a loss scaler multiplies in backward: until then float16 gradients would fall under 6e-8
     dtype = student.hidden.dtype
-    dtype = weight_WN.dtype if dtype == torch.float16 else dtype
+    dtype = acc_torch_dtype(student.hidden) if dtype == torch.float16 else dtype
     dx, dw, db = (
         torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         if wish and not per_row
         else x.new_empty(0)
         for x, wish in zip(student, want, strict=True)
     )
-    return loss, rows_SN, dx, dw, db
+    return dx, dw, db
+
+
+def empty_outputs(
+    student: Head, weight_WN: Tensor, per_row: bool, want: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Those of the op: the loss, the terms of its rows, and the gradients."""
+    W, N = weight_WN.shape
+    loss = weight_WN.new_empty((N,) if per_row else ())
+    return loss, weight_WN.new_empty(2 * W, N), *empty_gradients(student, per_row, want)
 
 
 # ------------------------------------------------------------------- checks

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, library
@@ -21,6 +21,7 @@ from growkern.ops.backend.custom_ops import (
     Rules,
     apply,
     is_last_backward,
+    is_plain_call,
     refuse_second_derivative,
 )
 from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
@@ -30,6 +31,7 @@ from growkern.ops.loss.linear.heads import (
     Head,
     Settings,
     as_arguments,
+    empty_gradients,
     empty_outputs,
     first_axis,
     fresh_memory,
@@ -95,6 +97,21 @@ def row_columns(columns: int, device: torch.device) -> int:
     return columns if may_ask(device) else -(-columns // 64) * 64
 
 
+def project_heads(
+    heads: Sequence[Head],
+    hidden: Sequence[Tensor],
+    columns: slice,
+    logits: Sequence[Tensor],
+    settings: Settings,
+    with_biases: bool,
+) -> None:
+    """Write some columns of (1) of each head to its `logits`."""
+    for x_CH, head, z_CV in zip(hidden, heads, logits, strict=True):
+        bias_V = head.bias[columns] if with_biases and head.bias.numel() else None
+        weight_VH = first_axis(head.weight, columns)
+        project(x_CH, weight_VH, bias_V, z_CV, settings.wide_products)
+
+
 class Chunk:
     """Some rows of all heads, whose logits are computed tile by tile.
 
@@ -133,10 +150,7 @@ class Chunk:
         logits = [flat.as_strided(size, self.stride) for flat in self.memory]
         at_rows = self.settings.backend in self.biases_at_rows
         if self.computed != columns:
-            for x_CH, head, z_CV in zip(self.hidden, self.heads, logits, strict=True):
-                bias_V = None if at_rows or not head.bias.numel() else head.bias[columns]
-                weight_VH = first_axis(head.weight, columns)
-                project(x_CH, weight_VH, bias_V, z_CV, self.settings.wide_products)
+            project_heads(self.heads, self.hidden, columns, logits, self.settings, not at_rows)
             self.computed = columns
         (z_CV, *teachers_CV), labels_C = logits, self.labels_C
         labels_C = labels_C - columns.start if columns.start else labels_C
@@ -189,25 +203,31 @@ class Chunk:
 # ------------------------------------------------------------------------- sweep
 
 
-def sweep(
-    heads: Sequence[Head],
-    row_inputs: RowInputs,
-    settings: Settings,
-    grads: Sequence[Tensor | None],
-    make_chunk: Callable[..., Chunk] = Chunk,
-) -> Tensor:
-    """Return the terms of all rows, (T, N), and fill `grads`: dX, dW and db, if they are wanted."""
-    student, (W, N) = heads[0], row_inputs.weights.shape
-    x_NH, vocab = student.hidden, settings.sizes.vocab
-    rows_R, R = live_rows(row_inputs.kinds, settings.sizes.max_rows)
-    if grads[0] is not None and (not R or rows_R is not None):
-        grads[0].zero_()
+class Room(NamedTuple):
+    """The memory of a sweep over R rows, and how it cuts them.
+
+    `memory` has, per head, a flat tensor for the logits of `shape` and one more number.
+    """
+
+    sums: GradientSums
+    tiles: Sequence[slice]  # of the columns
+    shape: tuple[int, int]
+    memory: Sequence[Tensor]
+    chunk_rows: int
+    held_rows: int  # rows whose dz is held, for one product of each kind; 0: none
+    held: Tensor | None  # that dz, and one more number
+
+
+def room_of(
+    heads: Sequence[Head], R: int, settings: Settings, grads: Sequence[Tensor | None]
+) -> Room:
+    """The memory of a sweep that fills `grads`: dX, dW and db, if they are wanted."""
+    x_NH, vocab = heads[0].hidden, settings.sizes.vocab
     on_cpu, columns = may_ask(x_NH.device), row_columns(max(vocab, 1), x_NH.device)
     C, size, G = row_counts(heads, R, settings, grads, columns, on_cpu=on_cpu)
     tiles = slices(0, vocab, size) or [slice(0, 0)]  # a process may hold no column at all
     shape = (min(C, R), row_columns(tiles[0].stop, x_NH.device))
     dw_dtype, free = acc_torch_dtype(x_NH), None
-    # dz of several chunks, so that one product of each kind does for all, and one more number
     held = fresh_memory(x_NH, min(G, R) * shape[1] + 1, x_NH.dtype) if G else None
     if max(C, G) >= R and x_NH.dtype != torch.float16:
         # one product computes all of dW. It adds in float32 and rounds once, as it writes dW
@@ -217,6 +237,28 @@ def sweep(
     is_one = held is not None or (on_cpu and C >= R and len(tiles) == 1)
     # ranks add up float32 numbers
     sums.rounds_dx = is_one and not settings.group and gemm_dtype(x_NH) == x_NH.dtype
+    return Room(sums, tiles, shape, memory, C, G, held)
+
+
+def sweep(
+    heads: Sequence[Head],
+    row_inputs: RowInputs,
+    settings: Settings,
+    grads: Sequence[Tensor | None],
+    make_chunk: Callable[..., Chunk] = Chunk,
+    begun: Room | None = None,
+) -> Tensor:
+    """Return the terms of all rows, (T, N), and fill `grads`: dX, dW and db, if they are wanted.
+
+    `begun` holds the first tile of the logits already, see `begin`.
+    """
+    student, (W, N) = heads[0], row_inputs.weights.shape
+    x_NH, on_cpu = student.hidden, may_ask(student.hidden.device)
+    rows_R, R = live_rows(row_inputs.kinds, settings.sizes.max_rows)
+    if grads[0] is not None and (not R or rows_R is not None):
+        grads[0].zero_()
+    room = begun or room_of(heads, R, settings, grads)
+    sums, tiles, shape, memory, C, G, held = room
     weight_WN, unscale = fit_to_dtype(row_inputs.weights, x_NH.dtype, settings.maths)
     inputs_R, results = row_inputs._replace(weights=weight_WN).part(rows_R), []
     for at_G in slices(0, R, G or C):
@@ -231,6 +273,8 @@ def sweep(
             rows_C = at_C if rows_R is None else first_axis(rows_R, at_C)
             x_CH = first_axis(x_GH, here)
             chunk = make_chunk(heads, rows_C, x_CH, inputs_C, settings, memory, shape)
+            if begun is not None and at_C.start == 0:
+                chunk.computed = tiles[0]
             if held is not None:
                 chunk.room = held[here.start * shape[1] : here.stop * shape[1] + 1]
             chunk.read(tiles, sums.wanted)
@@ -241,7 +285,7 @@ def sweep(
                     sums.add(dz_CV, x_CH, student.weight, columns)
             results.append(chunk.result())
         if held is not None:
-            dz_GV = held.as_strided((len(x_GH), vocab), (shape[1], 1))
+            dz_GV = held.as_strided((len(x_GH), tiles[0].stop), (shape[1], 1))
             sums.add(dz_GV, x_GH, student.weight, tiles[0])
         sums.store_rows(settings.group, unscale)
     sums.store(unscale)
@@ -281,27 +325,63 @@ def arguments_of(others: Sequence[Any]) -> tuple[Any, ...]:
     return (*others[:4], from_arguments(others[4:]))
 
 
+# the outputs of an op, and the room of its sweep
+Begun: TypeAlias = tuple[Sequence[Tensor], Room]
+
+
+def begin(heads: Sequence[Head], settings: Settings) -> Begun | None:
+    """Start the first products, before anything is known of the rows. None: not possible.
+
+    A GPU then multiplies while the host launches the many small kernels that count and weigh rows.
+    It takes all rows, in their order. Logits of rows without a term are not read.
+    """
+    x_NH, sizes = heads[0].hidden, settings.sizes
+    if may_ask(x_NH.device) or not len(x_NH) or sizes.max_rows:
+        return None
+    with torch.no_grad(), _in_own_dtypes(x_NH):
+        grads = empty_gradients(heads[0], settings.per_row, settings.want)
+        advise_huge_pages(grads[1])
+        room = room_of(heads, len(x_NH), settings, _wanted(grads, settings))
+        columns = room.tiles[0]
+        hidden = [first_axis(head.hidden, slice(0, room.shape[0])) for head in heads]
+        size = room.shape[0], columns.stop
+        logits = [flat.as_strided(size, (room.shape[1], 1)) for flat in room.memory]
+        with_biases = settings.backend not in Chunk.biases_at_rows
+        project_heads(heads, hidden, columns, logits, settings, with_biases)
+    return grads, room
+
+
 def swept(
     heads: Sequence[Head],
     row_inputs: RowInputs,
     settings: Settings,
     make_chunk: Callable[..., Chunk] = Chunk,
+    begun: Begun | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs of the op, from one sweep over `heads`, the student's first."""
     weight_WN = row_inputs.weights
-    _, _, *grads = empty_outputs(heads[0], weight_WN, settings.per_row, settings.want)
-    advise_huge_pages(grads[1])
-    wanted = [
-        grad if wish and not settings.per_row else None
-        for grad, wish in zip(grads, settings.want, strict=True)
-    ]
-    device = weight_WN.device.type
-    is_cast = torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
-        rows_TN = sweep(heads, row_inputs, settings, wanted, make_chunk)
+    grads, room = begun or (None, None)
+    if grads is None:
+        grads = empty_gradients(heads[0], settings.per_row, settings.want)
+        advise_huge_pages(grads[1])
+    wanted = _wanted(grads, settings)
+    with _in_own_dtypes(weight_WN):
+        rows_TN = sweep(heads, row_inputs, settings, wanted, make_chunk, room)
     loss_N = weighted(weight_WN, rows_TN)
     dx, dw, db = grads
     return loss_N if settings.per_row else loss_N.sum(), rows_TN, dx, dw, db
+
+
+def _wanted(grads: Sequence[Tensor], settings: Settings) -> list[Tensor | None]:
+    asked = zip(grads, settings.want, strict=True)
+    return [grad if wish and not settings.per_row else None for grad, wish in asked]
+
+
+def _in_own_dtypes(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Products in the dtypes of their factors, also under autocast."""
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext()
 
 
 @linear_kl_mlm_op.register_fake
@@ -383,5 +463,22 @@ def backward_of(op: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
 _BACKWARD_RULES = Rules(linear_kl_mlm_backward_op, refuse_second_derivative)
 LINEAR_KL_MLM = Rules(linear_kl_mlm_op, backward_of(linear_kl_mlm_op), setup_context)
+
+
+def begun_rules(heads: Sequence[Head], settings: Settings) -> Rules:
+    """`LINEAR_KL_MLM` for one call, of which `begin` has started what it can."""
+    if not is_plain_call([x for head in heads for x in head]):
+        return LINEAR_KL_MLM
+    # whoever keeps the rules, such as a graph, keeps no memory of the sweep
+    begun = [begin(heads, settings)]
+
+    def op(student: list[Tensor], teachers: list[Tensor], *others: Any) -> tuple[Tensor, ...]:
+        *rows, _, settings = arguments_of(others)
+        heads = heads_of([*student, *teachers])
+        return swept(heads, RowInputs(*rows), settings, begun=begun.pop())
+
+    return LINEAR_KL_MLM._replace(op=op) if begun[0] else LINEAR_KL_MLM
+
+
 linear_kl_mlm_op.register_autograd(LINEAR_KL_MLM.backward, setup_context=setup_context)
 linear_kl_mlm_backward_op.register_autograd(refuse_second_derivative)

@@ -4,6 +4,7 @@ Shape letters used in this file: N rows, V vocabulary, K teachers, W = 1 + K ter
 hold slices of the vocabulary.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -273,8 +274,9 @@ def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     return LossParts(of.mlm.sum() / n_mlm, kl, top1, of.entropy.sum() / n_any)
 
 
-# the loss, 0-d or (N,), and the terms (R, N); without teachers if the options have no weights
-LossOf: TypeAlias = Callable[[Options, int, Shard, RowInputs], tuple[Tensor, Tensor]]
+# from the inputs of the rows the loss, 0-d or (N,), and the terms (R, N). Without teachers if the
+# options have no weights. What needs no inputs of rows may start as soon as the first is called
+LossOf: TypeAlias = Callable[[Options, int, Shard], Callable[[RowInputs], tuple[Tensor, Tensor]]]
 
 
 def _over_columns(
@@ -286,20 +288,19 @@ def _over_columns(
     rows: RowInputs,
 ) -> tuple[Tensor, Tensor]:
     """The loss and the terms: of the labels over all columns, of teachers over those they know."""
-    if columns.known is None or not options.has_teachers or call.teacher_vocab_size is None:
-        return loss_of(options, columns.vocab, shard, rows)
+    assert columns.known is not None and call.teacher_vocab_size is not None
     labels_N, kind_N, weight_WN = rows
     # the entropy is wanted of rows without a label too
     own_N = kind_N if options.parts else kind_N & MLM_ROW
     alone = options._replace(teacher_weights=())
-    loss, own_RN = loss_of(alone, columns.vocab, shard, RowInputs(labels_N, own_N, weight_WN[:1]))
+    own = RowInputs(labels_N, own_N, weight_WN[:1])
+    loss, own_RN = loss_of(alone, columns.vocab, shard)(own)
     kl_WN = torch.cat([torch.zeros_like(weight_WN[:1]), weight_WN[1:]])
     known = shard._replace(vocab=min(shard.vocab, call.teacher_vocab_size))
-    kl, taught_RN = loss_of(
-        options, columns.known, known, RowInputs(labels_N, kind_N & KL_ROW, kl_WN)
-    )
-    own, taught = named_terms(own_RN), named_terms(taught_RN)
-    return loss + kl, taught._replace(mlm=own.mlm, entropy=own.entropy).stacked()
+    taught = RowInputs(labels_N, kind_N & KL_ROW, kl_WN)
+    kl, taught_RN = loss_of(options, columns.known, known)(taught)
+    of, terms = named_terms(own_RN), named_terms(taught_RN)
+    return loss + kl, terms._replace(mlm=of.mlm, entropy=of.entropy).stacked()
 
 
 def loss_of_rows(
@@ -312,8 +313,13 @@ def loss_of_rows(
     shard: Shard,
 ) -> Tensor | tuple[Tensor, LossParts]:
     """The return value of a loss; arguments as in `row_inputs`."""
+    of_rows: Callable[[RowInputs], tuple[Tensor, Tensor]]
+    if columns.known is None or not options.has_teachers:
+        of_rows = loss_of(options, columns.vocab, shard)
+    else:
+        of_rows = functools.partial(_over_columns, loss_of, call, options, columns, shard)
     rows = row_inputs(call, options, labels, student, columns.vocab, shard)
-    loss, rows_RN = _over_columns(loss_of, call, options, columns, shard, rows)
+    loss, rows_RN = of_rows(rows)
     if options.reduction == "none":
         loss = loss.reshape(labels.shape)
     elif loss.ndim:
