@@ -144,6 +144,13 @@ inline unsigned __float_as_uint(float x) {
 
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 
+// threads take turns only where they wait
+inline int atomicExch(int* to, int x) {
+    const int before = *to;
+    *to = x;
+    return before;
+}
+
 inline void __syncthreads() { growkern::emulation::give_way(); }
 
 // ------------------------------------------------- the twins of device.h

@@ -37,15 +37,13 @@ struct ExpandRowsArgs {
     const IN* weight;         // (R, C), columns contiguous; on the device or pinned on the host
     const IN* upper;          // (R, C), likewise
     OUT* out;                 // (M, N)  out, any strides
-    const i32* first;         // (2R + 1,) at 2r and 2r + 1, where the output rows that read row r
-                              // of the weight and of `upper` begin in `target`
-    const i32* target;        // (M,) output rows by the row they read
-    const i32* rows;          // (M,) virtual rows; null: 0 .. M-1
+    const i32* first;         // (2R,) at 2r and 2r + 1, an output row that reads row r of the
+                              // weight and of `upper`; -1: there is none. null: row r reads row r
+    const i32* after;         // (M,) another output row that reads the same row; -1: no more
     const i32* cols;          // (N,) virtual columns; null: 0 .. N-1
     const ACC* row_scale;     // (M,); null: 1
     const ACC* col_scale;     // (N,)
-    const ACC* noise_factor;  // (M,) with noise on the rows, (N,) with noise on the columns
-    const i32* noise_source;  // the same. See `noise_of_entries` of growkern/ops/expand/hashes.py
+    const ACC* noise;         // (M,) with noise on the rows, (N,) with noise on the columns
     const i32* copies;        // the same for routing; packed as in growkern/ops/expand/call.py
     const i32* line_key;      // (N,) with noise or routing on the rows, (M,) on the columns
     const i32* line_mult;     // like line_key
@@ -97,12 +95,22 @@ __device__ inline void load_columns(const T* from, int j, int N, U other, U (&x)
     }
 }
 
+__device__ inline float magnitude(float x) { return fabsf(x); }
+__device__ inline u32 top_word(float x) { return __float_as_uint(x); }
+__device__ inline double magnitude(double x) { return x < 0 ? -x : x; }
+__device__ inline u32 top_word(double x) { return x < 0 ? TOP_BIT : 0; }
+
+// what (3) of growkern/ops/expand/hashes.py needs of an entry of the noisy axis: 1 + |size|, or -1
+// where the size is 0 and no sign counts; and its source, where 2^31 is added for a negative size
+__device__ inline ACC factor_of(ACC size) { return size == 0 ? ACC(-1) : 1 + magnitude(size); }
+__device__ inline i32 source_of(ACC size, i32 source) { return size < 0 ? source ^ TOP_BIT : source; }
+
 // the maps and factors of columns j .. j + WIDTH - 1, which are the same for all output rows
 struct Columns {
-    i32 source[WIDTH];  // virtual columns; with COL_NOISE `noise_source`
+    i32 source[WIDTH];  // virtual columns; with COL_NOISE `source_of`
     ACC scale[WIDTH];
     i32 key[WIDTH], mult[WIDTH];
-    ACC factor[WIDTH];  // `noise_factor`
+    ACC factor[WIDTH];  // `factor_of`
     u32 number[WIDTH], count[WIDTH];  // of copies
 
     __device__ i32 index(int k) const {
@@ -110,8 +118,8 @@ struct Columns {
     }
 
     __device__ Columns(const ExpandRowsArgs& a, int j) {
-        load_columns(NOISE == COL_NOISE ? a.noise_source : a.cols, j, a.N, 0, source);
-        if (NOISE != COL_NOISE && !a.cols)
+        load_columns(a.cols, j, a.N, 0, source);
+        if (!a.cols)
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) source[k] = j + k < a.N ? j + k : 0;
         if (SCALED) load_columns(a.col_scale, j, a.N, ACC(1), scale);
@@ -128,7 +136,14 @@ struct Columns {
                 count[k] = count_of(copies[k]);
             }
         }
-        if (NOISE == COL_NOISE) load_columns(a.noise_factor, j, a.N, ACC(1), factor);
+        if (NOISE == COL_NOISE) {
+            load_columns(a.noise, j, a.N, ACC(0), factor);
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) {
+                source[k] = source_of(factor[k], source[k]);
+                factor[k] = factor_of(factor[k]);
+            }
+        }
     }
 };
 
@@ -175,11 +190,6 @@ __device__ inline void gather(const ExpandRowsArgs& a, const IN* left, const IN*
     }
 }
 
-__device__ inline float magnitude(float x) { return fabsf(x); }
-__device__ inline u32 top_word(float x) { return __float_as_uint(x); }
-__device__ inline double magnitude(double x) { return x < 0 ? -x : x; }
-__device__ inline u32 top_word(double x) { return x < 0 ? TOP_BIT : 0; }
-
 // x with its sign turned round if the top bit of `sign` is set
 __device__ inline float turned(float x, u32 sign) {
     return __uint_as_float(__float_as_uint(x) ^ sign);
@@ -200,12 +210,12 @@ __device__ inline void round_all(ACC (&x)[WIDTH]) {
     }
 }
 
-// (3) and (4) without its last rounding, for output row i
-__device__ inline void add_noise(const ExpandRowsArgs& a, const Columns& columns, int i,
+// (3) and (4) without its last rounding, for output row i, which reads virtual row r
+__device__ inline void add_noise(const ExpandRowsArgs& a, const Columns& columns, int i, int r,
                                  ACC (&x)[WIDTH]) {
     constexpr bool by_row = NOISE == ROW_NOISE;
-    const ACC factor = by_row ? a.noise_factor[i] : ACC(0);
-    const u32 row = by_row ? a.noise_source[i] : 0;
+    const ACC size = by_row ? a.noise[i] : ACC(0), factor = factor_of(size);
+    const u32 row = source_of(size, r);
     const u32 key = by_row ? 0 : a.line_key[i], mult = by_row ? 0 : a.line_mult[i];
     ACC rest[WIDTH];
 #pragma unroll
@@ -258,7 +268,7 @@ __device__ inline void scale(const ExpandRowsArgs& a, const Columns& columns, in
         if constexpr (NOISE == COL_ROUTING)
             x[k] = routed(x[k], key, mult, columns.source[k], columns.number[k], columns.count[k]);
     }
-    if constexpr (NOISY) add_noise(a, columns, i, x);
+    if constexpr (NOISY) add_noise(a, columns, i, r, x);
 }
 
 __device__ inline void store(const ExpandRowsArgs& a, int i, int j, const Value (&x)[WIDTH]) {
@@ -281,14 +291,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, NOISE ? 3 : 4)
 expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
     using namespace growkern;
     const int row = blockIdx.x / a.blocks_per_row, part = blockIdx.x % a.blocks_per_row;
-    const i32* first = a.first + 2 * i64(row);
-    // without `upper`, all rows of the group read the weight
-    const int begin = first[0], middle = first[1], end = UPPER ? first[2] : middle;
-    if (begin == end) return;
+    // without `upper`, all output rows read the weight
+    const int below = a.first ? a.first[2 * i64(row)] : row < a.M ? row : -1;
+    const int above = UPPER && a.first ? a.first[2 * i64(row) + 1] : -1;
+    if (below < 0 && above < 0) return;
 
-    const IN* weight = begin < middle ? a.weight + row * a.weight_stride : nullptr;
+    const IN* weight = below >= 0 ? a.weight + row * a.weight_stride : nullptr;
     const IN* upper = nullptr;
-    if (UPPER && (middle < end || a.reads_upper_beside)) upper = a.upper + row * a.upper_stride;
+    if (UPPER && (above >= 0 || a.reads_upper_beside)) upper = a.upper + row * a.upper_stride;
     if (a.staged) {
         IN* shared = static_cast<IN*>(dynamic_shared());
         IN* beside = shared + (a.C + 7) / 8 * 8;
@@ -302,18 +312,19 @@ expand_rows(const __grid_constant__ growkern::ExpandRowsArgs a) {
         const Columns columns(a, j);
 #pragma unroll 1
         for (int side = 0; side <= UPPER; ++side) {
-            const int from = side ? middle : begin, to = side ? end : middle;
-            if (from == to) continue;
+            int i = side ? above : below;
+            if (i < 0) continue;
             Value found[WIDTH];
             gather(a, side ? upper : weight, upper, columns, found);
 #pragma unroll ROWS_AT_ONCE
-            for (int t = from; t < to; ++t) {
-                const int i = a.target[t];
+            while (i >= 0) {
+                const int next = a.first ? a.after[i] : -1;
                 Value x[WIDTH];
 #pragma unroll
                 for (int k = 0; k < WIDTH; ++k) x[k] = found[k];
-                scale(a, columns, i, a.rows ? a.rows[i] : i, x);
+                scale(a, columns, i, side ? a.R + row : row, x);
                 store(a, i, j, x);
+                i = next;
             }
         }
     }

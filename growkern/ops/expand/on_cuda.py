@@ -19,7 +19,7 @@ from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.backend.nvrtc import TYPES, Grid, Kernel
 from growkern.ops.expand.call import ExpandCall, as_vector
-from growkern.ops.expand.hashes import keys_of_call, noise_of_entries
+from growkern.ops.expand.hashes import keys_of_call
 from growkern.ops.expand.on_triton import lines_of_call
 
 THREADS = 256
@@ -27,8 +27,8 @@ THREADS = 256
 LEAST_BLOCKS = 256
 
 _POINTERS = (
-    *("weight", "upper", "out", "first", "target", "rows", "cols", "row_scale", "col_scale"),
-    *("noise_factor", "noise_source", "copies", "line_key", "line_mult"),
+    *("weight", "upper", "out", "first", "after", "cols", "row_scale", "col_scale"),
+    *("noise", "copies", "line_key", "line_mult"),
 )
 _STRIDES = ("weight_stride", "upper_stride", "out_stride_m", "out_stride_n")
 _NUMBERS = ("R", "C", "M", "N", "blocks_per_row")
@@ -46,13 +46,34 @@ class ExpandRowsArgs(ctypes.Structure):
     )
 
 
+class RowListsArgs(ctypes.Structure):
+    """struct RowListsArgs of `csrc/cuda/row_lists.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "first", "after")),
+        *((name, ctypes.c_int32) for name in "RM"),
+    )
+
+
+class Launch(NamedTuple):
+    """A kernel and what it is launched with."""
+
+    kernel: Kernel
+    grid: Grid
+    args: ctypes.Structure
+
+
 class Plan(NamedTuple):
-    """One launch. `tensors` are those whose addresses are in `args`; they must outlive it."""
+    """A launch, and one `before` it that lists rows: None without a map of rows.
+
+    `tensors` are those whose addresses are in the arguments; they must outlive both.
+    """
 
     kernel: Kernel
     grid: Grid
     args: ExpandRowsArgs
     tensors: tuple[Tensor | None, ...]
+    before: Launch | None
 
 
 def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
@@ -71,24 +92,20 @@ def expand_kernel(call: ExpandCall, aligned: bool) -> Kernel:
     return Kernel("expand_rows", tuple(macros.items()), ("--fmad=false",))
 
 
-def by_source(rows_M: Tensor | None, R: int, M: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Group the rows of the result by the row of the weight they read.
-
-    Nothing waits for a GPU.
+def lists_by_source(rows_M: Tensor, R: int) -> tuple[Launch, Tensor, Tensor]:
+    """The launch that lists the rows of the result by the row of the weight they read.
 
     Returns:
-        first: (2 R + 1,) int32. The group that reads row r of the weight is
-            target[first[2 r] : first[2 r + 1]]. The one that reads row r of `upper` alone is
-            target[first[2 r + 1] : first[2 r + 2]].
-        target: (M,) int32, rows of the result.
+        launch: see `csrc/cuda/row_lists.cu`.
+        first: (2 R,) int32. The list of those that read row r of the weight begins at 2 r, and that
+            of those that read row r of `upper` alone at 2 r + 1. -1: the list is empty.
+        after: (M,) int32, the row of the result after each one in its list. -1: it is the last one.
     """
-    groups = torch.arange(2 * R + 1, device=device)
-    if rows_M is None:
-        # row r reads row r of the weight, in group 2 r
-        return ((groups + 1) // 2).int(), torch.arange(M, device=device, dtype=torch.int32)
-    keys_M = 2 * (rows_M % R) + (rows_M >= R)
-    sorted_M, target_M = keys_M.sort(stable=True)
-    return torch.searchsorted(sorted_M, groups).int(), target_M.int()
+    first = torch.full((2 * R,), -1, dtype=torch.int32, device=rows_M.device)
+    after = torch.empty(len(rows_M), dtype=torch.int32, device=rows_M.device)
+    args = RowListsArgs(*(x.data_ptr() for x in (rows_M, first, after)), R, len(rows_M))
+    kernel = Kernel("row_lists", (("THREADS", THREADS),))
+    return Launch(kernel, Grid(-(-len(rows_M) // THREADS), THREADS), args), first, after
 
 
 def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
@@ -99,12 +116,14 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
     call = call.with_contiguous_columns()
     weight_RC, upper_RC, out_MN = call.weight, call.upper, call.out
     (R, C), (M, N), acc = weight_RC.shape, out_MN.shape, acc_torch_dtype(call.wider)
+    before, first, after = None, None, None
+    rows = None if call.rows is None else call.rows.contiguous()
+    if rows is not None and M:
+        before, first, after = lists_by_source(rows, R)
     tensors = (
-        *(weight_RC, upper_RC, out_MN),
-        *by_source(call.rows, R, M, out_MN.device),
-        *(as_vector(x, torch.int32) for x in (call.rows, call.cols)),
-        *(as_vector(x, acc) for x in (call.row_scale, call.col_scale)),
-        *noise_of_entries(call, acc),
+        *(weight_RC, upper_RC, out_MN, first, after),
+        as_vector(call.cols, torch.int32),
+        *(as_vector(x, acc) for x in (call.row_scale, call.col_scale, call.noise)),
         *_lines(call),
     )
     row_bytes = -(-C // 8) * 8 * weight_RC.element_size() * (1 if upper_RC is None else 2)
@@ -122,12 +141,16 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
     )
     kernel = expand_kernel(call, _aligned(tensors, args))
     grid = Grid(R * blocks_per_row, THREADS, row_bytes if staged else 0)
-    return Plan(kernel, grid, args, tensors)
+    return Plan(kernel, grid, args, (*tensors, rows), before)
+
+
+def _on_gpu(call: ExpandCall) -> bool:
+    return call.out.is_cuda
 
 
 def _lines(call: ExpandCall) -> tuple[Tensor | None, ...]:
     """`Routing.packed`, and key and mult of every line."""
-    if HAS_TRITON and call.out.is_cuda:
+    if HAS_TRITON and _on_gpu(call):
         return lines_of_call(call)
     return None if call.routing is None else call.routing.packed, *keys_of_call(call)
 
@@ -153,6 +176,8 @@ def expand_on_cuda(call: ExpandCall) -> None:
     if missing := nvrtc.why_not():
         raise GrowthError(f"backend='cuda' cannot run here: {missing}")
     made = plan(call, limit=nvrtc.shared_limit(call.out.device))
+    if made.before is not None:
+        nvrtc.launch(*made.before, call.out.device)
     nvrtc.launch(made.kernel, made.grid, made.args, call.out.device)
     if call.weight.device != call.out.device:
         # the caller may drop or overwrite the weight, and PyTorch does not know that a kernel that

@@ -8,7 +8,7 @@ import pytest
 
 from growkern.ops.adamw.on_cpu import AdamwArgs
 from growkern.ops.expand.on_cpu import ExpandArgs
-from growkern.ops.expand.on_cuda import ExpandRowsArgs
+from growkern.ops.expand.on_cuda import ExpandRowsArgs, RowListsArgs
 from growkern.ops.loss.linear.gemm import GemmArgs
 from growkern.ops.loss.rows.on_cpu import KlMlmArgs
 
@@ -17,6 +17,7 @@ MIRRORED = [
     (AdamwArgs, "cpu/adamw.h"),
     (ExpandArgs, "cpu/expand.h"),
     (ExpandRowsArgs, "cuda/expand_rows.cu"),
+    (RowListsArgs, "cuda/row_lists.cu"),
     (GemmArgs, "cpu/gemm.h"),
     (KlMlmArgs, "cpu/kl_mlm.h"),
 ]

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops.expand import on_cuda
+from growkern.ops.expand import on_cuda, on_triton
 from growkern.ops.expand.call import ExpandCall, check_expand
-from growkern.ops.expand.on_cuda import by_source, plan
+from growkern.ops.expand.on_cuda import lists_by_source, plan
 from growkern.ops.expand.op import expand_reference
 from testbed.cuda_emulator import emulate
 from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
+from tests.ops.expand.test_expand_launches import Started
 from tests.ops.expand.test_expand_rounding import infinities, midpoints
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -22,6 +23,8 @@ STAGED, DIRECT = 48 << 10, 0
 def run(call, limit=STAGED, eager=False):
     made = plan(call, limit=limit)
     assert made.args.staged == (limit == STAGED)
+    if made.before is not None:
+        emulate(*made.before, eager=eager)
     emulate(made.kernel, made.grid, made.args, eager=eager)
     return call.out
 
@@ -105,21 +108,33 @@ def test_columns_of_few_rows_are_shared_by_blocks():
     assert torch.equal(run(call), W[:, cols])
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_output_rows_by_source(times):
-    rows = torch.randint(times * 7, (50,))
-    first, target = by_source(rows, 7, 50, torch.device("cpu"))
-    assert sorted(target.tolist()) == list(range(50))
-    assert (first[0], first[-1], len(first)) == (0, 50, 15)
-    for group in range(14):
-        mine = target[first[group] : first[group + 1]]
+@pytest.mark.parametrize("rows", [range(300), range(299, -1, -1), [3] * 300, [0, 13, 0, 7, 6]])
+def test_output_rows_by_source(rows):
+    """Every one of them is once in the list of its row, and in no other."""
+    rows, listed = torch.tensor(rows) % 14, []
+    launch, first, after = lists_by_source(rows, 7)
+    emulate(*launch)
+    for group, i in enumerate(first.tolist()):
         r, in_upper = divmod(group, 2)
-        assert (rows[mine.long()] == r + 7 * in_upper).all() and (mine.diff() > 0).all()
+        while i >= 0:
+            assert rows[i] == r + 7 * in_upper
+            listed.append(i)
+            i = int(after[i])
+    assert sorted(listed) == list(range(len(rows)))
 
 
-def test_rows_that_read_themselves_are_groups_of_one():
-    first, target = by_source(None, 3, 3, torch.device("cpu"))
-    assert first.tolist() == [0, 1, 1, 2, 2, 3, 3] and target.tolist() == [0, 1, 2]
+@pytest.mark.parametrize("noise", ["none", "col", "row", "col 1.0", "row 1.5"])
+def test_what_a_call_starts_beside_its_kernel(noise, monkeypatch):
+    """The lists of rows, and the hashes of lines. Nothing sorts."""
+    launched = []
+    monkeypatch.setattr(on_triton, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    monkeypatch.setattr(on_cuda, "_on_gpu", lambda call: True)
+    case = make_case(19, 33, 41, 70, FP32, "cpu", noise=noise)
+    call = ExpandCall(torch.empty(41, 70), **case)
+    with Started() as started:
+        made = plan(call)
+    assert made.before.kernel.name == "row_lists"
+    assert started.names == ["full", "_to_copy"] and len(launched) == (noise != "none")
 
 
 def test_infinities_become_nan_where_a_call_has_noise():
@@ -136,7 +151,7 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("on_host", [True, False])
 def test_the_weight_on_the_host_lives_until_the_kernel_has_ended(on_host, monkeypatch):
     events = []
-    made = SimpleNamespace(kernel=None, grid=None, args=None)
+    made = SimpleNamespace(kernel=None, grid=None, args=None, before=None)
     stream = SimpleNamespace(synchronize=lambda: events.append("ended"))
     monkeypatch.setattr(on_cuda.nvrtc, "why_not", lambda: "")
     monkeypatch.setattr(on_cuda.nvrtc, "shared_limit", lambda device: STAGED)
