@@ -21,7 +21,7 @@
 # The machine needs only PyTorch, Triton and transformers. Pieces that need more are skipped and say
 # so. Libraries to compare with can be brought along as wheels, fetched on a machine with a network:
 #
-#   pip download --no-deps -d wheels liger-kernel cut-cross-entropy
+#   pip download --no-deps -d wheels liger-kernel orda-kernel cut-cross-entropy
 #
 # Where there is no .git, add --commit $(git rev-parse --short HEAD), with the value from the
 # original repository.

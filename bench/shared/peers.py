@@ -2,7 +2,8 @@
 
 Each loss is called as its authors call it. None of these libraries is a dependency. A loss that
 cannot be imported stays in the table, with the reason. For a machine without a network,
-`python -m bench.gpu --wheels DIRECTORY` unpacks their wheels. Those of QuACK are too large.
+`python -m bench.gpu --wheels DIRECTORY` unpacks their wheels. Those of QuACK are too large. Where
+`nvidia-cutlass-dsl` is installed, Liger 0.8.5 itself takes its kernels in CuTe on sm_90 and newer.
 HyperCloning does what `expand` does. It is not on PyPI, so it is not compared.
 """
 
@@ -97,6 +98,15 @@ def trl_chunked(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Ten
     return alpha * divergence
 
 
+def orda(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
+    """One loss of labels and forward KL, in chunks; on a CPU it holds all logits."""
+    from orda_kernel import SeparateTeacher, distillation_loss
+
+    teacher = SeparateTeacher(*teacher)
+    weights = {"student_ce_weight": 1 - alpha, "kl_weight": alpha}
+    return distillation_loss(*student, labels, teacher, **weights).loss
+
+
 def soft_targets(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
     """Labels and teacher as one target of probabilities, (N, V), in the student's dtype."""
     with torch.no_grad():
@@ -179,6 +189,7 @@ WITH_TEACHER = {
     "trl chunked, divergence alone": Peer(
         "trl", "trl.trainer.distillation_trainer", trl_chunked, needs_gpu=False
     ),
+    "orda": Peer("orda-kernel", "orda_kernel", orda, needs_gpu=False),
     "torch soft targets": Peer("torch", "torch", torch_linear, needs_gpu=False),
 }
 LABELS_ALONE = {

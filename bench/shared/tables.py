@@ -56,32 +56,33 @@ def range_of(rows: Sequence[Row], key: str, digits: int) -> str:
 
 
 def expand(results: Path) -> str:
-    """`expand` on a CPU: ranges over index maps and scaling."""
+    """`expand` on a CPU: ranges over index maps and scaling. Each table has one kind of output."""
     rows = rows_of(results, "expand")
     every, plain = ("contiguous", "tiled", "arbitrary"), ("no", "halved", "yes")
     runs, written = every[:2], ("routing, scaled",)
-    lines = []
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        for words, kinds, scaled in (
-            ("contiguous and tiled maps", runs, plain),
-            ("arbitrary maps", ("arbitrary",), plain),
-            ("any maps, with noise", every, ("noise",)),
-            ('any maps, with routing: growth with `stream="copies"`', every, ("routing",)),
-            ("any maps: reads a padded hidden state", every, ("padded",)),
-            ("contiguous and tiled maps: writes a padded hidden state", runs, written),
-            ("arbitrary maps: writes a padded hidden state", ("arbitrary",), written),
-        ):
-            same = [row for row in rows if row["dtype"] == dtype and row["maps"] in kinds]
-            chosen = [row for row in same if row["scaled"] in scaled]
+    kinds = (
+        ("contiguous and tiled maps", runs, plain),
+        ("arbitrary maps", ("arbitrary",), plain),
+        ("any maps, with noise", every, ("noise",)),
+        ('any maps, with routing: growth with `stream="copies"`', every, ("routing",)),
+        ("any maps: reads a padded hidden state", every, ("padded",)),
+        ("contiguous and tiled maps: writes a padded hidden state", runs, written),
+        ("arbitrary maps: writes a padded hidden state", ("arbitrary",), written),
+    )
+    dtypes, tables = list(dict.fromkeys(row["dtype"] for row in rows)), []
+    for words, key, digits in (
+        ("fresh outputs: times eager indexing", "x eager", 1),
+        ("outputs that exist (`out=`): share of the write limit", "of limit", 2),
+    ):
+        lines = []
+        for name, maps, scaled in kinds:
+            chosen = [row for row in rows if row["maps"] in maps and row["scaled"] in scaled]
+            of = [[row for row in chosen if row["dtype"] == dtype] for dtype in dtypes]
             if chosen:
-                cells = [range_of(chosen, "x eager", 1), range_of(chosen, "of limit", 2)]
-                lines.append([f"{dtype}, {words}", *cells])
-    head = [
-        "`expand`, 4096 x 4096 to 8192 x 8192, 2 threads",
-        "times eager indexing, fresh output on both sides",
-        "share of the write limit, `out=`",
-    ]
-    return table(head, lines)
+                cells = [range_of(same, key, digits) if same else "-" for same in of]
+                lines.append([name, *cells])
+        tables.append(table([words, *dtypes], lines))
+    return "\n\n".join(tables)
 
 
 def grow_checkpoint(results: Path) -> str:
