@@ -103,7 +103,9 @@ __device__ inline u32 top_word(double x) { return x < 0 ? TOP_BIT : 0; }
 // what (3) of growkern/ops/expand/hashes.py needs of an entry of the noisy axis: 1 + |size|, or -1
 // where the size is 0 and no sign counts; and its source, where 2^31 is added for a negative size
 __device__ inline ACC factor_of(ACC size) { return size == 0 ? ACC(-1) : 1 + magnitude(size); }
-__device__ inline i32 source_of(ACC size, i32 source) { return size < 0 ? source ^ TOP_BIT : source; }
+__device__ inline i32 source_of(ACC size, i32 source) {
+    return size < 0 ? source ^ TOP_BIT : source;
+}
 
 // the maps and factors of columns j .. j + WIDTH - 1, which are the same for all output rows
 struct Columns {
