@@ -7,11 +7,12 @@
 # OUT/results.tgz is complete whenever the machine stops. The most valuable pieces come first
 # (bench/on_gpu/pieces.py): 465 seconds for the first line. The second does the rest of what nine
 # minutes more allow, with libraries to compare with. The third trains GPT-2 of 110 million
-# parameters. The fourth needs no GPU. A piece that has finished does not run again.
+# parameters. The fourth trains two sizes of a family. The fifth needs no GPU. A piece that has finished does not run again.
 #
 #   bash bench/run_gpu.sh OUT 470
 #   bash bench/run_gpu.sh OUT 540 --wheels wheels
 #   bash bench/run_gpu.sh OUT 345 --only gpt_110m_1        (more systems in 590 s; seeds: 1, 2, 3)
+#   bash bench/run_gpu.sh OUT 590 --only family
 #   bash bench/run_gpu.sh OUT 1800 --dry-run
 #
 # To bring the results home, run this in the repository:

@@ -122,22 +122,26 @@ def saving(rows: Sequence[Row], scratch: Sequence[Row], source_flops: float) -> 
     return {"saved": own, "source counted": counted, "words": words}
 
 
+def seconds_of_step(training: Training, least_s: float) -> float:
+    """The seconds of a step, measured over this time. The first steps compile."""
+    for number in range(3):
+        training.step(number)
+    start, number = now(), 0
+    while (took := now() - start) < least_s:
+        training.step(number)
+        number += 1
+    return took / number
+
+
 def probe(place: Place) -> tuple[float, float, float]:
     """The seconds of a step of the source, of one of the grown target, and of an evaluation.
 
     It compiles all that the trainings will call.
     """
     source, seconds = place.untrained(place.setting.source), []
-    least_s = place.recorder.pick(5.0, 0.2)
     for model in (source, place.grown(source, **place.setting.target_sizes())):
         training = Training(place, "probe", model, UNIT)
-        for number in range(3):
-            training.step(number)
-        start, number = now(), 0
-        while (took := now() - start) < least_s:
-            training.step(number)
-            number += 1
-        seconds.append(took / number)
+        seconds.append(seconds_of_step(training, place.recorder.pick(5.0, 0.2)))
     start = now()
     training.validate()
     return seconds[0], seconds[1], now() - start

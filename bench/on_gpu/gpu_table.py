@@ -96,6 +96,24 @@ def _early_figure(rows: Sequence[Row]) -> str | None:
     return (_first(rows, what="early saving", system="grown") or {}).get("words")
 
 
+def _family_figure(rows: Sequence[Row]) -> str | None:
+    """What is saved by question: both sizes, the larger one, or its loss by any model."""
+    plan, found = _first(rows, what="plan"), _first(rows, what="saving by question")
+    if not plan or not found:
+        return None
+
+    def said(key: str) -> str:
+        return "loss not reached" if found[key] is None else f"{found[key]:.1%}"
+
+    least = "at least " if found["at least"] else ""
+    return (
+        f"both sizes: {least}{said('family')}; 12 x 384 with 12 x 256 counted: "
+        f"{said('given size, source counted')}, in one run: {said('given size, one run')}; its "
+        f"loss by 6 x 256, never grown: {said('given loss, never grown')} "
+        f"(early: {plan['tokens per parameter']:.1f} tokens per parameter)"
+    )
+
+
 # what was measured, the piece it is read from, and how to word its figure
 GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("`expand` against float64", "check_expand", _checks_figure),
@@ -135,6 +153,7 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
         (f"GPT-2 grown to 110 million parameters, seed {n}", f"gpt_110m_{n}", _early_figure)
         for n in (1, 2, 3)
     ),
+    ("FLOPs saved, GPT-2 of 12 x 256 and 12 x 384", "family", _family_figure),
 )
 
 

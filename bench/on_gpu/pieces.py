@@ -146,6 +146,12 @@ PIECES = (
         )
         for seed in (1, 2, 3)
     ),
+    Piece(
+        "family",
+        "GPT-2 of 12 x 256 and 12 x 384, alone, grown, in one run, and one never grown",
+        580,
+        "gpt_110m.family",
+    ),
     # for those who have hours
     Piece(
         "bench_linear_bert",

@@ -1,12 +1,13 @@
 """Runs of 110 million parameters in minutes, here at a toy size or with made-up numbers."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from bench.gpt_110m import seed, training
+from bench.gpt_110m import family, seed, training
 from bench.on_gpu import gpu_table
 from bench.shared.recorder import Recorder
 
@@ -125,3 +126,39 @@ def test_without_time_left_only_three_systems_train(tmp_path, monkeypatch):
     (found,) = (row for row in rows if row.get("what") == "early saving")
     assert f"(early: {plan['tokens per parameter']:.2f} tokens per parameter)" in found["words"]
     assert gpu_table._early_figure(rows) == found["words"]
+
+
+# ---------------------------------------------------------------------- the family
+
+
+def test_each_question_has_its_control():
+    """Scratch is at 3.0 after 1000 FLOPs, the grown one after 650 and the fixed size after 900."""
+    rows = {name: [row(100, 4.0)] for name in family.ENDS}
+    rows[family.LARGE] = [row(50, 3.5), row(100, 3.0)]
+    rows[family.GROWN] = [row(60, 3.1), row(70, 2.9)]
+    rows[family.NEVER] = [row(80, 3.1), row(100, 2.9)]
+    rows[family.SMALL] = [row(20, 3.8)]
+    found = family.answers(rows)
+    assert found["family"] == pytest.approx(350 / 1200)
+    assert found["given size, source counted"] == pytest.approx(1 - 850 / 1000)
+    assert found["given loss, never grown"] == pytest.approx(1 - 900 / 1000)
+    assert found["given size, one run"] is None and not found["at least"]
+    plan = {"what": "plan", "tokens per parameter": 3.9}
+    words = gpu_table._family_figure([plan, {"what": "saving by question"} | found])
+    assert "both sizes: 29.2%" in words and "never grown: 10.0%" in words
+    assert "in one run: loss not reached" in words and "3.9 tokens" in words
+
+
+def test_the_steps_of_the_family_fill_the_time_and_are_no_more_than_wanted():
+    names = list(family.ENDS)
+    steps = dict(zip(names, (0.5, 1.0, 1.0, 1.4, 3.5), strict=True))
+    sizes = family.Sizes(dict.fromkeys(names, 0.03), dict.fromkeys(names, 1.0), steps)
+    # trunks and branches, by hand
+    by_hand = 0.5 + 1.25 + 1.3 + 1.4 * 1.15 + 3.5 * 1.15
+    assert sizes.seconds_of_all() == pytest.approx(0.03 * by_hand)
+    count = family.steps_for(400.0, sizes, 0.1, math.inf)
+    spent = count * sizes.seconds_of_all() + 0.1 * (5 * (training.EVALUATIONS + 1) + 13)
+    assert count % seed.UNIT == 0
+    assert spent <= seed.PLANNED * 400 < spent + seed.UNIT * sizes.seconds_of_all()
+    assert family.steps_for(400.0, sizes, 0.1, 1000.0) == 1000
+    assert family.steps_for(1.0, sizes, 0.1, 1000.0) == seed.UNIT
