@@ -155,6 +155,11 @@ PATCHES = {
 
 # model type -> class with a vocabulary head, sizes, options of a second source
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "apertus": (
+        "ApertusForCausalLM",
+        {**ROTARY, "rope_parameters": ROPE, "rms_norm_eps": 1e-2},
+        {"attention_bias": True},
+    ),
     "arcee": ("ArceeForCausalLM", ROTARY, BIASES),
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
     "cohere2": ("Cohere2ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
@@ -198,6 +203,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt_oss": ("GptOssForCausalLM", {**LOCAL, **KINDS, "rope_parameters": ROPE}, {}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "granitemoe": ("GraniteMoeForCausalLM", {**LOCAL, **FACTORS}, {"attention_bias": True}),
+    "jais2": ("Jais2ForCausalLM", {**ROTARY, "layer_norm_eps": 1e-2}, BIASES),
     "mbart": ("MBartForConditionalGeneration", BART, {"scale_embedding": True}),
     "ministral": ("MinistralForCausalLM", {**ROTARY, **KINDS}, {}),
     "ministral3": ("Ministral3ForCausalLM", {**ROTARY, **LATER}, {"sliding_window": 4}),
@@ -273,6 +279,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2ForCausalLM", {**ROTARY, "norm_epsilon": 1e-3}, {"use_bias": False}),
     "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
+    "vaultgemma": (
+        "VaultGemmaForCausalLM",
+        {**ROTARY, **KINDS, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-2},
+        {"attention_bias": True},
+    ),
     "vit": (
         "ViTForImageClassification",
         {**PATCHES, "intermediate_size": 20},

@@ -20,7 +20,8 @@ LAYERS = 4
 # the value that growth must not meet twice: name of a field -> its value in the small model
 SMALL = (
     (r"(num_)?(hidden_)?(n_)?layers?", LAYERS),
-    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim", 64),
+    # not a square: whether the model rounds its root shows
+    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim", 128),
     (r"(num_|n_)?(attention_)?heads?", 4),
     (r"num_key_value_heads|num_kv_heads|n_head_kv", 2),
     (r"head_dim|attention_head_dim|kv_channels", 12),
@@ -39,7 +40,7 @@ SMALL = (
 )
 KEY_HEADS, HEAD_DIM = SMALL[3][0], r".*head_dim|kv_channels"
 # key heads and head_dim: the first that the class accepts
-FITTING = ((2, 24), (2, 16), (4, 16), (4, 24), (2, None), (4, None))
+FITTING = ((2, 24), (2, 32), (4, 32), (4, 24), (2, None), (4, None))
 # fields that change neither a tensor nor a value of an output
 GENERAL = "use_cache|return_dict|output_|jitter|chunk|tie_word_emb|summary_|encoder_decoder"
 

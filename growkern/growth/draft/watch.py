@@ -47,8 +47,9 @@ def watch(cls: Any, config: Any) -> tuple[Any, Tensor, list[Call]]:
     def hook(name: str) -> Any:
         def called(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             x, y = _first((args, kwargs)), _first(out)
-            if x is not None and y is not None:
-                calls.append(Call(name, module, x.clone(), y.clone()))
+            if y is not None:
+                # embeddings read integers
+                calls.append(Call(name, module, (y if x is None else x).clone(), y.clone()))
 
         return called
 

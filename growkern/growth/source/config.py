@@ -116,9 +116,9 @@ def known_type(data: Mapping[str, Any]) -> Any:
     if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
         return kind
     cls = getattr(transformers, str(names[0]), None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        return kind
-    return getattr(cls.config_class, "model_type", kind)
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    own = getattr(cls, "config_class", None) if is_model else None
+    return getattr(own, "model_type", kind)
 
 
 def check_config(
