@@ -14,6 +14,7 @@ from tests.shared import walks
 SOME = ("bert", "gpt_neox")
 T5 = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
 MORE = (
+    "biogpt",
     "gemma2",
     "glm4_moe",
     "llama",
