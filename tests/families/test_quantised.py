@@ -178,3 +178,30 @@ def test_a_second_file_that_says_quantised_is_refused(name, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(GrowthError, match=name):
         growkern.plan(tmp_path, hidden_size=24)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_bare_config_that_says_quantised_anywhere(key, nested, tmp_path):
+    class_name, sizes, _ = RELATIVES["qwen3_vl"]
+    model = random_model(class_name, sizes, dtype=torch.bfloat16)
+    model.config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    owner = config["text_config"] if nested else config
+    owner[key] = {"quant_method": "compressed-tensors"}
+    config["architectures"] = [class_name]
+    file.write_text(json.dumps(config))
+    with pytest.raises(GrowthError, match="compressed-tensors"):
+        growkern.plan(tmp_path, intermediate_size=64)
+    owner[key] = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+    file.write_text(json.dumps(config))
+    with pytest.raises(GrowthError, match="fp8"):
+        growkern.plan(tmp_path, intermediate_size=64)
+    plan = growkern.plan(tmp_path, intermediate_size=64, dequantize=True)
+    assert key not in json.dumps(plan.target_config.to_dict())
+    # as a model that was never quantised
+    del owner[key]
+    file.write_text(json.dumps(config))
+    whole = growkern.plan(tmp_path, intermediate_size=64)
+    assert plan.target_config.to_dict() == whole.target_config.to_dict()

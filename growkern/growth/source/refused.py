@@ -159,6 +159,8 @@ UNDO = {
     "higgs": ("", ".dequantize()"),
     "compressed-tensors": (", quantization_config=t.CompressedTensorsConfig(dequantize=True)", ""),
 }
+# keys under which configs say that weights are quantised; the second of older compressed-tensors
+QUANTISATION = ("quantization_config", "compression_config")
 # methods that growkern undoes itself; growth, with dequantize=True
 READ = ("fp8", "mxfp4")
 # rows of a block are computed at once
@@ -282,11 +284,21 @@ def quantised_advice(method: str = "", place: str = "", model_class: str = "") -
     return f"{advice}; or undo the quantisation{_as_command(code)}"
 
 
+def _where_quantised(config: Any) -> tuple[Any, str] | None:
+    """The config, or that of its text model, which says that it is quantised, and the key."""
+    owners = config, config.get_text_config()
+    return next(
+        ((x, name) for name in QUANTISATION for x in owners if getattr(x, name, None) is not None),
+        None,
+    )
+
+
 def quantisation_of(config: Any) -> tuple[str, dict[str, Any]]:
     """The method by which a model was quantised, and its settings; "" if it was not."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
+    where = _where_quantised(config)
+    if where is None:
         return "", {}
+    settings = getattr(*where)
     values = settings if isinstance(settings, dict) else vars(settings)
     return str(getattr(values.get("quant_method"), "value", values.get("quant_method"))), values
 
@@ -311,13 +323,14 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...]
     refused, and all of them without `dequantize`.
     """
     method, values = quantisation_of(config)
-    if not method:
+    where = _where_quantised(config)
+    if where is None:
         return None
     if not dequantize or method not in READ:
         refuse_quantised(config, place)
     import torch
 
-    del config.quantization_config
+    delattr(*where)
     # the numbers that the weights stand for; a config may name none
     config.dtype = config.dtype or torch.bfloat16
     if method == "mxfp4":

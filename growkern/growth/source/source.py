@@ -232,7 +232,9 @@ def _open_directory(
     spec, keys, block = _read_spec(directory, family or family_in(beside), dequantize)
     format = format_of(directory, weights=weights)
     found_headers = dequantised(format.read(directory, spec), block, str(directory))
-    keys.pop("quantization_config", None)
+    for part in (keys, *(x for x in keys.values() if isinstance(x, dict))):
+        for name in refused.QUANTISATION:
+            part.pop(name, None)
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
     check_number_of_tensors(spec, len(headers), str(directory))
