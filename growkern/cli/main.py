@@ -6,12 +6,14 @@ resume.
 """
 
 import codecs
+import contextlib
 import io
 import os
 import shlex
 import signal
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 from growkern.errors import (
@@ -31,8 +33,8 @@ MOST_FAULTS = 20
 python_format = warnings.formatwarning
 # commands that a repeat resumes; any other starts again
 RESUMING = ("grow", "cache-teacher", "train")
-# what a size is called -> a part of its option's name
-CALLED = {"width": "hidden-size", "mlp": "intermediate-size", "kv-head": "num-key-value-heads"}
+# what a size may be called, beside parts of its option's name -> the size
+CALLED = {"width": "stream", "mlp": "ffn", "kv-head": "kv_heads"}
 
 
 def one_line(error: BaseException) -> str:
@@ -55,12 +57,39 @@ def _unknown_option(error: Any) -> str | None:
         return None
     # --layers: --num-hidden-layers
     word = name.strip("-").removesuffix("s")
-    word = CALLED.get(word, word)
-    names = (option.opts[0] for option in error.ctx.command.params)
-    near = [x for x in names if len(word) > 2 and x.startswith("-") and word in x]
-    meant = ", ".join(near or error.possibilities or ())
-    advice = f"did you mean {meant}?" if meant else f"see {error.ctx.command_path} --help"
+    fields, is_known = _sizes_of_source()
+    sizes = {f"--{field.replace('_', '-')}": size for field, size in fields.items()}
+    names = [option.opts[0] for option in error.ctx.command.params]
+    near = [x for x in names if sizes.get(x) == CALLED.get(word, "")]
+    if len(word) > 2 and not near:
+        near = [x for x in names if word in x and x.startswith("-")]
+        near = [x for x in near if x in sizes] or near
+    meant, see = (
+        ", ".join(near or error.possibilities or ()),
+        f"see {error.ctx.command_path} --help",
+    )
+    advice = f"did you mean {meant}?" if meant else see
+    if not is_known and any(x in sizes for x in near):
+        advice += f" Some models call it otherwise: {see}"
     return f"No such option: {name}; {advice}"
+
+
+def _sizes_of_source() -> tuple[dict[str, str], bool]:
+    """Field -> size, of the model in the first directory that the command names, and True.
+
+    Where there is none, those of Llama, which most models share, and False.
+    """
+    from growkern.families.family import growable_fields
+    from growkern.families.load import load_family
+    from growkern.growth.source.config import read_config
+
+    places = (Path(word) for word in sys.argv[1:])
+    place = next((x for x in places if os.path.isfile(x / "config.json")), None)
+    # an unknown option is named before a model that cannot be read
+    with contextlib.suppress(GrowthError):
+        if place is not None:
+            return growable_fields(load_family(read_config(place).model_type)), True
+    return growable_fields(load_family("llama")), False
 
 
 def _format_warning(message: Any, category: Any, *place: Any, **options: Any) -> str:

@@ -82,8 +82,9 @@ def is_met(text: str, layer: int, config: Any, layers: Sequence[int] = ()) -> bo
     return CONDITIONS[word](layer, value, wanted) != negated
 
 
-# what a pattern tells apart: layers with full attention, or those without positions (a 0)
-MARKED = ("full_attention", 0)
+# what a pattern tells apart: layers with full attention, those without positions (a 0), or those
+# that are no mixtures
+MARKED = ("full_attention", 0, "dense")
 
 # form -> whether a layer has full attention, by its number and the key's value
 PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
@@ -108,7 +109,8 @@ class OlderKey:
         form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
             attention: every n-th, beginning with the first (`full_first`) or ending with the last
             of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
-            where those have a 0. A config may have a text instead, such as "LLLG", which repeats.
+            where those have a 0; or which are dense. A config may have a text instead, such as
+            "LLLG", which repeats.
         when: the flag of the config without which software ignores the key.
     """
 

@@ -24,8 +24,8 @@ The norms around inserted blocks repeat z at the size K (`growth.plan.tensors.no
 variance v / (v + eps) for an input of variance v. Each norm behind the first one turns a square s
 into (K^2 + eps) s / (s + eps).
 
-Where `growth.plan.target` changes rope_theta, frequencies are off by up to the rounding of float32.
-The short texts get the angles that the longest one can be off by.
+Where `growth.plan.target` changes rope_theta, frequencies are off by the rounding of float32. The
+short texts get the angles that the longest one can be off by.
 
 `growth.plan.tensors.extras` starts a new token's logit at the mean of the old logits, minus
 `NEW_TOKEN_MARGIN` where every token has a bias. With n new tokens and V old ones, the loss of any
@@ -57,7 +57,7 @@ import torch
 from torch import Tensor
 
 from growkern.families.model import ModelSpec
-from growkern.growth.models import is_dtensor
+from growkern.growth.models import is_dtensor, untrained_model
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.source.loading import (
     LARGEST,
@@ -102,8 +102,8 @@ def output_bound(plan: Blueprint) -> float | None:
     try:
         model = _measured_model(plan)
         old = outputs_on(model, tokens)
-        if angle := angle_error(plan):
-            _turn_further(model, angle / tokens.shape[1])
+        if angle_error(plan):
+            _turn_further(plan, model, tokens.shape[1])
         for name, disturb in _disturbances(plan):
             model.get_submodule(name).register_forward_hook(disturb)
         new = outputs_on(model, tokens)
@@ -172,12 +172,22 @@ def angle_error(plan: Blueprint) -> float:
     return length * torch.finfo(torch.float32).eps
 
 
-def _turn_further(model: Any, angle: float) -> None:
-    """Let every rotary pair of a model turn further by this angle per position, radians."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if name.endswith("inv_freq"):
-                module._buffers[name] = buffer.double() + angle
+def _turn_further(plan: Blueprint, model: Any, tokens: int) -> None:
+    """Let rotary pairs of a model turn further, at the end of a text of so many tokens.
+
+    That is as far as those of the target do at the last position. A frequency counts as off by half
+    a rounding at least, as another machine may round it otherwise.
+    """
+    longest: int = getattr(plan.small.text, "max_position_embeddings", 1)
+    grown = dict(untrained_model(plan.large, plan.source.dtype).named_buffers())
+    for path, buffer in model.named_buffers():
+        module, _, name = path.rpartition(".")
+        if name.endswith("inv_freq"):
+            own = buffer.double()
+            error = own * (torch.finfo(torch.float32).eps / 2)
+            if path in grown:
+                error = error.maximum((grown[path][: len(own)].to(own) - own).abs())
+            model.get_submodule(module)._buffers[name] = own + error * (longest / tokens)
 
 
 def outputs_on(model: Any, tokens: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -325,14 +326,17 @@ def test_files_that_may_not_be_read_are_not_called_corrupt(sharded, tmp_path, mo
     if name == "model.safetensors":
         save_source(sharded)
         (sharded / "model.safetensors.index.json").unlink()
-    opened = Path.open
 
-    def refuse(self, *args, **kwargs):
-        if self.name == name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return opened(self, *args, **kwargs)
+    def refusing(opened):
+        def refuse(path, *args, **kwargs):
+            if os.path.basename(path) == name:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return opened(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", refuse)
+        return refuse
+
+    for place in (Path, os):
+        monkeypatch.setattr(place, "open", refusing(place.open))
     with pytest.raises(growkern.GrowthError, match=f"^[^:]*{name}: Permission denied$"):
         grow(sharded, tmp_path / "grown")
 

@@ -234,6 +234,7 @@ def test_a_config_that_was_edited_since_is_saved_as_it_is(tmp_path):
 # class, key, kinds of 6 layers, key of the source, layers of the target, key of the target
 SIX = {**GROUPED, "num_hidden_layers": 6, "head_dim": 4}
 EVERY_3 = ["sliding_attention"] * 2 + PLAIN
+DENSE_FIRST = ["dense", "dense", "sparse"]
 PATTERNS = {
     "gemma3 repeated": ("Gemma3ForCausalLM", "sliding_window_pattern", EVERY_3 * 2, 3, 11, None),
     "gemma3 in its first period": (
@@ -277,3 +278,34 @@ def test_patterns_of_layers_follow_layer_types_or_go(case, tmp_path):
     assert growkern.verify(tmp_path / "small", tmp_path / "disk").ok
     again = type(model).from_pretrained(tmp_path / "disk")
     torch.testing.assert_close(logits(again), logits(model), rtol=1e-3, atol=1e-3)
+
+
+# family, key, what it counts, kinds of layers; key of the source, and of targets by their layers
+COUNTS = [
+    *(
+        (name, "first_k_dense_replace", "mlp_layer_types", DENSE_FIRST, 2, {5: 4, 6: 4})
+        for name in ("exaone_moe", "glm4_moe_lite", "hy_v3")
+    ),
+    ("exaone_moe", "first_k_dense_replace", "mlp_layer_types", DENSE_FIRST[::-1], 1, {5: None}),
+    ("llama4_text", "no_rope_layer_interval", "no_rope_layers", [1, 0] * 2, 2, {8: 2, 9: None}),
+]
+
+
+@pytest.mark.parametrize("name, key, field, kinds, now, then", COUNTS)
+def test_a_field_that_another_one_supersedes_says_the_same(
+    name, key, field, kinds, now, then, tmp_path
+):
+    class_name, sizes, _ = RELATIVES[name]
+    sizes = {**sizes, field: kinds, "num_hidden_layers": len(kinds)}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = PLAIN * len(kinds)
+    model = random_model(class_name, sizes)
+    model.save_pretrained(tmp_path / "small")
+    edited(tmp_path / "small", **{key: now})
+    for count, expected in then.items():
+        how = {"num_hidden_layers": count}
+        growkern.grow_checkpoint(tmp_path / "small", tmp_path / str(count), progress=False, **how)
+        growkern.grow(model, **how).save_pretrained(tmp_path / f"{count} in memory")
+        for place in (str(count), f"{count} in memory"):
+            config = read(tmp_path / place)
+            assert config[field] != kinds and config.get(key) == expected, (count, place)

@@ -275,3 +275,33 @@ def test_rounding_is_unbounded_behind_norms_over_few_coordinates(width):
     source = random_model("GPT2LMHeadModel", {**GPT2, "n_embd": width, "n_head": 1})
     said = growkern.plan(source, n_layer=4, dtype=torch.bfloat16).findings[-1]
     assert said.what == "bfloat16" and said.level == ("changed" if width == 2 else "approximate")
+
+
+@pytest.mark.parametrize("seed", [4, 134])
+def test_pairs_that_turn_slowly_are_off_by_little(seed):
+    """A sharp model, one text of which moves 80 times as far as the others."""
+    rope = {
+        **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8},
+    }
+    sizes = {
+        **{"vocab_size": 53, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 4},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+        **{"max_position_embeddings": 128, "rope_parameters": rope, "pad_token_id": 0},
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 2.0},
+        **{"attention_multiplier": 0.4, "tie_word_embeddings": False},
+    }
+    torch.manual_seed(seed)
+    config = transformers.GraniteConfig(**sizes)
+    source = transformers.GraniteForCausalLM._from_config(config, dtype=torch.float64).eval()
+    for weight in source.parameters():
+        drawn = torch.randn_like(weight)
+        weight.data = drawn * 0.5 if weight.ndim > 1 else 1 + 0.4 * drawn
+    grown = growkern.grow(source, head_dim=12)
+    (said,) = (f for f in grown.growth_plan.findings if f.level != "exact")
+    ids = torch.randint(3, 53, (4, 128))
+    with torch.no_grad():
+        old, new = source(ids).logits, grown(ids).logits
+    assert said.level == "approximate"
+    assert (new - old).abs().max() / old.abs().max() <= said.bound <= 0.1
+    assert growkern.verify(source, grown).ok
