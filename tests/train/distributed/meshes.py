@@ -16,9 +16,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from examples.mesh_2d import Taught
 from growkern import GrowthError, inherited_loss
-from testbed.tiny import batch, build
+from testbed.tiny import VOCAB, batch, build, randomise
 from tests.train.loss.plain import plain_loss
 
 
@@ -72,6 +74,22 @@ def check(name, data, tensor=None, head=None, of_teacher=None):
         torch.testing.assert_close(found, q.grad, rtol=1e-8, atol=1e-11, msg=f"{name} {key}")
 
 
+def check_example(mesh, backend):
+    """The module of the example, with a teacher, against whole logits in one process."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).double()
+    student, teacher = (randomise(copy.deepcopy(model), seed) for seed in (0, 3))
+    twin, tokens = copy.deepcopy(student), batch(4)["input_ids"]
+    whole = {"input_ids": tokens, "labels": tokens}
+    plain_loss(twin, [teacher], whole, causal=True, temperature=1.0).backward()
+    taught = Taught(student, mesh, backend)
+    mine = tokens.chunk(2)[mesh["data"].get_local_rank()]
+    (2 * taught(mine, teacher.requires_grad_(False), items=tokens[:, 1:].numel())).backward()
+    for (key, p), q in zip(student.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole_of(p.grad), q.grad, rtol=1e-8, atol=1e-11, msg=key)
+
+
 def main(folder):
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     check("FSDP2 x TP", both["data"], both["tensor"])
@@ -87,5 +105,7 @@ def main(folder):
     check("a split teacher beside a whole head", both["data"], of_teacher=both["tensor"])
     with pytest.raises(GrowthError, match="teacher is split over processes"):
         check("a teacher split over other rows", both["data"], of_teacher=both["data"])
+    check_example(both, None)
+    check_example(both, "aot_eager")
     # as beside the stages of a pipeline: half of the processes share the rows, twice
     check("FSDP2 over a part", both["data"])
