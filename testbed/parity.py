@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.distributed.shard import DistributedOptions, make_mesh, shard
+from growkern.train.loop.meter import MEASURED
 from growkern.train.model.sub_model import layer_stacks
 from testbed.tiny import Batches, arguments, build
 
@@ -172,7 +173,7 @@ def weights_of(model):
 
 
 def timeless(line):
-    return {name: value for name, value in line.items() if name != "tokens_per_second"}
+    return {name: value for name, value in line.items() if name not in MEASURED}
 
 
 def found_in(folder, case):

@@ -110,7 +110,11 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw loss against FLOPs."""
-    from growkern.plot.curves import savings_rows, savings_table
+    from growkern.plot.curves import log_of, savings_rows, savings_table
+
+    # before matplotlib is imported
+    for run in (*directories, *(sources or ())):
+        log_of(run)
     from growkern.plot.losses import notes_on, plot_runs
 
     groups = plot_runs(directories, out, sources=sources or [])

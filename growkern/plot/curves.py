@@ -38,7 +38,8 @@ HEADS = ("run", "start\nloss", "FLOPs\nto mark", "FLOPs\nsaved", "small model\nc
 class Curve:
     """The losses of a run, with the steps and the FLOPs so far at which they were measured.
 
-    `validation` says whether these are validation losses. Steps ascend.
+    `validation` says whether these are validation losses. Steps ascend. `growths` has the FLOPs at
+    which the model grew inside the run.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Curve:
     flops: tuple[float, ...]
     losses: tuple[float, ...]
     validation: bool = True
+    growths: tuple[float, ...] = ()
 
 
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
@@ -62,19 +64,24 @@ def first_crossing(costs: Sequence[float], losses: Sequence[float], target: floa
     return None
 
 
-def read_curve(directory: str | Path, name: str | None = None) -> Curve:
-    """Read the curve of a training directory, finished or not. None takes the directory's name."""
-    directory = Path(directory)
+def log_of(directory: Path) -> Path:
+    """The file with the log of a training directory, finished or not."""
     # an unfinished run has its log in its checkpoints only
-    places = (directory, *checkpoints_in(directory))
-    holder = next((place for place in places if (place / STATE_FILE).is_file()), None)
-    if holder is None:
+    files = (place / STATE_FILE for place in (directory, *checkpoints_in(directory)))
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
         runs = ", ".join(map(str, sorted(directory.glob("generation-*"))))
         hint = f"give one of its runs, {runs}" if runs else "give the directory of a run"
         raise GrowthError(
             f"{directory} is not a training directory: it has no {STATE_FILE}: {hint}"
         )
-    file = holder / STATE_FILE
+    return file
+
+
+def read_curve(directory: str | Path, name: str | None = None) -> Curve:
+    """Read the curve of a training directory, finished or not. None takes the directory's name."""
+    directory = Path(directory)
+    file = log_of(directory)
     try:
         history = read_json(file, MOST_BYTES, "log")["log_history"]
         curve = curve_of(history, name or directory.resolve().name)
@@ -84,7 +91,7 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
                     f"{file}: the loss at step {step} is {loss}: the run diverged, and a curve "
                     "needs numbers"
                 )
-        for number in (*curve.steps, *curve.flops, *curve.losses):
+        for number in (*curve.steps, *curve.flops, *curve.losses, *curve.growths):
             # integers of a file may be too large for a float
             if isinstance(number, str) or not abs(float(number)) <= MOST:
                 raise ValueError(f"{str(number)[:20]} is no number of a log")
@@ -105,13 +112,19 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     # with a teacher, "loss" includes the KL term; only "mlm" can be compared with other runs
     keys = ("eval_loss",) if validation else ("mlm", "loss")
     points: dict[int, tuple[float, float]] = {}
+    growths: dict[int, float] = {}
+    flops_before = 0.0
     for line in history:
+        # the first line of the grown model; the line before is that of its growth
+        if "growth" in line:
+            growths[line["growth"]] = flops_before
+        flops_before = line.get("flops", flops_before)
         key = next((key for key in keys if key in line), None)
         if key is not None and "flops" in line:
             points[line["step"]] = line["flops"], line[key]
     steps = tuple(sorted(points))
     flops, losses = (tuple(points[step][i] for step in steps) for i in (0, 1))
-    return Curve(name, steps, flops, losses, validation)
+    return Curve(name, steps, flops, losses, validation, tuple(growths.values()))
 
 
 @dataclass(frozen=True)

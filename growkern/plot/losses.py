@@ -58,8 +58,8 @@ def plot_runs(
             Seeds are compared with each other if they are in the same folder.
         sources: training directories of the small model, one per seed.
     """
-    curves = [read_curve(run) for run in runs]
     check_format(Path(out))
+    curves = [read_curve(run) for run in runs]
     folders: dict[str, list[Path]] = {}
     for curve, run in zip(curves, runs, strict=True):
         folders.setdefault(curve.name, []).append(Path(run).resolve().parent)
@@ -168,6 +168,12 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7}
         named = {"label": plain(group.name), "gid": "curve"}
         axes.plot(flops / unit, losses.mean(0), **line, **marked, **named)
+        grown = sorted({x for curve in group.curves for x in curve.growths})
+        for cost in grown:
+            at = (group.before + cost) / unit
+            axes.axvline(at, color=style.color, linestyle=":", linewidth=1.0, gid="growth")
+            place = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": SMALL}
+            axes.annotate(" grows", (at, 1), color=style.color, **place)
         # a single group has nothing to compare with
         for cost, mark in group.reached() if len(groups) > 1 else ():
             point = {"marker": style.marker, "color": style.color, "markersize": 9}

@@ -37,6 +37,12 @@ def test_without_validation_the_plain_loss_is_the_curve():
     assert found == Curve("run", (5,), (50.0,), (6.5,), validation=False)
 
 
+def test_a_growth_is_where_its_last_line_before_is():
+    lines = [{"step": i, "loss": 5.0 - i, "flops": 10.0 * i} for i in range(1, 5)]
+    lines[2] |= {"growth": 1, "growth/hidden_size": 8}
+    assert curve_of(lines, "run").growths == (20.0,)
+
+
 def test_reads_a_run_that_is_not_finished(tmp_path):
     write_run(tmp_path / "run" / "checkpoint-5", HISTORY[:1])
     write_run(tmp_path / "run" / "checkpoint-10", HISTORY)

@@ -62,13 +62,37 @@ def test_the_objective_is_that_of_the_model(accelerator):
     sums.add(*objective.evaluate_rows(model, rows, accelerator), accelerator)
     sums.write(metrics := {}, "eval", None)
     assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-5)
-    assert meter.drain()["mlm"] == pytest.approx(float(loss), rel=1e-5)
+    assert meter.drain(0.0)["mlm"] == pytest.approx(float(loss), rel=1e-5)
     flops = objective.flops
     flops.add(rows, None, meter, taught=False)
     assert flops.drain() > flops.drain() == 0
     growths = GrowthInRun((), model)
     assert objective.plan(0, TwoStageConfig(1, stage1_steps=1), growths).part is not None
     assert objective.plan(1, TwoStageConfig(1, stage1_steps=1), growths) == WHOLE
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_line_measures_steps_with_the_waiting_for_their_data(processes, monkeypatch):
+    seconds = iter([0.0, 10.0, 11.0, 20.0, 23.0, 30.0, 32.0])
+    monkeypatch.setattr("growkern.train.loop.meter.time.perf_counter", lambda: next(seconds))
+    meter = Meter(lambda rows: rows * processes)
+    meter.flops = 100.0
+    with meter.clock("data"):
+        meter.add_tokens(60)
+    meter.start_step()
+    meter.end_step()
+    with meter.clock("checkpoint"):
+        pass
+    monkeypatch.undo()
+    assert meter.drain(100.0 + 8.0 * processes, peak=4.0) == {
+        "tokens_per_second": 60 * processes / 4,
+        "step_time": 4.0,
+        "data_time_share": 0.25,
+        "mfu": 0.5,
+        "checkpoint_time": 2.0,
+    }
+    # nothing since then
+    assert meter.drain(100.0) == {}
 
 
 def test_a_batch_that_the_data_cannot_fill_is_left_out(accelerator):

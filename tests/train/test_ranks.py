@@ -15,6 +15,7 @@ import transformers
 
 from growkern import GrowthError
 from growkern import run as train
+from growkern.train.loop.meter import MEASURED
 from growkern.train.model.head import align_labels
 from testbed.forked_ranks import on_ranks
 from testbed.tiny import Batches
@@ -39,7 +40,7 @@ def found(folder):
 
 
 def timeless(line):
-    return {name: value for name, value in line.items() if name != "tokens_per_second"}
+    return {name: value for name, value in line.items() if name not in MEASURED}
 
 
 @pytest.mark.parametrize("i", range(len(ranks.CASES)))

@@ -12,6 +12,7 @@ from transformers import trainer as trainer_of_transformers
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.dataset.load import TokenBlocks
+from growkern.train.loop.meter import MEASURED
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from testbed.tiny import VOCAB, TinyTokenizer, build
 from tests.train.safety.runs import assert_same, small_trainer, weights_of
@@ -64,7 +65,7 @@ def trainer_in(path, save_steps):
 def log_of(trainer):
     """Log lines by step, without what a clock says."""
     return {
-        line["step"]: {k: v for k, v in line.items() if k != "tokens_per_second"}
+        line["step"]: {k: v for k, v in line.items() if k not in MEASURED}
         for line in trainer.state.log_history
         if "loss" in line
     }

@@ -55,6 +55,7 @@ class LoopCallback(TrainerCallback):
         rates = map(self.schedule.rate_at, range(state.max_steps)) if self.schedule else ()
         self._taught = max((step + 1 for step, rate in enumerate(rates) if rate > 0), default=0)
         self._leave_out_teacher(state.global_step)
+        self.meter.flops = state.total_flos
         self.growths.rewarm(kwargs["lr_scheduler"], args.lr_scheduler_type)
         create_optimizer_state(bare(kwargs["optimizer"]))
 

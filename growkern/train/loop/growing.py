@@ -8,7 +8,7 @@ resumed takes the same way, and so gets the same bits as a run that was never in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,6 +152,22 @@ class GrowthInRun:
         model = grown_model(planned, step, old.distribution, old.dtype, old.mesh, source)
         self.grown, self.source = self.grown + 1, checkpoint
         return model
+
+    def event(self, history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """What the first log line after a growth says of it; {} for any other line.
+
+        Args:
+            history: the lines before.
+        """
+        lines = [line for line in history if "loss" in line]
+        if not self.grown or any(line.get("growth") == self.grown for line in reversed(lines)):
+            return {}
+        planned, last = self.sizes[self.grown].plan, lines[-1] if lines else {}
+        assert planned is not None
+        changes = planned.size_changes().items()
+        sizes = {f"growth/{field}": new for field, (old, new) in changes if old != new}
+        before = {"growth/loss_before": last.get("mlm", last["loss"])} if last else {}
+        return {"growth": self.grown, **sizes, **before}
 
     def checkpoint(self, run: Path, step: int, saver: Saver) -> Path:
         """The checkpoint of the smaller model that the last part of the run has saved."""

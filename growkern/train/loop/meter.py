@@ -1,13 +1,14 @@
-"""Collects the numbers of a log line: means over rows and steps, tokens per second, and FLOPs.
+"""Collects the numbers of a log line: means over rows and steps, times, and FLOPs.
 
 FLOPs are counted by real tokens. The padding of a batch depends on the rows that one process gets;
 the FLOPs of the real tokens are the same on any number of processes.
 """
 
+import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +20,38 @@ from growkern.train.model.flops import Sizes
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.sub_model import ModelPart
 
+# what a log line measures: it differs between runs that are equal otherwise
+MEASURED = (
+    *("tokens_per_second", "step_time", "data_time_share", "checkpoint_time"),
+    *("max_memory_allocated", "mfu"),
+)
+# FLOP/s of dense products in 16 bits by the data sheets, for names of devices with these words.
+# The first one counts
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
 
 class Meter:
     """Adds up values on the device and reads them back once per log line."""
 
     def __init__(self, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self._add_up = add_up
+        self._add_up, self.flops = add_up, 0.0
         self._reset()
 
     def _reset(self) -> None:
         self._sums: defaultdict[str, Tensor | float] = defaultdict(float)
         self._weights: defaultdict[str, Tensor | float] = defaultdict(float)
-        self._tokens, self._seconds, self._since = 0, 0.0, time.perf_counter()
+        self._times: defaultdict[str, float] = defaultdict(float)
+        self._tokens, self._steps, self._since = 0, 0, time.perf_counter()
 
     def add(self, name: str, value: Tensor | float, weight: Tensor | float = 1) -> None:
         """Add a value, itself the mean of `weight` rows or steps, to the mean of a name."""
@@ -54,23 +75,53 @@ class Meter:
 
     def end_step(self) -> None:
         """Stop the clock. Time between steps (evaluation, saving) does not count."""
-        self._seconds += time.perf_counter() - self._since
+        self._times["step"] += time.perf_counter() - self._since
+        self._steps += 1
 
-    def drain(self) -> dict[str, float]:
-        """The means since the last call, over all processes; NaN over no rows. It is emptied."""
+    @contextlib.contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Add the time inside to that of the batches, "data", or of the checkpoints."""
+        since = time.perf_counter()
+        yield
+        self._times[name] += time.perf_counter() - since
+
+    def drain(self, flops: float, peak: float = 0.0) -> dict[str, float]:
+        """The means since the last call, over all processes; NaN over no rows. It is emptied.
+
+        Args:
+            flops: those of all processes so far; `self.flops` are those at the last call.
+            peak: FLOP/s of a device; 0: they are not known.
+        """
         rows = [(self._sums[name], self._weights[name]) for name in self._sums]
         # seconds, and 1 per process: their quotient is the mean over processes
-        rows += [(self._tokens, 0), (self._seconds, 1)]
+        rows += [(self._times[name], 1) for name in ("data", "checkpoint")]
+        rows += [(self._tokens, self._steps), (self._times["step"], 1)]
         sums_N2 = self._add_up(torch.tensor(rows, dtype=torch.float64)).tolist()
         logs = {
             name: x / n if n else math.nan
             for name, (x, n) in zip(self._sums, sums_N2, strict=False)
         }
-        (tokens, _), (seconds, processes) = sums_N2[-2:]
+        (data, _), (saving, _), (tokens, steps), (seconds, processes) = sums_N2[-4:]
         if seconds > 0:
-            logs["tokens_per_second"] = tokens / (seconds / processes)
+            whole = seconds + data
+            logs["tokens_per_second"] = tokens / (whole / processes)
+            logs["step_time"], logs["data_time_share"] = whole / steps, data / whole
+            if peak:
+                logs["mfu"] = (flops - self.flops) / (whole * peak)
+        if saving:
+            logs["checkpoint_time"] = saving / processes
+        self.flops = flops
         self._reset()
         return logs
+
+
+def memory_and_peak(device: torch.device) -> tuple[dict[str, float], float]:
+    """The largest memory of this process on a GPU so far, bytes, and its FLOP/s; 0: not known."""
+    if device.type != "cuda":
+        return {}, 0.0
+    name = torch.cuda.get_device_name(device)
+    peak = next((flops for words, flops in PEAKS.items() if words in name), 0.0)
+    return {"max_memory_allocated": torch.cuda.max_memory_allocated(device)}, peak
 
 
 class FlopCounter:

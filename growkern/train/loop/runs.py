@@ -16,7 +16,8 @@ from growkern.errors import GrowthError
 from growkern.growth.history import GROWN_KEY
 from growkern.train.distributed.shard import prime
 from growkern.train.loop.growing import Former
-from growkern.train.loop.setup import take_model
+from growkern.train.loop.meter import memory_and_peak
+from growkern.train.loop.setup import HALF, take_model
 from growkern.train.model.contexts import setting
 from growkern.train.optimizer import bare
 from growkern.train.safety.checkpoints import step_of
@@ -130,7 +131,11 @@ def complete_line(trainer: Any, logs: dict[str, float]) -> None:
     store_flops(trainer)
     logs["flops"] = trainer.state.total_flos
     if "loss" in logs:
-        logs.update(trainer.meter.drain())
+        args = trainer.args
+        memory, peak = memory_and_peak(args.device)
+        is_half = args.bf16 or args.fp16 or trainer.model.dtype in HALF
+        logs.update(trainer.meter.drain(logs["flops"], peak if is_half else 0.0) | memory)
+        logs.update(trainer.growths.event(trainer.state.log_history))
         # of steps without a label the meter knows nothing, and Trainer counts them
         logs["loss"] = trainer.labelled.corrected(logs["loss"], trainer.accelerator)
         if trainer.growths.steps:

@@ -63,7 +63,17 @@ class TwoStageTrainer(Trainer):
     without a single label are left out. `mlm` is the mean over all labels. Log lines also hold
     flops (so far, without evaluation and padding), kl, top1_agreement, kl_rows_lost (the share of
     rows without a KL term because of tokens that a teacher lacks), aux_loss (of a mixture's
-    routers, before its coefficient), alpha, depth and tokens_per_second.
+    routers, before its coefficient), alpha and depth.
+
+    And they measure, since the last line: tokens_per_second, step_time (seconds, those of waiting
+    for data included), data_time_share (the share of that waiting), checkpoint_time (seconds that
+    training stood still for checkpoints), max_memory_allocated (bytes, of the first process on its
+    GPU, since the start) and mfu (FLOPs with those of teachers, as a share of what the data sheets
+    of the GPUs promise in 16 bits; only in 16 bits, on GPUs of `meter.PEAKS`).
+
+    The first line after a growth inside the run has its number as `growth`, the new sizes as
+    `growth/hidden_size` and so on, and the label loss of the last line before as
+    `growth/loss_before`. Its own `mlm` is the loss after it.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a
@@ -266,7 +276,8 @@ class TwoStageTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of a step without repeated examples, and their labels in all processes."""
         runs.make_up_evaluation(self)
-        batches = self.batches.read(epoch_iterator, num_batches, self.state)
+        with self.meter.clock("data"):
+            batches = self.batches.read(epoch_iterator, num_batches, self.state)
         if not batches:
             return [], None
         self.batches.prepare(batches, self.train_dataset, self._train_batch_size)
@@ -334,9 +345,9 @@ class TwoStageTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write what Trainer writes, as one checkpoint that appears when it is complete."""
         run = Path(self._get_output_dir(trial))
-        saved = self.saver.save(
-            self.model, run, self.state, partial(runs.write_checkpoint, self), self.shards
-        )
+        write = partial(runs.write_checkpoint, self)
+        with self.meter.clock("checkpoint"):
+            saved = self.saver.save(self.model, run, self.state, write, self.shards)
         if saved is not None and self.args.push_to_hub:
             self._push_from_checkpoint(str(saved))
 

@@ -16,6 +16,7 @@ import growkern
 from growkern import GrowthError
 from growkern import run as train
 from growkern.cli.commands import app
+from growkern.train.loop.meter import MEASURED
 from growkern.train.run.file import load_run
 from growkern.train.safety.export import export
 from testbed.forked_ranks import on_ranks
@@ -75,7 +76,7 @@ def one_group():
 
 def log_of(folder):
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    keys = ("tokens_per_second", "train_runtime", "eval_runtime")
+    keys = (*MEASURED, "train_runtime", "eval_runtime")
     return [
         {k: v for k, v in line.items() if k not in keys and "per_second" not in k}
         for line in history

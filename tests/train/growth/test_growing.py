@@ -88,6 +88,13 @@ def test_the_state_grows_and_the_rest_goes_on(family, tmp_path):
     logged = {x["step"]: x for x in trainer.state.log_history if "loss" in x}
     assert sorted(logged) == list(range(1, STEPS + 1))
     assert logged[3]["parameters"] < logged[4]["parameters"] < logged[7]["parameters"]
+    # the first line after a growth says so, with the new sizes and the loss before
+    events = {step: line for step, line in logged.items() if "growth" in line}
+    assert [line["growth"] for line in events.values()] == [1, 2]
+    for one, (step, line) in zip(growth, events.items(), strict=True):
+        assert step == one.at_step + 1
+        assert line["growth/loss_before"] == logged[one.at_step]["mlm"]
+        assert one.sizes.items() <= {k.removeprefix("growth/"): v for k, v in line.items()}.items()
 
     # the independent way: the checkpoint of the smaller model, loaded and grown by hand
     for number, one in enumerate(growth):

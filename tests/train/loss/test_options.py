@@ -7,6 +7,7 @@ import transformers
 
 from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrainer
 from growkern.train.dataset.load import TokenBlocks
+from growkern.train.loop.meter import MEASURED
 from growkern.train.loss import inheritance
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
 from growkern.train.objectives.language_modeling import MaskedLMCollator
@@ -225,7 +226,7 @@ def test_two_processes_are_one_at_the_end_of_an_epoch_too(on_two, case, tmp_path
     for ours, theirs in zip(on_two[case]["log"], alone["log"], strict=True):
         assert ours.keys() == theirs.keys()
         # attention over one long row of packed sequences costs more than over two short ones
-        untested = {"tokens_per_second", *(["flops"] if "packed" in case else [])}
+        untested = {*MEASURED, *(["flops"] if "packed" in case else [])}
         for name in theirs.keys() - untested:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
     for name, weight in alone["weights"].items():
