@@ -94,7 +94,7 @@ MAKES = [make for _, make in CASES]
 # calls whose cost is seconds: they are not interrupted
 LONG = {"draft", "a_table_is_checked", "a_picture", "compiled_blocks", "a_run"}
 # parts of a call after which it is interrupted
-PARTS = [i / 12 for i in range(1, 12)] if walks.times > 1 else [0.5]
+PARTS = [i / 12 for i in range(1, 12)] if walks.times > 1 else [1 / 3]
 
 
 class Interrupted(BaseException):

@@ -56,9 +56,15 @@ def probing(model: Any) -> Iterator[None]:
     again afterwards.
     """
     no_loss = setting(model.config.get_text_config(), "output_router_logits", False)
-    eager = torch.compiler.set_stance("force_eager")
     try:
-        with evaluating(model), without_cache(model), no_loss, torch.no_grad(), eager:
+        # the stance counts from its call on: nothing may fail between that and its end
+        with (
+            evaluating(model),
+            without_cache(model),
+            no_loss,
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
     finally:
         free_gathered(model)
