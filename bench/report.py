@@ -114,17 +114,23 @@ def aot_table(results: Path) -> str:
 
 
 def families(results: Path) -> str:
-    """The table of the families: their norms, positions, sizes and classes, and what is exact."""
-    lines = []
+    """The families: their norms, positions, classes and what is exact; then their sizes."""
+    lines: list[list[str]] = []
+    by_sizes: dict[str, list[str]] = {}
     for model_type in supported_families():
         family = load_family(model_type)
         norm = f"{family.norm.kind}, {family.norm.placement}"
         sizes = ", ".join(f"`{name}`" for name in growable_fields(family))
-        classes = ", ".join(f"`{name}`" for name in family.classes)
+        starts = (name.split("For")[0].removesuffix("Model") for name in family.classes)
+        start = min(starts, key=len)
+        ends = ", ".join(name.removeprefix(start).removeprefix("For") for name in family.classes)
         exact = "any" if family.pads_exactly else "multiples"
-        lines.append([f"`{model_type}`", norm, family.attention.positions, exact, sizes, classes])
-    heads = ["`model_type`", "norms", "positions", "exact hidden sizes", "sizes", "classes"]
-    return table(heads, lines)
+        positions = family.attention.positions
+        lines.append([f"`{model_type}`", norm, positions, exact, f"`{start}`: {ends}"])
+        by_sizes.setdefault(sizes, []).append(f"`{model_type}`")
+    heads = ["`model_type`", "norms", "positions", "exact hidden sizes", "classes"]
+    kinds = [[", ".join(names), sizes] for sizes, names in by_sizes.items()]
+    return table(heads, lines) + "\n\n" + table(["`model_type`", "sizes that grow"], kinds)
 
 
 def measured(results: Path) -> str:
