@@ -1,8 +1,7 @@
 """Reads files that strangers may have written, and writes files that are whole or not there.
 
-Limits are checked before any work: Python's parser has none for the size of a file, and code that
-walks through deep nesting would overflow the stack. A file is written beside its place and renamed,
-so that readers see all of it or none of it, also after a crash.
+A file is written beside its place and renamed, so that readers see all of it or none of it, also
+after a crash.
 """
 
 from __future__ import annotations
@@ -19,16 +18,11 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from growkern.errors import GrowthError
 
-# no file of ours nests deeper than a config, which has two or three levels
-MOST_LEVELS = 20
-# eight for each tensor of the largest models
-MOST_VALUES = 1 << 20
 # bytes of a file's name
 MOST_NAME = 256
 
@@ -65,10 +59,10 @@ def regular_size(file: Path) -> int:
     return state.st_size
 
 
-def read_json(file: Path, most_bytes: int, what: str, most_values: int = MOST_VALUES) -> Any:
-    """The content of a JSON file; the arguments are those of `read_bounded` and `parse_json`."""
+def read_json(file: Path, most_bytes: int, what: str) -> Any:
+    """The content of a JSON file; the arguments are those of `read_bounded`."""
     try:
-        return parse_json(read_bounded(file, most_bytes, what), most_values)
+        return parse_json(read_bounded(file, most_bytes, what))
     except GrowthError:
         raise
     except ValueError as error:
@@ -96,20 +90,16 @@ def check_format(file: Path, record: Any, known: int, keys: Collection[str]) -> 
     )
 
 
-def parse_json(data: bytes, most_values: int = MOST_VALUES) -> Any:
+def parse_json(data: bytes) -> Any:
     """The value of a JSON text.
 
-    A ValueError says that it is not UTF-8, not JSON, has more than `most_values` in all its objects
-    and lists together, or nests too deep; or that an object has a name twice.
+    A ValueError says that it is not UTF-8, not JSON, or that an object has a name twice.
     """
-    if data.count(b",") > most_values:
-        raise ValueError(f"more than {most_values} values")
     try:
         with no_collections():
             value = json.loads(data.decode(), object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError(f"nested more than {MOST_LEVELS} levels deep") from None
-    _check_levels(value)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
     if rb"\ud" in data or rb"\uD" in data:
         # half of a pair of UTF-16 stands for no character, and cannot be written again
         json.dumps(value, ensure_ascii=False).encode()
@@ -140,17 +130,6 @@ def _toml_value(value: Any) -> str:
         return "{ " + ", ".join(toml_lines(value)) + " }"
     # JSON strings, numbers, booleans and lists of them are valid TOML, except for DEL
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _check_levels(value: Any) -> None:
-    level, kinds = [value], (dict, list)
-    for _ in range(MOST_LEVELS + 1):
-        # all values of one level at once: a header has 100,000
-        level = [x for x in level if isinstance(x, kinds)]
-        level = list(chain.from_iterable(x.values() if type(x) is dict else x for x in level))
-        if not level:
-            return
-    raise ValueError(f"nested more than {MOST_LEVELS} levels deep")
 
 
 def stays_inside(name: str) -> bool:

@@ -16,9 +16,11 @@ from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
 from bench.shared.harness import largest_error
 from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.compare import rounding_error
+from growkern.growth.record.compare import planned_error, rounding_error
 from growkern.growth.record.verdict import (
     GENERATION_ERROR,
+    PLANNED_ERROR,
+    ROUNDED_LOGITS,
     ROUNDING_ERROR,
     measured_level,
     rounding,
@@ -247,9 +249,11 @@ def _all_errors(
             errors[name] = largest_error([value, errors.get(name, 0.0)])
     if source.can_generate():
         errors |= _generation_error(source, grown)
-    if plan.rounds_weights:
-        errors[ROUNDING_ERROR] = max(report.outputs[ROUNDING_ERROR], *_samples(plan, source))
-    elif plan.exact and plan.dtype == torch.float32:
+    errors[ROUNDED_LOGITS] = report.outputs.get(ROUNDED_LOGITS, 0.0)
+    for name, sample in ((PLANNED_ERROR, planned_error), (ROUNDING_ERROR, rounding_error)):
+        if name in report.outputs:
+            errors[name] = max(report.outputs[name], *_samples(plan, source, sample))
+    if not plan.rounds_weights and plan.exact and plan.dtype == torch.float32:
         with Float64():
             sample = rounding_error(plan, source, random_inputs(plan.source))
         # `verify` allows 1e-4 for any model; this is the rounding of this one
@@ -257,14 +261,14 @@ def _all_errors(
     return errors
 
 
-def _samples(plan: GrowthPlan, source: Any) -> list[float]:
-    """How far rounding moves the outputs on the texts of `_inputs`, for both sides of padding."""
+def _samples(plan: GrowthPlan, source: Any, sample: Any) -> list[float]:
+    """A sample of the source's own error on the texts of `_inputs`, for both sides of padding."""
     if plan.small.family.reads_images:
         texts = [images(source)["pixel_values"]]
     else:
         texts = [_inputs(source, side)["input_ids"].flatten(0, -2) for side in ("right", "left")]
     with Float64():
-        return [rounding_error(plan, source, tokens) for tokens in texts]
+        return [sample(plan, source, tokens) for tokens in texts]
 
 
 def _errors(plan: GrowthPlan, source: Any, grown: Any, side: str) -> dict[str, float]:

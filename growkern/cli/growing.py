@@ -171,7 +171,8 @@ def plan(
 ) -> None:
     """Show what growing would do. Reads the config and the file headers.
 
-    Where it must measure a bound, it also runs SRC on random texts, and reads its weights.
+    Where a dense model becomes a mixture that computes something else, it also runs SRC on random
+    texts, and reads its weights.
     """
     from growkern.growth.plan.growth_plan import plan as make_plan
 

@@ -20,7 +20,7 @@ def deep(levels: int) -> list:
 
 def hostile(draw: random.Random):
     # a copy: a later change would put the list into itself
-    return deep(draw.choice((30, 300))) if draw.random() < 0.05 else deepcopy(draw.choice(HOSTILE))
+    return deep(30) if draw.random() < 0.05 else deepcopy(draw.choice(HOSTILE))
 
 
 def of_bytes(data: bytes, draw: random.Random) -> bytes:

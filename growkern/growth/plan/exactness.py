@@ -1,7 +1,7 @@
 """Predicts which parts of the source's function a growth keeps exactly, and says why.
 
-It looks at sizes, options and maps. It reads weights only to measure how far outputs move: where
-norms will be slightly off, and where a dense model becomes a mixture that computes something else.
+It looks at sizes, options and maps. It runs the source only where a dense model becomes a mixture
+that computes something else, to measure how far outputs move.
 `growth.record.verify` measures the same afterwards. A change to how tensors are built must be
 reflected here.
 """
@@ -11,21 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from growkern.families.spec import SpaceSpec
 from growkern.growth.plan import bounds
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.finding import (
-    LARGEST_ROUNDING,
     NEW_TOKENS,
     Finding,
     rounding_findings,
-    says_something,
 )
 from growkern.growth.source.loading import (
     LARGEST,
+    Float64,
+    all_outputs,
     as_model,
     fits,
     largest_difference,
@@ -33,6 +35,11 @@ from growkern.growth.source.loading import (
 )
 from growkern.growth.space.depth import way_of
 from growkern.growth.space.rules import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
+
+# parameters of a model that is measured: beyond `LARGEST` in float32
+MOST_MEASURED = 400_000_000
+# an error that is called exact, for norms whose inputs have the variance 1
+LARGEST_ROUNDING = 1e-12
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
@@ -82,7 +89,7 @@ def measured_change(plan: Blueprint) -> float | None:
     # what builds tensors takes a second to import, and most plans build none
     from growkern.growth.plan.tensors.tensor import build_tensor
 
-    if plan.parameters() > bounds.MOST_MEASURED or not fits(plan.source, bounds.MOST_MEASURED):
+    if plan.parameters() > MOST_MEASURED or not fits(plan.source, MOST_MEASURED):
         return None
     tasks = {task.name: task for task in plan.tasks}
     grown = replace(
@@ -96,13 +103,21 @@ def measured_change(plan: Blueprint) -> float | None:
     tokens = random_inputs(plan.source)
     try:
         old, new = (
-            next(iter(bounds.outputs_on(as_model(model, dtype), tokens).values()))
+            next(iter(_outputs_on(as_model(model, dtype), tokens).values()))
             for model in (plan.source, grown)
         )
     except Exception:
         # classes of transformers that need other inputs raise errors of any type
         return None
     return largest_difference(bounds.source_coordinates(plan, new, old.shape[-1]), old)
+
+
+def _outputs_on(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """`all_outputs` of a model, without casts to float32 if it is in float64."""
+    if model.dtype != torch.float64:
+        return all_outputs(model, tokens)
+    with Float64():
+        return all_outputs(model, tokens)
 
 
 def _width(plan: Blueprint) -> Iterator[Finding]:
@@ -143,22 +158,7 @@ def _width(plan: Blueprint) -> Iterator[Finding]:
             # no later norm acts on the stream itself, so every block can enlarge the error
             yield Finding("changed", what, f"{why}; the layers enlarge this without a limit")
         else:
-            yield _measured(plan, what, why)
-
-
-def _measured(plan: Blueprint, what: str, why: str) -> Finding:
-    """The statement on a part whose norms or rotary positions are slightly off."""
-    bound: float | None = plan.cache.get("output bound", lambda: bounds.output_bound(plan))
-    if bound is None:
-        why = f"{why}; the source cannot be run here to measure how far that moves the outputs"
-        return Finding("changed", what, why)
-    if not says_something(bound):
-        why = f"{why}; that moves the outputs too far or too unevenly for a bound"
-        return Finding("changed", what, why)
-    why = f"{why}; outputs by at most {bound:.1e} of the largest output on random texts"
-    if bound <= LARGEST_ROUNDING:
-        return Finding("exact", what, why)
-    return Finding("approximate", what, why, bound)
+            yield Finding("approximate", what, why)
 
 
 def _head_dim(plan: Blueprint) -> Iterator[Finding]:
@@ -170,13 +170,12 @@ def _head_dim(plan: Blueprint) -> Iterator[Finding]:
             continue
         if family.attention.positions != "rotary":
             yield Finding("exact", what, "the new entries add 0 to every query-key product")
-        elif (error := bounds.angle_error(plan)) == 0:
+        elif bounds.turns_further(plan):
+            why = "rounding: rope_theta changes to keep every pair's frequency, up to float32"
+            yield Finding("approximate", what, why)
+        else:
             why = "every rotary pair moves to the pair with the same frequency"
             yield Finding("exact", what, why)
-        else:
-            why = "rope_theta changes to keep every pair's frequency; float32 rounding turns the"
-            why += f" last position too far by up to {error:.1e} radians"
-            yield _measured(plan, what, why)
 
 
 def _heads_under_norm(plan: Blueprint) -> Iterator[Finding]:
@@ -264,7 +263,7 @@ def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
     limit = bounds.largest_capped(plan.small)
     if not bounds.predicts_tokens(plan.large):
         yield Finding("exact", what, "no head predicts tokens, and old ones keep their rows")
-    elif bounds.is_capped_too_low(plan):
+    elif limit < bounds.LARGEST_LOGIT:
         why = "the soft cap bends logits so much that new tokens may take a large share"
         yield Finding("changed", what, why)
     elif limit < math.inf and _is_changed(plan):
@@ -273,30 +272,20 @@ def _vocabulary(plan: Blueprint) -> Iterator[Finding]:
     elif _copies_differ(plan):
         why = "copies of hidden states differ, and the mean of the old rows then bounds no logit"
         yield _asked(what, why)
-    elif (bound := bounds.most_cost(plan)) is None:
-        why = "new rows are rounded to 16 bits, and the weights are not here to bound their logits"
-        yield Finding("changed", what, why)
     else:
+        # a model that knows nothing guesses one of the old tokens
+        bound, guess = bounds.most_cost(plan), math.log(old)
         why = f"old tokens keep their logits; the {new - old} new ones raise the loss of any text"
-        yield _new_tokens(plan, what, f"{why} by at most {bound:.2g} nats", bound, limit)
-
-
-def _new_tokens(plan: Blueprint, what: str, why: str, bound: float, limit: float) -> Finding:
-    """The statement on new tokens, by the bound on their cost and the largest capped logit.
-
-    A model that knows nothing guesses one of the old tokens. `asked` is the cost without rounding.
-    """
-    guess, asked = math.log(plan.small.size("vocab")), math.log1p(bounds.new_mass(plan))
-    if not says_something(bound, guess, asked):
-        # so many tokens cost that in any dtype
-        is_asked = not says_something(asked, guess, asked)
-        why += f", too much beside the {guess:.2g} nats that guessing costs"
-        if not is_asked:
-            why += f"; it is {asked:.2g} nats in float32, where new rows are not rounded to 16 bits"
-        return Finding("changed", what, why, None, NEW_TOKENS, is_asked)
-    if limit < math.inf:
-        why += f", while logits stay below {limit:.0f} before the soft cap"
-    return Finding("approximate", what, why, bound, NEW_TOKENS)
+        why += f" by at most {bound:.2g} nats"
+        if plan.dtype.itemsize == 2:
+            why += " and rounding"
+        if bound >= guess:
+            why += f", too much beside the {guess:.2g} nats that guessing costs"
+            yield Finding("changed", what, why, None, NEW_TOKENS, asked=True)
+            return
+        if limit < math.inf:
+            why += f", while logits stay below {limit:.0f} before the soft cap"
+        yield Finding("approximate", what, why, bound, NEW_TOKENS)
 
 
 def _is_changed(plan: Blueprint) -> bool:
@@ -361,9 +350,11 @@ def _depth(plan: Blueprint) -> Iterator[Finding]:
         elif family.norm.placement != "post":
             yield Finding("exact", what, "inserted blocks add 0")
         else:
-            eps = plan.small.norm_epsilon
+            # an input of variance 1 is off by the share eps K^2 / (K^2 + eps)
+            eps, square = plan.small.norm_epsilon, plan.options.identity_gain**2
+            is_exact = eps * square / (square + eps) <= LARGEST_ROUNDING
             why = f"inserted blocks repeat their input, but for the norms' eps={eps:g}"
-            yield _measured(plan, what, why)
+            yield Finding("exact" if is_exact else "approximate", what, why)
 
 
 def _large_shares(plan: Blueprint) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ COLUMNS = 100
 # from the best to the worst, with what each says about the large model
 LEVELS = {
     "exact": ("green", " computes the same as the small one, up to rounding"),
-    "approximate": ("yellow", "'s outputs stay near the small one's (bounds below)"),
+    "approximate": ("yellow", "'s outputs stay near the small one's (reasons below)"),
     "changed": ("red", " computes something else than the small one"),
 }
 

@@ -16,9 +16,8 @@ from torch.nn.functional import nll_loss
 from growkern.errors import GrowthError, reason
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.bounds import (
-    FEW_TEXTS,
-    SEED,
-    largest_output,
+    add_errors,
+    has_errors,
     predicts_tokens,
     source_coordinates,
 )
@@ -243,6 +242,8 @@ def _inverse_error(plan: GrowthPlan, task: Task, origin: Origin, grown: Tensor) 
 STEPS = 6
 # how often the source is rounded to see how far rounding moves its outputs
 ROUNDINGS = 2
+# seed and number of the random texts that outputs on a few tokens are compared beside
+SEED, FEW_TEXTS = 1, 16
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
@@ -283,11 +284,11 @@ def compare_outputs(
         labels: target of every token, (batch, length) int64, -100 to ignore one.
 
     Returns: "relative error": largest absolute difference over the largest absolute output. Where
-    the plan bounds it, the output on the plan's random texts counts too. Models with a vocabulary
-    head also have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown
-    loss". With a larger vocabulary "new tokens (nats)" is the largest rise of the loss by them.
-    Models that generate have "generation error", see `generation_error`. Outputs that are not
-    finite in both models are left out; `FAILING` is their share, if there are any.
+    norms or positions err, outputs on random texts count too. Models with a vocabulary head also
+    have "KL (nats)" and "top-1 agreement", and with labels "source loss" and "grown loss". With a
+    larger vocabulary "new tokens (nats)" is the largest rise of the loss by them. Models that
+    generate have "generation error", see `generation_error`. Outputs that are not finite in both
+    models are left out; `FAILING` is their share, if there are any.
     """
     try:
         old = _outputs(source, tokens)
@@ -331,17 +332,31 @@ def rounding_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
     """
     rng = torch.Generator().manual_seed(0)
     limits, worst = torch.finfo(plan.dtype), 0.0
-    old, least = _outputs(source, tokens), _least_output(plan, source)
     for _ in range(ROUNDINGS):
         moved = copy.deepcopy(source)
         for weight in moved.parameters():
             up = torch.randint(0, 2, weight.shape, generator=rng).to(weight) * 2 - 1
             weight += up * limits.eps * weight.abs().clamp(min=limits.tiny)
-        errors = [loading.largest_difference(_outputs(moved, tokens), old, least)]
-        if source.can_generate():
-            errors += generation_error(plan, source, moved, tokens).values()
-        worst = max(worst, *errors)
+        worst = max(worst, *_errors_of(plan, source, moved, tokens))
     return worst
+
+
+@torch.no_grad()
+def planned_error(plan: GrowthPlan, source: Any, tokens: Tensor) -> float:
+    """How far errors of norms and positions, as the target has, move the outputs of the source."""
+    moved = copy.deepcopy(source)
+    add_errors(plan, moved)
+    return max(_errors_of(plan, source, moved, tokens))
+
+
+def _errors_of(plan: GrowthPlan, source: Any, moved: Any, tokens: Tensor) -> list[float]:
+    """The relative errors of a source that was moved, with a cache or without."""
+    least = _least_output(plan, source)
+    new, old = _outputs(moved, tokens), _outputs(source, tokens)
+    errors = [loading.largest_difference(new, old, least)]
+    if source.can_generate():
+        errors += generation_error(plan, source, moved, tokens).values()
+    return errors
 
 
 @torch.no_grad()
@@ -419,9 +434,14 @@ def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tupl
 
 
 def _least_output(plan: GrowthPlan, source: Any) -> float:
-    """The output that the plan's bound on outputs is relative to; 0 if there is no bound."""
-    bounded = any(f.measure == OUTPUT_ERROR and f.bound for f in plan.findings)
-    return largest_output(plan, source) if bounded else 0.0
+    """The least size that errors are relative to: the largest output on texts, where norms err.
+
+    A model with few outputs, such as one label, may have a small one on a single text.
+    """
+    if not has_errors(plan):
+        return 0.0
+    texts = loading.random_inputs(plan.source, SEED, FEW_TEXTS)
+    return _outputs(source, texts).abs().max().item()
 
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.models import on_cpu_by_default
-from growkern.growth.plan.finding import OUTPUT_ERROR
+from growkern.growth.plan.bounds import has_errors
+from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.plan.table import as_text
 from growkern.growth.record import compare, verdict
@@ -44,7 +45,7 @@ from growkern.growth.record.recorded import (
 )
 from growkern.growth.record.verdict import Level
 from growkern.growth.source.hub import located
-from growkern.growth.source.loading import Float64, as_model, fits, random_inputs
+from growkern.growth.source.loading import Float64, all_outputs, as_model, fits, random_inputs
 from growkern.growth.source.source import Source, open_source
 from growkern.growth.space.upcycling import as_source_of
 
@@ -233,8 +234,8 @@ def _compare(
             outputs = compare.compare_outputs(plan, old, new, tokens, labels)
             # a few models enlarge the rounding of float32 far beyond that of others
             is_large = outputs[OUTPUT_ERROR] > verdict.rounding(torch.float32)
-            if plan.rounds_weights or (is_large and plan.dtype == torch.float32):
-                outputs[verdict.ROUNDING_ERROR] = compare.rounding_error(plan, old, tokens)
+            is_rounded = plan.rounds_weights or (is_large and plan.dtype == torch.float32)
+            outputs |= _samples(plan, old, tokens, is_rounded)
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
     old, new = load_model(*source), load_model(*grown)
@@ -258,15 +259,26 @@ def _roundings(
     `old` is the source as it was run; `coarsest` the dtype that it or the grown model was run in.
     """
     is_narrow = coarsest.itemsize == 2
-    if not (is_narrow or plan.rounds_weights):
-        return {}
     wide = old if old.dtype.itemsize > 2 else as_model(source, torch.float32)
-    result = {}
-    if plan.rounds_weights:
-        result[verdict.ROUNDING_ERROR] = compare.rounding_error(plan, wide, tokens)
+    result = _samples(plan, wide, tokens, plan.rounds_weights)
     if is_narrow:
         narrow = old if old.dtype == coarsest else as_model(source, coarsest)
         result[verdict.ARITHMETIC_ERROR] = compare.arithmetic_error(plan, narrow, wide, tokens)
+    return result
+
+
+def _samples(plan: GrowthPlan, source: Any, tokens: Tensor, is_rounded: bool) -> dict[str, float]:
+    """How far the errors that the plan names move the outputs of the source, float32 or wider."""
+    result = {}
+    adds_rows = plan.dtype.itemsize == 2 and any(f.measure == NEW_TOKENS for f in plan.findings)
+    share = compare.rounding_error(plan, source, tokens) if is_rounded or adds_rows else 0.0
+    if is_rounded:
+        result[verdict.ROUNDING_ERROR] = share
+    if has_errors(plan):
+        result[verdict.PLANNED_ERROR] = compare.planned_error(plan, source, tokens)
+    if adds_rows:
+        logits = next(iter(all_outputs(source, tokens).values()))
+        result[verdict.ROUNDED_LOGITS] = share * logits.abs().max().item()
     return result
 
 

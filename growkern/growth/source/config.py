@@ -28,9 +28,9 @@ from growkern.growth.source.files import refuse_links_out
 from growkern.growth.source.refused import config_directory, refuse_unknown
 
 # the largest configs of the Hub, with 21,000 named labels, have 2 MB
-MOST_BYTES, MOST_VALUES = 4_000_000, 100_000
+MOST_BYTES = 4_000_000
 # a chat model has 1 kB, one with suppressed tokens 100 kB
-MOST_GENERATION_BYTES, MOST_GENERATION_VALUES = 1_000_000, 100_000
+MOST_GENERATION_BYTES = 1_000_000
 
 # of models of today; transformers is asked for others, as its table takes 2 s to import
 USUAL_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
@@ -89,7 +89,7 @@ def read_config_file(
     """`read_config`, and the JSON object of the file: transformers drops some of its keys."""
     file = config_directory(directory) / "config.json"
     refuse_links_out(file, file.parent)
-    data = read_json(file, MOST_BYTES, "config", MOST_VALUES)
+    data = read_json(file, MOST_BYTES, "config")
     check_config(file, data, any_family=any_family, family=family)
     return load_config(file.parent), data
 
@@ -319,7 +319,7 @@ def read_generation(directory: Path, data: Mapping[str, Any] | None = None) -> A
         written = read_bounded(file, MOST_GENERATION_BYTES, "generation config")
         values = None
         with contextlib.suppress(ValueError):
-            values = parse_json(written, MOST_GENERATION_VALUES)
+            values = parse_json(written)
         if not isinstance(values, dict):
             return None
         check_names(file, values, transformers.GenerationConfig)

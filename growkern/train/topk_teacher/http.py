@@ -35,10 +35,10 @@ FIRST_WAIT = 0.5
 LONGEST_WAIT = 60.0
 # characters of a server's own message that an error repeats
 MOST_TEXT = 300
-# bytes, and numbers and texts, of an answer that holds no rows: a list of models, an error
-MOST_BYTES, MOST_VALUES = 16 << 20, 1 << 16
+# bytes of an answer that holds no rows: a list of models, an error
+MOST_BYTES = 16 << 20
 # the same for each token of each row: an id, a log-prob, a rank and a text
-MOST_TOKEN_BYTES, MOST_TOKEN_VALUES = 1024, 8
+MOST_TOKEN_BYTES = 1024
 SCHEMES = ("http://", "https://")
 # a server without them: a host and a port
 HOST = re.compile(r"(\S*@)?[\w.-]+:\d+(/.*)?")
@@ -133,7 +133,7 @@ class Connection:
         if answer.status_code != 200:
             raise self._of_status(path, answer, content)
         try:
-            return parse_json(content, MOST_VALUES + MOST_TOKEN_VALUES * most_tokens)
+            return parse_json(content)
         except ValueError as error:
             why = f"the answer is not JSON ({error}): {content[:80]!r}"
             if _is_cut(content):
@@ -221,7 +221,7 @@ def _message_of(content: bytes) -> str:
     """What the server itself says of an error, in one line."""
     text = content.decode(errors="replace")
     try:
-        table = parse_json(content, MOST_VALUES)
+        table = parse_json(content)
         inner = table.get("error", table)
         text = str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
     except (ValueError, AttributeError):

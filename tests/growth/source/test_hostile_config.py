@@ -42,8 +42,10 @@ CONFIGS = {
     ),
 }
 TEXTS = {
-    "nested": (lambda text: text[:-1] + ',"x":' + "[" * 50_000 + "]" * 50_000 + "}", "nested"),
-    "flat but deep": (lambda text: text[:-1] + ',"x":' + "[" * 30 + "]" * 30 + "}", "nested"),
+    "nested": (
+        lambda text: text[:-1] + ',"x":' + "[" * 50_000 + "]" * 50_000 + "}",
+        "not valid JSON",
+    ),
     "digits": (lambda text: text[:-1] + ',"x":1' + "0" * 6000 + "}", "not valid JSON"),
     "large": (lambda text: text[:-1] + ',"x":"' + "x" * 9_000_000 + '"}', "more than any config"),
     "cut": (lambda text: text[:-1], "not valid JSON"),

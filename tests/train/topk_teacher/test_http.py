@@ -116,31 +116,10 @@ def test_an_answer_has_a_size(status, headers, monkeypatch):
     refused(sends(b"[" + b" " * 999, headers=[("Content-Length", "1000")]), "is not JSON")
 
 
-def test_an_answer_has_a_number_of_values():
-    """Values cost far more memory than their bytes."""
-    refused(sends(b"[" + b"{}," * (1 << 17) + b"{}]"), "is not JSON .more than 65536 values")
-    models = b'{"data": [{"id": "m", "owned_by": "vllm"}]}'
-    values = b"[" + b"[]," * ((1 << 16) + 8 * 5 * 9)
-
-    def answer(handler):
-        sends(models if handler.path == "/v1/models" else values + b"[]]")(handler)
-
-    batch = {"input_ids": torch.arange(9)[None]}
-    with answering(answer) as (url, _):
-        teacher = ServedTeacher(url, 4)
-        with pytest.raises(GrowthError, match="the schema of"):
-            teacher.batch(batch)
-        values += b"[],"
-        with pytest.raises(GrowthError, match=r"is not JSON .more than 65896 values"):
-            teacher.batch(batch)
-
-
 @pytest.mark.parametrize(
     "body, message",
     [
-        (b"[" * 200_000, "not JSON .nested more than 20 levels deep"),
-        (b'{"a":' * 200_000, "not JSON .nested more than 20 levels deep"),
-        (b"[" * 30 + b"]" * 30, "not JSON .nested more than 20 levels deep"),
+        (b"[" * 200_000, "not JSON"),
         (b'{"a": 1, "a": 2}', "not JSON .'a' is given twice"),
         (b"\xff\xfe", "not JSON"),
         (b"1" * 5000, "not JSON"),

@@ -619,13 +619,12 @@ def test_the_checksums_of_a_resumed_cache_are_those_of_a_cache_made_at_once(tmp_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 50_000, "nested"),
-        ("[" * 30 + "]" * 30, "nested"),
+        ("[" * 50_000, "not valid JSON"),
         ('{"k": 1, "k": 2}', "'k' is given twice"),
         ('{"k": 1' + "0" * 6000 + "}", "not valid JSON"),
         (" " * 200_000, "more than any cache header"),
     ],
-    ids=["deep", "nested", "twice", "digits", "large"],
+    ids=["deep", "twice", "digits", "large"],
 )
 def test_a_text_that_is_no_header_is_refused(tmp_path, text, message):
     make(tmp_path / "c")
