@@ -20,6 +20,8 @@ from growkern.train.run.file import Run
 
 API, RUN_FILE = (Path(__file__).with_name(name) for name in ("api.md", "runfile.md"))
 PARTS = ("Args", "Attributes", "Returns", "Yields", "Raises")
+# of the meaning of an argument: `help` shows all of it
+WORDS_EACH = 18
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 HEAD = """# Every key of a run file
 
@@ -72,6 +74,17 @@ def plain(text: str) -> str:
     # the even pieces are not code
     pieces = re.split(r"(`+[^`]*`+)", line)
     return "".join(x if i % 2 else x.replace("<", "&lt;") for i, x in enumerate(pieces))
+
+
+def brief(line: str) -> str:
+    """The first sentences of a line, of about `WORDS_EACH` words or one sentence."""
+    sentences = re.split(r"(?<=[.:;]) (?=[A-Z])", line)
+    kept = sentences[:1]
+    for sentence in sentences[1:]:
+        if len(" ".join([*kept, sentence]).split()) > WORDS_EACH:
+            break
+        kept.append(sentence)
+    return " ".join(kept)
 
 
 # -------------------------------------------------------------------- run files
@@ -143,7 +156,7 @@ def annotation_of(kind: Any) -> str:
 
 
 def signature(thing: Any, name: str) -> str:
-    """The signature of a function or class, as code."""
+    """The signature of a function or class, as code. Types are in the meanings, and in editors."""
     if isinstance(thing, property):
         return f"{name}: {annotation_of(inspect.signature(thing.fget).return_annotation)}"
     try:
@@ -158,50 +171,74 @@ def signature(thing: Any, name: str) -> str:
         if x.kind is x.KEYWORD_ONLY and not star:
             written.append("*")
         star |= x.kind in (x.KEYWORD_ONLY, x.VAR_POSITIONAL)
-        kind = "" if x.annotation is x.empty else f": {annotation_of(x.annotation)}"
         default = getattr(x.default, "__name__", None) or repr(x.default)
-        written.append(f"{stars}{x.name}{kind}" + ("" if x.default is x.empty else f" = {default}"))
-    is_class = isinstance(thing, type)
-    end = (
-        ""
-        if is_class or found.return_annotation is found.empty
-        else (f" -> {annotation_of(found.return_annotation)}")
-    )
-    line = f"{'class' if is_class else 'def'} {name}({', '.join(written)}){end}"
-    if len(line) <= 100:
-        return line
-    arguments = "".join(f"    {x},\n" for x in written)
-    return f"{line.partition('(')[0]}(\n{arguments}){end}"
+        written.append(f"{stars}{x.name}" + ("" if x.default is x.empty else f"={default}"))
+    end = ""
+    if not isinstance(thing, type) and found.return_annotation is not found.empty:
+        end = f" -> {annotation_of(found.return_annotation)}"
+    head = "class" if isinstance(thing, type) else "def"
+    line = f"{head} {name}({', '.join(written)}){end}"
+    return "\n".join(textwrap.wrap(line, 100, subsequent_indent="    "))
 
 
-def described(thing: Any, name: str, of: dict[type, str]) -> str:
+def table_of(found: dict[str, str], name: str, said: dict[Any, str]) -> str:
+    """The meaning of each argument. What another entry says of it already is not said again.
+
+    `said` has, for each argument with its meaning, the entry that said it first.
+    """
+    rows: dict[str, list[str]] = {}
+    for argument, text in found.items():
+        meaning = brief(plain(text))
+        first = said.setdefault((argument, meaning), name)
+        if first != name and len(meaning) > len(f"as in `{first}`."):
+            meaning = f"as in `{first}`."
+        rows.setdefault(meaning, []).append(f"`{argument}`")
+    lines = (f"| {', '.join(names)} | {meaning} |" for meaning, names in rows.items())
+    return "\n".join(("| name | meaning |\n|---|---|", *lines))
+
+
+def described(thing: Any, name: str, of: dict[type, str], said: dict[Any, str]) -> str:
     """A signature, the text of its docstring, and the meaning of each argument."""
     parts = parts_of(thing)
-    is_error = isinstance(thing, type) and issubclass(thing, BaseException)
-    text = [f"```text\n{f'class {name}' if is_error else signature(thing, name)}\n```", parts[""]]
+    text = [f"```text\n{signature(thing, name)}\n```", parts[""]]
     if thing in of:
-        text.append(f"The fields are the keys of [`[{of[thing]}]`](runfile.md#{of[thing]}).")
+        text[0] = f"The fields are the keys of [`[{of[thing]}]`](runfile.md#{of[thing]})."
+        text.reverse()
     elif found := {k: x for part in PARTS[:2] for k, x in entries(parts.get(part, "")).items()}:
-        rows = (f"| `{k}` | {plain(x)} |" for k, x in found.items())
-        text.append("\n".join(("| name | meaning |\n|---|---|", *rows)))
-    text += [f"{part}: {plain(parts[part])}" for part in PARTS[2:] if part in parts]
+        text.append(table_of(found, name, said))
+    # what is raised is a GrowthError, and says itself what is wrong
+    for part in PARTS[2:4]:
+        if part in parts and said.setdefault((part, parts[part]), name) == name:
+            text.append(f"{part}: {plain(parts[part])}")
     return "\n\n".join(filter(None, text))
 
 
 def members(cls: type) -> list[tuple[str, Any]]:
-    """The documented public methods and properties that a class itself defines."""
+    """The documented public methods and properties that a class adds to those of its bases."""
     found = ((name, getattr(x, "__func__", x)) for name, x in vars(cls).items())
     kinds = (property, types.FunctionType)
-    return [(name, x) for name, x in found if isinstance(x, kinds) and x.__doc__ and name[0] != "_"]
+    known = {name for base in cls.__mro__[1:] for name in vars(base)}
+    return [
+        (name, x)
+        for name, x in found
+        if isinstance(x, kinds) and x.__doc__ and name[0] != "_" and name not in known
+    ]
 
 
-def block(path: str, of: dict[type, str]) -> str:
+def block(path: str, of: dict[type, str], said: dict[Any, str]) -> str:
     """The entry of a public object, `path` being its dotted name."""
     module, name = path.rsplit(".", 1)
     thing = getattr(importlib.import_module(module), name)
-    text = [f"### `{path}`", described(thing, name, of)]
+    if isinstance(thing, type) and issubclass(thing, BaseException):
+        return f"### `{path}`\n\n{inspect.getdoc(thing)}"
+    text = [f"### `{path}`", described(thing, name, of, said)]
+    rows = []
     for member, x in members(thing) if isinstance(thing, type) and thing not in of else ():
-        text += [f"#### `{name}.{member}`", described(x, member, of)]
+        parts = parts_of(x)
+        says = " ".join((parts[""], *(f"{k}: {y}" for k, y in parts.items() if k in ("Returns",))))
+        rows.append(f"| `{re.sub('^def ', '', signature(x, member))}` | {plain(says)} |")
+    if rows:
+        text.append("\n".join(("| member | meaning |\n|---|---|", *rows)))
     return "\n\n".join(text)
 
 
@@ -213,7 +250,8 @@ def api(page: str) -> str:
     """
     of = {cls: name for name, cls in sections().items()}
     marks = r"(<!-- (growkern\S+) -->\n).*?(<!-- /\2 -->)"
-    return re.sub(marks, lambda m: f"{m[1]}{block(m[2], of)}\n{m[3]}", page, flags=re.S)
+    said: dict[Any, str] = {}
+    return re.sub(marks, lambda m: f"{m[1]}{block(m[2], of, said)}\n{m[3]}", page, flags=re.S)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ ROUNDING_ERROR = "error of a rounded source"
 # how far arithmetic in 16 bits moves the outputs of the source itself
 ARITHMETIC_ERROR = "error of 16-bit arithmetic"
 # the error of outputs of the source itself, with the errors of the target's norms and positions
-PLANNED_ERROR = "error of the norms as planned"
+PLANNED_ERROR = "error of inexact norms"
 # how far the source's logits move when its weights are rounded to 16 bits, nats
 ROUNDED_LOGITS = "rounded logits (nats)"
 # A grown model rounds other numbers than these samples do, so its error may be larger

@@ -14,7 +14,7 @@ from testbed.models import BERT, GPT2, random_model, relative_error
 
 EXACT = 1e-12
 TOKENS = "new tokens (nats)"
-PLANNED = "error of the norms as planned"
+PLANNED = "error of inexact norms"
 
 
 @pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
