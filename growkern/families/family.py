@@ -136,6 +136,7 @@ class Family:
     softcap: str | None = None
     ignored: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    renamed: str | None = None
     per_layer: tuple[str, ...] = ()
     ties_by_value: bool = False
     stacks: Mapping[str, str] = field(default_factory=lambda: {"": "layers"})

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -229,7 +230,28 @@ def load_family(model_type: str) -> Family:
         raise GrowthError(
             f"model_type {model_type!r} has no family table; supported: {', '.join(known)}"
         )
-    return parse_family(f"{model_type}.toml", shipped_table(model_type))
+    table = as_installed(shipped_table(model_type), version("transformers"))
+    return parse_family(f"{model_type}.toml", table)
+
+
+def as_installed(table: Mapping[str, Any], installed: str) -> Mapping[str, Any]:
+    """A table with the names of the classes of this version of transformers: see `renamed`."""
+
+    def number(text: str) -> list[int]:
+        return [int(part) for part in text.split(".")[:2]]
+
+    if "renamed" not in table or number(installed) >= number(table["renamed"]):
+        return table
+    parts: Mapping[str, Mapping[str, Any]] = table["tensors"]
+    rows = {name: row for part in parts.values() for name, row in part.items()}
+    names = {name: row["files"][0] for name, row in rows.items() if "files" in row}
+    plain = {name: {k: x for k, x in rows[name].items() if k != "files"} for name in names}
+    tensors = {
+        key: {names.get(name, name): plain.get(name, row) for name, row in part.items()}
+        for key, part in parts.items()
+    }
+    depth = {**table["depth"], "zero": [names.get(x, x) for x in table["depth"]["zero"]]}
+    return {**table, "tensors": tensors, "depth": depth}
 
 
 def read_family(path: str | Path | Family) -> Family:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.errors import GrowthWarning
+from growkern.families.load import as_installed, parse_family, shipped_table
+from growkern.families.model import ModelSpec
 from testbed.families import FAMILIES
 from testbed.models import random_model, relative_error
 from testbed.relatives import RELATIVES
@@ -132,3 +134,16 @@ def test_a_tensor_under_two_names_is_refused(tmp_path):
     save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(growkern.GrowthError, match=r"module\.\S+ are both"):
         growkern.plan(tmp_path, hidden_size=24)
+
+
+@pytest.mark.parametrize("model_type", ["dinov2", "dinov2_with_registers"])
+def test_classes_of_older_versions_have_the_names_in_files(model_type):
+    table = shipped_table(model_type)
+    assert as_installed(table, "5.18.0") is table and as_installed(table, "6.1.0") is table
+    before = parse_family(model_type, as_installed(table, "5.17.3"))
+    config = transformers.AutoConfig.for_model(model_type)
+    for class_name in before.classes:
+        now, old = (ModelSpec.of(config, class_name, f) for f in (None, before))
+        names = {name: now.stored_names.get(name, name) for name in now.shapes}
+        assert any(name != stored for name, stored in names.items()) and not old.stored_names
+        assert old.shapes == {names[name]: shape for name, shape in now.shapes.items()}

@@ -14,6 +14,7 @@ import transformers
 import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.growth.source.read_back import refuse_misread
 from testbed.families import FAMILIES, GROUPED
 from testbed.models import random_model, relative_error
 from testbed.relatives import KINDS, LOCAL, RELATIVES, ROTARY, WIDTHS
@@ -232,3 +233,25 @@ def test_a_config_that_would_be_read_otherwise_is_refused(tmp_path):
     model.config.use_cache = False
     with pytest.raises(growkern.GrowthError, match="head_dim=12"):
         model.save_pretrained(tmp_path / "memory")
+
+
+class Forgets(transformers.LlamaConfig):
+    """A class that reads one field always alike, as T5's once did with tied heads."""
+
+    def __post_init__(self, **options):
+        super().__post_init__(**options)
+        self.attention_bias = True
+
+
+def test_only_what_its_class_does_not_keep_of_the_source_may_differ():
+    source = Forgets()
+    source.attention_bias = False
+    planned, read = copy.deepcopy(source), copy.deepcopy(source)
+    read.attention_bias = True
+    family = load_family("llama")
+    refuse_misread("config.json", family, planned, read, source)
+    with pytest.raises(growkern.GrowthError, match="attention_bias=True"):
+        refuse_misread("config.json", family, planned, read)
+    read.intermediate_size += 1
+    with pytest.raises(growkern.GrowthError, match=f"intermediate_size={read.intermediate_size}"):
+        refuse_misread("config.json", family, planned, read, source)
