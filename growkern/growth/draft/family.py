@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, reason
 from growkern.families.load import own_family
 from growkern.files import toml_lines
 from growkern.growth.draft.probe import shapes, small_configs
@@ -104,7 +104,7 @@ def draft_family(config: Any) -> DraftedFamily:
         Walk(draft)
         table = table_of(draft)
     except GrowthError as error:
-        raise GrowthError(f"{error}; {nearest_family(shapes(cls, config)[0])}") from error
+        raise GrowthError(f"{error}{_nearest(cls, config)}") from error
     found, report, assumed = _searched(table, draft.config, cls.__name__)
     return DraftedFamily(found, report, (*draft.assumed, *assumed))
 
@@ -118,7 +118,18 @@ def _measured(cls: Any, config: Any) -> Draft:
             return Draft(cls, small)
         except GrowthError as refused:
             error = refused
+        except Exception as refused:
+            # classes raise errors of any type where sizes do not fit
+            error = GrowthError(reason(refused))
     raise error
+
+
+def _nearest(cls: Any, config: Any) -> str:
+    """A clause that names the family most like a class, if its config alone builds it."""
+    try:
+        return f"; {nearest_family(shapes(cls, config)[0])}"
+    except Exception:
+        return ""
 
 
 def class_for(config: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import json
 import re
@@ -14,6 +16,7 @@ from torch.nn import functional
 from growkern.errors import GrowthError
 from growkern.growth.draft.probe import LAYERS, shapes, template
 from growkern.growth.draft.sizes import Draft, Row
+from growkern.growth.draft.watch import first_tensor
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 ADJACENT = r"def rotate_(half|every_two)[^}]*?\[\.\.\., 0?::2\]|view_as_complex|rotate_every_two"
@@ -109,9 +112,26 @@ def _add_scale(draft: Draft) -> None:
         ratio = (value / raw).median().item()
         is_root = abs(ratio - root) < 5e-2 and torch.allclose(value, raw * ratio, rtol=1e-6)
         if is_root and "final" in draft.spaces:
-            scale = "sqrt(stream)" if abs(ratio - root) < 1e-9 else "rounded(sqrt(stream))"
+            scale = "rounded(sqrt(stream))" if _is_rounded(draft, root) else "sqrt(stream)"
             draft.rows[draft.place(draft.embedding)[0]][None]["scale"] = f"1/{scale}"
             draft.spaces["final"]["scale"] = scale
+
+
+def _is_rounded(draft: Draft, root: float) -> bool:
+    """True if the model rounds its factor on the embeddings to its dtype; bfloat16 shows it."""
+    model, values = copy.deepcopy(draft.model).to(torch.bfloat16), list[Any]()
+    module = model.get_input_embeddings()
+    module.register_forward_hook(lambda _module, _args, out: values.append(out))
+
+    def enters(_module: Any, args: Any, kwargs: Any) -> None:
+        values.append(first_tensor((args, kwargs)))
+        raise StopIteration
+
+    model.get_submodule(f"{draft.stack}0").register_forward_pre_hook(enters, with_kwargs=True)
+    with torch.no_grad(), contextlib.suppress(StopIteration):
+        model(input_ids=draft.ids)
+    raw = functional.embedding(draft.ids, module.weight)
+    return not any(torch.equal(value, raw * root) for value in values)
 
 
 def _merged(draft: Draft, own: str, kinds: dict[str, list[str]]) -> Row | list[Row]:

@@ -46,7 +46,7 @@ def watch(cls: Any, config: Any) -> tuple[Any, Tensor, list[Call]]:
 
     def hook(name: str) -> Any:
         def called(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            x, y = _first((args, kwargs)), _first(out)
+            x, y = first_tensor((args, kwargs)), first_tensor(out)
             if y is not None:
                 # embeddings read integers
                 calls.append(Call(name, module, (y if x is None else x).clone(), y.clone()))
@@ -67,7 +67,8 @@ def watch(cls: Any, config: Any) -> tuple[Any, Tensor, list[Call]]:
     return model, ids, calls
 
 
-def _first(values: Any) -> Tensor | None:
+def first_tensor(values: Any) -> Tensor | None:
+    """The first tensor that holds no integers."""
     leaves = (x for x in tree_leaves(values) if torch.is_tensor(x) and x.is_floating_point())
     return next(leaves, None)
 
