@@ -124,8 +124,9 @@ class Probe:
         """
         old, moved = self.base[name][axis], {}
         for field, (before, after, found) in self.changed.items():
-            if type(after) is int and name in found and found[name][axis] != old:
-                moved[field] = after - before if before else 0, found[name][axis] - old
+            new = found.get(name, ())[axis:][:1]
+            if type(after) is int and new and new[0] != old:
+                moved[field] = after - before if before else 0, new[0] - old
         return moved
 
     @property

@@ -95,7 +95,8 @@ class Walk:
             start, end = draft.layers[layer]
             own = [c.y for c in before if draft.place(c.name)[1] == layer]
             is_behind = any(same(call.x, y) for y in own)
-            is_behind = is_behind and not any(same(call.x - start, y) for y in own)
+            if call.x.shape == start.shape:
+                is_behind = is_behind and not any(same(call.x - start, y) for y in own)
             role = "post" if self.is_post else "output" if is_behind else "pre"
         row = {"norm": SPACES[role]}
         if role in ("post", "embedding"):
