@@ -108,7 +108,7 @@ def test_every_night_runs_the_command_line_with_the_lowest_versions():
 
 def test_every_night_loads_grown_directories_in_other_software():
     job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["outside"]
-    setup, install, check, *lowest = (x["run"] for x in job["steps"] if "run" in x)
+    setup, install, check, *lowest, mlx, on_mlx = (x["run"] for x in job["steps"] if "run" in x)
     assert setup == "make setup"
     assert {"transformers", "ctranslate2", "onnxruntime"} <= set(re.findall(r"(\w+)==", install))
     assert re.search(r"transformers==4\.57\.", install)
@@ -120,6 +120,8 @@ def test_every_night_loads_grown_directories_in_other_software():
     version = re.search(r">=([\d.]+)", bound)[1]
     assert f"transformers=={version}." in lowest[0]
     assert all(f"{module} " in step or "test_read_back.py" in step for step in lowest[1:])
+    assert "mlx-lm==" in mlx and "--target mlx " in mlx
+    assert on_mlx == f".venv/bin/python -m {module} --packages mlx --runtime mlx"
 
 
 def test_every_supported_python_is_tested():
