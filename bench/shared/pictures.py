@@ -91,7 +91,7 @@ def _demo_curves(demo: Row) -> tuple[list[Curve], list[Curve]]:
     """The curves of the large models and of the small ones."""
     names = [field.name for field in fields(Curve)]
     large, small = (
-        [Curve(**{name: curve[name] for name in names}) for curve in demo[key]]
+        [Curve(**{name: curve[name] for name in names if name in curve}) for curve in demo[key]]
         for key in ("curves", "sources")
     )
     return large, small
