@@ -21,7 +21,7 @@ from growkern.train.run.file import Run
 API, RUN_FILE = (Path(__file__).with_name(name) for name in ("api.md", "runfile.md"))
 PARTS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 # of the meaning of an argument: `help` shows all of it
-WORDS_EACH = 16
+WORDS_EACH = 12
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 HEAD = """# Every key of a run file
 
