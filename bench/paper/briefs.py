@@ -278,7 +278,8 @@ def _below(marks: Sequence[float | None], loss: float) -> list[str]:
 def diagnosis_text(results: Path) -> str:
     """The losses of one seed, and how far each is below those from scratch, in markdown.
 
-    The question is a given size: all FLOPs count, those of a source too.
+    The question is a given size: all FLOPs count, those of a source too. Of the rates from scratch
+    only the best one is shown.
     """
     found, cells = ends_of(committed(results), "diagnosis"), []
     by_label = {line.label: row["losses"][-1] for line, row in found if line.system == "scratch"}
@@ -287,6 +288,8 @@ def diagnosis_text(results: Path) -> str:
     marks = [by_label.get("equal FLOPs"), min(steps, default=None)]
     for line, row in found:
         loss = row["losses"][-1]
+        if line.label.startswith("equal steps") and loss != marks[1]:
+            continue
         spent = (row["source flops"] + row["flops"][-1]) / found[0][1]["flops"][-1]
         mark = "" if row["commit"] else " (pilot)"
         cells.append([title_of(line) + mark, f"{spent:.2f}", f"{loss:.3f}", *_below(marks, loss)])

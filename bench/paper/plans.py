@@ -237,7 +237,7 @@ def frontier(setting: Setting) -> list[Line]:
         for parts in (1, 3)
     )
     one, many = (replace(start, layers=n) for n in (start.layers // 2, 4 * start.layers))
-    lines = [Line(whole, "scratch", base.name, rate=rate) for rate in (low, between)]
+    lines = [Line(whole, "scratch", base.name, rate=rate) for rate in (between, high)]
     for size in (one, start, many, narrow, wide):
         large = size in (many, wide)
         for rate in (low, between) if large else (between, high):
@@ -248,7 +248,7 @@ def frontier(setting: Setting) -> list[Line]:
         (narrow, "stack", 50),
     ):
         line = _start(whole, size, depth, percent)
-        lines += [replace(line, rate=rate) for rate in (low, between)]
+        lines += [replace(line, rate=rate) for rate in (between, high)]
     return [replace(line, parts=(), lengths=(1.0,)) for line in lines]
 
 

@@ -29,6 +29,8 @@ FSDP_ONLY = (
     "async_checkpoints",
 )
 OF_DATASET = ("dataset_config", "revision", "split", "validation_split")
+# keys of a growth that have no use at the start of a run
+INSIDE = ("rewarm_steps", "rate_factor", "new_layers_steps")
 OF_GROWTH_ADAMW = ("rewarm_steps", "rewarm_peak")
 ALONE = ("inheritance is given without teacher", "teacher is given without inheritance")
 OF_MUON = ("muon_lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
@@ -150,8 +152,8 @@ OF_FILES: tuple[Row, ...] = (
         'give the optimizer state of the source and moments = "grow" or "old_slices", or neither',
     ),
     (
-        *("growth", "`rewarm_steps`, `new_layers_steps` of `[growth]`", "no `at_step`"),
-        lambda x: not x.at_step and changed(x, "rewarm_steps", "new_layers_steps"),
+        *("growth", f"{', '.join(f'`{x}`' for x in INSIDE)} of `[growth]`", "no `at_step`"),
+        lambda x: not x.at_step and changed(x, *INSIDE),
         "{name} is for growth inside a run",
         "give at_step too",
     ),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
-from growkern.arguments import NOT_NEGATIVE, Limit, check_steps
+from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, check_steps
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import History, history_of
@@ -60,6 +60,8 @@ class GrowthStep(GrowthOptions):
             Trainer or a directory with one, or a directory of `torch.distributed.checkpoint`.
         rewarm_steps: inside a run, optimizer steps after the growth in which the learning rate
             rises from near 0 to that of its schedule again.
+        rate_factor: inside a run, factor of all learning rates from this growth on. Those of
+            several growths are multiplied.
         new_layers_steps: inside a run, optimizer steps after the growth in which only the layers
             above those of the smaller model train, together with the head. The depth "auto" is
             then "stack", which puts the new layers there.
@@ -71,6 +73,7 @@ class GrowthStep(GrowthOptions):
     LIMITS: ClassVar[dict[str, Limit]] = {
         **GrowthOptions.LIMITS,
         **dict.fromkeys(("at_step", "rewarm_steps", "new_layers_steps"), NOT_NEGATIVE),
+        "rate_factor": POSITIVE,
     }
 
     sizes: dict[str, int | tuple[int, ...]]
@@ -80,6 +83,7 @@ class GrowthStep(GrowthOptions):
     moments: Moments | None = None
     optimizer: str | None = None
     rewarm_steps: int = 0
+    rate_factor: float = 1.0
     new_layers_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -136,14 +140,16 @@ def check_new_layers(growth: Sequence[GrowthStep], sizes: Sequence[Size]) -> Non
 
 
 def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
-    """The learning rate at an optimizer step, which rises again after each growth.
+    """The learning rate at an optimizer step, which each growth may lower, and let rise again.
 
-    After a growth at step g with R `rewarm_steps`, the rate of the schedule, a factor of the peak
-    rate, is multiplied by (t - g + 1) / (R + 1) at the steps t = g ... g + R - 1.
+    From a growth at step g on, the rate of the schedule, a factor of the peak rate, is multiplied
+    by `rate_factor`. With R `rewarm_steps` it is also multiplied by (t - g + 1) / (R + 1) at the
+    steps t = g ... g + R - 1.
     """
     factor = rate(step)
     for before in growth:
         since = step - before.at_step
+        factor *= before.rate_factor if since >= 0 else 1.0
         if 0 <= since < before.rewarm_steps:
             factor *= (since + 1) / (before.rewarm_steps + 1)
     return factor

@@ -352,9 +352,12 @@ RULES = (
         "leave it out, or grow num_hidden_layers with depth='stack'",
     ),
     Rule(
-        *("schedule", "`growth.rewarm_steps`", "a schedule that depends on more than the step"),
+        "schedule",
+        "`growth.rewarm_steps`, `growth.rate_factor`",
+        "a schedule that depends on more than the step",
         lambda x: not x.by_step,
-        "rewarm_steps needs a schedule that depends on the step alone, and {x.kind} does not",
+        "rewarm_steps and rate_factor need a schedule that depends on the step alone, and {x.kind} "
+        "does not",
         "use linear, cosine or constant",
     ),
 )

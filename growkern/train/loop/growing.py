@@ -198,14 +198,14 @@ class GrowthInRun:
         return new_part(step, self.steps[self.grown - 1], self.sizes[self.grown])
 
     def rewarm(self, scheduler: Any, name: Any) -> None:
-        """Let the learning rate rise again after each growth that asks for it.
+        """Let the learning rate rise again after each growth that asks for it, or scale it.
 
         Warns of a schedule that has fallen before a growth: it rises no more, and new layers learn
         slowly.
         """
         if isinstance(scheduler, LambdaLR) and not self.grown:
             warn_of_low_rate(self.steps, scheduler.lr_lambdas[0], SchedulerType(name).value)
-        if not any(growth.rewarm_steps for growth in self.steps):
+        if not any(growth.rewarm_steps or growth.rate_factor != 1 for growth in self.steps):
             return
         check_rules("schedule", by_step=isinstance(scheduler, LambdaLR), kind=name)
         scheduler.lr_lambdas = [

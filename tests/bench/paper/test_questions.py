@@ -134,6 +134,6 @@ def test_the_frontier_shows_the_better_rate_beside_the_best_fixed_size(tmp_path)
     assert [x in "".join(head) for x in QUESTIONS.values()] == [False, True, True]
     by_name = {name: [*figures] for name, *figures in cells}
     assert len(by_name) == len(rows) / 2
-    assert by_name["scratch, 4x64"] == ["0.003", "3.000", "-", "-0.100"]
+    assert by_name["scratch, 4x64"] == ["0.0052", "3.000", "-", "-0.100"]
     assert by_name["scratch, 2x64, never grown"] == ["0.0052", "2.900", "+0.100", "-"]
-    assert by_name["stack at 70 %, from 2x64"] == ["0.003", "3.100", "-0.100", "-0.200"]
+    assert by_name["stack at 70 %, from 2x64"] == ["0.0052", "3.100", "-0.100", "-0.200"]

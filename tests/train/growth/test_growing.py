@@ -28,7 +28,9 @@ STEPS = 9
 SIZES = ("num_hidden_layers", "intermediate_size")
 GROWTH = (
     GrowthStep(at_step=3, sizes={SIZES[0]: 4}, depth="stack", rewarm_steps=2),
-    GrowthStep(at_step=6, sizes={SIZES[0]: 5, SIZES[1]: 80}, depth="stack", seed=1),
+    GrowthStep(
+        at_step=6, sizes={SIZES[0]: 5, SIZES[1]: 80}, depth="stack", seed=1, rate_factor=0.5
+    ),
 )
 
 
@@ -133,12 +135,15 @@ def test_a_run_may_begin_without_layers(tmp_path):
 
 
 def test_the_rate_follows_one_schedule(tmp_path):
-    """Linear from a warm-up of 2 steps to 0 at step 9, times 1/3 and 2/3 after the first growth."""
+    """Linear from a warm-up of 2 steps to 0 at step 9, times 1/3 and 2/3 after the first growth.
+
+    And times 1/2 from the second one on.
+    """
     watcher = Watcher()
     trainer_in(tmp_path, watcher=watcher).train()
     for step in range(STEPS):
         factor = step / 2 if step < 2 else (STEPS - step) / (STEPS - 2)
-        factor *= {3: 1 / 3, 4: 2 / 3}.get(step, 1)
+        factor *= {3: 1 / 3, 4: 2 / 3}.get(step, 1) * (0.5 if step >= 6 else 1)
         (rate,) = watcher.seen[step]["rates"]
         assert rate == pytest.approx(1e-2 * factor, rel=1e-12), step
 
@@ -382,6 +387,8 @@ def test_a_frozen_parameter_is_refused(tmp_path):
         ({}, "needs its source"),
         ({"at_step": 2, "source": "x"}, "source is for a growth at the start of a run; at step 2"),
         ({"source": "x", "rewarm_steps": 2}, "rewarm_steps is for growth inside a run"),
+        ({"source": "x", "rate_factor": 0.5}, "rate_factor is for growth inside a run"),
+        ({"at_step": 2, "rate_factor": 0}, "rate_factor is 0"),
         ({"at_step": 2, "sizes": {}}, "a growth needs sizes, such as num_hidden_layers = 12"),
     ],
 )

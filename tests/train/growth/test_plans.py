@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import growkern
@@ -25,6 +26,26 @@ from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_trainer import Batches, arguments
+
+# the order of the layers is filled in
+LISTED = """
+[model]
+path = "model"
+[data]
+train = ["text/*.txt"]
+sequence_length = 16
+[training]
+steps = 4
+batch_size = 4
+[output]
+directory = "out"
+tensorboard = false
+[[growth]]
+at_step = 2
+num_hidden_layers = 5
+depth = {order}
+rate_factor = 1e-30
+"""
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +263,23 @@ def test_a_schedule_that_has_fallen_before_a_growth_is_warned_of(kind, options, 
         trainer.train()
     lines = [str(x.message) for x in caught if "growth at step 2" in str(x.message)]
     assert [share in line for line in lines] == ([] if share is None else [True])
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_a_list_of_layers_is_trained_through_a_run_file(workplace):  # noqa: F811
+    """After the growth the rate is next to none: the layers stay those that the list names."""
+    order = [0, 1, 2, 1, 0]
+    (workplace / "run.toml").write_text(LISTED.format(order=order))
+    train(workplace / "run.toml", progress=False)
+    out = workplace / "out"
+    small, large = (load_file(x / "model.safetensors") for x in (out / "checkpoint-2", out))
+    layers = [name for name in small if ".layers.0." in name]
+    assert layers and json.loads((out / "config.json").read_text())["num_hidden_layers"] == 5
+    for name in layers:
+        old, new = (
+            [tensors[name.replace(".0.", f".{i}.")] for i in range(count)]
+            for tensors, count in ((small, 3), (large, 5))
+        )
+        assert not torch.equal(old[0], old[1]) or "norm" in name
+        for layer, place in zip(new, order, strict=True):
+            assert torch.equal(layer, old[place]), (name, place)
