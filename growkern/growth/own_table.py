@@ -29,10 +29,11 @@ from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
 from growkern.growth.models import persistent_buffers, restore_buffers, tie, untrained_model
+from growkern.growth.plan.bounds import has_errors
 from growkern.growth.plan.finding import OUTPUT_ERROR
 from growkern.growth.plan.target import PLAIN_ROTARY
-from growkern.growth.record.compare import compare_outputs
-from growkern.growth.record.verdict import measured_level
+from growkern.growth.record.compare import compare_outputs, planned_error
+from growkern.growth.record.verdict import PLANNED_ERROR, measured_level
 from growkern.growth.source.config import read_config
 from growkern.growth.source.loading import Float64, random_inputs
 from growkern.growth.source.source import open_source
@@ -487,6 +488,8 @@ def _growth(model: Any, family: Family, sizes: dict[str, int]) -> SizeCheck:
         with Float64():
             plan, tokens = grown.growth_plan, random_inputs(source)
             outputs = compare_outputs(plan, model, grown, tokens, generates=False)
+            if has_errors(plan):
+                outputs[PLANNED_ERROR] = planned_error(plan, model, tokens)
     except Exception as error:
         # a wrong table makes models that transformers cannot run, with errors of any type
         return SizeCheck(named, "wrong", why=f"the grown model does not run: {reason(error)}")
