@@ -268,7 +268,8 @@ def test_nothing_is_read_for_a_cache_that_cannot_be_made(
     run, checkpoint, tmp_path, monkeypatch, change, words
 ):
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "other").touch()
+    for empty in (tmp_path / "c" / "other", tmp_path / "a.txt"):
+        empty.touch()
     for name in ("load_language_model", "load_tokenizer"):
         monkeypatch.setattr(load, name, None)
     options = ["--out", tmp_path / "c", "--k", 2, "--temperature", 1, "--sequence-length", 8]
@@ -363,7 +364,8 @@ SIZES = ["--hidden-size", 24, "--num-hidden-layers", 3, "--depth", "identity"]
 def test_plan_as_table_and_as_json(run, checkpoint):
     code, out, err = run("plan", checkpoint, *SIZES)
     assert code == 0, err
-    assert out.startswith("approximate: ") and "24" in out
+    assert out.startswith("exact: ") and "24" in out
+    assert run("plan", checkpoint, *SIZES, "--vocab-size", 99)[1].startswith("approximate: ")
     assert "training FLOPs that growth saved" not in out and "layers from" not in out
     assert "layers from: 0 0* 1" in run("plan", checkpoint, *SIZES, "--verbose")[1]
     code, out, err = run("plan", checkpoint, *SIZES, "--identity-gain", 1e-8, "--json")
@@ -560,7 +562,7 @@ def test_optimizers_that_do_not_fit_stop_everything(run, checkpoint, tmp_path):
     def grow(*more):
         return run("grow", checkpoint, target, *SIZES, "--optimizer", file, *more)
 
-    assert_bad_input(grow(), "optimizer.pt", "no such file")
+    assert_bad_input(grow(), "optimizer.pt", "does not exist")
     file.write_bytes(b"no pickle")
     assert_bad_input(grow(), "optimizer.pt", "not a file of optimizer state")
     torch.save({"state": Path("anything")}, file)

@@ -57,7 +57,8 @@ def lines(tmp_path):
 
 
 def row(name, loss=2.0, **more):
-    return {"name": name, "losses": [loss], **more}
+    system = name.partition("/")[2].partition("-")[0]
+    return {"name": name, "system": system, "losses": [loss], **more}
 
 
 def test_saving_drops_no_row(results, tmp_path, monkeypatch, capsys):
