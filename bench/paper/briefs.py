@@ -291,8 +291,7 @@ def diagnosis_text(results: Path) -> str:
         if line.label.startswith("equal steps") and loss != marks[1]:
             continue
         spent = (row["source flops"] + row["flops"][-1]) / found[0][1]["flops"][-1]
-        mark = "" if row["commit"] else " (pilot)"
-        cells.append([title_of(line) + mark, f"{spent:.2f}", f"{loss:.3f}", *_below(marks, loss)])
+        cells.append([title_of(line), f"{spent:.2f}", f"{loss:.3f}", *_below(marks, loss)])
     heads = ["a given size", "FLOPs", "loss", "below scratch, equal FLOPs", "equal steps"]
     return table(heads, cells)
 
