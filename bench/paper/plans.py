@@ -157,6 +157,7 @@ def diagnosis(setting: Setting) -> list[Line]:
     same = [
         *(f"{depth}_at_30" for depth in ("stack", "identity", "random", "interleave")),
         *(f"stack_at_30_{name}" for name in ("reset", "rewarm", "alone", "growth_adamw", "decay")),
+        "identity_at_30_reset",
     ]
     lines = [
         Line(whole, "scratch", "equal FLOPs", rate=at_start),

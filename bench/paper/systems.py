@@ -388,6 +388,14 @@ SYSTEMS = {
             ),
         )
     },
+    "identity_at_30_reset": System(
+        "identity at 30 %, moments reset",
+        "the small model, untrained; it grows by 'identity', and the optimizer begins anew",
+        starting_small("identity", 0.3, moments="reset"),
+        needs=_no_source,
+        grows=False,
+        starts_small=True,
+    ),
     "fpi_twice": System(
         "FPI, larger batch",
         "FPI; the large model is trained with twice the rows in a step, and half of the steps",

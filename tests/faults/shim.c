@@ -362,3 +362,20 @@ int posix_memalign(void **out, size_t alignment, size_t n) {
   *out = __libc_memalign(alignment, n);
   return *out ? 0 : ENOMEM;
 }
+
+#define MOVE_PARTS(name, declared, whole, part)                              \
+  ssize_t name declared {                                                    \
+    REAL(name);                                                              \
+    moved[0]++;                                                              \
+    if (is_file(file)) moving = opened[file];                                \
+    size_t bytes = n ? all[0].iov_len : 0;                                   \
+    int struck = is_file(file) ? strikes(#name, WAITS | MOVES, bytes) : 0;   \
+    if (struck == 1) return -1;                                              \
+    struct iovec half = {n ? all[0].iov_base : NULL, bytes / 2};             \
+    return struck ? real part : real whole;                                  \
+  }
+
+MOVE_PARTS(preadv64, (int file, const struct iovec *all, int n, off64_t o), (file, all, n, o),
+           (file, &half, 1, o))
+MOVE_PARTS(preadv64v2, (int file, const struct iovec *all, int n, off64_t o, int flags),
+           (file, all, n, o, flags), (file, &half, 1, o, flags))

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, warn
-from growkern.files import no_collections, parse_json, read_json
-from growkern.growth.source.opened import WeightFile, weight_file
+from growkern.files import no_collections, parse_json, read_all, read_json
+from growkern.growth.source.opened import Descriptor, WeightFile, weight_file
 from growkern.growth.source.refused import quantised_advice, refuse_directory
 from growkern.growth.source.stored import StoredTensor
 
@@ -191,7 +191,7 @@ def read_header_bytes(file: Path) -> bytes:
     size = os.fstat(opened.number).st_size
     if size < LENGTH.size:
         raise ValueError(f"it has {size} bytes, fewer than the length of a header")
-    head = os.pread(opened.number, LENGTH.size, 0)
+    head = _bytes_at(opened, LENGTH.size, 0)
     if LFS_POINTER.startswith(head):
         raise GrowthError(
             f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in {file.parent}"
@@ -200,7 +200,13 @@ def read_header_bytes(file: Path) -> bytes:
     if length > size - len(head):
         raise ValueError(f"it declares a header of {length} bytes, but has only {size}")
     check_header_size(file, length, size)
-    return head + os.pread(opened.number, length, len(head))
+    return head + _bytes_at(opened, length, len(head))
+
+
+def _bytes_at(opened: Descriptor, size: int, start: int) -> bytes:
+    content = bytearray(size)
+    read_all(opened.number, memoryview(content), start)
+    return bytes(content)
 
 
 def check_header_size(file: Path, length: int, size: int) -> None:

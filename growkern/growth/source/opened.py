@@ -13,6 +13,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary, finalize
 
@@ -39,8 +40,10 @@ class Descriptor:
 
     # at exit a module loses its names first
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self.number >= 0:
-            close(self.number)
+        # nothing was written, so an error of the disk loses nothing
+        with suppress(OSError):
+            if self.number >= 0:
+                close(self.number)
 
 
 def _identity(state: os.stat_result) -> tuple[int, int]:

@@ -68,8 +68,13 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
         assert ("of bandwidth" in row) != bool(row.get("no estimate")), row
 
 
-# in CUDA C++, AKI with noise issues 20 instructions per element, and its issue is the limit
-BELOW_NINE_TENTHS = {"CUDA expand AKI, noise bf16": 0.85}
+# In CUDA C++ these issue 21 to 28 instructions per element, and their issue is the limit. It is made
+# for weights in pinned memory of the host, whose bus is far slower than that.
+BELOW_NINE_TENTHS = {
+    "CUDA expand FPI, noise bf16": 0.65,
+    "CUDA expand AKI, noise bf16": 0.6,
+    "CUDA expand AKI, routing, scaled bf16": 0.8,
+}
 
 
 def test_growth_in_bfloat16_is_bound_by_the_memory_of_an_h200():
