@@ -68,8 +68,8 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
         assert ("of bandwidth" in row) != bool(row.get("no estimate")), row
 
 
-# In CUDA C++ these issue 21 to 28 instructions per element, and their issue is the limit. It is made
-# for weights in pinned memory of the host, whose bus is far slower than that.
+# In CUDA C++ these issue 21 to 28 instructions per element, and their issue is the limit. It is
+# made for weights in pinned memory of the host, whose bus is far slower than that.
 BELOW_NINE_TENTHS = {
     "CUDA expand FPI, noise bf16": 0.65,
     "CUDA expand AKI, noise bf16": 0.6,
