@@ -53,7 +53,7 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     kept = {path.parent.name for path in (tmp_path / "runs").rglob("checkpoint-*")}
     assert kept == {f"source-8-0.003-seed{seed}" for seed in (1, RATE_SEED)}
     for row in rows:
-        # grown models and the shortest of each seed have a start; it comes after no step and no work
+        # grown models, and the shortest of a seed, have a start; it comes after no step and no work
         shortest = row["seed"] != RATE_SEED and row["steps"][-1] == 8
         grows = row["system"] != SOURCE and SYSTEMS[row["system"]].grows
         assert (row["steps"][0] == 0) == (shortest or grows)
