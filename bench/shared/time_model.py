@@ -6,11 +6,17 @@
 
 The times are predictions, to compare a measurement with. The GEMMs run at 788 TFLOP/s in bfloat16,
 395 in TF32 and 54 in float32, 0.8 of the data sheet of an H100 and of an H200. Copies move 0.9 of
-the bandwidth there. The row kernel moved 0.97 of a copy in both measurements (commits 8b8ce262 and
-db4503e), and each small launch took 3.7 us on an H100 and 6.7 us on an H200, with the gap before
-it. "GEMMs" is the limit: no loss from hidden states can leave them out. The other lines are what
-this library adds to them. A bias of a head adds nothing: the row kernel reads it from the cache.
-Nor does an incoming gradient of 1.
+the bandwidth there.
+
+Measured once, on an H200 (`bench/results/nvidia-h200/timeline.json`, commit db4503e): the row
+kernel took 4.553 ms for 18 bytes of each logit, 0.97 of a copy. Beside products and row kernel the
+device was busy or idle for 2.35 ms. The result does not say with how many launches. About 350 are
+assumed, so 6.7 us each, with the gap before it. No H100 has measured either: both are assumed to be
+the same there.
+
+"GEMMs" is the limit: no loss from hidden states can leave them out. The other lines are what this
+library adds to them. A bias of a head adds nothing: the row kernel reads it from the cache. Nor
+does an incoming gradient of 1.
 
 Shape letters used in this file: N rows, V vocabulary, H and H_t widths of student and teacher.
 """
@@ -23,12 +29,11 @@ from growkern.ops.loss.linear.heads import held_rows
 
 # bytes per second of a copy
 COPY = {"H100": 3.0e12, "H200": 4.3e12}
-# what the row kernel reaches of it
-ROWS = 0.97
-# seconds of a small launch, and how many there are beside products and row kernels: before the
-# first chunk and after the last one, as `tests/ops/backend/test_loss_launches.py` counts them
-LAUNCH = {"H100": 3.7e-6, "H200": 6.7e-6}
-LAUNCHES = 24 + 32
+# what the row kernel reaches of it, and seconds of a small launch
+ROWS, LAUNCH = 0.97, 6.7e-6
+# small launches before the first row kernel, and after the last one. There are none in between:
+# `tests/ops/backend/test_loss_launches.py` counts them
+LAUNCHES = (30, 32)
 # bytes per logit that the row kernel reads, by the size of a number of the gradient: float32 logits
 # of both heads, twice, and once more to correct a float32 gradient
 ROW_BYTES = {2: 16, 4: 24}
@@ -93,7 +98,7 @@ def estimate(
     memory = dz + dw + (0 if in_dw else 8 * chunk * V)
     rate = dict.fromkeys(moved, COPY[gpu]) | {"row kernel": ROWS * COPY[gpu]}
     passes = {name: n / rate[name] for name, n in moved.items() if n or size == 2}
-    passes["small launches"] = LAUNCHES * LAUNCH[gpu]
+    passes["small launches"] = sum(LAUNCHES) * LAUNCH
     gemms = 2 * N * V * (3 * H + H_t) / flops
     return Estimate(-(-N // chunk), products, gemms, passes, memory)
 

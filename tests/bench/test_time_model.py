@@ -15,7 +15,7 @@ def test_the_model_of_time_counts_the_passes():
     moved = N * V * (4 + 18 / time_model.ROWS)
     launches = one.passes["small launches"]
     assert (sum(one.passes.values()) - launches) * copy == pytest.approx(moved)
-    assert launches == time_model.LAUNCHES * time_model.LAUNCH["H200"]
+    assert launches == sum(time_model.LAUNCHES) * time_model.LAUNCH
     assert one.extra_bytes == 8 * N * V + 2 * V * H
     biased = time_model.estimate((N, V, H, H_t), bias=True)
     assert (biased.seconds - one.seconds) * copy == pytest.approx(2 * N * V)
