@@ -81,13 +81,15 @@ def _sizes_of_source() -> tuple[dict[str, str], bool]:
     """
     from growkern.families.family import growable_fields
     from growkern.families.load import load_family
-    from growkern.growth.source.config import read_config
 
     places = (Path(word) for word in sys.argv[1:])
     place = next((x for x in places if os.path.isfile(x / "config.json")), None)
     # an unknown option is named before a model that cannot be read
     with contextlib.suppress(GrowthError):
         if place is not None:
+            # imports torch
+            from growkern.growth.source.config import read_config
+
             return growable_fields(load_family(read_config(place).model_type)), True
     return growable_fields(load_family("llama")), False
 

@@ -198,7 +198,7 @@ def test_what_is_no_lineage(tmp_path, raw):
         lambda d: d["options"].update(method="magic"),
         lambda d: d["options"].update(more=1),
         lambda d: d.update(dtype="int8"),
-        lambda d: d["source_config"].update(model_type="mamba9"),
+        lambda d: d["source_config"].update(model_type="mamba9", architectures=["Mamba9"]),
         lambda d: d["source_config"].update(num_hidden_layers=10**9),
         lambda d: d["source_config"].update(save_pretrained=1),
         lambda d: d["target_config"].update(__deepcopy__=1),
