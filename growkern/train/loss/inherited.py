@@ -100,7 +100,8 @@ def inherited_loss(
         batch: {input_ids, labels, ...}, (B, S) each. Labels of causal models are not shifted. With
             an encoder and a decoder the labels belong to the decoder, and each model makes its
             decoder_input_ids of them if the batch has none. A row may hold several documents whose
-            position_ids begin anew; a model in which they see each other is refused.
+            position_ids begin anew, without an attention_mask; a model in which they see each other
+            is refused.
         alpha: share of the KL term, in [0, 1]. No teacher runs if it is the number 0.
         temperature: of the softmax in the KL term.
         num_items: the number by which the sum over rows is divided: the labels of the whole

@@ -54,10 +54,14 @@ def run_model(
         model: of transformers, maybe in DistributedDataParallel. Its config is as before
             afterwards.
         inputs: {input_ids, ...}. Rows that are longer than the model's positions are refused, and
-            packed rows whose documents would see each other.
+            packed rows whose documents would see each other. `use_cache` is left out.
         within: contexts of the call. The checks are made before, on the model as it is.
     """
     inner = unwrapped(model)
+    # it would count for more than the model's config
+    inputs = {name: x for name, x in inputs.items() if name != "use_cache"}
+    if (positions_BS := batch_positions(inputs)) is not None:
+        inputs["position_ids"] = positions_BS
     check_row_length(role, inner, inputs)
     check_documents(role, inner, inputs)
     with contextlib.ExitStack() as stack:
@@ -107,17 +111,22 @@ def check_row_length(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
             )
 
 
-def is_placed(batch: Mapping[str, Any]) -> bool:
-    """Whether the positions of a batch say where its documents start, as transformers reads it."""
-    positions_BS = batch.get("position_ids")
-    return getattr(positions_BS, "ndim", 0) == 2 and batch.get("attention_mask") is None
+def batch_positions(batch: Mapping[str, Any]) -> Tensor | None:
+    """The positions of a batch, (B, S) or (1, S). None if it has none, or several for a token."""
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2):
+        return None
+    return positions if positions.ndim == 2 else positions[None]
 
 
 def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
-    """Where the documents of a packed batch start, (B, S) bool. None if it is not packed."""
-    if not is_placed(batch):
+    """Where the documents of a packed batch start, (B, S) bool. None if it is not packed.
+
+    As transformers reads it: an attention mask counts alone.
+    """
+    positions_BS = batch_positions(batch)
+    if positions_BS is None or batch.get("attention_mask") is not None:
         return None
-    positions_BS = batch["position_ids"]
     starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
     starts_BS[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
     return starts_BS
@@ -126,17 +135,27 @@ def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
 def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
     """Refuse packed rows whose documents see each other in this model.
 
-    The model is probed once for each kind of input. Only if its documents see each other, a GPU is
-    asked whether the rows are packed at all.
+    The model is probed once for each kind of input. Only if its documents see each other, or the
+    batch has a mask, a GPU is asked whether the rows are packed at all.
     """
-    ids_BS = inputs.get("input_ids")
-    if ids_BS is None or not is_placed(inputs) or model.config.is_encoder_decoder:
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    positions_BS, mask = batch_positions(inputs), inputs.get("attention_mask")
+    if tokens is None or positions_BS is None or model.config.is_encoder_decoder:
+        return
+    if mask is not None:
+        if _mask_joins(positions_BS, mask):
+            raise GrowthError(
+                "position_ids begin anew within a row, but its documents would see each other: "
+                "transformers does not look at position_ids if there is an attention_mask. Leave "
+                "attention_mask out, also for padding at the end of a row. Or leave position_ids "
+                "out, if the documents may see each other"
+            )
         return
     attention = model.config.get_text_config()._attn_implementation
-    kind = (len(ids_BS) > 1, attention, *sorted(inputs))
+    kind = (len(tokens) > 1, attention, *sorted(inputs))
     known = _apart.setdefault(model, {})
     if kind not in known:
-        known[kind] = not _documents_meet(model, inputs)
+        known[kind] = not _documents_meet(model, inputs, tokens)
     starts_BS = None if known[kind] else document_starts(inputs)
     if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
         return
@@ -148,14 +167,26 @@ def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
     )
 
 
-def _documents_meet(model: Any, inputs: Mapping[str, Any]) -> bool:
+def _mask_joins(positions_BS: Tensor, mask: Any) -> bool:
+    """Whether the positions of a row's real tokens begin anew, so that its mask joins documents.
+
+    A mask of other dimensions says itself which tokens see each other.
+    """
+    if getattr(mask, "ndim", 0) != 2 or mask.shape[1] != positions_BS.shape[1]:
+        return False
+    real_BS, positions_BS = torch.broadcast_tensors(mask != 0, positions_BS)
+    before_BS = positions_BS.masked_fill(~real_BS, -1).cummax(1).values
+    return bool((real_BS[:, 1:] & (positions_BS[:, 1:] <= before_BS[:, :-1])).any())
+
+
+def _documents_meet(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> bool:
     """Whether a document of a packed row sees the tokens of another one, in a small batch."""
     texts = [5, 4, 3, 2, 1, 2, 3], [1, 2, 3, 4, 5, 4, 3, 2]
     packer = DataCollatorWithFlattening(
         return_flash_attn_kwargs="cu_seq_lens_q" in inputs, return_seq_idx="seq_idx" in inputs
     )
     packed = packer([{"input_ids": text} for text in texts], return_tensors="pt")
-    rows, device = min(2, len(inputs["input_ids"])), inputs["input_ids"].device
+    rows, device = min(2, len(tokens)), tokens.device
     packed = {
         name: x.to(device).repeat(*(rows, 1)[: x.ndim]) if isinstance(x, Tensor) else x
         for name, x in packed.items()

@@ -180,6 +180,72 @@ def test_a_cached_teacher_keeps_documents_apart():
         torch.testing.assert_close(logprobs[:, place], own, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["ids", "embeddings"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "opt", "gemma3"])
+def test_a_mask_beside_positions_that_begin_anew_is_refused(name, kind):
+    model = random_model(*CLASSES[name], dtype=torch.float32)
+    batch = packed()
+    ids, places = batch["input_ids"], batch["position_ids"]
+    if kind == "embeddings":
+        batch = {"inputs_embeds": model.get_input_embeddings()(ids), "position_ids": places}
+    ones = torch.ones_like(ids)
+    padded = ones.masked_fill(torch.arange(ids.shape[1]) > ids.shape[1] - 3, 0)
+    # a hole in the middle of the row, between two documents
+    hole = ones.masked_fill(torch.arange(ids.shape[1]) == len(TEXTS[0]), 0)
+    for mask in (ones, ones.bool(), ones.float(), padded, hole):
+        with pytest.raises(GrowthError, match="attention_mask"):
+            run_model("model", model, {**batch, "attention_mask": mask})
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_rows_with_padding_and_positions_run_as_in_transformers(name):
+    model = random_model(*CLASSES[name], dtype=torch.float32).eval()
+    masks = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1]])
+    counted = (masks.cumsum(1) - 1).masked_fill(masks == 0, 1)
+    ids = torch.arange(18).view(3, 6) % 10 + 2
+    skipping = torch.tensor([[0, 1, 4, 5, 6, 7]])
+    for places in (counted, torch.arange(6)[None], skipping):
+        for mask in (masks, masks.bool()):
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+            with torch.no_grad():
+                found = run_model("model", model, inputs).logits
+                assert torch.equal(found, model(**inputs, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_mask_of_all_pairs_is_the_callers_word(name):
+    model = random_model(*CLASSES[name], dtype=torch.float32).eval()
+    batch = packed()
+    document_S = (batch["position_ids"][0] == 0).cumsum(0)
+    pairs = document_S[:, None] == document_S
+    if name != "bert":
+        pairs = pairs.tril()
+    with torch.no_grad():
+        found = run_model("model", model, {**batch, "attention_mask": pairs[None, None]}).logits
+        alone = [model(input_ids=torch.tensor([x])).logits for x in TEXTS]
+    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("asked", [{"use_cache": True}, {"use_cache": None}, {"flat": True}])
+def test_a_batch_that_asks_for_a_cache_or_has_flat_positions_is_read_alike(family, asked):
+    student, teacher = (build(family, **how).double() for how in (STUDENT, TEACHER))
+    batch = packed(labels=True)
+    other = {**batch, **asked}
+    if other.pop("flat", False):
+        other["position_ids"] = batch["position_ids"][0]
+    whole = gradient(student, inherited_loss(student, teacher, batch, kl_rows="all"))
+    found = gradient(student, inherited_loss(student, teacher, other, kl_rows="all"))
+    torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-11)
+
+
+def test_flat_positions_are_refused_where_documents_meet():
+    model = random_model(*CLASSES["opt"], dtype=torch.float32)
+    batch = packed()
+    with pytest.raises(GrowthError, match="position_ids begin anew"):
+        run_model("model", model, {**batch, "position_ids": batch["position_ids"][0]})
+
+
 def test_an_error_names_the_teacher_whose_documents_meet():
     student = build("llama", **STUDENT)
     kind, sizes = CLASSES["opt"]
