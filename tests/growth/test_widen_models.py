@@ -252,6 +252,8 @@ def test_code_between_layers_is_measured(function):
         # to whole numbers of copies
         (lambda x: F.layer_norm(x, x.shape[-1:]), 2),
         (lambda x: F.normalize(x, dim=-1) * x.shape[-1] ** 0.5, 2),
+        # with the rounding of float32
+        (lambda x: (F.normalize(x.float(), dim=-1) * x.shape[-1] ** 0.5).to(x), 2),
     ],
 )
 def test_code_that_is_exact_is_let_through(function, scale):
@@ -265,6 +267,32 @@ def test_code_that_is_exact_is_let_through(function, scale):
     else:
         with pytest.raises(GrowthError, match=r"down \(Linear\)"):
             growkern.widen(small, large, inputs=[x])
+
+
+class Aside(Between):
+    """Its other outputs are a hundred thousand times as large."""
+
+    def forward(self, x):
+        return torch.cat([1e5 * x, super().forward(x)], -1)
+
+
+@pytest.mark.parametrize("function", [lambda x: F.softmax(x, -1), lambda x: F.normalize(x, dim=-1)])
+def test_a_difference_beside_large_outputs_is_seen(function):
+    small, large = trained(Aside(8, function)), Aside(16, function)
+    with pytest.raises(GrowthError, match=r"down \(Linear\)"):
+        growkern.widen(small, large, inputs=(torch.randn(5, 6),))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_small_difference_of_a_norm_over_neighbours_is_seen(size):
+    small, large = (
+        nn.Sequential(
+            nn.Conv2d(6, h, 1), nn.LocalResponseNorm(size, alpha=1e-6), nn.Conv2d(h, 4, 1)
+        )
+        for h in (8, 16)
+    )
+    with pytest.raises(GrowthError, match=r"1 \(LocalResponseNorm\)"):
+        growkern.widen(small, large, inputs=(torch.randn(2, 6, 3, 3),))
 
 
 def test_gated_layers_need_fused():

@@ -9,13 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from growkern.errors import GrowthError, reason
 from growkern.growth.source.live import class_of
 from growkern.growth.space import maps
 
-# relative to the largest output. A forward may compute a part in float32, which costs 1e-6
-TOLERANCE = 1e-5
+# relative to the largest output
+TOLERANCE = 1e-9
+# of a forward that casts to fewer digits than float64 has, which costs 1e-6 with float32
+CAST_TOLERANCE = 1e-5
+
+
+class _Casts(TorchDispatchMode):
+    """Notes whether anything is computed with fewer digits than float64 has."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen |= any(_is_narrow(x) for x in _leaves(out))
+        return out
+
+
+def _is_narrow(x: Tensor) -> bool:
+    is_real = x.is_floating_point() or x.is_complex()
+    return is_real and torch.finfo(x.dtype).eps > torch.finfo(torch.float64).eps
 
 
 def check_same_outputs(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]) -> None:
@@ -26,15 +45,17 @@ def check_same_outputs(small: nn.Module, large: nn.Module, inputs: Any, parts: s
         inputs: arguments of `forward`, in a tuple, or in a dict by their names.
         parts: how many axes of copies may lie side by side in an output.
     """
-    ours, theirs = _run(small, "small", inputs), _run(large, "large", inputs)
+    with _Casts() as casts:
+        ours, theirs = _run(small, "small", inputs), _run(large, "large", inputs)
+    tolerance = CAST_TOLERANCE if casts.seen else TOLERANCE
     error = _error(ours, theirs, parts)
-    if error <= TOLERANCE:
+    if error <= tolerance:
         if not any(bool(x.count_nonzero()) for x in ours):
             raise GrowthError(
                 "all outputs of `small` are 0 or empty, so they compare nothing: give other inputs"
             )
         return
-    place = _first_difference(small, large, inputs, parts)
+    place = _first_difference(small, large, inputs, parts, tolerance)
     raise GrowthError(
         f"the outputs of `large` would differ by {error:.1e} of the largest. {place}. `fused`, "
         "`copies` and `skip` of growkern.widen say what it cannot see"
@@ -57,16 +78,17 @@ def _run(module: nn.Module, role: str, inputs: Any) -> list[Tensor]:
 @torch.no_grad()
 def _call(module: nn.Module, inputs: Any) -> Any:
     """The outputs of a module for copies of inputs, in float64. All draw the same numbers."""
-    first = next((x for x in (*module.parameters(), *module.buffers())), torch.empty(0))
+    held = (*module.parameters(), *module.buffers())
+    device = held[0].device if held else torch.device("cpu")
 
     def as_double(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        x = x.detach().to(first.device, copy=True)
-        return x.double() if x.is_floating_point() else x
+        dtype = torch.float64 if x.is_floating_point() else x.dtype
+        return x.to(device, dtype, copy=True)
 
     inputs = pytree.tree_map(as_double, inputs)
-    devices = [first.device] if first.is_cuda else []
+    devices = [device] if device.type == "cuda" else []
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -116,13 +138,15 @@ def _error_of(a: Tensor, b: Tensor, parts: int) -> float:
     return largest / scale if scale else largest
 
 
-def _first_difference(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]) -> str:
+def _first_difference(
+    small: nn.Module, large: nn.Module, inputs: Any, parts: set[int], tolerance: float
+) -> str:
     """Where two runs begin to differ, in a sentence."""
     seen = [_events(module, inputs) for module in (small, large)]
     for (path, what, ours), (other, _, theirs) in zip(*seen, strict=False):
         if path != other:
             break
-        if _error(ours, theirs, parts) > TOLERANCE:
+        if _error(ours, theirs, parts) > tolerance:
             kind = class_of(small.get_submodule(path)).__name__
             name = f"{path} ({kind})" if path else f"the {kind} itself"
             if what == "input":
