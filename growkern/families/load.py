@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from importlib import resources
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -230,7 +231,10 @@ def load_family(model_type: str) -> Family:
         raise GrowthError(
             f"model_type {model_type!r} has no family table; supported: {', '.join(known)}"
         )
-    table = as_installed(shipped_table(model_type), version("transformers"))
+    table: Mapping[str, Any] = shipped_table(model_type)
+    # where transformers is missing, tables can still be read
+    with suppress(PackageNotFoundError):
+        table = as_installed(table, version("transformers"))
     return parse_family(f"{model_type}.toml", table)
 
 
