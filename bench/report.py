@@ -45,7 +45,7 @@ from bench.paper.plans import lines_of
 from bench.shared import tables
 from bench.shared.harness import parser_of
 from bench.shared.pictures import READABLE, demo_table, draw, draw_demo, draw_early, draw_units
-from bench.shared.results import RESULTS, ROOT, cell, read, table, take
+from bench.shared.results import RESULTS, ROOT, cell, read, table, take, with_commits
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
 from growkern.plot.figure import COLORS, GREY, new_figure
@@ -154,7 +154,8 @@ def measured(results: Path) -> str:
         what = f"growing a Llama to {row['target GB']:.2f} GB, disk to disk, 2 cores"
         own = f"{row['stream s']:.1f} s, {row['stream peak MB']:.0f} MB beside Python"
         lines.append([what, own, f"`cp` of the same bytes: {row['cp, on disk s']:.1f} s"])
-    return table(["measured", "growkern", "beside it"], lines)
+    made = table(["measured", "growkern", "beside it"], lines)
+    return with_commits(made, tables.on_gpus(results))
 
 
 def _saved(rows: dict[str, Row]) -> list[list[str]]:

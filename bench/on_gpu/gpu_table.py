@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared.results import aside_of, read, table
+from bench.shared.results import aside_of, read, table, with_commits
 
 NOTHING = "not measured yet"
 Row = dict[str, Any]
@@ -83,6 +83,47 @@ def _gemm_figure(rows: Sequence[Row]) -> str | None:
     return f"{ours['ms'] / gemms['ms']:.2f} x its GEMMs alone" if ours and gemms else None
 
 
+def _alone_figure(rows: Sequence[Row]) -> str | None:
+    """Time of the loss over that of its GEMMs, in a CUDA graph and not, without peers."""
+    gemms = _first(rows, provider="GEMMs alone")
+    ways = {"growkern": "", "growkern, CUDA graph": " in a CUDA graph"}
+    found = [(_first(rows, provider=name), words) for name, words in ways.items()]
+    words = [
+        f"{ours['wall s'] / gemms['wall s']:.2f}{how}" for ours, how in found if ours and gemms
+    ]
+    return f"{', '.join(words)} x its GEMMs alone" if words else None
+
+
+def _device_figure(rows: Sequence[Row]) -> str | None:
+    ours, gemms = _first(rows, step="growkern"), _first(rows, step="GEMMs alone")
+    if not ours or not gemms:
+        return None
+    ours, gemms = (row["device ms"] for row in (ours, gemms))
+    return f"{ours:.1f} ms, {ours / gemms:.2f} x its GEMMs alone"
+
+
+def _once_figure(rows: Sequence[Row]) -> str | None:
+    """The time of rows read once over that of rows read twice, where both kernels ran."""
+    words = []
+    for K, what in ((1, "a teacher"), (0, "labels alone")):
+        once, twice = (_first(rows, read=name, teachers=K) for name in ("once", "twice"))
+        if once and twice:
+            words.append(f"{once['ms'] / twice['ms']:.2f} with {what}")
+    return ", ".join(words) or None
+
+
+def _gathers_figure(rows: Sequence[Row]) -> str | None:
+    """The device's time of gathers in shared memory over that of gathers from memory."""
+    words = []
+    for new in (row for row in rows if row.get("gathered in") == "shared memory"):
+        facts = {key: new[key] for key in ("dtype", "maps", "kind")}
+        if old := _first(rows, **facts, **{"gathered in": "memory"}):
+            routed = ", routing" if "routing" in new["kind"] else ""
+            share = new["device ms"] / old["device ms"]
+            words.append(f"{share:.2f} {new['dtype']}, {new['maps']}{routed}")
+    return "; ".join(words) or None
+
+
 def _checks_figure(rows: Sequence[Row]) -> str | None:
     return f"{len(rows)} right" if rows else None
 
@@ -120,6 +161,11 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("both losses against float64", "check_loss", _checks_figure),
     ("every option and the top-k loss against float64", "check_options", _checks_figure),
     ("CUDA C++ kernels against float64", "check_cuda", _checks_figure),
+    ("hashes of lines in one launch, beside PyTorch's", "check_lines", _checks_figure),
+    ("columns gathered in shared memory, beside memory", "check_gathers", _checks_figure),
+    ("rows read once, against float64", "check_once", _checks_figure),
+    ("rows read once, times rows read twice", "rows", _once_figure),
+    ("`expand` through shared memory, times from memory", "gathers", _gathers_figure),
     ("the ops' own tests", "check_suite", _suite_figure),
     ("`compute-sanitizer`, four tools", "sanitize", _checks_figure),
     (
@@ -141,6 +187,8 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
         "headline",
         _loss_figure("8192x128256"),
     ),
+    ("the same, without peers", "headline_alone", _alone_figure),
+    ("the same, on the device alone", "timeline", _device_figure),
     (
         "the same, 256 rows",
         "bench_linear_kl_mlm_loss",
@@ -179,19 +227,21 @@ def _reason(document: dict[str, Any]) -> str:
 def _gpu_cell(path: Path, figure: Callable[[Sequence[Row]], str | None]) -> str:
     """The figure of a piece, or the reason why there is none. A failure is always named."""
     document, later = read(path), read(aside_of(path))
+    commit = f" (commit {document.get('machine', {}).get('commit', '?')})"
     status = document.get("status", "ok")
     if document.get("toy") or not document:
         words = NOTHING
     elif status in BROKEN:
-        return f"{'' if status == 'failed' else f'{status}, '}failed: {_reason(document)}"
+        return f"{'' if status == 'failed' else f'{status}, '}failed: {_reason(document)}{commit}"
     elif status == "skipped":
         words = f"skipped: {document.get('reason', '')}"
     else:
         words = figure(document.get("rows", [])) or NOTHING
         if words != NOTHING:
-            words += f" (commit {document.get('machine', {}).get('commit', '?')})"
+            words += commit
     if later.get("status") in BROKEN and not later.get("toy"):
         words += f"; a later run failed: {_reason(later)}"
+        words += f" (commit {later.get('machine', {}).get('commit', '?')})"
     return words
 
 
@@ -204,9 +254,11 @@ def gpu_table(results: Path) -> str:
         next(f["gpu"] for p in sorted(folder.glob("*.json")) if "gpu" in (f := _facts(p)))
         for folder in folders
     ]
-    lines = []
+    lines, shown = [], []
     for what, piece, figure in GPU_ROWS:
         cells = [_gpu_cell(folder / f"{piece}.json", figure) for folder in folders]
         if set(cells) != {NOTHING}:
             lines.append([what, *cells])
-    return table(["`python -m bench.gpu`", *names], lines)
+            found = (read(folder / f"{piece}.json") for folder in folders)
+            shown += [x for x in found if x and not x.get("toy")]
+    return with_commits(table(["`python -m bench.gpu`", *names], lines), shown)

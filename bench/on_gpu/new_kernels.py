@@ -1,10 +1,13 @@
 """The kernels that no GPU has run yet, each beside the one that it replaces: bits, then time.
 
-Each check is a piece of its own: a kernel that hangs takes no other's time.
+Each check is a piece of its own: a kernel that hangs takes no other's time. Where a kernel cannot
+take a call, or the device refuses it, another one answers. So the launches of rows are watched: a
+row names the kernel that ran, and the piece fails if it is not the one that was asked for.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,8 +23,9 @@ from growkern.ops.expand import many, on_triton
 from growkern.ops.expand.call import ExpandCall, Routing
 from growkern.ops.expand.hashes import line_keys
 from growkern.ops.expand.op import expand
-from growkern.ops.loss.rows.on_triton import rows_on_triton
-from growkern.ops.loss.rows.once_on_triton import VARIABLE
+from growkern.ops.loss.rows import on_triton as rows_twice
+from growkern.ops.loss.rows import once_on_triton as rows_once
+from growkern.ops.loss.rows.once_on_triton import LEAST_COLUMNS, VARIABLE
 from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import Rows, Steps, n_numbers
 
@@ -44,6 +48,33 @@ def run(recorder: Recorder) -> None:
 def _differing(a: Tensor, b: Tensor) -> float:
     """The share of elements with other bits."""
     return (a.view(torch.uint8) != b.view(torch.uint8)).float().mean().item()
+
+
+@contextlib.contextmanager
+def row_kernels() -> Iterator[set[str]]:
+    """The row kernels that are launched inside: "once", "twice". One that is refused is not."""
+    ran: set[str] = set()
+
+    def watched(name: str, launch: Callable[..., None]) -> Callable[..., None]:
+        def launched(*arguments: Any, **constants: Any) -> None:
+            launch(*arguments, **constants)
+            ran.add(name)
+
+        return launched
+
+    with contextlib.ExitStack() as patches:
+        for name, module in (("once", rows_once), ("twice", rows_twice)):
+            launch = watched(name, module.launch)
+            patches.enter_context(mock.patch.object(module, "launch", launch))
+        yield ran
+
+
+def _must_be(recorder: Recorder, case: str, ran: set[str], asked: str) -> str:
+    """The row kernels that ran, in words; a failure if not the one that was asked for."""
+    words = " and ".join(sorted(ran)) or "none"
+    if ran != {asked}:
+        recorder.fail(f"{case}: asked for rows read {asked}, ran: {words}")
+    return words
 
 
 # ------------------------------------------------------------------------- bits
@@ -84,9 +115,12 @@ def _gathers(recorder: Recorder) -> None:
 def _once(recorder: Recorder) -> None:
     """The loss with rows that are read once, beside float64."""
     rng = torch.Generator(recorder.device).manual_seed(0)
-    shapes = recorder.pick(((0, 0), (0, 0), (300, 128_256)), ((0, 0), (0, 0), (4, 48)))
+    shapes = ((0, 0), (0, 0), recorder.pick((300, 128_256), (2, LEAST_COLUMNS)))
     for case in once(rng, shapes):
-        check_case(recorder, case, BARS)
+        with row_kernels() as ran:
+            check_case(recorder, case, BARS)
+        recorder.document["rows"][-1]["ran"] = _must_be(recorder, case.name, ran, "once")
+        recorder.flush()
 
 
 # ------------------------------------------------------------------------- time
@@ -94,7 +128,7 @@ def _once(recorder: Recorder) -> None:
 
 def _time_of_rows(recorder: Recorder) -> None:
     """The row kernel on one chunk: read twice, read once, and a copy of as many bytes."""
-    N, V = recorder.pick((1024, 128_256), (3, 48))
+    N, V = recorder.pick((1024, 128_256), (2, LEAST_COLUMNS))
     device = recorder.device
     z, u = (torch.randn(N, V, device=device) for _ in range(2))
     labels = torch.randint(V, (N,), device=device)
@@ -109,12 +143,18 @@ def _time_of_rows(recorder: Recorder) -> None:
             switch: str, rows: Rows = rows, state: Tensor = state, drows: Tensor = drows[: 1 + K]
         ) -> None:
             with mock.patch.dict(os.environ, {VARIABLE: switch}):
-                rows_on_triton(rows, state, steps, drows, grad)
+                rows_twice.rows_on_triton(rows, state, steps, drows, grad)
 
-        calls = {"twice": lambda f=step: f("0"), "once": lambda f=step: f("1")}
+        switches, read = {"twice": "0", "once": "1"}, {}
+        for asked, switch in switches.items():
+            with row_kernels() as ran:
+                step(switch)
+            read[asked] = _must_be(recorder, f"{K} teachers", ran, asked)
+        calls = {name: lambda f=step, x=switch: f(x) for name, switch in switches.items()}
         calls["copy of float32 logits"] = lambda: u.copy_(z)
         for name, ms in interleaved_ms(calls, recorder.pick(15, 1)).items():
-            recorder.add({"rows": N, "columns": V, "teachers": K, "read": name, "ms": ms})
+            own = {"asked": name, "read": read[name]} if name in read else {"read": name}
+            recorder.add({"rows": N, "columns": V, "teachers": K, **own, "ms": ms})
 
 
 def _time_of_gathers(recorder: Recorder) -> None:

@@ -35,11 +35,14 @@ SOURCES = (
     "bench/**/*.py",
 )
 TESTS = ("tests/*.py", "tests/ops/**/*")
+# those of the kernels and of what launches them
+KERNELS = ("growkern/ops/**/*.py", "csrc/**/*")
 # from the least useful end of a run to the best
 STATUSES = ("skipped", "crashed", "timeout", "failed", "ok")
 # facts of a run that count as documentation, besides its commit and its GPU
 VERSIONS = ("date", "sources", "python", "torch", "triton")
 PACKAGES = ("transformers", "liger_kernel", "cut-cross-entropy", "quack-kernels", "trl")
+PACKAGES += ("orda-kernel", "nvidia-cutlass-dsl")
 
 
 def _cpu_name() -> str:
@@ -60,10 +63,10 @@ def _output(*command: str) -> str | None:
 
 
 @functools.cache
-def source_digest() -> str:
+def source_digest(patterns: Sequence[str] = (*SOURCES, *TESTS)) -> str:
     """A hash of the sources' names and contents. It identifies them where there is no git."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in (*SOURCES, *TESTS) for path in ROOT.glob(pattern)}):
+    for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
         # Python writes these while pieces run
         if path.is_file() and path.suffix != ".pyc":
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
@@ -142,6 +145,7 @@ def machine() -> dict[str, Any]:
         **_packages(),
         **git_facts(),
         "sources": source_digest(),
+        "kernels": source_digest(KERNELS),
         "date": today(),
     }
     return facts | (_gpu_facts() if torch.cuda.is_available() else {})
@@ -211,6 +215,19 @@ def quotable(path: Path) -> dict[str, Any]:
     """A document that may be quoted: a run that ended well, at real sizes. Otherwise empty."""
     document = read(path)
     return document if document.get("status", "ok") == "ok" and not document.get("toy") else {}
+
+
+def with_commits(text: str, documents: Iterable[dict[str, Any]]) -> str:
+    """A table of figures of GPUs, and below it the commits after which the kernels have changed.
+
+    A result says which kernels it ran. The first ones did not yet, and theirs were others.
+    """
+    facts = [document["machine"] for document in documents if document.get("machine")]
+    old = {x["commit"] for x in facts if x.get("kernels") != source_digest(KERNELS)}
+    if not old:
+        return text
+    commits = f"commit{'s' * (len(old) > 1)} {', '.join(sorted(old))}"
+    return f"{text}\n\n**The kernels have changed since the GPU figures of {commits}.**"
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

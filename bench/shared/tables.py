@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared import time_model
-from bench.shared.results import quotable, table
+from bench.shared.results import quotable, table, with_commits
 
 Row = dict[str, Any]
 # what the losses are compared on: words, and the end of the providers' names
@@ -30,6 +30,8 @@ ON_GPU = {
     "torch.compile": "torch.compile of plain",
     "torch.compile, float32 logits": "torch.compile of plain, float32 logits",
     "liger jsd": "Liger-Kernel, chunked JSD",
+    "liger fused jsd": "Liger-Kernel, fused JSD",
+    "orda": "orda-kernel",
     "liger kl": "plain logits and Liger-Kernel's KL",
     "plain": "plain PyTorch",
     "GEMMs alone, labels alone": "labels alone: its matrix products",
@@ -159,8 +161,10 @@ def linear_loss(results: Path) -> str:
 def headline(results: Path) -> str:
     """The fused loss on a GPU beside other implementations, at the sizes of a large head."""
     lines = []
-    for path in sorted(results.glob("*/headline.json")):
-        document = quotable(path)
+    names = ("headline", "headline_alone")
+    paths = sorted(path for name in names for path in results.glob(f"*/{name}.json"))
+    documents = [document for path in paths if (document := quotable(path))]
+    for document in documents:
         rows = {row["provider"]: row for row in document.get("rows", [])}
         for name, words in ON_GPU.items():
             row = rows.get(name, {})
@@ -170,7 +174,15 @@ def headline(results: Path) -> str:
                 gpu = f"{document['machine']['gpu'].split()[1]}, {document['machine']['commit']}"
                 lines.append([gpu, words, f"{1e3 * row['wall s']:.1f}", memory, error])
     head = ["GPU, commit", "8192 rows, V 128 256, widths 4096 and 2048, bfloat16", "ms"]
-    return table([*head, "extra memory, GiB", "gradient error"], lines)
+    made = table([*head, "extra memory, GiB", "gradient error"], lines)
+    return with_commits(made, documents)
+
+
+def on_gpus(results: Path) -> list[dict[str, Any]]:
+    """The results of GPUs that the README quotes."""
+    names = ("headline", "train_llama", "gpt_110m_?")
+    paths = sorted(path for name in names for path in results.glob(f"*/{name}.json"))
+    return [document for path in paths if (document := quotable(path))]
 
 
 def measured_on_gpus(results: Path) -> list[list[str]]:
@@ -314,11 +326,15 @@ EARLY_SYSTEMS = (
 )
 
 
+def early_results(results: Path) -> list[dict[str, Any]]:
+    """The result of each seed that a GPU has trained."""
+    found = map(quotable, sorted(results.glob("*/gpt_110m_?.json")))
+    return [document for document in found if document.get("rows")]
+
+
 def early_seeds(results: Path) -> Iterator[list[Row]]:
     """The rows of each seed that a GPU has trained."""
-    for path in sorted(results.glob("*/gpt_110m_?.json")):
-        if rows := quotable(path).get("rows"):
-            yield rows
+    return (document["rows"] for document in early_results(results))
 
 
 def early_runs(rows: list[Row], system: str, *, ends: bool | None = None) -> list[Row]:
@@ -357,18 +373,22 @@ def early(results: Path) -> str:
                 most = f"≤ {1 - (1 - counted) / (1 - small):.0%}"
                 saved.append("not known" if at_least and small else most)
             lines.append([words, spent, *saved])
-    heads = ["GPT-2", "FLOPs, scratch's = 1"]
-    return table([*heads, "a family", "a given size", "a given loss"], lines)
+    found = early_results(results)
+    gpus = ", ".join(f"{x['machine']['gpu']}, commit {x['machine']['commit']}" for x in found)
+    heads = [f"GPT-2 ({gpus})" if found else "GPT-2", "FLOPs, scratch's = 1"]
+    return with_commits(table([*heads, "a family", "a given size", "a given loss"], lines), found)
 
 
 def early_saving(results: Path) -> list[list[str]]:
     """The README's line: the first seed's run that needs no small model."""
-    for rows in early_seeds(results):
+    for document in early_results(results):
+        rows, commit = document["rows"], document["machine"]["commit"]
         plan, system = rows[0], EARLY_SYSTEMS[-1][0]
         savings = [row for row in early_runs(rows, system) if row.get("saved") is not None]
         if savings:
             what = "training FLOPs saved for a given size, early in training, one seed: "
             what += f"{plan['parameters'] / 1e6:.0f} million parameters, {system} in one run"
+            what += f" (commit {commit})"
             alone = f"12 layers of width 512, never grown, to that loss: ≥ {early_small(rows):.0%}"
             return [[what, f"{savings[0]['saved']:.0%}", alone]]
     return []

@@ -53,7 +53,7 @@ def test_the_readme_quotes_only_what_a_gpu_measured(tmp_path):
     ((_, own, others),) = tables.measured_on_gpus(tmp_path)
     assert own == "50 ms, 2.0 GiB, gradient error 0.2%"
     assert others == "Liger-Kernel's chunked JSD: 60 ms, 2.0 GiB, gradient error 0.2%"
-    assert len(tables.headline(tmp_path).splitlines()) == 4
+    assert len([x for x in tables.headline(tmp_path).splitlines() if x.startswith("|")]) == 4
     results.write(path.with_name("train_llama.json"), document(rows=[]))
     for changes in ({"status": "failed"}, {"rows": [absent, peer]}):
         results.write(path, document(**({"rows": [ours, peer]} | changes)))
@@ -68,9 +68,9 @@ def test_a_failed_check_reads_failed(tmp_path):
         return next(x for x in report.gpu_table(tmp_path).splitlines() if "`expand` against" in x)
 
     results.write(path, document(status="failed", failures=why))
-    assert line().endswith("| failed: bfloat16: error 1 / 2 |")
+    assert line().endswith("| failed: bfloat16: error 1 / 2 (commit abc) |")
     results.write(path, document(status="crashed", failures=["exit code -11"], rows=[]))
-    assert line().endswith("| crashed, failed: exit code -11 |")
+    assert line().endswith("| crashed, failed: exit code -11 (commit abc) |")
     results.write(path, document(status="skipped", reason="needs pytest"))
     assert line().endswith("| skipped: needs pytest |")
     results.write(path, document())
@@ -78,7 +78,43 @@ def test_a_failed_check_reads_failed(tmp_path):
     # a failure that is worse documented must still be named
     worse = document(status="failed", failures=why, machine={"dirty": True})
     assert results.keep(path, worse) != path
-    assert line().endswith("| 1 right (commit abc); a later run failed: bfloat16: error 1 / 2 |")
+    assert line().endswith(
+        "| 1 right (commit abc); a later run failed: bfloat16: error 1 / 2 (commit abc) |"
+    )
+
+
+def test_a_page_says_which_figures_are_of_other_kernels(tmp_path):
+    """A new run of the kernels of today takes its commit from the list."""
+    today = results.source_digest(results.KERNELS)
+    rows = [{"provider": "growkern", "wall s": 0.05}, {"provider": "GEMMs alone", "wall s": 0.04}]
+    for kernels, old in ((None, True), ("others", True), (today, False)):
+        made = document(rows=rows, machine={"commit": "abc", "kernels": kernels})
+        results.write(tmp_path / "nvidia-h200" / "headline_alone.json", made)
+        for text in (report.gpu_table(tmp_path), tables.headline(tmp_path)):
+            assert "commit abc" in text or "H200, abc" in text
+            assert text.splitlines()[-1].startswith("|") != old
+    assert results.machine()["kernels"] == today
+
+
+def test_what_the_first_command_measures_is_on_the_page(tmp_path):
+    """A row that says that another kernel ran gives no figure."""
+    folder = tmp_path / "nvidia-h200"
+    found = {"rows": 1, "teachers": 1, "asked": "once", "read": "once", "ms": 3.0}
+    given = {"dtype": "bfloat16", "maps": "tiled", "kind": "{}", "device ms": 2.0}
+    steps = [{"step": name, "device ms": x} for name, x in (("growkern", 6), ("GEMMs alone", 5))]
+    rows = {
+        "rows": [found, found | {"asked": "twice", "read": "twice", "ms": 4.0}],
+        "gathers": [given | {"gathered in": "memory"}],
+        "timeline": steps,
+    }
+    rows["gathers"].append(given | {"gathered in": "shared memory", "device ms": 1.0})
+    for name, some in rows.items():
+        results.write(folder / f"{name}.json", document(rows=some))
+    text = report.gpu_table(tmp_path)
+    assert all(x in text for x in ("0.75 with a teacher", "0.50 bfloat16, tiled", "1.20 x its"))
+    found["read"] = "twice"
+    results.write(folder / "rows.json", document(rows=rows["rows"]))
+    assert "with a teacher" not in report.gpu_table(tmp_path)
 
 
 def test_the_linear_loss_is_compared_with_its_gemms(tmp_path):

@@ -1,4 +1,11 @@
-"""Rows that are read once: beside float64 and beside the kernel that reads them twice."""
+"""Rows that are read once: beside float64 and beside the kernel that reads them twice.
+
+The interpreter runs one program after another, so no test here runs `_wait`. `bench.aot` has
+compiled it, and a test of its record fails where the code differs from what was compiled. Until a
+GPU runs the kernel, nothing else guards the loop.
+"""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +141,33 @@ OTHERS = {
     "ragged": {"vocab": V - 1},
     "few columns": {"vocab": V - 16},
 }
+
+
+def test_programs_that_wait_for_each_other_are_no_more_than_fit(monkeypatch):
+    """A launch has whole rows of programs, and none that would have to wait for room."""
+    gpu, found, programs = torch.device("cuda", 0), {"capability": (9, 0)}, []
+    properties = SimpleNamespace(multi_processor_count=115)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    # a device runs both halves in one launch, unlike the interpreter
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    of_gpu = once_on_triton._programs
+    assert [of_gpu(gpu, K) for K in (0, 1)] == [3 * 115, 2 * 115]
+    monkeypatch.setattr(once_on_triton, "_programs", lambda device, K: of_gpu(gpu, K))
+    monkeypatch.setattr(once_on_triton, "PART", 256)
+    monkeypatch.setattr(once_on_triton, "launch", lambda kernel, n, *_, **__: programs.append(n))
+
+    def launched(rows):
+        z, state = torch.empty(rows, V), torch.empty(n_numbers(1), rows)
+        some = Rows(z, [z], z[:, 0].long(), z[:, 0].int(), V, Maths(1.0), False)
+        return once_on_triton.read_rows_once(some, state, torch.empty(2, rows), z.to(BF16))
+
+    # four parts of a row; of 230 programs that fit, two would have no row
+    assert launched(200) and launched(7) and programs == [228, 28]
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        found["capability"] = capability
+        assert not launched(200)
+    assert len(programs) == 2
 
 
 @pytest.mark.parametrize("name", OTHERS)
