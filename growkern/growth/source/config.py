@@ -91,13 +91,18 @@ def read_config_file(
     refuse_links_out(file, file.parent)
     data = read_json(file, MOST_BYTES, "config")
     check_config(file, data, any_family=any_family, family=family)
-    return load_config(file.parent), data
+    return load_config(file.parent, data), data
 
 
-def load_config(directory: Path) -> Any:
-    """The config of a directory, as transformers loads it, without a check of its values."""
+def load_config(directory: Path, data: dict[str, Any] | None = None) -> Any:
+    """The config of a directory, as transformers loads it, without a check of its values.
+
+    `data` is the JSON object of the file, where it was read: most files are then opened once less.
+    """
     try:
-        data, _ = transformers.PreTrainedConfig.get_config_dict(directory, local_files_only=True)
+        if data is None or known_type(data) != data.get("model_type"):
+            read = transformers.PreTrainedConfig.get_config_dict
+            data, _ = read(directory, local_files_only=True)
         if known_type(data) != data.get("model_type"):
             return config_from(data)
         return transformers.AutoConfig.from_pretrained(
@@ -304,7 +309,7 @@ def _last_line(error: Exception) -> str:
     return re.sub(r"^\w+Error: ", "", lines[-1].strip())[:300]
 
 
-def read_generation(directory: Path, data: Mapping[str, Any] | None = None) -> Any | None:
+def read_generation(directory: Path, data: dict[str, Any] | None = None) -> Any | None:
     """How a checkpoint generates: the `GenerationConfig` that its model would have when loaded.
 
     It comes from generation_config.json, or from config.json, where older models keep it. None if
