@@ -25,7 +25,11 @@ CONFIGS = {
     "attention of a hub": ({"_attn_implementation": KERNEL}, "outside transformers"),
     "attention of a hub in a part": ({"x_config": {"attn_implementation": KERNEL}}, "outside"),
     "an unknown kind with code": (
-        {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}},
+        {
+            "model_type": "evil",
+            "architectures": ["EvilForCausalLM"],
+            "auto_map": {"AutoConfig": "evil.Config"},
+        },
         "has no model_type 'evil'",
     ),
     "classes that are no list": ({"architectures": {"a": 1}}, "architectures"),
@@ -48,7 +52,6 @@ CONFIGS = {
     "300,000 pruned heads": ({"pruned_heads": {str(i): [0] for i in range(300_000)}}, "more than"),
     "10,000 pruned heads": ({"pruned_heads": {str(i): [0] for i in range(10_000)}}, "pruned_heads"),
     "300,000 fields": ({f"k{i}": 0 for i in range(300_000)}, "more than"),
-    "a list of 10^6": ({"x": [0] * 10**6}, "more than"),
     "a method": ({"save_pretrained": 1}, "'save_pretrained' is no field"),
     "a special method": ({"__deepcopy__": 1}, "'__deepcopy__' is no field"),
     "a method of a part": ({"text_config": {"to_dict": 1}}, "'to_dict' is no field"),
@@ -181,12 +184,20 @@ def test_deep_configs_are_refused(model):
     assert "not valid JSON" in refusal(check_fits, model, None, 8)
 
 
-def test_code_of_a_model_never_runs(model, monkeypatch):
+@pytest.mark.parametrize("class_name", ["EvilForCausalLM", "LlamaForCausalLM"])
+def test_code_of_a_model_never_runs(model, monkeypatch, class_name):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     plant(model, "evil", "Config", "LlamaConfig")
-    edit(model / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
-    refusal(load_language_model, model)
-    refusal(load_tokenizer, model)
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Config"}
+    changes = {"architectures": [class_name], "auto_map": code}
+    edit(model / "config.json", model_type="evil", **changes)
+    if class_name == "EvilForCausalLM":
+        refusal(load_language_model, model)
+        refusal(load_tokenizer, model)
+    else:
+        # of a class of transformers
+        assert type(load_language_model(model)).__module__.startswith("transformers.")
+        load_tokenizer(model)
     assert not (model / "ran").exists()
 
 
