@@ -22,6 +22,8 @@ from growkern.publish.manifest import write_manifest
 from growkern.train.dataset.load import pack_text
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.safety.export import export
+from testbed.families import FAMILIES
+from testbed.models import random_model
 from testbed.tiny import VOCAB, Batches, arguments, batch, build
 from tests.plot.runs import HISTORY, write_run
 from tests.train.dataset.data import texts, tokenizer
@@ -72,7 +74,8 @@ def odd(model):
     parameters = list(model.parameters())
     parameters[1].requires_grad_(False)
     parameters[2].grad = torch.ones_like(parameters[2])
-    model.config.use_cache = model.config.model_type != "bert"
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = model.config.model_type != "bert"
     if model.can_generate():
         model.generation_config.max_new_tokens = 7
     return model
@@ -418,6 +421,17 @@ def trainer_of(folder, **options):
 @row("TwoStageTrainer")
 def a_trainer(folder):
     return Row(trainer_of(folder))
+
+
+@row("TwoStageTrainer")
+def a_trainer_of_an_encoder(folder):
+    """Its config has no `use_cache`, which Trainer sets."""
+    name, sizes = FAMILIES["modernbert"]
+    sizes = {**sizes, "vocab_size": VOCAB}
+    student, teacher = (odd(random_model(name, sizes, dtype=torch.float32)) for _ in "st")
+    assert not hasattr(student.config, "use_cache")
+    made = trainer_of(folder, teacher=teacher, two_stage=None)
+    return Row(partial(made.func, student, **made.keywords))
 
 
 @row("TwoStageTrainer")

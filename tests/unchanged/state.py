@@ -71,8 +71,10 @@ def _walk_object(place, value, seen, found):
     elif type(value).__module__ == "tokenizers":
         found[place] = digest(value.to_str().encode())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # others of its attributes are worked out when they are asked for
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        # attributes of our own are worked out when they are asked for; a config may get new ones
+        if type(value).__module__.startswith("transformers."):
+            parts |= vars(value)
     elif isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
         found[place] += f" {value.__qualname__} {getattr(value, '__self__', None).__class__}"
     elif f"{type(value).__module__}.".startswith(READ) or isinstance(value, torch.nn.Module):

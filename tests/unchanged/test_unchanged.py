@@ -79,6 +79,7 @@ CHANGES = {
     # it starts the communication of the processes, for which PyTorch sets `sys.excepthook`
     "shards": {"argument 0*", "processes", "hooks"},
     "a_trainer": SEEDS,
+    "a_trainer_of_an_encoder": SEEDS,
     "training": {
         "model.* values",
         "model.*.training",

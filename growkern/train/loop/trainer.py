@@ -146,10 +146,9 @@ class TwoStageTrainer(Trainer):
         self.objective, self.optimizers, self.growths, self.shards, self.precision = early
         self.two_stage, self.inheritance = two_stage, inheritance
         self.loss = self.objective.loss
-        keeps = getattr(model.config, "use_cache", None)
-        super().__init__(model=model, args=args, **options)
         # Trainer switches the cache off; here each forward pass does that for itself
-        model.config.use_cache = keeps
+        with setting(model.config, "use_cache", False):
+            super().__init__(model=model, args=args, **options)
         self.labelled, self.meter, self.stops, self.saver, self.steps = make_collaborators(
             self, settings
         )
