@@ -94,6 +94,8 @@ CASES = [
     ("qwen3_5_moe_text", IMAGES),
     ("mistral", {"": "language_model."}),
     ("llama", {"": "module."}),
+    ("llama", {"": "base_model.model."}),
+    ("llama", {"model.layers.0.": "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module."}),
     ("bert", {"": "_orig_mod.module."}),
     ("qwen3_moe", {"": "module._orig_mod."}),
     ("gpt2", {"transformer.h.0.": "transformer.h.0._checkpoint_wrapped_module."}),

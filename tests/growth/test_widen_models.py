@@ -269,6 +269,37 @@ def test_code_that_is_exact_is_let_through(function, scale):
             growkern.widen(small, large, inputs=[x])
 
 
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return F.softmax(super().forward(x), -1)
+
+
+class Counted(nn.Module):
+    """Nothing of it grows but a buffer or a setting."""
+
+    def __init__(self, size, count):
+        super().__init__()
+        self.inner, self.count = nn.Linear(6, 4), count
+        self.register_buffer("sums", torch.ones(size))
+
+    def forward(self, x):
+        return self.inner(x) * self.count * self.sums.sum()
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        (Scaled(6, 8), Scaled(6, 16)),
+        (Counted(4, 1), Counted(8, 1)),
+        (Counted(4, 1), Counted(4, 3)),
+        (nn.Softmax(-1), nn.Softmax(-1)),
+    ],
+)
+def test_own_code_that_is_not_run_is_warned_of(small, large):
+    with pytest.warns(growkern.errors.GrowthWarning, match="inputs="):
+        growkern.widen(small, large)
+
+
 class Aside(Between):
     """Its other outputs are a hundred thousand times as large."""
 

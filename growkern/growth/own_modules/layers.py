@@ -53,6 +53,13 @@ def may_mix(layer: nn.Module) -> bool:
     return not is_known or isinstance(layer, MIXING)
 
 
+def is_whole(layer: nn.Module) -> bool:
+    """Whether a module is one layer of torch.nn, with no code between layers or around it."""
+    is_torch = class_of(layer).__module__.startswith("torch.nn.") and "forward" not in vars(layer)
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    return is_torch and not (may_mix(layer) or layer._modules or any(hooks))
+
+
 def is_known(layer: nn.Module, key: str) -> bool:
     """Whether a tensor of a layer is one that torch.nn gave it; a subclass may add some."""
     return isinstance(layer, KNOWN) and key in KEYS

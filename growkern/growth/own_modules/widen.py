@@ -104,8 +104,8 @@ def widen(
 
     Both are of one class, and may be a whole model or a single layer. With `inputs`, copies of both
     are run in float64 and evaluation mode before anything is written. Without `inputs` nothing is
-    run: layers of torch.nn that may mix entries are refused, and a warning says that the outputs
-    were not compared.
+    run: layers of torch.nn that may mix entries are refused. A warning says that the outputs were
+    not compared, unless the module is a single layer of torch.nn.
 
     Known layers are linear ones, embeddings, convolutions, `nn.MultiheadAttention` and norms. A
     norm over entries that grow needs a multiple of its size, because all entries then have equally
@@ -155,7 +155,7 @@ def widen(
         trial, wide = (copy.deepcopy(x).to(device).double().eval() for x in (small, large))
         _write(trial, wide, fills)
         check_same_outputs(trial, wide, inputs, {1, *fused.values()})
-    elif next(small.children(), None) is not None and _grows(small, large):
+    elif not layers.is_whole(small):
         warn("widen has compared no outputs: pass inputs=(x,), or compare them yourself")
     _write(small, large, fills)
     return large
@@ -195,7 +195,7 @@ def _get(module: nn.Module, name: str) -> Tensor:
 
 def _grows(small: nn.Module, large: nn.Module) -> bool:
     """Whether any size differs."""
-    first, second = ([x.shape for x in module.parameters()] for module in (small, large))
+    first, second = ([x.shape for x in (*m.parameters(), *m.buffers())] for m in (small, large))
     return first != second
 
 

@@ -142,8 +142,11 @@ def entries_of(tensor: Tensor, entries: Sequence[int] | None) -> Tensor:
     return tensor if entries is None else joined_rows(lambda a, b: tensor[a:b], entries)
 
 
-# what wrappers of PyTorch add to names: DDP, torch.compile and activation checkpointing
-WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_checkpoint_wrapped_module)\.")
+# what wrappers add to names: DDP, torch.compile, activation checkpointing, FSDP and PEFT
+WRAPPERS = re.compile(
+    r"^base_model\.model\.|(?<![^.])"
+    r"(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+)
 # a text model that was loaded from the files of one with images is saved under the names there
 IN_IMAGES = re.compile(r"^(model\.)?language_model\.")
 
