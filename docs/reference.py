@@ -20,9 +20,11 @@ from growkern.train.run.file import Run
 
 API, RUN_FILE = (Path(__file__).with_name(name) for name in ("api.md", "runfile.md"))
 PARTS = ("Args", "Attributes", "Returns", "Yields", "Raises")
+# as one of these a limit says nothing to a reader
+UNBOUNDED = (2**40, 2**63 - 1)
 # of the meaning of an argument: `help` shows all of it
 WORDS_EACH = 12
-WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+WORDS = {str: "text", int: "integer", float: "number", bool: "boolean"}
 HEAD = """# Every key of a run file
 
 `growkern train` reads these keys from a TOML file. [Training](training.md) shows a whole file and
@@ -48,7 +50,7 @@ def parts_of(thing: Any) -> dict[str, str]:
         # text at the margin is no longer of the part
         body, *after = re.split(r"\n\n(?=\S)", text, maxsplit=1)
         found[head] = textwrap.dedent(body)
-        found[""] += "\n\n".join(("", *after))
+        found[""] = "\n\n".join((found[""].rstrip(), *after))
     return {head: text.strip() for head, text in found.items()}
 
 
@@ -102,7 +104,11 @@ def kind_of(kind: Any, limit: Any) -> str:
         words = " or ".join(kind_of(x, None) for x in given)
     else:
         words = WORDS[kind]
-    return f"{words}, {re.sub('^(lie|be) ', '', limit.must)}" if limit else words
+    if limit:
+        must = re.sub("^(lie|be) ", "", limit.must).removesuffix(", and finite")
+        lowest = re.sub(rf"in (\d+) \.\. ({'|'.join(map(str, UNBOUNDED))})$", r"\1 or more", must)
+        words += f", {lowest}"
+    return words
 
 
 def written(value: Any) -> str:
@@ -181,17 +187,22 @@ def signature(thing: Any, name: str) -> str:
     return "\n".join(textwrap.wrap(line, 100, subsequent_indent="    "))
 
 
+def link_to(section_name: str) -> str:
+    """A section of a run file, as a link to its keys."""
+    return f"[`[{section_name}]`](runfile.md#{section_name})"
+
+
 def table_of(found: dict[str, str], name: str, said: dict[Any, str]) -> str:
     """The meaning of each argument. What another entry says of it already is not said again.
 
-    `said` has, for each argument with its meaning, the entry that said it first.
+    `said` has, for each argument with its meaning, the entry or section that says it first.
     """
     rows: dict[str, list[str]] = {}
     for argument, text in found.items():
         meaning = brief(plain(text))
-        first = said.setdefault((argument, meaning), name)
-        if first != name and len(meaning) > len(f"as in `{first}`."):
-            meaning = f"as in `{first}`."
+        first = said.setdefault((argument, meaning), f"`{name}`")
+        if first != f"`{name}`" and len(meaning.split()) > len(f"as in {first}.".split()):
+            meaning = f"as in {first}."
         rows.setdefault(meaning, []).append(f"`{argument}`")
     lines = (f"| {', '.join(names)} | {meaning} |" for meaning, names in rows.items())
     return "\n".join(("| name | meaning |\n|---|---|", *lines))
@@ -202,9 +213,11 @@ def described(thing: Any, name: str, of: dict[type, str], said: dict[Any, str]) 
     parts = parts_of(thing)
     text = [f"```text\n{signature(thing, name)}\n```", parts[""]]
     if thing in of:
-        text[0] = f"The fields are the keys of [`[{of[thing]}]`](runfile.md#{of[thing]})."
-        text.reverse()
-    elif found := {k: x for part in PARTS[:2] for k, x in entries(parts.get(part, "")).items()}:
+        return (
+            f"{parts[''].splitlines()[0]} The fields are the keys of {link_to(of[thing])}, "
+            "which says more."
+        )
+    if found := {k: x for part in PARTS[:2] for k, x in entries(parts.get(part, "")).items()}:
         text.append(table_of(found, name, said))
     # what is raised is a GrowthError, and says itself what is wrong
     for part in PARTS[2:4]:
@@ -251,6 +264,9 @@ def api(page: str) -> str:
     of = {cls: name for name, cls in sections().items()}
     marks = r"(<!-- (growkern\S+) -->\n).*?(<!-- /\2 -->)"
     said: dict[Any, str] = {}
+    for name in ("loss", "inheritance"):
+        for argument, meaning in meanings(sections()[name]).items():
+            said.setdefault((argument, brief(plain(meaning))), link_to(name))
     return re.sub(marks, lambda m: f"{m[1]}{block(m[2], of, said)}\n{m[3]}", page, flags=re.S)
 
 

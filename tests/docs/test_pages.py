@@ -130,7 +130,7 @@ def test_the_reference_of_run_files_has_every_key_with_its_limits():
         assert f"## `[{name}]`" in page
         for field in dataclasses.fields(cls):
             assert f"\n| `{field.name}` | " in page, field.name
-    assert "| `eval_every` | whole number, in 0 .. " in page
+    assert "| `eval_every` | integer, 0 or more | " in page
     assert '| `precision` | `"fp32"`, `"bf16"`, `"pure-bf16"` | `"fp32"` | ' in page
 
 
