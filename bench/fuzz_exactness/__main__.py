@@ -13,10 +13,12 @@ again.
 
 Weights must be finite, and those of the class. New tokens and generation are checked in all cases.
 
-`--only 17` repeats case 17 of a seed alone. The command exits with 1 if any case failed.
+`--only 17` repeats case 17 of a seed alone. The last line is a hash of all grown weights: two
+commits that grow to the same bytes print the same. The command exits with 1 if any case failed.
 """
 
 import argparse
+import hashlib
 import sys
 import traceback
 import warnings
@@ -26,11 +28,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from bench.fuzz_exactness.cases import Case, draw
-from bench.fuzz_exactness.check import check
+from bench.fuzz_exactness.check import Weights, check
 
 
 def failures(
-    seed: int, numbers: Iterable[int], counts: Counter[str]
+    seed: int, numbers: Iterable[int], counts: Counter[str], weights: Weights | None = None
 ) -> Iterator[tuple[int, Case, str]]:
     """The cases that fail, with the reason."""
     for number in numbers:
@@ -38,7 +40,7 @@ def failures(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                counts[check(case)] += 1
+                counts[check(case, weights)] += 1
             except Exception:
                 counts["FAILED"] += 1
                 yield number, case, traceback.format_exc(limit=-2)
@@ -53,9 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     numbers = range(given.count) if given.only is None else range(given.only, given.only + 1)
     counts: Counter[str] = Counter()
-    for number, case, reason in failures(given.seed, numbers, counts):
+    weights = hashlib.sha256()
+    for number, case, reason in failures(given.seed, numbers, counts, weights):
         print(f"case {number} of seed {given.seed}: {case}\n{reason}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in counts.most_common()))
+    print(f"weights {weights.hexdigest()}")
     return 1 if counts["FAILED"] else 0
 
 

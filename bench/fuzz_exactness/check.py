@@ -6,7 +6,7 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -40,8 +40,14 @@ STEPS = 4
 WORDS = ("exact", "approximate", "changed")
 
 
-def check(case: Case) -> str:
-    """Carry out a case.
+class Weights(Protocol):
+    """What `hashlib.sha256` gives."""
+
+    def update(self, data: Any, /) -> None: ...
+
+
+def check(case: Case, weights: Weights | None = None) -> str:
+    """Carry out a case, and add the grown weights to a hash.
 
     Returns:
         The plan's word, or "refused" or "no source".
@@ -65,6 +71,10 @@ def check(case: Case) -> str:
         # the weights are read only now
         assert plan.may_overflow and "weights are beyond" in str(error), str(error)
         return "refused"
+    if weights is not None:
+        for name, x in sorted(grown.state_dict().items()):
+            weights.update(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+            weights.update(x.contiguous().reshape(-1).view(torch.uint8).numpy())
     _check_structure(source, grown, plan)
     _check_report(plan, report)
     errors = _all_errors(plan, report, source.double(), grown.double())
