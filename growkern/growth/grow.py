@@ -17,7 +17,7 @@ from growkern.errors import FunctionChangedWarning, GrowthError, warn
 from growkern.growth.disk.checksums import are_stored, write_checksums
 from growkern.growth.disk.companions import complete
 from growkern.growth.disk.journal import Journal
-from growkern.growth.disk.sentence import becomes_sentence_model, check_modules, write_modules
+from growkern.growth.disk.sentence import read_modules, write_modules
 from growkern.growth.disk.shards import lay_out
 from growkern.growth.disk.staging import (
     check_space,
@@ -291,7 +291,7 @@ def _carry_out(
         check_target(source_dir, target, overwrite)
     grown = make_plan()
     source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache
-    check_modules(grown)
+    modules = read_modules(grown)
     workers = workers_within(grown, limit)
     state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
     stored = grown.large.stored_names
@@ -304,7 +304,7 @@ def _carry_out(
         directory = place.open_new()
         made_of = identity(grown, layout, settings)
         # made first: a long growth must not fail in the end
-        card = card_text(grown, settings, is_sentence=becomes_sentence_model(grown))
+        card = card_text(grown, settings, is_sentence=modules is not None)
         record = lineage_text(grown, settings, made_of["source"])
         with Journal(place.journal, made_of) as journal:
             stream = Stream(
@@ -316,7 +316,7 @@ def _carry_out(
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
         copied = complete(directory, grown.large, grown.dtype, layout, source_dir, grown.source)
-        write_modules(grown, directory)
+        write_modules(grown, modules, directory)
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)

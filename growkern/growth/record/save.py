@@ -19,7 +19,6 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from growkern.errors import human
 from growkern.growth.disk.companions import complete_config
-from growkern.growth.disk.sentence import is_sentence_model
 from growkern.growth.disk.staging import STAMPED, is_unedited, read_card, stamped
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import local_tensor
@@ -27,6 +26,7 @@ from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import GrowthSettings, lineage_text, source_files, write_lineage
 from growkern.growth.record.recorded import misfit
+from growkern.growth.source.formats import MODULES_FILE
 from growkern.growth.source.hub import ID, hub_model, name_of
 from growkern.growth.source.read_back import is_same
 
@@ -262,7 +262,7 @@ class _Record:
                 (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
             write_lineage(lineage_text(plan, settings, self.files, trained=not is_own), directory)
             if is_own:
-                is_sentence = is_sentence_model(directory)
+                is_sentence = (directory / MODULES_FILE).is_file()
                 write_card(card_text(plan, settings, is_sentence=is_sentence), directory)
             else:
                 note_training(directory)

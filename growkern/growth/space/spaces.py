@@ -102,6 +102,19 @@ class Space:
         rows = torch.where(self.is_extra, 0.0, self.write)
         return math.sqrt(rows.square().sum().item() / self.target)
 
+    def fold(self) -> Tensor:
+        """The matrix W that gives an embedded x back, (source, target) float64.
+
+        W E x = x with W[i, j] = E[j, i] / sum_k E[k, i]^2. Coordinates with a negative E[j, i] are
+        left out too: behind a pooling that takes the largest, they hold something else.
+        """
+        write = torch.where(self.is_extra, 0.0, self.write).clamp(min=0)
+        index = torch.where(self.is_extra, 0, self.write_index)
+        squares = torch.zeros(self.source, dtype=torch.float64).index_add(0, index, write.square())
+        matrix = torch.zeros(self.source, self.target, dtype=torch.float64)
+        matrix[index, torch.arange(self.target)] = write / squares[index]
+        return matrix
+
     @property
     def copies(self) -> Tensor:
         """Per read coordinate its number among the copies of its entry, and how many there are.

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import growkern
 from growkern.growth.disk.checksums import verify_checksums
-from growkern.growth.disk.sentence import fold_matrix
 from growkern.growth.space.spaces import copies, tied_output
 from testbed.models import BERT, random_model
 
@@ -111,7 +110,7 @@ def test_copies_of_both_signs_fold_behind_every_pooling():
     tokens = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     grown = tokens[:, index] * space.write
     for pooled in (lambda x: x.mean(0), lambda x: x.max(0).values):
-        torch.testing.assert_close(fold_matrix(space) @ pooled(grown), pooled(tokens))
+        torch.testing.assert_close(space.fold() @ pooled(grown), pooled(tokens))
 
 
 def test_an_uneven_width_is_as_close_as_its_plan_says(make, tmp_path):
