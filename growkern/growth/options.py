@@ -62,29 +62,25 @@ class GrowthOptions:
             a power of two.
         stream: how the hidden size grows. `copies` repeats the entries of hidden states. `padded`
             keeps each once and adds entries that hold nothing: 0 under RMSNorm, the mean of the
-            others under LayerNorm. Weights that read them are copies with random signs. AdamW
-            gives every weight a step of its own size, so new entries learn at once. Copies first
-            move together, as what they have in common dominates their gradients. `auto` is
+            others under LayerNorm. Weights that read them are copies with random signs. `auto` is
             `padded` where that is exact: with RMSNorm, and with LayerNorm before blocks. Behind
             blocks (BERT), and with scheme="paper", it is `copies`.
         noise: largest size of the noise, relative to each weight. Every copy's share is
             (1 +- noise) times its equal share. A hash draws the sign for every weight. Where a
             dense model becomes a mixture, every two copies of its FFN get such shares.
-        routing: amplitude a of the routing, 0 to 3. Of every weight, one copy gets (1 + a)/2 times
-            the weight and another one (1 - a)/2 times the weight. 1: one copy gets all of it.
-            Larger amplitudes make copies differ faster, but the loss rises in the first steps. And
-            they enlarge the rounding of every layer, so the plan calls the outputs changed.
+        routing: amplitude a of the routing, 0 to 3. One copy gets (1 + a)/2 times the weight, and
+            another one (1 - a)/2 times. 1: one copy gets all of it. Larger amplitudes make copies
+            differ faster, but the loss rises in the first steps. And they enlarge the rounding of
+            every layer, so the plan calls the outputs changed.
         aki: `unit` takes whole heads and neurons (Figure 14), `eq16` output rows of every matrix.
         maps: `cyclic` repeats the units in order, `balanced` copies random units equally often.
         carry: amplitude of the extra coordinates that carry the mean through post-norms at uneven
-            widths. 0 turns them off. The amplitude in the stream is a quarter of this. The error
-            is O(carry^2), at most 1e-6 for 0.01. But the norm's weight there is 4/carry, and a
-            weight of 400 does not survive a learning rate of 1e-3: in 160 steps the loss of a
-            small BERT went from 5.5 to 6.0, and to 5.3 with the default.
+            widths. 0 turns them off. The error is O(carry^2), at most 1e-6 for 0.01. But the
+            norm's weight there is 4/carry, and a weight of 400 does not survive a learning rate
+            of 1e-3.
         identity_gain: size K of the activations inside inserted post-norm blocks. Each block has a
             relative error of about eps K^2 / (K^2 + eps) / v, where v is the variance of the norms'
-            input. At 1 that is eps / v. At 1e-8 it is rounding in float64, but the weights of those
-            norms then hardly learn.
+            input. At 1e-8 it is rounding in float64, but the weights of those norms hardly learn.
         seed: seed of maps, noise, routing, shares and random weights.
         portable: keep what other software computes instead of reading it. head_dim stays
             hidden_size / num_attention_heads in families that do not declare it. Layers are added
@@ -99,8 +95,7 @@ class GrowthOptions:
             .safetensors file with a matrix for each layer, `layers.0`: a row for each copy of the
             FFN. With centroids as rows, tokens of a kind choose the same expert.
         drop: share of the units of every new expert whose weights are drawn again, with the mean
-            and the deviation of their matrix (Drop-Upcycling). Outputs change. Over long
-            trainings, such mixtures end better than exact copies.
+            and the deviation of their matrix (Drop-Upcycling). Outputs change.
         shared_expert: what an expert that all tokens share starts with. `zero`: it adds nothing,
             and the experts that the router chooses compute the dense FFN. `dense`: the reverse.
     """

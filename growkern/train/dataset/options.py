@@ -33,8 +33,7 @@ class DataSection:
         dataset_config: the part of a data set that has several.
         revision: branch, tag or commit of a data set on the Hub.
         split: of the data set, to train on. Slices and sums such as "train[:90%]+extra" are
-            allowed. Of a stream only a directory of `save_to_disk` can be sliced: of other data the
-            number of records is not known before all are read.
+            allowed; of a stream, only for a directory of `save_to_disk`.
         validation_split: of the data set, for evaluation; None means no evaluation.
         text_column: column of the records that holds their text; of pairs, the text that is read.
         target_column: for models of an encoder and a decoder: column with the text to be written.
