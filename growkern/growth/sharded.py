@@ -34,9 +34,15 @@ from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, as_mixtur
 from growkern.growth.plan.target import followed_fields
 from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
 from growkern.growth.source.hub import located
-from growkern.growth.source.live import own_name, refuse_flattened, unwrapped
+from growkern.growth.source.live import refuse_flattened, unwrapped
 from growkern.growth.source.source import Source, open_source, refuse_unreadable
-from growkern.growth.source.stored import refuse_nonfinite, refuse_overflow, row_blocks
+from growkern.growth.source.stored import (
+    own_name,
+    refuse_adapted,
+    refuse_nonfinite,
+    refuse_overflow,
+    row_blocks,
+)
 from growkern.ops.expand.many import Work, work_on
 
 if TYPE_CHECKING:
@@ -237,6 +243,7 @@ def plan_into(
     A growth that was `planned` already is compared with the model.
     """
     parameters = named_tensors(model)
+    refuse_adapted(parameters, "the model")
     opened, options = as_mixture(opened, options, {}, model.config)
     # fully_shard replaces a model's class by a subclass of it
     if opened.class_name not in (c.__name__ for c in type(model).__mro__):

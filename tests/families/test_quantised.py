@@ -14,6 +14,8 @@ from growkern.growth.disk import checksums
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
 from growkern.growth.source.stored import row_blocks
+from growkern.train.model.load import load_language_model
+from growkern.train.run.resolve import Checkpoint
 from testbed.models import random_model
 from testbed.relatives import LOCAL, RELATIVES, ROTARY, WIDTHS
 
@@ -169,12 +171,22 @@ def test_one_scale_for_each_tensor(shape, tmp_path):
     assert all(torch.equal(truth[name], grown[name]) for name in truth)
 
 
-@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["hf_quant_config.json", "quantize_config.json", "quantization_config.json"],
+)
 def test_a_second_file_that_says_quantised_is_refused(name, tmp_path):
     random_model("Qwen3ForCausalLM", ROTARY, dtype=torch.bfloat16).save_pretrained(tmp_path)
     (tmp_path / name).write_text("{}")
-    with pytest.raises(GrowthError, match=name):
-        growkern.plan(tmp_path, hidden_size=24)
+    for read in (
+        lambda: growkern.plan(tmp_path, hidden_size=24),
+        lambda: growkern.grow(tmp_path, hidden_size=24),
+        # a teacher, or the model of a run
+        lambda: load_language_model(tmp_path),
+        lambda: Checkpoint.of(tmp_path),
+    ):
+        with pytest.raises(GrowthError, match=name):
+            read()
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(GrowthError, match=name):
         growkern.plan(tmp_path, hidden_size=24)

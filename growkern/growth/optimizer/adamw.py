@@ -33,6 +33,7 @@ from growkern.growth.optimizer.moments import (
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan.growth_plan import PlanOfModel
 from growkern.growth.sharded import local_part
+from growkern.growth.source.stored import own_name
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.op import adamw_step
 
@@ -116,10 +117,9 @@ def factors_of(factors: Mapping[str, EntryFactors], name: str, p: Tensor) -> Ent
     """The factors of this process's part of a parameter, on its device.
 
     They are float64 for parameters in float64, and float32 for all others: bfloat16 cannot
-    represent a third. Wrappers of `torch.compile` and DistributedDataParallel may have added to the
-    name.
+    represent a third. Wrappers may have added to the name (`own_name`).
     """
-    name = name.replace("_orig_mod.", "").removeprefix("module.")
+    name = own_name(name)
     if name not in factors:
         raise GrowthError(
             f"the plan has no parameter {name}: pass the parameters of the grown model"

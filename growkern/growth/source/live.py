@@ -20,6 +20,7 @@ from growkern.errors import GrowthError, warn
 from growkern.families.model import ModelSpec
 from growkern.growth.models import is_dtensor, restore_buffers, untrained_model
 from growkern.growth.source.refused import quantised_advice
+from growkern.growth.source.stored import own_name
 
 # attributes that change no output in evaluation mode, or that transformers itself changes
 NO_FUNCTION = {
@@ -38,8 +39,6 @@ INNER = {
     "DataParallel": "module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-# and what wrappers around parts of a model add to the names of parameters
-WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # version 1 of FSDP
 FLATTENED = ("_fsdp_wrapped_module", "_flat_param")
 UNFLATTEN = "shard the model with torch.distributed.fsdp.fully_shard"
@@ -76,13 +75,6 @@ def unwrapped(model: Any, role: str = "model") -> Any:
             raise GrowthError(f"{role} is a {kind}: {advice}")
         model = inner
     return model
-
-
-def own_name(name: str) -> str:
-    """The name of a parameter without what wrappers of parts of the model add to it."""
-    for wrapper in WRAPPER_NAMES:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def refuse_flattened(name: str) -> None:

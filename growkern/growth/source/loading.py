@@ -35,7 +35,7 @@ from growkern.growth.source.formats import MODEL_FILES, Stamps, model_files
 from growkern.growth.source.parts import dequantised
 from growkern.growth.source.refused import scale_block
 from growkern.growth.source.source import Source
-from growkern.growth.source.stored import StoredTensor
+from growkern.growth.source.stored import StoredTensor, refuse_adapted
 
 # names in an error message
 MOST_NAMED = 3
@@ -58,7 +58,7 @@ def load_model(
     read = model_files(directory)
     stamps = [Stamps.of(file) for file in read]
     config = read_config(directory, any_family=True) if config is None else copy.deepcopy(config)
-    block = scale_block(config, str(directory), dequantize=True)
+    block = scale_block(config, directory, dequantize=True)
     cls = class_of(directory, config)
     headers = dequantised(read_headers(directory), block, str(directory))
     refuse_eight_bits(headers)
@@ -111,6 +111,7 @@ def _built(
         # values in a config make classes raise all kinds of errors
         why = reason(error)
         raise GrowthError(f"{directory}: the weights cannot be loaded: {why[:300]}") from error
+    refuse_adapted(info["unexpected_keys"], str(directory))
     missing, wrong = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
     if missing or wrong:
         # transformers would train from random numbers there

@@ -79,7 +79,7 @@ ORGANISATIONS = {
 class Kind(NamedTuple):
     """A kind of directory that cannot be grown."""
 
-    what: str  # completes "DIRECTORY holds ..."
+    what: str  # completes "DIRECTORY holds ..."; may use {file}
     files: tuple[str, ...]  # patterns of names: a directory with such a file is of this kind
     always: bool  # also if whole weights lie beside the file
     advice: str  # what to do, before the code
@@ -100,8 +100,11 @@ KINDS = (
         "M.from_pretrained({place!r}).merge_and_unload().save_pretrained({new!r})",
     ),
     Kind(
-        "quantised weights, by hf_quant_config.json, quantize_config.json or quant_config.json",
-        ("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        "quantised weights, by {file}",
+        (
+            *("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+            "quantization_config.json",
+        ),
         True,  # config.json may say nothing of it
         "grow the checkpoint that they were made from, and quantise the result",
     ),
@@ -206,7 +209,8 @@ def refuse_files(place: str, names: Collection[str], directory: Path | None = No
             model_class=_class_of(directory, kind.model_class),
             peft_class=_peft_class(directory),
         )
-        raise GrowthError(f"{place} holds {kind.what}: {kind.advice}{_as_command(code)}")
+        what = kind.what.format(file=files[0])
+        raise GrowthError(f"{place} holds {what}: {kind.advice}{_as_command(code)}")
 
 
 def refuse_directory(directory: Path) -> None:
@@ -222,14 +226,6 @@ def refuse_adapter_directory(directory: Path) -> None:
     """Refuse a directory that holds adapters, whatever else is in it."""
     if (directory / ADAPTER_FILE).is_file():
         refuse_files(str(directory), [ADAPTER_FILE], directory)
-
-
-def refuse_quantised_directory(directory: Path, config: Any) -> None:
-    """Refuse a directory that says in a second file that it is quantised, where config.json does
-    not."""
-    names = {name for kind in KINDS if kind.always for name in kind.files} - {ADAPTER_FILE}
-    if quantisation_of(config)[0] == "":
-        refuse_files(str(directory), [n for n in names if (directory / n).is_file()], directory)
 
 
 def _as_command(code: str) -> str:
@@ -315,7 +311,7 @@ def refuse_quantised(config: Any, place: str = "") -> None:
     )
 
 
-def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...] | None:
+def scale_block(config: Any, directory: Path, *, dequantize: bool) -> tuple[int, ...] | None:
     """Take the quantisation out of the config of a source whose weights are to be dequantised.
 
     Returns the rows and columns that share a scale; (0, 0) where each tensor has one scale, ()
@@ -323,8 +319,12 @@ def scale_block(config: Any, place: str, *, dequantize: bool) -> tuple[int, ...]
     refused, and all of them without `dequantize`.
     """
     method, values = quantisation_of(config)
-    where = _where_quantised(config)
+    where, place = _where_quantised(config), str(directory)
     if where is None:
+        # a second file may say it
+        beside = config_directory(directory)
+        names = {name for kind in KINDS if kind.always for name in kind.files} - {ADAPTER_FILE}
+        refuse_files(place, [n for n in names if (beside / n).is_file()], beside)
         return None
     if not dequantize or method not in READ:
         refuse_quantised(config, place)

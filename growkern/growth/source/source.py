@@ -37,14 +37,15 @@ from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bi
 from growkern.growth.source.formats import BARE, MODULES_FILE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
 from growkern.growth.source.stored import (
-    WRAPPERS,
     Read,
     StoredTensor,
     check_names_and_shapes,
     check_number_of_tensors,
     check_ties,
     entries_of,
+    own_name,
     read_entries,
+    refuse_adapted,
     refuse_nonfinite,
     spellings,
 )
@@ -200,8 +201,9 @@ def _open_model(model: Any, family: Family | None) -> Source:
     for name, _ in model.named_parameters():
         live.refuse_flattened(name)
     live.refuse_computed(model)
-    state = {live.own_name(name): tensor for name, tensor in model.state_dict().items()}
+    state = {own_name(name): tensor for name, tensor in model.state_dict().items()}
     where = f"{spec.class_name} in memory"
+    refuse_adapted(state, where)
     spec.check_sizes(where)
     check_names_and_shapes(spec, {n: tuple(t.shape) for n, t in state.items()}, where)
     warned = live.check_live(model, spec)
@@ -235,6 +237,7 @@ def _open_directory(
     for part in (keys, *(x for x in keys.values() if isinstance(x, dict))):
         for name in refused.QUANTISATION:
             part.pop(name, None)
+    refuse_adapted(found_headers, str(directory))
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
     check_number_of_tensors(spec, len(headers), str(directory))
@@ -270,8 +273,7 @@ def _read_spec(
     """The model that config.json describes, the JSON object of that file, and `scale_block`."""
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)
-    refused.refuse_quantised_directory(config_directory(directory), config)
-    block = refused.scale_block(config, str(directory), dequantize=dequantize)
+    block = refused.scale_block(config, directory, dequantize=dequantize)
     if not config.architectures:
         # a class without a head would leave out the one in the files
         some_class = max(family.classes, key=lambda name: bool(family.classes[name].heads))
@@ -305,7 +307,7 @@ def _canonical_names(
     ignored = ["".join(wild.get(part) or re.escape(part) for part in name) for name in parts]
     names: dict[str, str] = {}
     for raw in headers:
-        name = WRAPPERS.sub("", raw)
+        name = own_name(raw)
         if not model.shapes.keys() & {*spellings(model, name)}:
             name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         candidates = spellings(model, name)

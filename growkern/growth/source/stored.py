@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -147,8 +147,24 @@ WRAPPERS = re.compile(
     r"^base_model\.model\.|(?<![^.])"
     r"(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
+# what adapters of PEFT and loralib call the weights beside them, and their own
+ADAPTED = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
 # a text model that was loaded from the files of one with images is saved under the names there
 IN_IMAGES = re.compile(r"^(model\.)?language_model\.")
+
+
+def own_name(name: str) -> str:
+    """The name of a tensor without what wrappers of a model, or of its parts, add to it."""
+    return WRAPPERS.sub("", name)
+
+
+def refuse_adapted(names: Iterable[str], where: str) -> None:
+    """Refuse adapters that are not merged: the weights beside them are another model's."""
+    if name := next(filter(ADAPTED.search, names), None):
+        raise GrowthError(
+            f"{where}: {name} is of adapters of PEFT that are not merged: load the model with "
+            "them, and take what merge_and_unload() returns"
+        )
 
 
 def spellings(model: ModelSpec, name: str) -> list[str]:
@@ -158,7 +174,7 @@ def spellings(model: ModelSpec, name: str) -> list[str]:
     - The table may say that names of the class begin otherwise in files.
     - The model may have been saved inside a wrapper, or as the text of a model with images.
     """
-    bare = WRAPPERS.sub("", name)
+    bare = own_name(name)
     text = bare if model.family.under else IN_IMAGES.sub(r"\1", bare)
     return [name, *_spellings(model, text), *_spellings(model, bare)]
 

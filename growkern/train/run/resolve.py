@@ -66,13 +66,13 @@ class Checkpoint:
         stamps = Stamps.of(config_directory(directory) / CONFIG_FILE)
         config = read_config(directory, any_family=True)
         # takes the quantisation out of the config that it is given, and the weights need it
-        scale_block(copy.deepcopy(config), str(directory), dequantize=True)
+        scale_block(copy.deepcopy(config), directory, dequantize=True)
         return cls(directory, config, stamps)
 
     def without_weights(self) -> Any:
         """The model on the meta device, which is enough for the checks of a run."""
         config, cls = copy.deepcopy(self.config), class_of(self.directory, self.config)
-        scale_block(config, str(self.directory), dequantize=True)
+        scale_block(config, self.directory, dequantize=True)
         try:
             model = on_meta(cls.__name__, config, self.training_dtype)
         except Exception as error:

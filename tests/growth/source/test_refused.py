@@ -1,5 +1,6 @@
 """Sources that cannot be grown: one line, with a command that works."""
 
+import copy
 import re
 import shlex
 
@@ -10,6 +11,7 @@ import transformers
 from safetensors.torch import save_file
 
 import growkern
+from growkern.growth.source.loading import load_model
 from growkern.growth.source.refused import KINDS, refuse_files
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
@@ -49,6 +51,43 @@ def test_adapters_beside_a_whole_model_are_refused_too(tmp_path):
     random_model("GPT2LMHeadModel", GPT2).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "holds adapters of PEFT" in advice_of(tmp_path, n_embd=24)[0]
+
+
+ADVICE = r"(lora_|_layer|_module|_to_save).*merge_and_unload\(\)"
+
+
+def injected(model):
+    """With adapters inside, and no note of PEFT on the model."""
+    config = peft.LoraConfig(target_modules=["c_attn"], modules_to_save=["ln_1"], r=2)
+    model = peft.inject_adapter_in_model(config, model)
+    vars(model).pop("peft_config", None)
+    return model
+
+
+def beside(model):
+    """Adapters as loralib names them: all weights of the model are there too."""
+    down = torch.nn.Parameter(torch.zeros(2, 8))
+    model.transformer.h[0].attn.c_attn.register_parameter("lora_A", down)
+    return model
+
+
+@pytest.mark.parametrize("change", [injected, beside])
+def test_adapters_that_are_not_merged_are_named(change, tmp_path):
+    """In memory, and wherever such a directory is read."""
+    base = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32)
+    changed = change(copy.deepcopy(base))
+    base.save_pretrained(tmp_path)
+    tensors = {name: x.clone() for name, x in changed.state_dict().items() if "lm_head" not in name}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    target = transformers.GPT2LMHeadModel(growkern.plan(base, n_embd=24).target_config)
+    for work in (
+        lambda: growkern.plan(changed, n_embd=24),
+        lambda: growkern.plan(tmp_path, n_embd=24),
+        lambda: load_model(tmp_path),
+        lambda: growkern.grow_into(change(target), base),
+    ):
+        with pytest.raises(growkern.GrowthError, match=ADVICE):
+            work()
 
 
 def test_the_command_for_pickled_weights_makes_a_model_that_grows(tmp_path, monkeypatch):
@@ -101,7 +140,9 @@ def test_a_file_in_place_of_a_directory(tmp_path):
 def test_every_kind_has_advice_and_code_that_compiles():
     for kind in KINDS:
         name = kind.files[0].replace("*", "x")
-        with pytest.raises(growkern.GrowthError, match=re.escape(kind.what)) as refused:
+        with pytest.raises(
+            growkern.GrowthError, match=re.escape(kind.what.format(file=name))
+        ) as refused:
             refuse_files("acme/it's", [name])
         code = re.search(r"python -c .*", str(refused.value))
         if kind.code:
