@@ -147,32 +147,6 @@ def test_a_second_dry_run_takes_every_piece_to_its_end(dry_runs):
         assert not made["failures"]
 
 
-def test_a_missing_gpu_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: {"python": "3"})
-    assert gpu.main(["--only", "ceilings"]) == 2
-    assert "--dry-run" in capsys.readouterr().out
-
-
-WRONG = [("--budget", "0"), ("--budget", "-5"), ("--budget", "nan"), ("--budget", "inf")]
-WRONG += [
-    ("--only", "ceiling"),
-    ("--shortest", "-1"),
-    ("--wheels", "/nonexist"),
-    ("--wheels", "."),
-    ("--jobs", "0"),
-]
-
-
-@pytest.mark.parametrize("words", WRONG, ids="=".join)
-def test_wrong_arguments_are_refused_before_anything_runs(words, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "run_all", None)
-    with pytest.raises(SystemExit) as refused:
-        gpu.main(["--dry-run", *words])
-    assert refused.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert words[0] in last and words[1] in last
-
-
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_a_missing_triton_is_named_in_one_line(is_broken, tmp_path, monkeypatch, capsys):
     broken = "import importlib.util as u\nfind = u.find_spec\n"
@@ -340,15 +314,6 @@ NINE_MINUTES = (
     *("versions", "timeline", "check_lines", "check_gathers", "check_once", "rows", "gathers"),
     *("headline_alone", "check_loss", "bench_expand", "train_llama"),
 )
-SECOND = ("launches", "smoke", "check_cuda", "headline", "train_bert")
-
-
-def test_the_first_nine_minutes_have_the_pieces_that_count_each_with_time_for_all_of_it():
-    names = [piece.name for piece in pieces.PIECES]
-    assert tuple(names[: len(NINE_MINUTES) + len(SECOND)]) == NINE_MINUTES + SECOND
-    for some in (NINE_MINUTES, SECOND):
-        assert sum(TOY_PIECES[name].limit_s for name in some) <= 540
-        assert [piece.name for piece in pieces.chosen(some[::-1])] == list(some[::-1])
 
 
 def test_the_headline_compiles_its_peers_after_all_others_have_taken_their_turns(monkeypatch):

@@ -4,7 +4,7 @@ import re
 
 from bench import report
 from bench.paper.page import page_text
-from bench.shared import pictures, results, tables
+from bench.shared import results, tables
 from tests.bench.documents import document
 
 ROOT = results.ROOT
@@ -129,25 +129,3 @@ def test_the_linear_loss_is_compared_with_its_gemms(tmp_path):
     ]
     results.write(tmp_path / "gpu" / "scaling.json", document(rows=rows))
     assert "| 1.10 x its GEMMs alone (commit abc) |" in report.gpu_table(tmp_path)
-
-
-def test_pictures_of_the_sweep_over_sizes(tmp_path):
-    rows = [
-        {"op": op, "provider": provider, "size": n, "bytes": n, "flops": 2 * n}
-        | {"ms": n / 1e3, "extra MiB": float(n)}
-        for op in ("expand", "rows", "linear")
-        for provider in ("growkern", "eager")
-        for n in (10, 100, 1000)
-    ]
-    ceilings = [
-        {"ceiling": "copy", "value": 4.0},
-        {"ceiling": "GEMM bfloat16", "value": 700.0},
-    ]
-    results.write(tmp_path / "scaling.json", document(rows=rows))
-    results.write(tmp_path / "ceilings.json", document(rows=ceilings))
-    made = pictures.draw(tmp_path)
-    assert [path.name for path in made] == ["speed.png", "memory.png", "roofline.png"]
-    assert all(path.stat().st_size > 10_000 for path in made)
-    assert abs(pictures.slope(rows[:3]) - 1) < 1e-9
-    (tmp_path / "scaling.json").unlink()
-    assert pictures.draw(tmp_path) == []

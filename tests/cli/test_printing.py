@@ -5,7 +5,6 @@ import json
 import struct
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,11 +96,3 @@ def test_colours_of_ours_and_letters_stay(capsys):
     errors.print_table(table, Console(file=stream, force_terminal=True, color_system="standard"))
     assert "\x1b[31m" in stream.getvalue() and LETTERS[:-2] in stream.getvalue()
     assert clean(LETTERS) == LETTERS and clean("a\nb\tc") == "a\nb\tc"
-
-
-def test_commands_print_through_one_module():
-    """`print_json` spells out all but ASCII, and the version is ours."""
-    for file in (Path(growkern.__file__).parent / "cli").glob("*.py"):
-        lines = [line.strip() for line in file.read_text().splitlines()]
-        bare = [line for line in lines if line.startswith("print(")]
-        assert len(bare) == (2 if file.name == "app.py" else 0), bare

@@ -9,7 +9,6 @@ import pytest
 
 from growkern.errors import GrowthError
 from growkern.plot.curves import NOT_REACHED, groups_of, savings_cells
-from growkern.plot.figure import style_of
 from growkern.plot.losses import BEYOND, NO_VALIDATION, ONE_LOSS, draw, notes_on, plot_runs
 from tests.plot.runs import HISTORY, SCRATCH, curve, drawn, texts, write_run
 
@@ -79,13 +78,6 @@ def test_curves_are_the_losses_and_start_after_the_small_model(tmp_path, monkeyp
     mark = [line for line in figure.axes[0].lines if line.get_gid() == "mark"]
     assert [line.get_ydata()[0] for line in mark] == [4.0]
     assert texts(figure, "mark") == ["mark: final loss of scratch, 4.000"]
-
-
-def test_dollars_in_names_are_no_formulas(tmp_path):
-    runs = [write_run(tmp_path / name, history([8.0, 6.0, 4.0])) for name in (r"$\frac$", "$5_$6")]
-    plot_runs(runs, tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size
-    plot_runs([run for seed in "ab" for run in runs[:1]], tmp_path / "b.png")
 
 
 def test_says_in_the_picture_what_was_saved(tmp_path, monkeypatch):
@@ -252,20 +244,6 @@ def test_names_stand_at_the_ends_and_cover_nothing(tmp_path, monkeypatch):
         steps = np.linspace(ends[:-1], ends[1:], 50).reshape(-1, 2)
         for box in boxes(figure, main):
             assert not ((steps > box.min) & (steps < box.max)).all(1).any()
-
-
-def test_names_that_would_overlap_are_in_the_rows_below_only(tmp_path, monkeypatch):
-    names = [f"a long name of run number {i}" for i in range(9)]
-    same = [dataclasses.replace(NEAR, name=name) for name in names]
-    figure = drawn(monkeypatch, lambda: draw([FALLING, *same], tmp_path / "a.png"))
-    assert texts(figure, "end") == []
-    assert [said.split(":")[0] for said in texts(figure, "cost")] == ["scratch", *names]
-
-
-def test_curves_can_be_told_apart_without_colour():
-    styles = [style_of(number) for number in range(30)]
-    assert len({(str(style.dashes), style.marker) for style in styles}) == 30
-    assert len({style.color for style in styles[:7]}) == 7
 
 
 def test_a_run_without_validation_gets_a_sentence(tmp_path, monkeypatch):

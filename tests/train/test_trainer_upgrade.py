@@ -101,21 +101,6 @@ def test_transformers_has_the_method(name, arguments):
     assert found == arguments.split()
 
 
-def test_the_trainer_is_one_class_with_few_overridden_methods():
-    own = [cls for cls in TwoStageTrainer.__mro__ if cls.__module__.startswith("growkern")]
-    assert own == [TwoStageTrainer]
-    overridden = {
-        name
-        for name, value in vars(TwoStageTrainer).items()
-        if inspect.isfunction(value) and hasattr(Trainer, name) and name != "__init__"
-    }
-    private = {name for name in overridden if name.startswith("_")}
-    assert private == OVERRIDDEN.keys()
-    assert len(overridden) <= MOST_OVERRIDDEN and len(private) <= MOST_PRIVATE
-    order = [name for name in vars(Trainer) if name in overridden]
-    assert [name for name in vars(TwoStageTrainer) if name in overridden] == order
-
-
 def test_all_private_names_are_listed():
     """Of the trainer itself; a collaborator has private names of its own."""
     names = {node.attr for _, node in nodes() if isinstance(node, ast.Attribute)}

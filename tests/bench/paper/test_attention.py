@@ -1,15 +1,12 @@
 """Attention maps, and heads of a grown model below the heads they come from."""
 
-import re
-
 import pytest
 import torch
 import transformers
 
 import growkern
-from bench.paper.attention import attention_maps, paired_rows, plot_attention, shown_layers
+from bench.paper.attention import attention_maps, paired_rows, plot_attention
 from examples.demo.corpus import train_tokenizer
-from growkern.errors import GrowthError
 from testbed.models import BERT, LLAMA, random_model
 from tests.plot.runs import drawn, texts
 
@@ -88,12 +85,6 @@ def test_new_heads_of_a_direct_copy_have_nothing_above():
     assert [cell.head for cell in below.cells] == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_inserted_layer_is_among_those_shown():
-    assert shown_layers(3, [1]) == [0, 1, 2]
-    assert shown_layers(24, []) == [0, 8, 15, 23]
-    assert shown_layers(24, [5, 6, 7]) == [0, 6, 8, 23]
-
-
 def test_attention_is_drawn(pair, tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     plot_attention(pair, TEXT, tmp_path / "a.png")
@@ -116,42 +107,3 @@ def test_attention_is_drawn(pair, tmp_path, monkeypatch):
     assert len({one.norm for one in main.images}) == 1 and bar.get_ylabel() == "attention weight"
     # tokens at the left of 6 rows, and below 6 columns
     assert len(texts(figure, "token")) == 7 * (6 + 6)
-
-
-def test_no_words_of_the_picture_overlap(pair, tmp_path, monkeypatch):
-    figure = drawn(monkeypatch, lambda: plot_attention(pair, TEXT, tmp_path / "a.png"))
-    renderer = figure.canvas.get_renderer()
-    found = {"row": [], "cell": [], "token": []}
-    for text in figure.axes[0].texts:
-        box = text.get_window_extent(renderer)
-        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and figure.bbox.y0 <= box.y0
-        found[text.get_gid()].append(box)
-    for row in found["row"]:
-        assert not any(row.overlaps(token) for token in found["token"])
-    for cell in found["cell"]:
-        others = [box for box in found["cell"] if box is not cell]
-        assert not any(cell.overlaps(box) for box in [*others, *found["token"]])
-
-
-def test_one_model_is_drawn_alone(pair, tmp_path, monkeypatch):
-    figure = drawn(monkeypatch, lambda: plot_attention(pair[:1], TEXT, tmp_path / "a.png"))
-    assert len(figure.axes[0].images) == 2 * 3
-    assert texts(figure, "row") == ["layer 0", "layer 1"]
-
-
-def test_what_cannot_be_drawn_is_refused(pair, tmp_path):
-    small, large = pair
-    for checkpoints, text, words in (
-        ([small], "", "is empty"),
-        ([small, large, large], TEXT, "for one model, or for a source and one grown"),
-        ([large, small], TEXT, "no lineage.json.*--lineage"),
-        ([small, large], TEXT, None),
-    ):
-        out = tmp_path / "b.png"
-        if words is None:
-            with pytest.raises(GrowthError, match="no format"):
-                plot_attention(checkpoints, text, tmp_path / "b.xyz")
-            continue
-        with pytest.raises(GrowthError, match=words) as error:
-            plot_attention(checkpoints, text, out)
-        assert not re.search("\n", str(error.value)) and not out.exists()

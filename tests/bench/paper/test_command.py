@@ -12,14 +12,11 @@ from transformers import AutoTokenizer
 from bench.paper import __main__ as command
 from bench.paper import corpus, page
 from bench.paper.compare import of_text, save
-from bench.paper.corpus import HASH, TEXTS, files_of, prepare, split
-from bench.paper.jobs import all_needs
-from bench.paper.plans import TABLES, lines_of
+from bench.paper.corpus import HASH, prepare, split
 from bench.paper.runs import ROWS, rows_of, take_over
-from bench.paper.settings import MICRO_GPT, SIZES
-from bench.paper.systems import job_of
+from bench.paper.settings import MICRO_GPT
 from bench.shared.results import RESULTS, append_row, read, write
-from growkern.errors import GrowthError, GrowthWarning
+from growkern.errors import GrowthError
 from testbed import warm
 
 OLD, NEW = {"train_bytes": 1000, "validation_bytes": 50}, {"train_bytes": 900}
@@ -138,16 +135,6 @@ def test_known_rows_join_those_of_a_folder(tmp_path):
     }
 
 
-def test_settings_with_another_text_are_named_after_it():
-    """Rows say so in no other way."""
-    for name in TABLES:
-        for line in (one for size in SIZES for one in lines_of(name, size) or ()):
-            job = job_of(line.setting, line.system, 1, 1e-3, 8)
-            for setting in (one.setting for one in (job, *all_needs(job))):
-                labels = [text for text in TEXTS if text in setting.name.split("-")]
-                assert labels == [text for text in (setting.text,) if text != "corpus"]
-
-
 def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
     """Its validation text would be a part of gigabytes."""
     monkeypatch.setattr(corpus, "MOST_CHARACTERS", 8)
@@ -166,12 +153,6 @@ def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
     text = (tmp_path / setting.validation).read_text()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / setting.tokenizer)
     assert 80 <= len(tokenizer(text).input_ids) <= 120
-
-
-def test_a_text_that_is_too_short_for_the_validation_is_named(lines, tmp_path):
-    setting = replace(MICRO_GPT, validation_tokens=10_000)
-    with pytest.warns(GrowthWarning, match=r"tokens for validation, and this size .* 10,000"):
-        prepare(tmp_path, setting, {"corpus": [lines]})
 
 
 def parts(files):
@@ -247,52 +228,6 @@ def test_a_folder_has_one_text(lines, tmp_path, monkeypatch, capsys):
     assert facts[HASH] in said and "another --dir" in said
     lines.write_text(lines.read_text() + "more\n")
     assert facts[HASH] in refused(monkeypatch, capsys, *call, "--text", lines)
-
-
-def test_a_pattern_that_matches_nothing_is_named(lines, tmp_path, monkeypatch, capsys):
-    call = ("table5", "--size", "micro", "--dir", tmp_path / "runs")
-    wrong = str(tmp_path / "*.nothing")
-    for option in (("--text", lines, wrong), ("--text", lines, "--domain", wrong)):
-        assert wrong in refused(monkeypatch, capsys, *call, *option)
-    assert not (tmp_path / "runs").exists()
-    with pytest.raises(GrowthError, match="no such file"):
-        files_of([str(tmp_path)])
-
-
-def test_a_system_that_the_table_lacks_is_refused(tmp_path, monkeypatch, capsys):
-    for name in ("taught", "nothing"):
-        call = ("table5", "--dir", tmp_path / "runs", "--systems", "fpi", name)
-        said = refused(monkeypatch, capsys, *call)
-        assert f"{name}: no system of table5. It has: scratch, direct_copy," in said
-    with pytest.raises(SystemExit):
-        called(monkeypatch, "--help")
-    shown = capsys.readouterr().out
-    assert "--systems SYSTEM" in shown and "padded_rewarmed" not in shown
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (("table5", "--workers", "0"), "--workers 0: at least one run at a time"),
-        (("report", "--systems", "fpi"), "report shows the runs that are there"),
-        (("maps", "--seeds", "1"), "maps shows the runs that are there"),
-        (("maps",), "has no trained models of size 'tiny' to draw"),
-        *(
-            ((one, "--size", "micro", "--save"), "are never saved")
-            for one in ("table5", "maps", "report")
-        ),
-        (("table2", "--size", "base"), "--size base needs --text:"),
-        (("domain", "--size", "base", "--text", "one.txt"), "--size base needs --domain:"),
-    ],
-)
-def test_calls_without_a_use_are_refused(options, said, results, tmp_path, monkeypatch, capsys):
-    assert said in refused(monkeypatch, capsys, *options, "--dir", tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_file_is_no_folder_for_runs(lines, monkeypatch, capsys):
-    said = refused(monkeypatch, capsys, "table5", "--dir", lines)
-    assert f"--dir {lines}: this is no folder" in said
 
 
 def test_known_runs_are_not_trained_again_for_their_accuracies(tmp_path, monkeypatch):

@@ -2,19 +2,14 @@
 
 import math
 import re
-from dataclasses import replace
 
 import pytest
 
-from bench.paper import plans
 from bench.paper.briefs import brief_text
 from bench.paper.compare import best_rate, compared, interval, runs_of, saved, title_of
-from bench.paper.jobs import RATE_SEED, source_of
-from bench.paper.page import minutes_of, page_text, report, table, write_page
-from bench.paper.pictures import draw
+from bench.paper.page import page_text, report, table, write_page
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.shared.results import write
-from tests.plot.runs import drawn as drawn_figure
 
 
 def runs_with(losses, flops, source=0.0):
@@ -116,30 +111,6 @@ def test_shorter_runs_are_in_no_column_but_in_the_savings():
     assert [line[7] for line in cells] == ["0.0 %", *["≥ 75.0 %"] * 3, *["≥ 96.9 %"] * 3]
 
 
-def test_columns_follow_the_lengths_of_their_line():
-    """Growth inside a run has one between those of the columns, scratch has not."""
-    lines, rows = lines_of("one_run", "tiny")[:3], {}
-    ends = {0.25: "4.000", 0.5: "3.500", 0.75: "3.250", 1.0: "3.000"}
-    for line in lines:
-        rate = line.setting.rates[1]
-        made = [(job, abs(job.rate - rate)) for job in jobs_of_rates(line)]
-        for job in jobs_of_seed(line, 1, rate):
-            made.append((job, float(ends[round(job.steps / line.setting.steps, 2)])))
-        rows |= {job.name: row_of(job, loss) for job, loss in made}
-    text = table("one_run", "tiny", compared(lines, "one_run", rows))
-    cells = [line.split(" | ")[3:6] for line in text.splitlines()[2:5]]
-    assert cells == [["4.000", "3.500", "3.000"]] * 3
-
-
-def test_the_order_of_lengths_changes_no_run(monkeypatch):
-    line = lines_of("depth", "tiny")[-1]
-    jobs = jobs_of_seed(line, 1, 1e-3)
-    assert len(jobs) == 6 and len(line.parts) == 3
-    monkeypatch.setattr(plans, "PARTS", plans.PARTS[::-1])
-    turned = replace(line, parts=line.parts[::-1])
-    assert jobs_of_seed(turned, 1, 1e-3) == jobs
-
-
 def test_the_page_shows_a_picture_of_every_table(tmp_path):
     assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
     assert set(brief_text(tmp_path, "sources").splitlines()[2].split(" | ")[1:]) == {"-", "- |"}
@@ -173,40 +144,6 @@ def test_lines_that_lack_seeds_are_named(tmp_path):
             assert (f"| {title_of(line)} |" in text) == (count == counts[0])
             assert (title_of(line) in named) == (0 < count < counts[0])
         assert write_page(tmp_path)
-
-
-def test_every_point_of_a_picture_is_within_its_axes(tmp_path, monkeypatch):
-    """A teacher costs FLOPs, so that a taught model ends beyond its baseline."""
-    lines = lines_of("inheritance", "tiny")[:4]
-    losses = [[(3.0, 2.5, 2.0)]] * 4
-    rows = {row["name"]: row for row in rows_for(lines, losses)}
-    for row in rows.values():
-        factor = {"taught": 1.1, "taught_by_two": 1.3}.get(row["system"], 1.0)
-        row["flops"] = [factor * one for one in row["flops"]]
-    found = compared(lines, "inheritance", rows)
-    figure = drawn_figure(monkeypatch, lambda: draw(found, tmp_path / "a.png", title="some"))
-    limits = [
-        (line.get_xdata().max(), axes.get_xlim()[1])
-        for axes in figure.subfigs[0].axes
-        for line in axes.lines
-        if len(line.get_xdata()) == 3
-    ]
-    assert len(limits) == 6 and max(end for end, _ in limits) == pytest.approx(1.3)
-    assert all(end <= limit for end, limit in limits)
-
-
-def test_the_time_of_a_table_counts_every_run_once():
-    lines = lines_of("moment", "tiny")[:5]
-    rows = {row["name"]: row for row in rows_for(lines, [own[:1] for own in MOMENT])}
-    assert minutes_of(lines, rows) is None
-    # four moments of growth, with the seed that chooses the rates
-    for line in lines[1:]:
-        for seed in (1, RATE_SEED):
-            source = row_of(source_of(line.setting, seed), 2.0)
-            rows[source["name"]] = source
-    # 3 rates and 3 lengths of each line, two runs at a time
-    assert minutes_of(lines, rows) == (5 * 6 + 4 * 2) / 2
-    assert minutes_of(lines, {**rows, "other": {"seconds": 1e6}}) == 19
 
 
 def test_a_rate_whose_loss_is_no_number_is_not_the_best():

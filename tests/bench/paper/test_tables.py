@@ -14,12 +14,12 @@ from transformers import BertForMaskedLM
 
 from bench.paper import __main__ as command
 from bench.paper import plans, runs
-from bench.paper.jobs import RATE_SEED, SOURCE, all_needs, source_of
+from bench.paper.jobs import RATE_SEED, SOURCE, source_of
 from bench.paper.pictures import maps_text
-from bench.paper.plans import TABLES, jobs_of_rates, lines_of
+from bench.paper.plans import TABLES, lines_of
 from bench.paper.runs import to_toml, write_run_file
 from bench.paper.settings import MICRO_GPT, SIZES
-from bench.paper.systems import SYSTEMS, job_of, run_of, untrained_models
+from bench.paper.systems import SYSTEMS, job_of, run_of
 from bench.shared.results import append_row, write
 from growkern.errors import GrowthError
 from growkern.train.topk_teacher.store import read_header
@@ -163,85 +163,6 @@ def test_every_system_is_a_run_file(system, tmp_path):
         assert run.inheritance.end_step == 176 and run.teacher.paths == (run.growth.source,)
 
 
-def test_only_stacked_models_begin_with_fewer_layers():
-    for name in SYSTEMS:
-        layers = [n for _, n in untrained_models(job_of(DOMAIN, name, 1, 1e-3, 8)).values()]
-        fewer, whole = MICRO_GPT.target.layers // 4, MICRO_GPT.target.layers
-        # the layers of the source itself
-        if SYSTEMS[name].starts_small:
-            assert layers == [None], name
-            continue
-        assert layers in ([], [fewer] if name in ("stackbert", "mslt") else [whole]), name
-
-
-def test_a_middle_size_is_taught_by_the_source_before_it_teaches():
-    job = job_of(MICRO_GPT, "taught_by_generations", 1, 1e-3, 16)
-    (middle,), source = job.needs, source_of(MICRO_GPT, 1)
-    assert run_of(job).teacher.paths == (middle.name,) and middle.needs == (source,)
-    assert run_of(middle).teacher.paths == (source.name,)
-    assert all_needs(job) == {middle, source}
-    widths = (source.setting.source.width, middle.setting.target.width, job.setting.target.width)
-    assert widths == (16, 24, 32)
-    assert middle.setting.config(middle.setting.target).n_head == 3
-
-
-def test_a_stage_1_before_takes_no_steps_from_the_rest():
-    setting = lines_of("table4", "tiny")[-1].setting
-    job = job_of(setting, "aki_after_stage1", 1, 1e-3, 500)
-    (first,) = job.needs
-    assert all_needs(job) == {first, source_of(setting, 1)}
-    stages = run_of(first).two_stage
-    assert (first.steps, stages.stage1_steps, stages.layers_per_block) == (250, 250, 2)
-    after = run_of(job)
-    assert (after.model.path, after.training.steps) == (first.name, 500)
-    assert after.two_stage is None and after.growth is None
-    # a run that goes on from another trains with AdamW, so this is what it is compared with
-    assert run_of(job_of(setting, "aki_adamw", 1, 1e-3, 500)).training.optimizer == "adamw"
-
-
-def test_only_a_growth_that_adds_layers_says_where_they_come_from():
-    lines = {line.label: line for line in lines_of("table3", "tiny") if line.system == "aki"}
-    depths = [
-        run_of(job_of(lines[f"source {name}"].setting, "aki", 1, 1e-3, 500)).growth.depth
-        for name in ("4x64", "2x64")
-    ]
-    assert depths == ["identity", "stack"]
-
-
-def test_models_of_one_text_go_on_with_another():
-    job = job_of(DOMAIN, "adapted_taught", 1, 1e-3, 16)
-    general, expert = job.needs
-    assert run_of(job).model.path == general.name and run_of(job).teacher.paths == (expert.name,)
-    assert general.name.startswith("micro-gpt/scratch-32-")
-    assert run_of(expert).model.path == source_of(MICRO_GPT, 1).name
-    texts = {one.name: run_of(one).data.train for one in (job, *all_needs(job))}
-    assert {text for name, text in texts.items() if "domain" in name} == {("domain/train.txt",)}
-    assert {text for name, text in texts.items() if "domain" not in name} == {("corpus/train.txt",)}
-    alone = job_of(DOMAIN, "adapted", 1, 1e-3, 16)
-    assert alone.needs == (general,) and run_of(alone).inheritance is None
-
-
-@pytest.mark.parametrize(
-    "name, sources, scratches",
-    [
-        ("table3", 4, 1),
-        ("narrow", 5, 1),
-        ("ages", 3, 1),
-        ("table4", 3, 1),
-        ("depth", 2, 1),
-        ("directions", 1, 3),
-        ("moment", 4, 1),
-    ],
-)
-def test_lines_share_what_does_not_differ(name, sources, scratches):
-    lines = lines_of(name, "tiny")
-    jobs = {job_of(line.setting, line.system, 1, 1e-3, 8) for line in lines}
-    jobs |= {job_of(line.setting, "scratch", 1, 1e-3, 8) for line in lines}
-    found = {one.name for job in jobs for one in job.needs}
-    assert len(found) == sources
-    assert len({job.name for job in jobs if job.system == "scratch"}) == scratches
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_is_made_of_runs(name):
     """All run files are valid, no two jobs share a folder, and only the baseline is shared."""
@@ -357,16 +278,6 @@ def test_a_run_waits_for_what_it_needs_and_for_nothing_else(tmp_path):
         assert found, names[job]
     # the slow one waits for the file of the other, and may be seen first of the two
     assert seen[0] == quick and {*seen} == {quick, grown, slow}
-
-
-def test_an_untrained_bert_chooses_its_rate_past_the_plateau():
-    steps = {line.system: jobs_of_rates(line)[0].steps for line in lines_of("table2", "tiny")}
-    assert {name for name, count in steps.items() if count == 2000} == {
-        "scratch",
-        "stackbert",
-        "mslt",
-    }
-    assert set(steps.values()) == {500, 2000}
 
 
 def test_rows_of_other_settings_are_refused(tmp_path):

@@ -51,15 +51,6 @@ def test_width_is_exact(class_name, sizes, config, growth, symmetry):
     assert relative_error(source, grown) <= EXACT
 
 
-@pytest.mark.parametrize("q_heads, kv_heads", [(12, 4), (12, 2), (12, 3), (10, 5), (6, 6)])
-def test_grouped_query_heads_stay_with_their_keys(q_heads, kv_heads):
-    source = random_model("LlamaForCausalLM", LLAMA)
-    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
-    # Llama's config wants a hidden size that is a multiple of the heads
-    grown = growkern.grow(source, hidden_size=60, intermediate_size=20, **heads)
-    assert relative_error(source, grown) <= EXACT
-
-
 @pytest.mark.parametrize(
     "class_name, sizes, growth",
     [
@@ -71,26 +62,6 @@ def test_grouped_query_heads_stay_with_their_keys(q_heads, kv_heads):
 def test_random_balanced_maps_are_exact_too(class_name, sizes, growth):
     source = random_model(class_name, sizes)
     grown = growkern.grow(source, maps="balanced", seed=3, **growth)
-    assert relative_error(source, grown) <= EXACT
-
-
-@pytest.mark.parametrize(
-    "class_name, sizes, growth",
-    [
-        ("BertForMaskedLM", BERT, {"num_hidden_layers": 4, "identity_gain": 1e-8}),
-        (
-            "BertForMaskedLM",
-            BERT,
-            {"num_hidden_layers": 3, "hidden_size": 24, "identity_gain": 1e-8},
-        ),
-        ("GPT2LMHeadModel", GPT2, {"n_layer": 5, "n_embd": 20}),
-        ("LlamaForCausalLM", LLAMA, {"num_hidden_layers": 4, "hidden_size": 20, **GQA}),
-    ],
-)
-def test_identity_depth_is_exact(class_name, sizes, growth):
-    source = random_model(class_name, sizes)
-    grown = growkern.grow(source, depth="identity", **growth)
-    assert grown.growth_plan.exact, grown.growth_plan.findings
     assert relative_error(source, grown) <= EXACT
 
 
@@ -175,34 +146,6 @@ def test_uneven_mlm_head_is_called_changed_and_its_encoder_is_not():
     stream = grown.growth_plan.layout.space("stream")
     wide = outputs(grown.bert)["last_hidden_state"][..., :12] / stream.write[:12]
     assert ((wide - hidden).abs().max() / hidden.abs().max()).item() <= 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_powers_of_two_are_bit_exact(dtype):
-    source = random_model("LlamaForCausalLM", LLAMA, dtype=dtype)
-    grown = growkern.grow(source, hidden_size=24, symmetry="none", stream="copies")
-    assert grown.dtype == dtype
-    for task in grown.growth_plan.tasks:
-        if task.name.endswith("o_proj.weight"):
-            old = source.state_dict()[task.name]
-            new = grown.state_dict()[task.name]
-            # out rows copied, 12 query heads for 6: every share is a half
-            assert torch.equal(new[:12, :24] + new[:12, 24:], old)
-            assert torch.equal(new[12:], new[:12])
-
-
-def test_save_and_load_keeps_the_function(tmp_path):
-    import transformers
-
-    for class_name, sizes, config, growth in WIDTHS[::4]:
-        source = random_model(class_name, sizes, **config)
-        grown = growkern.grow(source, **growth)
-        grown.save_pretrained(tmp_path / class_name)
-        loaded = getattr(transformers, class_name).from_pretrained(
-            tmp_path / class_name, dtype=torch.float64
-        )
-        loaded.growth_plan = grown.growth_plan
-        assert relative_error(source, loaded.eval()) <= EXACT
 
 
 def test_source_is_left_alone():

@@ -458,18 +458,3 @@ def test_sizes_of_an_encoder_that_is_not_there_do_not_matter():
     target.d_model = 24
     target.decoder_attention_heads = 12
     assert relative_error(source, growkern.grow(source, target_config=target)) <= EXACT
-
-
-def test_layer_lists_follow_their_layers():
-    layers = ["sliding_attention", "full_attention", "full_attention"]
-    source = random_model(
-        "Qwen3ForCausalLM",
-        ROTARY,
-        num_hidden_layers=3,
-        layer_types=layers,
-        sliding_window=4,
-        use_sliding_window=True,
-    )
-    grown = growkern.grow(source, num_hidden_layers=5, depth="stack")
-    assert grown.config.layer_types == [layers[i] for i in (0, 1, 2, 1, 2)]
-    assert source.config.layer_types == layers

@@ -4,7 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import growkern
+
 IGNORED = -100
+# the three losses
+DOORS = ("logits", "hidden", "top k")
 # the compiled library works on a CPU, and the tests are on the GPU where there is one
 BACKENDS = ["reference", *(() if torch.cuda.is_available() else ("cpu",)), "triton"]
 
@@ -54,6 +58,25 @@ def truth_of(student, teachers, labels, *, alpha, temperature=1.0, softcap=None,
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """Frobenius norm of the difference over that of the truth."""
     return ((actual.double() - truth).norm() / truth.norm()).item()
+
+
+def call(door, student, teacher, labels, *, k=None, **options):
+    """A loss of two heads (hidden, weight, bias). For the last one k tokens are kept, or all."""
+    (hidden, weight, bias), (x, w, b) = student, (*teacher, None)[:3]
+    if door == "logits":
+        return growkern.kl_mlm_loss(F.linear(*student), F.linear(x, w, b), labels, **options)
+    if door == "hidden":
+        return growkern.linear_kl_mlm_loss(
+            hidden, weight, x, w, labels, student_bias=bias, teacher_bias=b, **options
+        )
+    with torch.autocast(x.device.type, enabled=False):
+        log_p = F.linear(x.double(), w.double(), None if b is None else b.double())
+        log_p = (log_p / options.get("temperature", 1.0)).log_softmax(-1)
+    kept = log_p.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    kept = kept.topk(k or len(w), dim=-1)
+    return growkern.topk_kl_mlm_loss(
+        hidden, weight, kept.indices, kept.values, labels, student_bias=bias, **options
+    )
 
 
 def check_compiled(

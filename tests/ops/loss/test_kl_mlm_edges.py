@@ -15,12 +15,11 @@ from growkern.ops.loss.linear.heads import Head, Settings, Sizes
 from growkern.ops.loss.rows.inputs import checked_labels, row_kinds
 from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths, RowInputs
-from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, make_logits
+from tests.ops.loss.loss_inputs import BACKENDS, DOORS, IGNORED, call, make_logits
 from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 from tests.ops.loss.test_topk_kl_mlm_loss import make_inputs
 
 PROVIDERS = BACKENDS[1:]
-DOORS = ("logits", "hidden", "top k")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -215,23 +214,6 @@ def test_under_gradient_checkpointing(backend, device):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_four_micro_batches_are_the_big_batch(backend, device):
-    """Unequal numbers of labels, one micro-batch without any; float32, gradients accumulated."""
-    student, teachers, labels = make_heads(24, 13, 8, torch.float32, device)
-    labels[:5] = -100
-    _, whole = loss_and_grads(student, teachers, labels, backend=backend)
-    inputs = [x.detach().clone().requires_grad_() for x in student]
-    items = (labels != -100).sum()
-    for a, b in [(0, 5), (5, 6), (6, 15), (15, 24)]:
-        growkern.linear_kl_mlm_loss(
-            inputs[0][a:b], inputs[1], teachers[0][0][a:b], teachers[0][1], labels[a:b],
-            student_bias=inputs[2], teacher_bias=teachers[0][2], num_items=items, backend=backend,
-        ).backward()  # fmt: skip
-    for x, expected in zip(inputs, whole, strict=True):
-        torch.testing.assert_close(x.grad, expected, rtol=1e-6, atol=1e-7)
-
-
 def test_labels_that_count_lie_inside_the_vocabulary(device):
     """Also in a compiled graph; but nobody asks where no label is read."""
     student, teachers, labels = make_logits(6, 33, torch.float32, device)
@@ -249,23 +231,6 @@ def test_labels_that_count_lie_inside_the_vocabulary(device):
 def test_opcheck_of_the_labels(device):
     labels, kind = torch.tensor([0, 8, -100], device=device), torch.tensor([1, 3, 2], device=device)
     library.opcheck(checked_labels, (labels, kind, 9, ""))
-
-
-def call(door, student, teacher, labels, **options):
-    """One of the three losses on heads (hidden, weight, bias); all tokens are kept for the last."""
-    (hidden, weight, bias), (x, w, b) = student, teacher
-    if door == "logits":
-        z, u = (torch.nn.functional.linear(*head) for head in (student, teacher))
-        return growkern.kl_mlm_loss(z, u, labels, **options)
-    if door == "hidden":
-        return growkern.linear_kl_mlm_loss(
-            hidden, weight, x, w, labels, student_bias=bias, teacher_bias=b, **options
-        )
-    log_p = torch.nn.functional.linear(x, w, b).log_softmax(-1)
-    ids = torch.arange(len(w), device=x.device).expand(log_p.shape)
-    return growkern.topk_kl_mlm_loss(
-        hidden, weight, ids, log_p, labels, student_bias=bias, **options
-    )
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -142,39 +142,6 @@ def test_padded_vocabularies(backend, device):
     assert (padded[1][:, 17:] == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_micro_batches_add_up(backend, device):
-    student, teachers, labels = make_logits(20, 13, torch.float64, device)
-    labels[5:9] = IGNORED
-    whole = loss_and_grad(student, teachers, labels, kl_rows="all", backend=backend)
-    counts = ((labels != IGNORED).sum(), torch.tensor(20.0, device=device))
-    parts = [
-        loss_and_grad(
-            student[a:b],
-            [teachers[0][a:b]],
-            labels[a:b],
-            kl_rows="all",
-            num_items=counts,
-            backend=backend,
-        )
-        for a, b in [(0, 1), (1, 6), (6, 8), (8, 20)]
-    ]
-    torch.testing.assert_close(sum(p[0] for p in parts), whole[0])
-    torch.testing.assert_close(torch.cat([p[1] for p in parts]), whole[1])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reductions_and_leading_dimensions(backend, device):
-    student, teachers, labels = make_logits(6, 9, torch.float64, device)
-    shaped = (student.view(2, 3, 9), [t.view(2, 3, 9) for t in teachers], labels.view(2, 3))
-    per_row = kl_mlm_loss(*shaped, reduction="none", backend=backend)
-    assert per_row.shape == (2, 3) and (per_row[shaped[2] == IGNORED] == 0).all()
-    total = kl_mlm_loss(*shaped, reduction="sum", backend=backend)
-    mean = kl_mlm_loss(*shaped, backend=backend)
-    torch.testing.assert_close(per_row.sum(), total)
-    torch.testing.assert_close(total / (labels != IGNORED).sum(), mean)
-
-
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_non_contiguous_logits(backend, device):
     student, teachers, labels = make_logits(4, 30, torch.float64, device)
@@ -262,27 +229,6 @@ def test_opcheck(backend, device):
     drows = torch.ones_like(rows.detach())
     inputs = (drows, student.detach(), teachers, labels, kind, state, 30, maths, backend)
     library.opcheck(kl_mlm_rows_backward_op, inputs)
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_backward_twice_is_the_same_twice(backend, device):
-    student, teachers, labels = make_logits(4, 33, torch.float32, device)
-    student.requires_grad_()
-    loss = 3.0 * kl_mlm_loss(student, teachers, labels, backend=backend)
-    (first,) = torch.autograd.grad(loss, student, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, student)
-    assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_second_derivative_is_refused(backend, device):
-    student, teachers, labels = make_logits(4, 33, torch.float64, device)
-    _, expected = loss_and_grad(student, teachers, labels, backend=backend)
-    loss = kl_mlm_loss(student.requires_grad_(), teachers, labels, backend=backend)
-    (grad,) = torch.autograd.grad(loss, student, create_graph=True)
-    torch.testing.assert_close(grad.detach(), expected)
-    with pytest.raises(growkern.errors.GrowthError, match="differentiated once"):
-        torch.autograd.grad(grad.square().sum(), student)
 
 
 def test_reference_can_be_differentiated_twice(device):

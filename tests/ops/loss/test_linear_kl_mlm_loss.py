@@ -18,7 +18,6 @@ from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.state import Maths
 from tests.ops.loss.loss_inputs import (
     BACKENDS,
-    IGNORED,
     check_compiled,
     make_labels,
     relative_error,
@@ -234,64 +233,6 @@ def test_float64_logits_are_the_default_on_a_cpu_alone(where, dtype):
     assert check_logits_dtype(None, x.bfloat16()) == torch.float32
 
 
-@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
-def test_narrow_gradients_written_over_the_logits(dtype, bar, device):
-    """The Triton kernel rounds dlogits once, in place; a small vocabulary for the interpreter."""
-    student, teacher, labels = drifted_heads(8, 9000, 0.01, dtype, device)
-    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
-    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", alpha=1.0)
-    _, actual = loss_and_grads(student, [teacher], labels, backend="triton", alpha=1.0)
-    errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
-    assert all(error <= bar for error in errors.values()), errors
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_float16_with_a_loss_scaler(backend, device):
-    """Row weights of 1e-5: dlogits lie under float16's floor until the scaler's 2^15 comes in."""
-    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16, device)
-    in64 = [[x.double() for x in xs] for xs in (student, teacher)]
-    options = {"alpha": 1.0, "num_items": 1e5}
-    _, truth = loss_and_grads(in64[0], [in64[1]], labels, backend="reference", **options)
-    inputs = [x.clone().requires_grad_() for x in student]
-    loss = call(inputs, [teacher], labels, backend=backend, **options)
-    actual = torch.autograd.grad(2.0**15 * loss, inputs)
-    for name, a, t in zip(NAMES, actual, truth, strict=True):
-        assert a.dtype == torch.float16 and relative_error(a, 2.0**15 * t) <= 2e-3, name
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_rows_of_neither_mask_reach_no_gemm(backend, device):
-    student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
-    labels[:] = IGNORED
-    labels[2], labels[7] = 3, 5
-    expected = loss_and_grads(student, teachers, labels, backend="reference")
-    broken = [x.clone() for x in student]
-    broken[0][labels == IGNORED] = float("nan")
-    with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
-        actual = loss_and_grads(broken, teachers, labels, backend=backend)
-    assert_same(actual, expected)
-    assert (actual[1][0][labels == IGNORED] == 0).all()
-    if device == "cpu":
-        assert [c.args[0].shape[0] for c in project.call_args_list] == [2, 2]
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_compaction_without_asking_how_many(backend, device):
-    """The path a GPU takes: places by prefix sum, unused ones read and write a spare row."""
-    student, teachers, labels = make_heads(12, 17, 8, torch.float64, device)
-    expected = loss_and_grads(student, teachers, labels, backend="reference")
-    with mock.patch.object(op_module, "may_ask", lambda device: False):
-        for max_rows in (None, 12, 8):
-            actual = loss_and_grads(
-                student, teachers, labels, backend=backend, max_rows=max_rows, chunk_bytes=1400
-            )
-            assert_same(actual, expected)
-        # on a GPU an assertion ends the whole process
-        if device == "cpu":
-            with pytest.raises(RuntimeError, match="max_rows"):
-                loss_and_grads(student, teachers, labels, backend=backend, max_rows=3)
-
-
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_frozen_parts_cost_no_gemm(backend, device):
     student, teachers, labels = make_heads(6, 17, 8, torch.float64, device)
@@ -336,32 +277,6 @@ def test_padded_vocabularies_and_parts(backend, device):
         torch.testing.assert_close(part, expected_part)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_micro_batches_add_up(backend, device):
-    student, teachers, labels = make_heads(20, 13, 8, torch.float64, device)
-    labels[5:9] = IGNORED
-    whole = loss_and_grads(student, teachers, labels, backend=backend)
-    count = (labels != IGNORED).sum()
-    total, grads = 0.0, []
-    for a, b in [(0, 1), (1, 7), (7, 8), (8, 20)]:
-        part = [student[0][a:b], *student[1:]], [[teachers[0][0][a:b], *teachers[0][1:]]]
-        loss, grad = loss_and_grads(*part, labels[a:b], num_items=count, backend=backend)
-        total, grads = total + loss, [*grads, grad]
-    dX, dW, db = zip(*grads, strict=True)
-    assert_same((total, (torch.cat(dX), sum(dW), sum(db))), whole, rtol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_per_row_losses(backend, device):
-    student, teachers, labels = make_heads(6, 13, 8, torch.float64, device)
-    shaped = [[h[0].view(2, 3, -1), *h[1:]] for h in (student, *teachers)]
-    options = {"reduction": "none", "temperature": 2.0}
-    actual = loss_and_grads(shaped[0], shaped[1:], labels.view(2, 3), backend=backend, **options)
-    expected = loss_and_grads(student, teachers, labels, backend="reference", **options)
-    assert actual[0].shape == (2, 3) and actual[1][0].shape == (2, 3, 8)
-    assert_same((actual[0].view(6), (actual[1][0].view(6, 8), *actual[1][1:])), expected)
-
-
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_non_contiguous_inputs(backend, device):
     student, teachers, labels = make_heads(6, 13, 8, torch.float64, device)
@@ -397,36 +312,12 @@ def test_biases_of_any_layout(whose, layout, backend, device):
     assert_same((loss.detach(), torch.autograd.grad(loss, given)), truth)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("N", [0, 1, 5])
-def test_nothing_to_learn_from(N, backend, device):
-    student, teachers, labels = make_heads(N, 13, 8, torch.float32, device)
-    loss, grads = loss_and_grads(student, teachers, labels.fill_(IGNORED), backend=backend)
-    assert loss.item() == 0
-    assert all((grad == 0).all() for grad in grads)
-    if N == 1:
-        loss, grads = loss_and_grads(student, teachers, labels.fill_(2), backend=backend)
-        assert loss.item() > 0 and all(grad.isfinite().all() for grad in grads)
-
-
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_extreme_logits(backend, device):
     student, teachers, labels = make_heads(4, 13, 8, torch.float32, device)
     student[2][3], teachers[0][2][3], teachers[0][2][5] = 1e4, -1e4, float("-inf")
     loss, grads = loss_and_grads(student, teachers, labels, backend=backend)
     assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_autocast(backend, device):
-    student, teachers, labels = make_heads(6, 33, 8, torch.float32, device)
-    low = [[x.bfloat16() for x in head] for head in (student, *teachers)]
-    expected = loss_and_grads(low[0], low[1:], labels, backend=backend)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        actual = loss_and_grads(student, teachers, labels, backend=backend)
-    assert actual[0] == expected[0]
-    for a, e in zip(actual[1], expected[1], strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, e.float())
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
@@ -461,33 +352,6 @@ def test_opcheck(per_row, dtype, backend, device):
     by_triton = backend == "triton"
     inputs = (torch.tensor(2.0, device=device), grads, anchor.detach(), torch.float16, by_triton)
     library.opcheck(linear_kl_mlm_backward_op, inputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_backward_twice_is_the_same_twice(backend, dtype, device):
-    """Also by a factor that bfloat16 would round: one of the two works in place."""
-    student, teachers, labels = make_heads(4, 9, 8, dtype, device)
-    student = [x.requires_grad_() for x in student]
-    loss = call(student, teachers, labels, backend=backend) / 3
-    first = torch.autograd.grad(loss, student, retain_graph=True)
-    second = torch.autograd.grad(loss, student)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_second_derivative_is_refused(backend, reduction, device):
-    student, teachers, labels = make_heads(4, 9, 8, torch.float64, device)
-    expected = loss_and_grads(student, teachers, labels, backend=backend, reduction=reduction)[1]
-    for i in range(3):
-        inputs = [x.detach().clone().requires_grad_(j == i) for j, x in enumerate(student)]
-        loss = call(inputs, teachers, labels, backend=backend, reduction=reduction)
-        scalar = (loss * torch.linspace(1, 2, loss.numel(), device=device).view_as(loss)).sum()
-        (grad,) = torch.autograd.grad(scalar, inputs[i], create_graph=True)
-        torch.testing.assert_close(grad.detach(), expected[i])
-        with pytest.raises(growkern.errors.GrowthError, match="differentiated once"):
-            torch.autograd.grad(grad.square().sum(), inputs[i])
 
 
 def test_compiles_whole_and_once_for_every_alpha_and_size(device, backend="aot_eager"):

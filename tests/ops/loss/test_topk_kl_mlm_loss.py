@@ -1,7 +1,6 @@
 """The loss with cached teachers against its definition in float64; its options and refusals."""
 
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import library
 from torch.nn import functional as F
 
 import growkern
-from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Settings, Sizes, anchor_of, as_arguments
 from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.topk.op import topk_kl_mlm_op
@@ -236,18 +234,6 @@ def test_gradients_beside_a_close_teacher(dtype, bar, drift, options, device):
     assert all(error <= bar for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
-def test_narrow_gradients_written_over_the_logits(dtype, bar, device):
-    """The Triton kernel rounds dlogits once, in place; k more than one block's threads."""
-    student, teacher, labels = drifted_heads(6, 9000, 0.01, dtype, device)
-    topk = topk_of(F.linear(*(x.double() for x in teacher)), 300, 1.0, torch.float32)
-    in64 = [x.double() for x in student]
-    _, truth = loss_and_grads(in64, topk, labels, backend="reference", alpha=1.0)
-    _, actual = loss_and_grads(student, topk, labels, backend="triton", alpha=1.0)
-    errors = {n: relative_error(a, t) for n, a, t in zip(NAMES, actual, truth, strict=True)}
-    assert all(error <= bar for error in errors.values()), errors
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_teachers_with_the_same_and_with_other_tokens(backend, device):
     """One teacher twice is that teacher; cut in two it has the other's tokens in its tail."""
@@ -357,34 +343,6 @@ def test_rows_that_carry_no_kl_may_hold_anything(backend, device):
     assert abs(loss.item() - (0.5 * mlm + 0.5 * kl)) < 1e-12
 
 
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_rows_of_neither_mask_reach_no_gemm(backend, device):
-    student, topk, labels = make_inputs(12, 17, 8, 4, torch.float64, device)
-    labels[:] = IGNORED
-    labels[2], labels[7] = 3, 5
-    expected = loss_and_grads(student, topk, labels, backend="reference")
-    broken = [x.clone() for x in student]
-    broken[0][labels == IGNORED] = float("nan")
-    with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
-        actual = loss_and_grads(broken, topk, labels, backend=backend)
-    assert_same(actual, expected)
-    if device == "cpu":
-        assert [c.args[0].shape[0] for c in project.call_args_list] == [2]
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_compaction_without_asking_how_many(backend, device):
-    student, topk, labels = make_inputs(12, 17, 8, 4, torch.float64, device)
-    # what every column loses to smoothing is 0 / 0 in an unused place
-    options = {"label_smoothing": 0.1}
-    expected = loss_and_grads(student, topk, labels, backend="reference", **options)
-    options |= {"backend": backend, "chunk_bytes": 700}
-    with mock.patch.object(op_module, "may_ask", lambda device: False):
-        for max_rows in (None, 12, 8):
-            actual = loss_and_grads(student, topk, labels, max_rows=max_rows, **options)
-            assert_same(actual, expected)
-
-
 def test_backends_it_has_not():
     with pytest.raises(growkern.GrowthError, match="'cuda' does not do this operation"):
         topk_kl_mlm_loss(**GOOD, backend="cuda")
@@ -439,32 +397,6 @@ def test_top1_where_the_likeliest_token_stands(backend, device):
     assert parts.top1_agreement.item() == 0.75
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_micro_batches_add_up(backend, device):
-    student, topk, labels = make_inputs(20, 13, 8, 4, torch.float64, device)
-    labels[5:9] = IGNORED
-    whole = loss_and_grads(student, topk, labels, backend=backend)
-    count = (labels != IGNORED).sum()
-    total, grads = 0.0, []
-    for a, b in [(0, 1), (1, 7), (7, 8), (8, 20)]:
-        part = [student[0][a:b], *student[1:]], (topk[0][a:b], topk[1][a:b])
-        loss, grad = loss_and_grads(*part, labels[a:b], num_items=count, backend=backend)
-        total, grads = total + loss, [*grads, grad]
-    dX, dW, db = zip(*grads, strict=True)
-    assert_same((total, (torch.cat(dX), sum(dW), sum(db))), whole, rtol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_per_row_losses(backend, device):
-    student, topk, labels = make_inputs(6, 13, 8, 4, torch.float64, device)
-    shaped = [student[0].view(2, 3, -1), *student[1:]], [x.view(2, 3, -1) for x in topk]
-    options = {"reduction": "none", "temperature": 2.0}
-    actual = loss_and_grads(*shaped, labels.view(2, 3), backend=backend, **options)
-    expected = loss_and_grads(student, topk, labels, backend="reference", **options)
-    assert actual[0].shape == (2, 3) and actual[1][0].shape == (2, 3, 8)
-    assert_same((actual[0].view(6), (actual[1][0].view(6, 8), *actual[1][1:])), expected)
-
-
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_non_contiguous_inputs(backend, device):
     student, topk, labels = make_inputs(6, 13, 8, 4, torch.float64, device)
@@ -472,18 +404,6 @@ def test_non_contiguous_inputs(backend, device):
     turned = [student[0].t().contiguous().t(), student[1].t().contiguous().t(), student[2]]
     topk = [x.t().contiguous().t() for x in topk]
     assert_same(loss_and_grads(turned, topk, labels, backend=backend), expected)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("N", [0, 1, 5])
-def test_nothing_to_learn_from(N, backend, device):
-    student, topk, labels = make_inputs(N, 13, 8, 4, torch.float32, device)
-    loss, grads = loss_and_grads(student, topk, labels.fill_(IGNORED), backend=backend)
-    assert loss.item() == 0
-    assert all((grad == 0).all() for grad in grads)
-    if N == 1:
-        loss, grads = loss_and_grads(student, topk, labels.fill_(2), backend=backend)
-        assert loss.item() > 0 and all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
@@ -497,32 +417,6 @@ def test_extreme_logits(backend, device):
     labels[:] = topk[0][:, 1]
     loss, grads = loss_and_grads(student, topk, labels, backend=backend)
     assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_float16_with_a_loss_scaler(backend, device):
-    student, teacher, labels = drifted_heads(8, 500, 0.05, torch.float16, device)
-    topk = topk_of(F.linear(*teacher), 32, 1.0, torch.float16)
-    options = {"alpha": 1.0, "num_items": 1e5}
-    in64 = [x.double() for x in student]
-    _, truth = loss_and_grads(in64, topk, labels, backend="reference", **options)
-    inputs = [x.clone().requires_grad_() for x in student]
-    loss = call(inputs, topk, labels, backend=backend, **options)
-    actual = torch.autograd.grad(2.0**15 * loss, inputs)
-    for name, a, t in zip(NAMES, actual, truth, strict=True):
-        assert a.dtype == torch.float16 and relative_error(a, 2.0**15 * t) <= 2e-3, name
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_autocast(backend, device):
-    student, topk, labels = make_inputs(6, 33, 8, 4, torch.float32, device)
-    low = [x.bfloat16() for x in student]
-    expected = loss_and_grads(low, topk, labels, backend=backend)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        actual = loss_and_grads(student, topk, labels, backend=backend)
-    assert actual[0] == expected[0]
-    for a, e in zip(actual[1], expected[1], strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, e.float())
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
@@ -558,20 +452,6 @@ def test_opcheck(per_row, backend, device):
     flat = [x for pair in zip(*topk, strict=True) for x in pair]
     inputs = (student, flat, *rows, anchor_of(student), *as_arguments(settings))
     library.opcheck(topk_kl_mlm_op, inputs)
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
-def test_backward_twice_but_not_double(backend, device):
-    student, topk, labels = make_inputs(4, 9, 8, 3, torch.float32, device)
-    student = [x.requires_grad_() for x in student]
-    kept = [x.clone() for x in (*student, *topk)]
-    loss = 3.0 * call(student, topk, labels, backend=backend)
-    first = torch.autograd.grad(loss, student, retain_graph=True)
-    second = torch.autograd.grad(loss, student, retain_graph=True, create_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(kept, (*student, *topk), strict=True))
-    with pytest.raises(growkern.GrowthError, match="once only"):
-        torch.autograd.grad(second[0].sum(), student)
 
 
 def test_compiles_whole_and_once_for_every_alpha(device):

@@ -1,8 +1,6 @@
 """The options of the losses are declared once: signatures, docstrings and a run file follow."""
 
-import ast
 import dataclasses
-import functools
 import inspect
 import re
 from typing import get_type_hints
@@ -94,99 +92,11 @@ def test_section_loss_of_a_run_file_has_the_declared_options():
 
 
 PACKAGE, KERNELS = generate.ROOT / "growkern", generate.HEADER.parent
-# Words that often mean other things: a process group, the backend of any op, the size of a
-# tokenizer, the filler of labels, the temperature of a stored teacher, the end of a loop, a keyword
-# of PyTorch. They count where they are read from the options of a loss (one of OWNERS), or given to
-# a loss by name, alone or in a dict of several options.
-AMBIGUOUS = ("group", "backend", "vocab_size", "ignore_index", "temperature", "tail", "reduction")
 OWNERS = ("call", "maths", "options", "loss", "inheritance", "schedule", "x")
-# files where a word means another thing: keywords of PyTorch, a count, the argument of transformers
-# that is translated, the columns of a served teacher, a column of the data
-OTHERWISE = {
-    "label_smoothing": ["train/loss/options.py"],
-    "alpha": ["train/loop/callbacks.py"],
-    "beta": ["ops/loss/linear/gemm.py"],
-    "kl_rows": ["train/loop/meter.py"],
-    "vocab_size": ["train/file_rules.py"],
-    "row_weights": ["train/dataset/load.py", "train/dataset/records.py", "train/run/resolve.py"],
-}
-# growth and model families have no loss; the compiled kernels of growth neither
-FOLDERS = ("growkern/ops/loss", "growkern/train", "growkern/cli", "csrc")
 
 
 def decorators(node):
     return getattr(node, "decorator_list", ())
-
-
-def _nodes(path):
-    """The syntax of a file; of one that is written in part, what is written by hand."""
-    tree = ast.parse(path.read_text())
-    if path == generate.OPTIONS:
-        classes = [x for x in tree.body if isinstance(x, ast.ClassDef)]
-        tree = ast.Module([f for x in classes for f in x.body if isinstance(f, ast.FunctionDef)])
-    # the types of results, for type checkers alone
-    tree.body = [x for x in tree.body if "overload" not in map(ast.unparse, decorators(x))]
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docstrings = {
-        id(x.body[0].value)
-        for x in ast.walk(tree)
-        if isinstance(x, documented) and x.body and isinstance(x.body[0], ast.Expr)
-    }
-    return [x for x in ast.walk(tree) if id(x) not in docstrings]
-
-
-def _words(node):
-    """The names that a node has. A text may be one, or a message with {name}."""
-    for attribute in ("id", "attr", "arg", "name", "value"):
-        word = getattr(node, attribute, None)
-        if isinstance(word, str):
-            yield from re.findall(r"^\w+$|(?<=[.{])\w+(?=[!:}])", word)
-
-
-def _owned(node):
-    """The names that a node reads from options of a loss, or gives to a loss."""
-    if isinstance(node, ast.Attribute):
-        owner = getattr(node.value, "attr", getattr(node.value, "id", None))
-        yield from [node.attr] if owner in OWNERS else []
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield from re.findall(r"(?<={x\.)\w+", node.value)
-    if isinstance(node, ast.Dict):
-        keys = {x.value for x in node.keys if isinstance(x, ast.Constant)} & {*LossCall._fields}
-        yield from keys if len(keys) > 1 else ()
-    if isinstance(node, ast.Call):
-        called = ast.unparse(node.func).rpartition(".")[2]
-        if called in FUNCTIONS or called in ("LossCall", "Maths"):
-            yield from [x.arg for x in node.keywords]
-
-
-@functools.cache
-def named():
-    """The names in each hand-written file about the losses: all, and those that are options."""
-    paths = [p for folder in FOLDERS for p in (generate.ROOT / folder).rglob("*.*")]
-    files = {}
-    for path in paths:
-        if path in (generate.HEADER,) or path.suffix == ".pyc":
-            continue
-        if path.suffix == ".py":
-            nodes = _nodes(path)
-            names = {word.lower() for x in nodes for word in _words(x)}
-            owned = {word.lower() for x in nodes for word in _owned(x) if word}
-        else:
-            code = re.sub(r"//.*|#pragma.*", "", path.read_text()).lower()
-            names, owned = set(re.findall(r"\w+", code)), set(re.findall(r"\ba\.(\w+)", code))
-        files[str(path.relative_to(generate.ROOT))] = names, owned
-    return files
-
-
-@pytest.mark.parametrize("name", LossCall._fields)
-def test_few_files_name_an_option(name):
-    """The declaration, its mathematics, and who sets it; upper and lower case alike."""
-    declared = str(generate.DECLARED.relative_to(generate.ROOT))
-    which = int(name in AMBIGUOUS)
-    naming = {path for path, names in named().items() if name in names[which]} | {declared}
-    others = {f"growkern/{path}" for path in OTHERWISE.get(name, [])}
-    assert others <= naming, "an entry of OTHERWISE is no longer needed"
-    assert len(naming - others) <= 5, sorted(naming - others)
 
 
 def test_an_unknown_keyword_is_refused_as_by_python():
