@@ -124,7 +124,7 @@ def families(results: Path) -> str:
         starts = (name.split("For")[0].removesuffix("Model") for name in family.classes)
         start = min(starts, key=len)
         ends = ", ".join(name.removeprefix(start).removeprefix("For") for name in family.classes)
-        exact = "any" if family.pads_exactly else "multiples"
+        exact = "any" if family.is_exact_in_any_width else "multiples"
         positions = family.attention.positions
         lines.append([f"`{model_type}`", norm, positions, exact, f"`{start}`: {ends}"])
         by_sizes.setdefault(sizes, []).append(f"`{model_type}`")

@@ -89,7 +89,7 @@ def at_once(model):
     if not family.forces_head_dim:
         sizes |= {key: 3 * n for key, n in parts_of_heads(model).items()}
     sizes |= more_experts(model, 3)
-    if not family.pads_exactly:
+    if not family.is_exact_in_any_width:
         return sizes | heads | {"stream": 2 * old["stream"]}
     sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}
     if family.forces_head_dim:

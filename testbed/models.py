@@ -2,9 +2,11 @@
 
 import inspect
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from growkern.growth.models import restore_buffers
@@ -76,6 +78,16 @@ def eager(model):
     """The model with experts that run in float64 and at every width, if it has any."""
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
+    return model
+
+
+def as_stored(model, directory):
+    """The loaded model with the values of its files where a class holds them in float32 always."""
+    for file in Path(directory).glob("*.safetensors"):
+        for name, value in load_file(file).items():
+            own = dict(model.named_parameters()).get(name)
+            if value.dtype == torch.float64 and own is not None and own.dtype == torch.float32:
+                own.data = value
     return model
 
 

@@ -153,6 +153,21 @@ PATCHES = {
     **{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
 }
 
+# a block without a norm before its attention, and kinds of layers
+MODERN = {
+    **{k: v for k, v in ROTARY.items() if k not in ("head_dim", "num_key_value_heads")},
+    **{"num_attention_heads": 3, "num_hidden_layers": 4, "local_attention": 4, "norm_eps": 1e-2},
+}
+NEO = {
+    **{"vocab_size": 50, "hidden_size": 12, "num_heads": 3, "num_layers": 2, "window_size": 3},
+    **{"max_position_embeddings": 16, "attention_types": [[["global"], 1], [["local"], 1]]},
+    **{"layer_norm_epsilon": 1e-2, "intermediate_size": 20, "pad_token_id": 0},
+}
+BY_KIND = {
+    "sliding_attention": ROPE,
+    "full_attention": {**ROPE, "rope_theta": 50000.0},
+}
+
 # model type -> class with a vocabulary head, sizes, options of a second source
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "apertus": (
@@ -347,6 +362,34 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        {
+            **{**EXPERTS, **KINDS, "num_dense_layers": 1, "num_shared_experts": 1},
+            **{"moe_intermediate_size": 7, "mup_enabled": True, "rms_norm_eps": 1e-2},
+        },
+        {"attention_bias": True, "mup_enabled": False, "num_dense_layers": 0},
+    ),
+    "gpt_neo": ("GPTNeoForCausalLM", NEO, {"intermediate_size": None}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1ForCausalLM",
+        {**ROTARY, "num_experts": 4, "moe_topk": 2, "rms_norm_eps": 1e-2},
+        {"attention_bias": True, "moe_topk": [2, 2]},
+    ),
+    "mellum": (
+        "MellumForCausalLM",
+        {
+            **{**EXPERTS, **KINDS, "moe_intermediate_size": 7, "rope_parameters": BY_KIND},
+            **{"mlp_layer_types": ["dense", "sparse"], "rms_norm_eps": 1e-2},
+        },
+        {"attention_bias": True, "norm_topk_prob": False},
+    ),
+    "modernbert-decoder": (
+        "ModernBertDecoderForCausalLM",
+        MODERN,
+        {"attention_bias": True, "norm_bias": True, "mlp_bias": True, "classifier_bias": True},
+    ),
+    "xlm-roberta-xl": ("XLMRobertaXLForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),
 }
 
 

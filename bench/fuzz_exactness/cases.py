@@ -43,6 +43,7 @@ LISTS: dict[str, list[Any]] = {
     "layer_types": ["full_attention", "sliding_attention"],
     "mlp_layer_types": ["dense", "sparse"],
     "no_rope_layers": [0, 1],
+    "attention_layers": ["global", "local"],
 }
 # options of every growth. A value that occurs twice is drawn twice as often
 OPTIONS = {
@@ -150,8 +151,11 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
         sizes[family.config_field(key)] = rng.randint(1, most)
     if "emb" in family.config:
         sizes["embedding_size"] = rng.choice([hidden, 2 * hidden, 7])
-    for name in family.per_layer:
-        sizes[name] = [rng.choice(LISTS[name]) for _ in range(sizes["num_hidden_layers"])]
+    layers = range(sizes[family.config_field(next(iter(family.stacks.values())))])
+    spelled = {key.of: key.field for key in family.older if key.form == "runs"}
+    for name in (name for name in family.per_layer if name in LISTS):
+        kinds = [rng.choice(LISTS[name]) for _ in layers]
+        sizes |= {spelled[name]: [[kinds, 1]]} if name in spelled else {name: kinds}
     return sizes | _some(rng, ODD, 0.4)
 
 

@@ -26,7 +26,7 @@ from growkern.growth.record.verdict import (
     rounding,
 )
 from growkern.growth.source.loading import Float64, random_inputs
-from testbed.models import eager, images, random_model
+from testbed.models import as_stored, eager, images, random_model
 
 # float32 shares of weights are rounded, and may be larger than the weights
 FLOAT32_ROOM = 16.0
@@ -160,6 +160,7 @@ def _grown(case: Case, source: Any, plan: GrowthPlan) -> tuple[Any, growkern.Ver
         growkern.grow_checkpoint(small, large, progress=False, **how)
         report = growkern.verify(small, large)
         loaded, info = type(source).from_pretrained(large, dtype="auto", output_loading_info=True)
+        loaded = as_stored(loaded, large)
     assert not any(info.values()), info
     state = grown.state_dict()
     for key, value in loaded.state_dict().items():

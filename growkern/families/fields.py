@@ -93,7 +93,14 @@ PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
     "full_until": lambda layer, count: layer < count,
 }
 # a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
-FORMS = ("value", "scaling", "typed_scaling", *PATTERNS)
+FORMS = ("value", "runs", "scaling", "typed_scaling", *PATTERNS)
+
+
+def _spelled(runs: Any) -> list[Any]:
+    """The list that pairs [entries, times] stand for."""
+    return [entry for entries, times in runs or () for entry in times * [*entries]]
+
+
 # the only entries that a table with `type` may hold beside it: older versions count them
 TYPED_KEYS = ("factor", "short_factor", "long_factor")
 # of a pattern that is a text: layers with sliding and with full attention
@@ -106,7 +113,8 @@ class OlderKey:
 
     Attributes:
         of: where the new form holds the same: names separated by dots.
-        form: one of `FORMS`. Patterns are whole numbers n that say which layers have full
+        form: one of `FORMS`. `runs` are pairs [entries, times] that spell a list with one entry for
+            each layer. Patterns are whole numbers n that say which layers have full
             attention: every n-th, beginning with the first (`full_first`) or ending with the last
             of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
             where those have a 0; or which are dense. A config may have a text instead, such as
@@ -145,6 +153,8 @@ class OlderKey:
             result = result.get(name) if isinstance(result, Mapping) else None
         if self.is_pattern:
             return self._pattern(result, config, now)
+        if self.form == "runs":
+            return now if not result or _spelled(now) == result else [[result, 1]]
         return result if self.form == "value" else self._scaling(result, config, beside)
 
     def _pattern(self, kinds: Any, config: Mapping[str, Any], now: Any) -> int | str | None:

@@ -160,7 +160,16 @@ class ModelSpec:
             return int(getattr(self.text, self.family.attention.turning))
         if not self.family.attention.partial:
             return head_dim
-        return int(head_dim * self.text.rope_parameters.get("partial_rotary_factor", 1.0))
+        rope = self.text.rope_parameters
+        # one set of parameters, or one per kind of layer
+        kinds = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+        shares = {kind.get("partial_rotary_factor", 1.0) for kind in kinds}
+        if len(shares) > 1:
+            raise GrowthError(
+                f"rope_parameters: partial_rotary_factor is {sorted(shares)} in different kinds of "
+                "layers, and growth needs one for all"
+            )
+        return int(head_dim * shares.pop())
 
     def turns_in_pairs(self, head_dim: int) -> bool:
         """True if heads of this size have whole rotary pairs, or room to complete the last."""

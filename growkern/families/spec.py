@@ -38,6 +38,8 @@ class Size:
     def of(self, config: Any) -> int:
         """The size, read from a Hugging Face config; it needs a value, or the family a default."""
         value = getattr(config, self.field, None) if self.field else self.number or None
+        if isinstance(value, list):
+            value = self._of_layers(value)
         if value is None and self.default is not None:
             names = self.default.split()[::2]
             values = [int(x) if x.isdigit() else getattr(config, x) for x in names]
@@ -49,6 +51,15 @@ class Size:
         if value is None and self.field is not None:
             raise GrowthError(f"{self.field} of the config has no value: give it a whole number")
         return int(value or 0) + self.plus
+
+    def _of_layers(self, values: list[Any]) -> Any:
+        """The one value of a field that has an entry for each layer."""
+        if len({*values}) != 1:
+            raise GrowthError(
+                f"{self.field}={values} of the config differs between layers: growth needs one "
+                "number for all of them"
+            )
+        return values[0]
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -258,6 +258,7 @@ class GrowthKeywords(TypedDict, total=False):
     num_experts: int
     num_local_experts: int
     num_experts_per_tok: int
+    moe_topk: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     shared_intermediate_size: int

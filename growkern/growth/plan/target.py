@@ -85,6 +85,10 @@ def finish_target(
     if hasattr(small.text, "rope_parameters"):
         text.rope_parameters = _rotary_parameters(small, large)
     _follow_older(family, small.text, text)
+    for key, size in family.config.items():
+        if isinstance(vars(text).get(str(size.field)), list):
+            # one number is right for any number of layers
+            setattr(text, str(size.field), large.size(key) - size.plus)
     for name in unread_in(small):
         # other software would look for weights that are left out
         setattr(text, name, 0)
@@ -115,8 +119,8 @@ def _follow_older(family: Family, source: Any, text: Any) -> None:
             value = older.value(vars(text), now)
             # without a value, software reads `per_layer` lists or fails, where it would be wrong
             delattr(text, older.field) if value is None else setattr(text, older.field, value)
-        elif older.form == "value" and now == older.value(vars(source)):
-            setattr(text, older.field, older.value(vars(text)))
+        elif older.form in ("value", "runs") and now == older.value(vars(source), now):
+            setattr(text, older.field, older.value(vars(text), now))
 
 
 def _can_group(model: ModelSpec, dtype: torch.dtype) -> bool:

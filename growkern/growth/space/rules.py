@@ -316,7 +316,9 @@ def rule_of(small: ModelSpec) -> tuple[int, Callable[[Sequence[str]], bool]]:
             period = len(value) if isinstance(value, str) else value
             return period, partial(key.describes, value=value)
     for name in family.per_layer:
-        kinds = config.get(name) or ()
+        kinds = config.get(name)
+        # one value for all layers is no pattern
+        kinds = kinds if isinstance(kinds, list) else ()
         shifts = range(1, len(kinds))
         period = next((n for n in shifts if kinds[n:] == kinds[:-n]), len(kinds))
         # no runtime takes a list for a pattern that does not come twice, unless it knows the family

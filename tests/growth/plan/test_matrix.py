@@ -15,7 +15,7 @@ import growkern
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from testbed.families import FAMILIES
-from testbed.models import GPT2, LLAMA, eager, outputs, random_model, relative_error
+from testbed.models import GPT2, LLAMA, as_stored, eager, outputs, random_model, relative_error
 from testbed.relatives import RELATIVES
 
 EXACT = 1e-12
@@ -63,7 +63,7 @@ def grown_on_disk(directory, source, how, loader=None):
     loaded, info = loader.from_pretrained(large, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     loaded.growth_plan = report.plan
-    return eager(loaded.eval())
+    return eager(as_stored(loaded, large).eval())
 
 
 def test_every_family_has_its_row():

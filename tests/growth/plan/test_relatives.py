@@ -52,7 +52,7 @@ def test_every_size_that_a_table_offers_has_a_case(model_type):
     assert cases.keys() - {"head_dim"} == offered - {"head_dim"}
     assert all(what == HEADS or sizes[what] > model.size(what) for what, sizes in cases.items())
     larger = {key for key, size in at_once(model).items() if size > model.size(key)}
-    kept = set() if model.family.pads_exactly else head_counts(model).keys()
+    kept = set() if model.family.is_exact_in_any_width else head_counts(model).keys()
     assert larger == offered - {HEADS} - kept
 
 
