@@ -158,12 +158,19 @@ def linear_loss(results: Path) -> str:
     return table([*head, "error of the KL gradient at 5 % drift"], lines)
 
 
+def headlines(results: Path) -> list[dict[str, Any]]:
+    """What each GPU measured of the headline: with peers, and without where the commit differs."""
+    found = []
+    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
+        whole, alone = (quotable(folder / f"{x}.json") for x in ("headline", "headline_alone"))
+        same = whole and alone and whole["machine"]["commit"] == alone["machine"]["commit"]
+        found += [document for document in (whole, {} if same else alone) if document]
+    return found
+
+
 def headline(results: Path) -> str:
     """The fused loss on a GPU beside other implementations, at the sizes of a large head."""
-    lines = []
-    names = ("headline", "headline_alone")
-    paths = sorted(path for name in names for path in results.glob(f"*/{name}.json"))
-    documents = [document for path in paths if (document := quotable(path))]
+    lines, documents = [], headlines(results)
     for document in documents:
         rows = {row["provider"]: row for row in document.get("rows", [])}
         for name, words in ON_GPU.items():
@@ -180,15 +187,15 @@ def headline(results: Path) -> str:
 
 def on_gpus(results: Path) -> list[dict[str, Any]]:
     """The results of GPUs that the README quotes."""
-    names = ("headline", "train_llama", "gpt_110m_?")
+    names = ("train_llama", "gpt_110m_?")
     paths = sorted(path for name in names for path in results.glob(f"*/{name}.json"))
-    return [document for path in paths if (document := quotable(path))]
+    return headlines(results) + [document for path in paths if (document := quotable(path))]
 
 
 def measured_on_gpus(results: Path) -> list[list[str]]:
     """Rows of the README's table: the loss and a training step on each GPU that was measured."""
     lines = []
-    for document in (quotable(path) for path in sorted(results.glob("*/headline.json"))):
+    for document in headlines(results):
         by_name = {row["provider"]: row for row in document.get("rows", [])}
         cells = {
             name: f"{1e3 * row['wall s']:.0f} ms, {row['extra MiB'] / 1024:.1f} GiB, gradient "
@@ -201,7 +208,9 @@ def measured_on_gpus(results: Path) -> list[list[str]]:
             what = f"loss of 8192 tokens, {document['machine']['gpu']}, bfloat16, one teacher"
             what += f" (commit {document['machine']['commit']})"
             names = {"torch.compile": "`torch.compile`", "liger jsd": "Liger-Kernel's chunked JSD"}
-            others = (f"{names[name]}: {cell}" for name, cell in cells.items())
+            others = [f"{names[name]}: {cell}" for name, cell in cells.items()]
+            if not others and (gemms := by_name.get("GEMMs alone")):
+                others = [f"its matrix products alone: {1e3 * gemms['wall s']:.0f} ms"]
             lines.append([what, own, "; ".join(others)])
     for document in (quotable(path) for path in sorted(results.glob("*/train_llama.json"))):
         by_name = {row["provider"]: row for row in document.get("rows", [])}

@@ -60,6 +60,29 @@ def test_the_readme_quotes_only_what_a_gpu_measured(tmp_path):
         assert tables.measured_on_gpus(tmp_path) == []
 
 
+def test_the_readme_quotes_the_headline_without_peers(tmp_path, monkeypatch):
+    """The first command measures it alone: beside an older one with peers, and not twice."""
+    ours = {"provider": "growkern", "wall s": 0.05, "extra MiB": 2048.0, "gradient error": 0.002}
+    gemms = {"provider": "GEMMs alone", "wall s": 0.04, "extra MiB": 9.0}
+    whole, alone = (tmp_path / "nvidia-h200" / f"headline{x}.json" for x in ("", "_alone"))
+    today = {"commit": "def", "kernels": results.source_digest(results.KERNELS)}
+    now = ours | {"wall s": 0.045}
+    results.write(alone, document(rows=[gemms, now], machine=today))
+    ((what, own, others),) = tables.measured_on_gpus(tmp_path)
+    assert "(commit def)" in what and own.startswith("45 ms, 2.0 GiB")
+    assert others == "its matrix products alone: 40 ms"
+    changed = "have changed since the GPU figures of commit"
+    assert changed not in tables.headline(tmp_path)
+    results.write(whole, document(rows=[ours, ours | {"provider": "liger jsd"}]))
+    pages = (tables.headline(tmp_path), report.measured(tmp_path))
+    assert [row[1][:5] for row in tables.measured_on_gpus(tmp_path)] == ["50 ms", "45 ms"]
+    for text in pages:
+        assert "abc" in text and "def" in text and f"{changed} abc.**" in text
+    results.write(whole, document(rows=[ours], machine=today))
+    assert [row[1][:5] for row in tables.measured_on_gpus(tmp_path)] == ["50 ms"]
+    assert "45.0" not in tables.headline(tmp_path)
+
+
 def test_a_failed_check_reads_failed(tmp_path):
     path = tmp_path / "nvidia-h200" / "check_expand.json"
     why = ["bfloat16: error 1 | 2\nand more", "another"]
