@@ -1,8 +1,7 @@
 """Rows that are read once: beside float64 and beside the kernel that reads them twice.
 
-The interpreter runs one program after another, so no test here runs `_wait`. `bench.aot` has
-compiled it, and a test of its record fails where the code differs from what was compiled. Until a
-GPU runs the kernel, nothing else guards the loop.
+The interpreter runs one program after another, so most tests launch the kernel twice. Those of
+`_wait` launch it once, as a GPU does, and its programs run side by side.
 """
 
 from types import SimpleNamespace
@@ -11,11 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.backend.launch import HAS_TRITON, jit, tl
 from growkern.ops.loss.rows import once_on_triton
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import Rows, Steps, n_numbers
+from testbed.side_by_side import side_by_side
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 BF16, V, N = torch.bfloat16, 1008, 7
@@ -99,6 +99,86 @@ def test_the_gradient_is_as_exact_at_every_drift(drift, small, device, monkeypat
     monkeypatch.delenv(once_on_triton.VARIABLE)
     _, before = gradient(rows, drows)
     assert (grad.double() - exact).norm() <= 1.05 * (before.double() - exact).norm()
+
+
+@pytest.fixture
+def new_memory_is_nan():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def in_one_launch(rows, drows, patient, monkeypatch):
+    """State and gradient as on a GPU, where programs wait, and the orders of atomic operations."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with side_by_side(patient) as orders:
+        found = gradient(rows, drows)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return found, orders
+
+
+def equal(found, expected):
+    return all(
+        torch.equal(x.nan_to_num(9), y.nan_to_num(9)) for x, y in zip(found, expected, strict=True)
+    )
+
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="schedules an interpreter")
+
+
+@on_cpu
+@pytest.mark.parametrize("patient", [False, True], ids=["ahead", "in turns"])
+@pytest.mark.parametrize("K, T", [(1, 2.0), (0, 1.0)])
+def test_programs_wait_for_all_parts_of_a_row(K, T, patient, small, new_memory_is_nan, monkeypatch):
+    """12 programs take 7 rows of four parts, so each program waits two or three times."""
+    rows, drows = make_rows(K, T)
+    expected = gradient(rows, drows)
+    assert [constants["PHASE"] for constants in small] == [1, 2]
+    found, orders = in_one_launch(rows, drows, patient, monkeypatch)
+    assert small[-1]["PHASE"] == 0 and len(small) == 3 and small[-1]["launch_cooperative_grid"]
+    assert equal(found, expected)
+    # what a part stored is seen by whoever has seen its 1, on the whole device
+    assert orders.count(("RELEASE", "GPU")) == 4 * N
+    assert set(orders) == {("RELEASE", "GPU"), ("ACQUIRE", "GPU")}
+
+
+@jit
+def goes_on(done_ptr, S: tl.constexpr):
+    tl.atomic_add(done_ptr, 1, sem="release", scope="gpu")
+
+
+@jit
+def waits_for_all_but_one(done_ptr, S: tl.constexpr):
+    tl.atomic_add(done_ptr, 1, sem="release", scope="gpu")
+    seen = tl.atomic_add(done_ptr, 0, sem="acquire", scope="gpu")
+    while seen < S - 1:
+        seen = tl.atomic_add(done_ptr, 0, sem="acquire", scope="gpu")
+
+
+@jit
+def waits_for_one_more(done_ptr, S: tl.constexpr):
+    tl.atomic_add(done_ptr, 1, sem="release", scope="gpu")
+    seen = tl.atomic_add(done_ptr, 0, sem="acquire", scope="gpu")
+    while seen < S + 1:
+        seen = tl.atomic_add(done_ptr, 0, sem="acquire", scope="gpu")
+
+
+@on_cpu
+@pytest.mark.parametrize("broken", [goes_on, waits_for_all_but_one, waits_for_one_more])
+def test_a_wait_that_is_too_short_or_too_long_is_seen(
+    broken, small, new_memory_is_nan, monkeypatch
+):
+    rows, drows = make_rows(1, 2.0)
+    expected = gradient(rows, drows)
+    monkeypatch.setattr(once_on_triton, "_wait", broken)
+    if broken is waits_for_one_more:
+        monkeypatch.setattr("testbed.side_by_side.MOST", 500)
+        with pytest.raises(Exception, match="500 atomic operations"):
+            in_one_launch(rows, drows, False, monkeypatch)
+        return
+    found, _ = in_one_launch(rows, drows, False, monkeypatch)
+    assert not equal(found, expected)
 
 
 def test_a_device_that_refuses_gets_the_other_kernel(small, device, monkeypatch):
