@@ -61,7 +61,7 @@ class CannotStart(Exception):
 
 def environment(args: argparse.Namespace, scratch: Path) -> dict[str, str]:
     """The environment variables of the pieces."""
-    # the first piece compiles for the others
+    # what one piece compiles, the others find
     env = {**fill.cache_variables(results.GPU_RUNS / "cache"), **os.environ}
     env |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     # With interpreted kernels a GPU would be neither checked nor measured.

@@ -5,7 +5,7 @@
 #   bash bench/run_gpu.sh OUT SECONDS [options of bench.gpu]
 #
 # OUT/results.tgz is complete whenever the machine stops. The most valuable pieces come first
-# (bench/on_gpu/pieces.py): 465 seconds for the first line. The second does the rest of what nine
+# (bench/on_gpu/pieces.py): 460 seconds for the first line. The second does the rest of what nine
 # minutes more allow, with libraries to compare with. The third trains GPT-2 of 110 million
 # parameters. The fourth trains two sizes of a family. The fifth needs no GPU. A piece that has finished does not run again.
 #

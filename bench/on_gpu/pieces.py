@@ -97,14 +97,14 @@ PIECES = (
     Piece(
         "bench_expand",
         "expand of one matrix, 4096 to 8192, beside eager and torch.compile",
-        45,
+        55,
         "speed.expand",
         args=("--repeats", "15", "--compile", "--growth"),
         toy_args=("--repeats", "1", "--growth"),
         toy={"SOURCE": 96, "TARGET": 192},
     ),
     Piece(
-        "train_llama", "a training step of a Llama of 1B with a teacher", 90, "on_gpu.train_step"
+        "train_llama", "a training step of a Llama of 1B with a teacher", 75, "on_gpu.train_step"
     ),
     # the second command: all else that training and growth launch, and the peers
     Piece("launches", "compiles every launch, with one process per core", 90, "launches.fill"),

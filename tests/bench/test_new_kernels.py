@@ -28,8 +28,8 @@ def rows_of(tmp_path, monkeypatch):
     monkeypatch.setattr(new_kernels, "interleaved_ms", lambda calls, _: dict.fromkeys(calls, 1.0))
     monkeypatch.setattr(new_kernels, "turns_ms", lambda calls, *_, **__: {x: [1] for x in calls})
 
-    def run(piece):
-        recorder = Recorder(piece, tmp_path / "document.json", toy=True)
+    def run(piece, **limits):
+        recorder = Recorder(piece, tmp_path / "document.json", toy=True, **limits)
         # a processor may read rows twice, and a device may not
         recorder.device = "cpu:0"
         new_kernels.run(recorder)
@@ -37,6 +37,12 @@ def rows_of(tmp_path, monkeypatch):
         return recorder.document
 
     return run
+
+
+def test_cases_that_would_start_late_are_left_out_and_counted(rows_of, monkeypatch):
+    assert "left out" not in rows_of("check_gathers")
+    monkeypatch.setattr(new_kernels, "STARTS", -1)
+    assert rows_of("check_gathers", limit_s=20)["left out"] == 3
 
 
 @pytest.mark.parametrize("piece", REFUSALS)
