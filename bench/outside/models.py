@@ -1,0 +1,219 @@
+"""Tiny sources of many families, and what they are grown into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from growkern.families.family import Family
+
+TOKENS = 60
+EXPECTED = "expected.pt"
+SIZES = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+GPT2 = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+BOTH = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [1, 1, 2]}
+MBART = {
+    **{"vocab_size": TOKENS, "d_model": 32, "max_position_embeddings": 64},
+    **{"encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+}
+TOWER = {
+    **{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "patch_size": 4},
+}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "attention_factor": 1.3},
+    **{"original_max_position_embeddings": 16},
+}
+LONG = {
+    **{"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0, 1.2, 1.3, 1.4], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+}
+DENSE = {**GROUPED, **ROPE, "head_dim": 8}
+EXPERTS = {**DENSE, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WHOLE = {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, **ROPE}
+KINDS = {"layer_types": 2 * ["sliding_attention", "full_attention"], "sliding_window": 4}
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    **{"q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 5, "num_key_value_heads": 4},
+}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+# label -> class, config
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**SIZES, "rope_parameters": PARTIAL}),
+    "llama": ("LlamaForCausalLM", {**GROUPED, "rope_parameters": LLAMA3}),
+    "mistral": ("MistralForCausalLM", {**GROUPED, **ROPE, "sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {**GROUPED, **ROPE}),
+    "qwen3": ("Qwen3ForCausalLM", {**GROUPED, **ROPE, "head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, **ROPE, **GEMMA}),
+    "gemma3_text": ("Gemma3ForCausalLM", {**GROUPED, **GEMMA, "rope_parameters": BOTH}),
+    "olmo2": ("Olmo2ForCausalLM", {**GROUPED, **ROPE}),
+    "phi3": ("Phi3ForCausalLM", {**GROUPED, "rope_parameters": PARTIAL}),
+    "cohere2": ("Cohere2ForCausalLM", {**GROUPED, **ROPE, "sliding_window": 4}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {**GROUPED, **ROPE, "head_dim": 8}),
+    "glm": ("GlmForCausalLM", {**GROUPED, "head_dim": 8, "rope_parameters": PARTIAL}),
+    "glm4": ("Glm4ForCausalLM", {**GROUPED, "head_dim": 8, "rope_parameters": PARTIAL}),
+    "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2}),
+    "olmo": ("OlmoForCausalLM", {**GROUPED, **ROPE}),
+    "mbart": ("MBartForConditionalGeneration", MBART),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": {**GROUPED, **GEMMA, "rope_parameters": BOTH},
+            "vision_config": {**TOWER, "image_size": 8},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "text_config": {**GROUPED, **ROPE, "sliding_window": None, "model_type": "mistral"},
+            "vision_config": {**TOWER, "head_dim": 4, "image_size": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {**GROUPED, "rope_parameters": SECTIONS},
+            "vision_config": {"depth": 1, "hidden_size": 8, "num_heads": 2, "out_hidden_size": 32},
+        },
+    ),
+    "bert": ("BertForMaskedLM", SIZES),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**SIZES, "cls_token_id": 1, "sep_token_id": 2, "rope_parameters": BOTH},
+    ),
+    "granite": ("GraniteForCausalLM", {**GROUPED, **ROPE}),
+    "exaone4": ("Exaone4ForCausalLM", {**DENSE, **KINDS}),
+    "mixtral": ("MixtralForCausalLM", {**DENSE, "num_local_experts": 4, "sliding_window": None}),
+    "granitemoe": ("GraniteMoeForCausalLM", {**GROUPED, **ROPE, "num_local_experts": 4}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **DENSE,
+            **KINDS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**EXPERTS, "num_local_experts": 4, "norm_topk_prob": True},
+    ),
+    "olmoe": ("OlmoeForCausalLM", WHOLE),
+    "flex_olmo": ("FlexOlmoForCausalLM", WHOLE),
+    "glm4_moe": ("Glm4MoeForCausalLM", {**EXPERTS, **GROUPS, "rope_parameters": PARTIAL}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {**GROUPED, **ROPE, **GROUPS, **LATENT, "num_experts_per_tok": 2},
+    ),
+    "llama yarn": ("LlamaForCausalLM", {**GROUPED, "rope_parameters": YARN}),
+    "olmo2 yarn": ("Olmo2ForCausalLM", {**GROUPED, "rope_parameters": YARN}),
+    "phi3 longrope": (
+        "Phi3ForCausalLM",
+        {**GROUPED, "rope_parameters": LONG, "original_max_position_embeddings": 64},
+    ),
+    "glm4_moe yarn": (
+        "Glm4MoeForCausalLM",
+        {**EXPERTS, **GROUPS, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
+    ),
+}
+GROWTHS: dict[str, dict[str, Any]] = {
+    "even": {"width": 64, "portable": True},
+    "uneven": {"width": 48, "portable": True},
+    "depth": {"layers": 8, "portable": True},
+    "experts": {"num_experts_per_tok": 2},
+}
+# of dense models: what their growth by experts makes
+MIXTURES = {"mistral": "mixtral", "granite": "granitemoe", "qwen2": "qwen2_moe"}
+MIXTURES |= {"qwen3": "qwen3_moe"}
+
+
+def make(place: Path) -> None:
+    """Write the source and the targets of every family into FAMILY/GROWTH."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    import growkern
+    from growkern.families.load import load_family
+    from growkern.growth.disk.companions import complete_config
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    for name, (class_name, config) in FAMILIES.items():
+        model_class = getattr(transformers, class_name)
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**config))
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        source = place / name / "source"
+        model.save_pretrained(source)
+        # older software reads a source that an older version of transformers wrote
+        complete_config(source)
+        tokenizer.save_pretrained(source)
+        file = source / "tokenizer_config.json"
+        settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        file.write_text(json.dumps(settings))
+        with torch.no_grad():
+            torch.save(model.eval()(input_ids=ids()).logits, place / name / EXPECTED)
+        for growth, sizes in GROWTHS.items():
+            if growth == "experts":
+                if name not in MIXTURES:
+                    continue
+                field = load_family(MIXTURES[name]).config_field("experts")
+                sizes = {**sizes, "to": MIXTURES[name], field: 4}
+            how = _sizes(load_family(model.config.model_type), sizes)
+            if name == "modernbert" and growth == "depth":
+                how["num_hidden_layers"] = 7
+            if name.startswith("gemma3") and growth == "depth":
+                continue  # its period of 6 layers is longer than the source
+            if name in ("olmo", "flex_olmo", "olmoe") and growth == "uneven":
+                continue  # their norms have no weights, or go over all heads
+            if growkern.plan(source, **how).exact:
+                growkern.grow_checkpoint(source, place / name / growth, progress=False, **how)
+
+
+def _sizes(family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
+    """A growth's `width` and `layers` by the names of the config."""
+    keys = {"width": ["stream"], "layers": family.stacks.values()}
+    how = {key: value for key, value in sizes.items() if key not in keys}
+    named = [(key, value) for name, value in sizes.items() for key in keys.get(name, ())]
+    return how | {family.config_field(key): value for key, value in named}
+
+
+def ids() -> torch.Tensor:
+    """The tokens that every runtime reads."""
+    return torch.randint(3, TOKENS, (2, 16), generator=torch.Generator().manual_seed(1))
