@@ -3,6 +3,8 @@
 Truth: what the router of transformers chooses, counted from its outputs.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -21,15 +23,20 @@ def bias_of(model):
     return model.model.layers[1].mlp.gate.e_score_correction_bias
 
 
-def expected_step(model, rows):
-    """The bias after a step over these rows."""
+def load_of(model, rows):
+    """The tokens of each expert."""
     chosen, gate = [], model.model.layers[1].mlp.gate
     hook = gate.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
     with torch.no_grad():
         model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"])
     hook.remove()
     real = rows["attention_mask"].flatten().bool()
-    load = torch.bincount(chosen[0][real].flatten(), minlength=8).double()
+    return torch.bincount(chosen[0][real].flatten(), minlength=8).double()
+
+
+def expected_step(model, rows):
+    """The bias after a step over these rows."""
+    load = load_of(model, rows)
     return bias_of(model) + SPEED * torch.sign(load.mean() - load)
 
 
@@ -69,6 +76,27 @@ def test_the_bias_moves_once_a_step(tmp_path):
     trained(again := build("deepseek", layers=2), str(tmp_path / "checkpoint-2"))
     assert torch.equal(bias_of(again), found[STEPS - 1])
     assert bias_of(again).dtype == torch.float32
+
+
+def test_log_lines_have_the_load_of_the_experts(tmp_path):
+    """Of real tokens alone, once with activations computed again, and of the last steps alone."""
+    rows, model = padded(), build("deepseek", layers=2)
+    data = [{name: x[i] for name, x in rows.items()} for i in (0, 1)]
+    args = arguments(
+        tmp_path, max_steps=2, learning_rate=0.0, per_device_train_batch_size=1, use_cpu=True,
+        gradient_accumulation_steps=2, gradient_checkpointing=True, logging_steps=1,
+    )  # fmt: skip
+    trainer = TwoStageTrainer(model, args, train_dataset=data)
+    trainer.train()
+    shares = load_of(model.eval(), {name: x[:2] for name, x in rows.items()})
+    shares /= shares.sum()
+    expected = torch.distributions.Categorical(shares).entropy().item() / math.log(8)
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 2 and 0 < expected < 1
+    for line in lines:
+        assert line["expert_entropy"] == pytest.approx(expected)
+        assert line["expert_largest_share"] == pytest.approx(shares.max().item())
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_nothing_moves_where_no_token_was_counted():

@@ -248,6 +248,8 @@ class _Record:
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         model, plan = self.model, self.plan
         is_first = args[0] if args else options.get("is_main_process", True)
+        # transformers lets all processes call it, and writes in the first
+        is_first = model.should_save_on_this_rank(is_first)
         is_own = options.get("state_dict") is None and len(args) < 2 and self._is_own()
         directory = Path(save_directory)
         has_record = (directory / LINEAGE_FILE).is_file()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from transformers.integrations import TensorBoardCallback
 
 from growkern.errors import GrowthError, warn
 from growkern.train.distributed.checkpoint import create_optimizer_state
+from growkern.train.loop.experts import ExpertCounts
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loss.batches import Batches
 from growkern.train.loss.options import InheritanceSchedule
-from growkern.train.model.flops import is_experts
 from growkern.train.model.forward import unwrapped
 from growkern.train.objectives.language_modeling import EpochCollator
 from growkern.train.optimizer import bare
@@ -56,8 +55,15 @@ class LoopCallback(TrainerCallback):
         self._taught = max((step + 1 for step, rate in enumerate(rates) if rate > 0), default=0)
         self._leave_out_teacher(state.global_step)
         self.meter.flops = state.total_flos
+        if not any(module._compiled_call_impl for module in kwargs["model"].modules()):
+            # hooks would cut compiled blocks into pieces
+            self.meter.experts.watch(kwargs["model"])
         self.growths.rewarm(kwargs["lr_scheduler"], args.lr_scheduler_type)
         create_optimizer_state(bare(kwargs["optimizer"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the tokens of experts no longer."""
+        self.meter.experts.stop()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell the collator which epoch begins."""
@@ -122,10 +128,9 @@ class ExpertBalancing(TrainerCallback):
         if not speed > 0:
             raise GrowthError(f"speed is {speed}: it must be positive")
         self.speed = speed
+        self._counts = ExpertCounts()
         # of each router: the owner of its bias, the bias's name, and the tokens of each expert
         self._routers: list[tuple[nn.Module, str, Tensor]] = []
-        self._hooks: list[Any] = []
-        self._real_N: Tensor | None = None
 
     def watch(self, model: Any) -> None:
         """Count the tokens of a model's experts from now on, and no longer those of another model.
@@ -137,43 +142,24 @@ class ExpertBalancing(TrainerCallback):
             GrowthError: it has no such router.
         """
         self.stop()
-        model = unwrapped(model)
-        for block in model.modules():
-            for experts in filter(is_experts, block.children()):
-                self._add_router(block, experts)
+        self._counts.watch(model)
+        for block, counts_E in self._counts.layers:
+            self._add_router(block, counts_E)
         if not self._routers:
+            self.stop()
             raise GrowthError(
-                f"{type(model).__name__} has no router with a bias that only chooses experts: "
-                "set config.output_router_logits=True, which balances by a loss"
+                f"{type(unwrapped(model)).__name__} has no router with a bias that only chooses "
+                "experts: set config.output_router_logits=True, which balances by a loss"
             )
-        self._hooks.append(model.register_forward_pre_hook(self._take_mask, with_kwargs=True))
 
-    def _add_router(self, block: nn.Module, experts: nn.Module) -> None:
-        number = next(p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3)
+    def _add_router(self, block: nn.Module, counts_E: Tensor) -> None:
         for owner in block.modules():
             for name, bias in [*owner.named_buffers(recurse=False)]:
-                if bias.shape == (number,) and bias.is_floating_point():
+                if bias.shape == counts_E.shape and bias.is_floating_point():
                     # in bfloat16 the steps would be lost
                     wide = torch.promote_types(bias.dtype, torch.float32)
                     setattr(owner, name, bias.to(wide))
-                    counts_E = torch.zeros(number, device=bias.device)
                     self._routers.append((owner, name, counts_E))
-                    count = partial(self._count, counts_E)
-                    self._hooks.append(experts.register_forward_pre_hook(count))
-
-    def _take_mask(self, _model: Any, _args: Any, inputs: dict[str, Any]) -> None:
-        mask_BS = inputs.get("attention_mask")
-        self._real_N = None if mask_BS is None or mask_BS.ndim != 2 else mask_BS.reshape(-1)
-
-    def _count(self, counts_E: Tensor, experts: nn.Module, args: Any) -> None:
-        # within a backward pass, activations are computed again
-        if not experts.training or torch._C._current_graph_task_id() != -1:
-            return
-        chosen_NK = args[1]
-        ones_NK = torch.ones_like(chosen_NK, dtype=counts_E.dtype)
-        if self._real_N is not None:
-            ones_NK = ones_NK * self._real_N.to(ones_NK)[:, None]
-        counts_E.scatter_add_(0, chosen_NK.reshape(-1), ones_NK.reshape(-1))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -181,14 +167,13 @@ class ExpertBalancing(TrainerCallback):
         for owner, name, counts_E in self._routers:
             if dist.is_initialized():
                 dist.all_reduce(counts_E)
-            getattr(owner, name).add_(torch.sign(counts_E.mean() - counts_E), alpha=self.speed)
-            counts_E.zero_()
+            below_E = torch.sign(counts_E.float().mean() - counts_E)
+            getattr(owner, name).add_(below_E, alpha=self.speed)
+        self._counts.reset()
 
     def stop(self) -> None:
         """Count no longer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._counts.stop()
         self._routers.clear()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -200,8 +185,7 @@ class ExpertBalancing(TrainerCallback):
         if any(p.grad is not None for p in kwargs["model"].parameters()):
             self.update()
             return
-        for _, _, counts_E in self._routers:
-            counts_E.zero_()
+        self._counts.reset()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Watch the model no longer."""

@@ -15,22 +15,26 @@ import torch
 from torch import Tensor
 
 from growkern.ops.loss.rows.inputs import LossParts
+from growkern.train.loop.experts import ExpertCounts
 from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
 from growkern.train.model.flops import Sizes
 from growkern.train.model.head import IGNORE_INDEX
 from growkern.train.model.sub_model import ModelPart
 
-# what a log line measures: it differs between runs that are equal otherwise
+# What a log line measures: it differs between runs that are equal otherwise. Trainer's
+# `speed_metrics` writes ..._tokens_per_second, PyTorch and Trainer name max_memory_allocated, and
+# Trainer's callbacks of TensorBoard and W&B put train/ before each name
 MEASURED = (
     *("tokens_per_second", "step_time", "data_time_share", "checkpoint_time"),
     *("max_memory_allocated", "mfu"),
 )
-# FLOP/s of dense products in 16 bits by the data sheets, for names of devices with these words.
-# The first one counts
+# FLOP/s of dense products in 16 bits, for names of devices with these words; the first one counts.
+# As in `get_peak_flops` of torchtitan 0.3.0 (torchtitan/tools/utils.py), which names the page of
+# NVIDIA for each. 0: the H200 NVL is slower than the H200, and is not there
 PEAKS = {
     "GB200": 2500e12,
     "B200": 2250e12,
-    "H200 NVL": 835e12,
+    "H200 NVL": 0.0,
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -44,7 +48,7 @@ class Meter:
     """Adds up values on the device and reads them back once per log line."""
 
     def __init__(self, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self._add_up, self.flops = add_up, 0.0
+        self._add_up, self.flops, self.experts = add_up, 0.0, ExpertCounts()
         self._reset()
 
     def _reset(self) -> None:
@@ -110,6 +114,7 @@ class Meter:
                 logs["mfu"] = (flops - self.flops) / (whole * peak)
         if saving:
             logs["checkpoint_time"] = saving / processes
+        logs |= self.experts.drain(self._add_up)
         self.flops = flops
         self._reset()
         return logs

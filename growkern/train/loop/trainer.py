@@ -63,7 +63,9 @@ class TwoStageTrainer(Trainer):
     without a single label are left out. `mlm` is the mean over all labels. Log lines also hold
     flops (so far, without evaluation and padding), kl, top1_agreement, kl_rows_lost (the share of
     rows without a KL term because of tokens that a teacher lacks), aux_loss (of a mixture's
-    routers, before its coefficient), alpha and depth.
+    routers, before its coefficient), alpha and depth. For a mixture of experts
+    without compiled blocks: expert_entropy (of the experts' shares of the tokens since the last
+    line, a mean over layers; 1: all shares are equal) and expert_largest_share (in any layer).
 
     And they measure, since the last line: tokens_per_second, step_time (seconds, those of waiting
     for data included), data_time_share (the share of that waiting), checkpoint_time (seconds that

@@ -16,10 +16,16 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.distributed import DistributedConfig
 
 from examples.mesh_2d import Taught
-from growkern import GrowthError, inherited_loss
+from growkern import GrowthError, grow, inherited_loss
 from testbed.tiny import VOCAB, batch, build, randomise
 from tests.train.loss.plain import plain_loss
 
@@ -74,20 +80,39 @@ def check(name, data, tensor=None, head=None, of_teacher=None):
         torch.testing.assert_close(found, q.grad, rtol=1e-8, atol=1e-11, msg=f"{name} {key}")
 
 
-def check_example(mesh, backend):
-    """The module of the example, with a teacher, against whole logits in one process."""
+def check_example(folder, cls, config, experts=1, backend=None, dtype=torch.float64):
+    """The loss of the example, with a teacher, against whole logits in one process."""
+    cls = type("Taught", (cls,), {"forward": Taught.forward})
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).double()
-    student, teacher = (randomise(copy.deepcopy(model), seed) for seed in (0, 3))
-    twin, tokens = copy.deepcopy(student), batch(4)["input_ids"]
+    model = cls.__base__(config(**sizes)).to(dtype)
+    # the grouped products of the experts refuse float64
+    model.set_experts_implementation("eager")
+    twin, teacher = (randomise(copy.deepcopy(model), seed) for seed in (0, 3))
+    if dist.get_rank() == 0:
+        twin.save_pretrained(folder)
+    dist.barrier()
+    tokens = batch(4)["input_ids"]
     whole = {"input_ids": tokens, "labels": tokens}
     plain_loss(twin, [teacher], whole, causal=True, temperature=1.0).backward()
-    taught = Taught(student, mesh, backend)
-    mine = tokens.chunk(2)[mesh["data"].get_local_rank()]
-    (2 * taught(mine, teacher.requires_grad_(False), items=tokens[:, 1:].numel())).backward()
+    how = {"tp_size": 2, "fsdp_size": 2, "ep_size": experts, "tp_plan": {"lm_head": "colwise"}}
+    student = cls.from_pretrained(
+        *(folder,), dtype=dtype, experts_implementation="eager",
+        distributed_config=DistributedConfig(**how),
+    )  # fmt: skip
+    assert student.lm_head.weight.to_local().numel() == student.lm_head.weight.numel() / 4
+    for layer in student.model.layers if backend else ():
+        layer.compile(backend=backend)
+    mine = tokens.chunk(2)[dist.get_rank() // 2]
+    (2 * student(mine, teacher.requires_grad_(False), items=tokens[:, 1:].numel())).backward()
     for (key, p), q in zip(student.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(whole_of(p.grad), q.grad, rtol=1e-8, atol=1e-11, msg=key)
+        near = {} if dtype == torch.float32 else {"rtol": 1e-8, "atol": 1e-11}
+        torch.testing.assert_close(whole_of(p.grad), q.grad, **near, msg=key)
+
+
+def mixture(**sizes):
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    return Qwen3MoeConfig(**sizes, **more)
 
 
 def main(folder):
@@ -105,7 +130,11 @@ def main(folder):
     check("a split teacher beside a whole head", both["data"], of_teacher=both["tensor"])
     with pytest.raises(GrowthError, match="teacher is split over processes"):
         check("a teacher split over other rows", both["data"], of_teacher=both["data"])
-    check_example(both, None)
-    check_example(both, "aot_eager")
+    check_example(folder / "2", Qwen3MoeForCausalLM, mixture, experts=2)
+    # with whole experts, FSDP2 of PyTorch 2.13 divides gradients of float64 and float16 twice
+    check_example(folder / "4", Qwen3MoeForCausalLM, mixture, experts=4, dtype=torch.float32)
+    check_example(folder / "dense", LlamaForCausalLM, LlamaConfig, backend="aot_eager")
+    # every process may call it, as for any model of transformers; the first one writes
+    grow(build("llama", layers=2), num_hidden_layers=3).save_pretrained(folder / "grown")
     # as beside the stages of a pipeline: half of the processes share the rows, twice
     check("FSDP2 over a part", both["data"])
