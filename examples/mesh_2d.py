@@ -1,71 +1,51 @@
-"""Tensor parallelism x FSDP2, with the fused loss: `torchrun --nproc_per_node 4 mesh_2d.py`.
+"""TP x FSDP2 x EP with the fused loss: `torchrun --nproc_per_node 4 mesh_2d.py NEW_DIRECTORY`.
 
-Each process holds a part of the vocabulary, and never all logits.
+Each process holds a part of the experts and of the vocabulary, and never all logits.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
-import transformers
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
 
 import growkern
 
-PLAN = {f"self_attn.{name}_proj": ColwiseParallel for name in "qkv"}
-PLAN |= {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel}
-PLAN |= {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
 
-
-class Taught(nn.Module):
+class Taught(Qwen3MoeForCausalLM):
     """A causal model whose forward is the loss, so that FSDP2 gathers the head for it."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, backend: str | None = None) -> None:
-        super().__init__()
-        self.model, self.tensor = model, mesh["tensor"]
-        # the embedding stays whole: with a split one, compiled blocks fail in PyTorch 2.13
-        parallelize_module(model, self.tensor, {"lm_head": ColwiseParallel()})
-        for layer in model.model.layers:
-            parallelize_module(layer, self.tensor, {name: how() for name, how in PLAN.items()})
-            if backend:
-                layer.compile(backend=backend)
-            fully_shard(layer, mesh=mesh["data"])
-        fully_shard(self, mesh=mesh["data"])
-
-    def forward(self, tokens: torch.Tensor, teacher: nn.Module, items: int) -> torch.Tensor:
+    def forward(self, tokens, teacher, items):
         """The part of the loss of these rows in a batch with so many labels."""
-        hidden = self.model.model(input_ids=tokens).last_hidden_state
-        with torch.no_grad():
-            known = teacher.model(input_ids=tokens).last_hidden_state
-        head = self.model.lm_head.weight.to_local()
-        start = self.tensor.get_local_rank() * len(head)
+        hidden, known = (
+            part.model(tokens).last_hidden_state[:, :-1].flatten(0, 1) for part in (self, teacher)
+        )
+        heads = self.lm_head.weight, teacher.lm_head.weight
         return growkern.linear_kl_mlm_loss(
-            *(hidden[:, :-1].flatten(0, 1), head, known[:, :-1].flatten(0, 1)),
-            *(teacher.lm_head.weight[start : start + len(head)], tokens[:, 1:].flatten()),
-            **{"group": self.tensor.get_group(), "vocab_start": start, "num_items": items},
-            vocab_size=len(teacher.lm_head.weight),
+            hidden, heads[0], known, heads[1], tokens[:, 1:].flatten(), num_items=items
         )
 
 
-def main() -> None:
+def main():
     dist.init_process_group()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    small = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    small.eval().requires_grad_(False)
-    large = Taught(growkern.grow(small, hidden_size=64, num_hidden_layers=4), mesh)
+    small = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval().requires_grad_(False)
+    if dist.get_rank() == 0:
+        mixture = growkern.grow(small, to="qwen3_moe", num_experts=4, num_experts_per_tok=2)
+        mixture.save_pretrained(sys.argv[1])
+    dist.barrier()
+    # of 4 processes, 2 share the rows, and 2 share a copy of the experts
+    how = DistributedConfig(tp_size=2, fsdp_size=2, ep_size=2, tp_plan={"lm_head": "colwise"})
+    large = Taught.from_pretrained(sys.argv[1], distributed_config=how)
     optimizer, losses = torch.optim.AdamW(large.parameters(), lr=1e-2), []
     for _ in range(20):
-        # text that counts upwards; the processes of a tensor group have the same rows
-        rows = torch.randint(64, (16, 1)).chunk(2)[mesh["data"].get_local_rank()]
-        tokens = (rows + torch.arange(16)) % 64
-        # FSDP2 averages gradients over the data axis
-        loss = 2 * large(tokens, small, items=16 * 15)
+        # text that counts upwards; FSDP2 averages gradients over the data axis
+        rows = torch.randint(64, (16, 1)).chunk(2)[dist.get_rank() // 2]
+        loss = 2 * large((rows + torch.arange(16)) % 64, small, items=16 * 15)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
