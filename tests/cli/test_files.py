@@ -45,13 +45,6 @@ def test_names_that_the_output_cannot_encode_do_not_fail_a_growth(checkpoint, tm
     assert rb"gr\xf6\xdfer" in done.stdout and (tmp_path / "größer" / "config.json").exists()
 
 
-def test_a_masking_probability_that_is_none_is_refused(run, checkpoint, tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    cache = ("cache-teacher", checkpoint, tmp_path / "a.txt", "--out", tmp_path / "cache")
-    options = ("--k", 4, "--temperature", 2, "--masking-probability", 2)
-    assert_bad_input(run(*cache, *options), "must be in (0, 1]")
-
-
 def test_a_file_without_a_checksum_is_named(run, checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "back")
     write_manifest(tmp_path / "back")

@@ -73,10 +73,6 @@ def contents(folder):
     }
 
 
-def test_there_are_enough():
-    assert len(USES) >= 60 and len(set(USES)) == len(USES)
-
-
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.line[:60]} {use.edit[1][:30]}")
 def test_is_one_line_and_leaves_no_trace(run, place, monkeypatch, use):
     if use.line.startswith("plot"):

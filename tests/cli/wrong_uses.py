@@ -102,7 +102,10 @@ OPTIONS = [
     Use(f"plan {{bert}} {WIDE} --routing outputs,hidden", ("routing",)),
     Use(f"plan {{bert}} {WIDE} --carry 0.01", ("carry=0.01 has no effect", "leave it out")),
     Use("plan {llama} --hidden-size 20 --carry 0.01", ("carry=0.01 has no effect",)),
-    Use(f"plan {{bert}} {WIDE} --tokens nan", ("tokens",)),
+    Use(f"plan {{bert}} {WIDE} --tokens nan", ("tokens=nan",)),
+    Use(f"plan {{bert}} {WIDE} --tokens -5 --json", ("tokens=-5",)),
+    Use(f"plan {{bert}} {WIDE} --tokens 1e9 --source-tokens inf", ("source_tokens=inf",)),
+    Use(f"plan {{bert}} {WIDE} --source-tokens 100B", ("'100B'", "1e11")),
     Use(f"plan {{bert}} {WIDE} --source-tokens 1e9", ("without tokens (--tokens)",)),
     Use(f"plan {{bert}} {WIDE} --ranks 0", ("--ranks", "1")),
     Use(f"plan {{bert}} {WIDE} --identity-gain 0", ("identity_gain", "(0, 1]")),
@@ -172,7 +175,15 @@ TRAINING = [
     Use("export {trained} {new}", ("trained", "checkpoint", "give the output directory of a run")),
 ]
 
+CACHE = "cache-teacher {bert} {text} --out {new} --k 2 --sequence-length"
+EVAL = "eval {bert} --text {text}"
 MEASURING = [
+    Use(f"{CACHE} 9999 --temperature 1", ("positions",)),
+    Use(f"{CACHE} 8 --temperature 0", ("temperature",)),
+    Use(f"{CACHE} 8 --temperature 1 --masking-probability 2", ("(0, 1]",)),
+    Use(f"{EVAL} --sequence-length 9999", ("positions", "--sequence-length")),
+    Use(f"{EVAL} --batch-size 0", ("batch_size is 0",)),
+    Use(f"{EVAL} --masking-probability 2", ("masking_probability is 2",)),
     Use(
         "cache-teacher {bert} {text} --out {new} --k 99 --temperature 1 --sequence-length 8",
         ("k is 99",),

@@ -195,13 +195,3 @@ def test_a_logit_of_minus_infinity_has_its_limit(divergence):
         assert found.isposinf() and limit > 100 if is_infinite else found.isfinite()
         if not is_infinite:
             torch.testing.assert_close(found, limit, rtol=1e-12, atol=1e-12)
-
-
-def test_rows_without_a_label_and_unequal_vocabularies():
-    nothing = torch.full_like(LABELS, -100)
-    assert ours(STUDENT, labels=nothing) == 0
-    wide = torch.cat([TEACHER, torch.randn(ROWS, 3).double()], -1)
-    found = kl_mlm_loss(STUDENT, wide, LABELS, alpha=1.0, vocab_size=VOCAB)
-    torch.testing.assert_close(found, ours(STUDENT), rtol=1e-12, atol=1e-12)
-    with pytest.raises(growkern.GrowthError, match="vocab_size"):
-        kl_mlm_loss(STUDENT, wide, LABELS)

@@ -59,20 +59,11 @@ def test_copies_of_experts_are_exact(symmetry, norm_topk_prob):
 @pytest.mark.parametrize(
     "growth, why",
     [
-        (
-            {"num_experts": 7},
-            "num_local_experts=7 is no multiple of the.*_experts=4 or 8. Leave out",
-        ),
-        (
-            {"num_experts": 8, "num_experts_per_tok": 3},
-            "_per_tok=3: with num_local_experts=8 it must be 4",
-        ),
+        ({"num_experts": 7}, "num_local_experts=7 is no multiple of the.*_experts=4 or 8. Leave"),
+        ({"num_experts": 8, "num_experts_per_tok": 3}, "_per_tok=3: .*experts=8 it must be 4"),
         ({"num_experts_per_tok": 3}, "with num_local_experts=4 it must be 2"),
         ({"hidden_size": 24, "num_expert": 8}, "no size 'num_expert' to grow"),
-        (
-            {"num_experts": 8, "num_local_experts": 12},
-            "num_local_experts is given twice, as 8 and 12",
-        ),
+        ({"num_experts": 8, "num_local_experts": 12}, "given twice, as 8 and 12"),
     ],
 )
 def test_experts_that_change_the_function_are_refused(growth, why):
@@ -406,24 +397,14 @@ def test_new_experts_sleep_for_any_input(model_type, options, growth):
 @pytest.mark.parametrize(
     "growth, why",
     [
-        (
-            {"n_routed_experts": 12, "num_experts_per_tok": 4},
-            "n_routed_experts=12 is no multiple of the source's 8.*=8 or 16. Leave out .* n_group"
-            ".*; or keep num_experts_per_tok=3 and topk_group=2, and new experts sleep",
-        ),
+        ({"n_routed_experts": 12, "num_experts_per_tok": 4}, "=12 is no multiple .*=8 or 16"),
         (
             {"n_routed_experts": 16, "num_experts_per_tok": 6, "n_group": 4},
             "n_group=4: with n_routed_experts=16 it must be 8",
         ),
         ({"n_group": 8}, "n_group=8: with n_routed_experts=8 it must be 4, .* none$"),
-        (
-            {"n_routed_experts": 11},
-            "does not fit n_group=4: .* 2 of each of .* 4 groups; .*=8 or 12$",
-        ),
-        (
-            {"n_routed_experts": 17, "n_group": 5},
-            "17 does not fit n_group=5: .* fit: n_routed_experts=15 or 20$",
-        ),
+        ({"n_routed_experts": 11}, "n_group=4: .* 2 of each of .* 4 groups; .*=8 or 12$"),
+        ({"n_routed_experts": 17, "n_group": 5}, "17 does not fit n_group=5: .*=15 or 20"),
         ({"qk_rope_head_dim": 8}, "no size 'qk_rope_head_dim' to grow"),
         ({"num_hidden_layers": 4, "depth": "stack"}, "layer 1 would copy layer 1 .* is sparse by"),
     ],

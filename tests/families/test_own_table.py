@@ -215,22 +215,14 @@ def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "fault"),
     [
-        (
-            'embed_tokens.weight"',
-            'embed.weight"',
-            r"gives model.embed.weight, which it lacks; did you mean 'model.embed_tok",
-        ),
+        ('embed_tokens.weight"', 'embed.weight"', "gives model.embed.weight, .*'model.embed_tok"),
         ('norm = { stored = "norm" }', "norm = []", "no row for model.norm.weight"),
         (
             '{ stored = "layers.{l}.attention.wk.weight" }',
             '{ axes = ["write:q", "read:normed"] }',
             r"k_proj.weight', axes \[write:q, read:normed\], gives \[24, 24\], but .* \[12, 24\]",
         ),
-        (
-            "wv.weight",
-            "wV.weight",
-            "v_proj.weight, layers.0.attention.wV.weight in files, is missing",
-        ),
+        ("wv.weight", "wV.weight", "v_proj.weight, .*wV.weight in files, is missing"),
         (
             "[tensors.trunk]",
             '[config]\nffn = "ffn_size"\n[tensors.trunk]',

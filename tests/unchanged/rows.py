@@ -16,7 +16,7 @@ from torch import nn
 
 import growkern
 from growkern.cli.commands import collect
-from growkern.growth.own_table import TableReport, check_table
+from growkern.growth.own_table import check_table
 from growkern.plot.losses import plot_runs
 from growkern.publish.manifest import write_manifest
 from growkern.train.dataset.load import pack_text
@@ -107,11 +107,6 @@ def show(report):
 # ------------------------------------------------------------------- growth
 
 
-@row("GrowthError")
-def an_error(_folder):
-    return Row(partial(growkern.GrowthError, "a message"))
-
-
 @row("plan")
 def plan_of_a_model(_folder):
     return Row(partial(growkern.plan, llama(), **WIDER))
@@ -144,13 +139,6 @@ def grow_files(folder):
 def grow_from_files_to_files(folder):
     small = saved(llama(), folder / "small")
     return Row(partial(growkern.grow_checkpoint, small, folder / "large", progress=False, **WIDER))
-
-
-@row("GrowthReport")
-def a_growth_is_shown(folder):
-    small = saved(llama(), folder / "small")
-    report = growkern.grow_checkpoint(small, folder / "large", progress=False, **WIDER)
-    return Row(partial(report.to_dict), {"directory": folder, "report": report})
 
 
 @row("verify")
@@ -199,12 +187,6 @@ def freeze(_folder):
 @row("draft_family")
 def draft(_folder):
     return Row(partial(growkern.draft_family, llama().config))
-
-
-@row("DraftedFamily")
-def a_draft_is_made(_folder):
-    report = TableReport((), ())
-    return Row(partial(growkern.DraftedFamily, {"classes": {"A": []}}, report, ("a",)))
 
 
 @row("check_table")
@@ -347,11 +329,6 @@ def moments_into(_folder):
 # ----------------------------------------------------------------- training
 
 
-@row("DataSection")
-def a_section(_folder):
-    return Row(partial(growkern.DataSection, train={"a": ["a.txt"]}))
-
-
 @row("load_data")
 def data(folder):
     (folder / "text").mkdir()
@@ -373,17 +350,6 @@ def a_measurement(folder):
     return Row(partial(call, tokenizer=tokenizer(), **options))
 
 
-@row("EvaluationReport")
-def a_measurement_is_shown(_folder):
-    report = growkern.EvaluationReport(True, 2.0, 1.5, 2.5, 0.95, 10, 2, 0)
-    return Row(partial(show, report))
-
-
-@row("DistributedOptions")
-def distributed(_folder):
-    return Row(partial(growkern.DistributedOptions, sharding="fsdp"))
-
-
 @row("shard")
 def compiled_blocks(_folder):
     options = growkern.DistributedOptions(compile_blocks=True, activation_checkpointing=True)
@@ -393,11 +359,6 @@ def compiled_blocks(_folder):
 @row("shard")
 def shards(_folder):
     return Row(partial(growkern.shard, hooked(bert(tied=True))))
-
-
-@row("GrowthStep")
-def a_growth_step(_folder):
-    return Row(partial(growkern.GrowthStep, sizes={"hidden_size": 32}, at_step=3))
 
 
 @row("ExpertBalancing")
@@ -466,21 +427,6 @@ def loss_of_masked_models(_folder):
     return Row(partial(growkern.inherited_loss, hooked(bert()), hooked(bert(seed=3)), given))
 
 
-@row("InheritanceSchedule")
-def schedule(_folder):
-    return Row(partial(growkern.InheritanceSchedule, end_step=3, teacher_weights=[0.5, 0.5]))
-
-
-@row("LossOptions")
-def loss_options(_folder):
-    return Row(partial(growkern.LossOptions, z_loss=1e-3))
-
-
-@row("OptimizerOptions")
-def optimizer_options(_folder):
-    return Row(partial(growkern.OptimizerOptions, rewarm_steps=3))
-
-
 @row("TwoStageConfig")
 def a_part_of_a_model(_folder):
     model, stages = hooked(llama()), growkern.TwoStageConfig(layers_per_block=1, stage1_steps=9)
@@ -532,11 +478,6 @@ def a_cache_is_read(folder):
     how = {"k": 4, "temperature": 1.0, "collator": collate, "progress": False}
     growkern.cache_teacher(build("llama", layers=1), rows, folder / "kept", **how)
     return Row(partial(growkern.TeacherCache, folder / "kept"))
-
-
-@row("CacheReport")
-def a_cache_report(folder):
-    return Row(partial(growkern.CacheReport, folder, 1, 2, 3, 4, 5.0))
 
 
 @row("ServedTeacher")

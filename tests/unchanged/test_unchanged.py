@@ -5,6 +5,7 @@ So is what all libraries of a process share. What a function changes by its docs
 """
 
 import contextlib
+import dataclasses
 import inspect
 import random
 import sys
@@ -170,8 +171,7 @@ def alone():
 
 
 def test_every_public_name_and_every_command_has_a_row():
-    doors = {growkern.__all__[0], *ROWS} - {"check_table", "export", "plot_runs", "collect"}
-    assert doors == set(growkern.__all__)
+    assert {name for name in growkern.__all__ if not is_value(name)} <= ROWS.keys()
     groups = {group.name: group.typer_instance for group in app.registered_groups}
     commands = {name_of(command) for command in app.registered_commands}
     for group, inner in groups.items():
@@ -179,6 +179,13 @@ def test_every_public_name_and_every_command_has_a_row():
     assert DOORS.keys() == commands
     assert set(DOORS.values()) <= ROWS.keys()
     assert len(MAKES) == len(set(MAKES)) and CHANGES.keys() <= set(MAKES)
+
+
+def is_value(name):
+    """Whether a public name is a text, an error or a record of values, which does no work."""
+    value = getattr(growkern, name)
+    is_error = isinstance(value, type) and issubclass(value, Exception)
+    return isinstance(value, str) or is_error or dataclasses.is_dataclass(value)
 
 
 def name_of(command):

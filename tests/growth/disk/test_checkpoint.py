@@ -270,19 +270,13 @@ BREAKAGES = [
     (lambda d: edit_config(d, architectures=None), "architectures"),
     (lambda d: edit_config(d, architectures=["BertForSpeech"]), "supported: BertModel"),
     (lambda d: edit_config(d, quantization_config={"quant_method": "gptq"}), "quantised"),
-    (
-        lambda d: edit_config(d, intermediate_size=41),
-        r"has shape \[40.*\], but its config says \[41",
-    ),
+    (lambda d: edit_config(d, intermediate_size=41), r"has shape \[40.*\], but its config says"),
     (lambda d: edit_config(d, num_hidden_layers=1), "no rule for tensor bert.encoder.layer.1"),
     (lambda d: edit_config(d, num_hidden_layers=3), "encoder.layer.2.* is missing .and"),
     (lambda d: edit_config(d, model_type=["bert"]), 'no "model_type"'),
     (lambda d: edit_config(d, hidden_act="gelo"), "did you mean 'gelu'"),
     (lambda d: edit_config(d, intermediate_size=0), r"intermediate_size=0 must lie in 1 \.\."),
-    (
-        lambda d: edit_config(d, num_hidden_layers=10**9),
-        r"num_hidden_layers=10+ must lie in 1 \.\.",
-    ),
+    (lambda d: edit_config(d, num_hidden_layers=10**9), "num_hidden_layers=10+ must lie in 1"),
     (
         lambda d: edit_tensor(d, QUERY, lambda t, n: t.update({n: t[n].int()})),
         r"has dtype torch\.int32; growth handles F64",

@@ -413,29 +413,6 @@ def test_places_that_cannot_be_written_to(source, tmp_path):
             growkern.grow_checkpoint(source, target, **HOW)
 
 
-def test_a_target_that_came_into_being_is_left_alone(source, expected, tmp_path, monkeypatch):
-    """It is not even looked into; moved away, a repeat publishes what is finished."""
-    target, build = tmp_path / "grown", stream.build_tensor
-
-    def build_and_appear(*args, **kwargs):
-        target.mkdir(exist_ok=True)
-        (target / "mine.txt").write_text("mine")
-        return build(*args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(stream, "build_tensor", build_and_appear)
-        with pytest.raises(growkern.GrowthError, match=r"was created .* the result is kept"):
-            growkern.grow_checkpoint(source, target, **HOW)
-    assert snapshot(target) == {"mine.txt": b"mine"}
-    with pytest.raises(growkern.GrowthError, match="something other than a checkpoint"):
-        growkern.grow_checkpoint(source, target, overwrite=True, **HOW)
-    assert snapshot(target) == {"mine.txt": b"mine"}
-    target.rename(tmp_path / "mine")
-    monkeypatch.setattr(stream, "build_tensor", lambda *args, **kwargs: pytest.fail("built again"))
-    growkern.grow_checkpoint(source, target, **HOW)
-    assert snapshot(target) == expected and not staging_of(target).exists()
-
-
 # ---------------------------------------------------- what counts as on disk
 
 

@@ -320,10 +320,7 @@ SPOILT = [
     (lambda s: s["param_groups"][0].update(params=3), "group 0: 'params' must be a list, all int"),
     (lambda s: s["param_groups"][0].update(params=[0, "a"]), "'params' must be a list, all int or"),
     (lambda s: s["param_groups"][1].update(param_names=[[1]]), "'param_names' must be a list"),
-    (
-        lambda state: state["state"].update({NUMBER: [1]}),
-        "attn.c_proj.weight: .* is a list, not a dict",
-    ),
+    (lambda state: state["state"].update({NUMBER: [1]}), "attn.c_proj.weight: .* is a list, not a"),
     (spoil("step", "two"), "c_proj.weight: its step count is a str"),
     (spoil("step", -5), "step count is -5, expected a number of 0 or more"),
     (spoil("step", torch.ones(2)), r"step count is \[1.0, 1.0\]"),
@@ -334,10 +331,7 @@ SPOILT = [
     (spoil("exp_avg", lambda x: x[1:]), "exp_avg has shape .*, but the parameter"),
     (without("exp_avg"), "c_proj.weight: no exp_avg in"),
     (without("exp_avg_sq"), "no exp_avg_sq in"),
-    (
-        spoil("exp_avg", with_value(float("nan"))),
-        "c_proj.weight: exp_avg holds NaN or Inf: .*reset",
-    ),
+    (spoil("exp_avg", with_value(float("nan"))), "c_proj.weight: exp_avg holds NaN or Inf:"),
     (spoil("exp_avg_sq", with_value(float("inf"))), "exp_avg_sq holds NaN or Inf"),
     (spoil("exp_avg_sq", with_value(-1.0)), "c_proj.weight: exp_avg_sq holds a negative mean"),
 ]

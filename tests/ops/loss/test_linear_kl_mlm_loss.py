@@ -313,14 +313,6 @@ def test_biases_of_any_layout(whose, layout, backend, device):
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
-def test_extreme_logits(backend, device):
-    student, teachers, labels = make_heads(4, 13, 8, torch.float32, device)
-    student[2][3], teachers[0][2][3], teachers[0][2][5] = 1e4, -1e4, float("-inf")
-    loss, grads = loss_and_grads(student, teachers, labels, backend=backend)
-    assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
-
-
-@pytest.mark.parametrize("backend", PROVIDERS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(reduction, backend, device):
     student, teachers, labels = make_heads(3, 7, 4, torch.float64, device, K=2)

@@ -1,7 +1,6 @@
 """Every growth of a run is planned before the run, against the model as it will be."""
 
 import json
-import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -24,7 +23,6 @@ from testbed.tiny import build
 from tests.train.growth import ranks
 from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
-from tests.train.safety.runs import assert_same, weights_of
 from tests.train.test_trainer import Batches, arguments
 
 # the order of the layers is filled in
@@ -61,16 +59,6 @@ def test_the_tokenizers_special_tokens_go_through_two_growths(straight):
     config = straight.model.config
     assert straight.state.global_step == STEPS and config.n_embd == 64
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (3, 4, 5)
-
-
-@pytest.mark.parametrize("stop", [2, 3, 4, 6, 8])
-def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
-    shutil.copytree(straight.args.output_dir, tmp_path / "run")
-    for later in range(stop + 1, STEPS + 1):
-        shutil.rmtree(tmp_path / "run" / f"checkpoint-{later}", ignore_errors=True)
-    again = trainer_for(tmp_path / "run")
-    again.train(resume_from_checkpoint=True)
-    assert_same(weights_of(straight), weights_of(again))
 
 
 def test_two_processes_grow_twice_as_one_does(straight, tmp_path):

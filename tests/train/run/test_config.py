@@ -74,39 +74,15 @@ def test_every_section_arrives_typed(load):
         ("steps = 100", "step = 100", r"\[training\] has no key 'step'; did you mean 'steps'"),
         ("rewarm_peak", "rewarm_peek", r"\[optimizer\] has no key .*; did you mean 'rewarm_peak'"),
         ("rewarm_steps = 20\n", "", "rewarm_peak has no effect without optimizer.rewarm_steps"),
-        (
-            'validation = ["held-out.txt"]\n',
-            "",
-            r"training.eval_every needs data to evaluate: give data.validation \(files\)",
-        ),
-        (
-            "rewarm_steps = 20",
-            "ns_steps = 3",
-            "ns_steps is an option of Muon, but .*'growth-adamw'",
-        ),
+        ('validation = ["held-out.txt"]\n', "", "training.eval_every needs data to evaluate: give"),
+        ("rewarm_steps = 20", "ns_steps = 3", "ns_steps is an option of Muon, but"),
         ("[two_stage]", "[two_stages]", r"no key 'two_stages'; did you mean 'two_stage'"),
         ("stage1_steps", "stage_1_steps", "did you mean 'stage1_steps'"),
-        (
-            "steps = 100",
-            'steps = "100"',
-            r"training.steps is '100' \(str\): it must be a whole",
-        ),
-        (
-            "[output]",
-            "[output]\nreport_to = 1",
-            r"must be a text or a list, each a text$",
-        ),
-        (
-            "steps = 100",
-            "steps = true",
-            r"training.steps is True \(bool\): it must be a whole",
-        ),
+        ("steps = 100", 'steps = "100"', r"training.steps is '100' \(str\): it must be a whole"),
+        ("[output]", "[output]\nreport_to = 1", r"must be a text or a list, each a text$"),
+        ("steps = 100", "steps = true", r"training.steps is True \(bool\): it must be a whole"),
         ("steps = 100", "steps = 1.5", r"training.steps is 1.5 \(float\)"),
-        (
-            '["small", "other"]',
-            '["small", 3]',
-            r"teacher.paths\[1\] is 3 \(int\): it must be a t",
-        ),
+        ('["small", "other"]', '["small", 3]', r"teacher.paths\[1\] is 3 \(int\): it must be a t"),
         ('["small", "other"]', '"small"', r"teacher.paths is 'small' \(str\): it must be a list"),
         ('"bf16"', '"fp8"', "training.precision is 'fp8'"),
         ('directory = "out"', "", r"\[output\] lacks 'directory'"),
@@ -134,10 +110,7 @@ def test_a_wrong_file_is_refused_by_file_and_key(load, old, new, match):
 @pytest.mark.parametrize(
     ("key", "match"),
     [
-        (
-            'num_hidden_layers = "3"',
-            r"sizes.num_hidden_layers is '3' \(str\): it must be a whole",
-        ),
+        ('num_hidden_layers = "3"', r"sizes.num_hidden_layers is '3' \(str\): it must be a whole"),
         ("n_layer = true", r"sizes.n_layer is True \(bool\): it must be a whole"),
         ('methd = "aki"', "has no key 'methd'; did you mean 'method'"),
         ("", "a growth needs sizes, such as num_hidden_layers = 12"),

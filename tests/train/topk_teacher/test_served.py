@@ -414,30 +414,18 @@ ROW = [(1, -1.0), (2, -2.0), (3, -3.0)]
         ([(1, 0.01), (2, -9.0), (3, -9.0)], "gives the log-prob 0.01: check"),
         ([(1, -0.1), (2, -0.1), (3, -0.1)], r"gives probabilities that add up to 2\.71"),
         ([(1, -0.7), (2, -0.7), (3, -2.0)], r"gives probabilities that add up to 1\.12"),
-        (
-            [(1, float("inf")), *ROW[1:]],
-            r"gives token \d+ with inf, which is no log-prob: give a smaller k, or",
-        ),
-        (
-            [(1, float("nan")), *ROW[1:]],
-            r"gives token \d+ with nan, which is no log-prob: give a smaller k, or",
-        ),
+        ([(1, float("inf")), *ROW[1:]], r"gives token \d+ with inf, which is no log-prob: give a"),
+        ([(1, float("nan")), *ROW[1:]], r"gives token \d+ with nan, which is no log-prob: give a"),
         (
             # a float64 that is -inf as a float32
             [*ROW, (4, -4e300)],
             r"gives token \d+ with -4e\+300, which is no log-prob: give a smaller k, or",
         ),
-        (
-            [*ROW, (4, float("-inf"))],
-            r"gives token \d+ with -inf, which is no log-prob: give a smaller k, or",
-        ),
+        ([*ROW, (4, float("-inf"))], r"gives token \d+ with -inf, which is no log-prob: give a"),
         ([*ROW, (4, "-4.0")], "'-4.0' is no log-prob"),
         ([*ROW, (4, True)], "True is no log-prob"),
         ([*ROW, (4, -(10**400))], "too large"),
-        (
-            [*ROW, (4, None)],
-            r"gives token \d+ with None, which is no log-prob: give a smaller k, or",
-        ),
+        ([*ROW, (4, None)], r"gives token \d+ with None, which is no log-prob: give a smaller k,"),
         ([*ROW, (-1, -4.0)], "-1 is no token id"),
         ([*ROW, (1 << 31, -4.0)], "2147483648 is no token id"),
         ([*ROW, (10**30, -4.0)], "is no token id"),
@@ -533,11 +521,7 @@ def test_rows_at_other_places_are_refused(move, server):
         (-0.2, [(9, -0.1), *ROW[1:]], r"its token \d has the log-prob -0\.2, which its row lacks"),
         (None, [(9, -0.1), *ROW[1:]], r"its token \d has the log-prob -inf, which its row lacks"),
         (0.1, [(9, 0.1), *ROW[1:]], r"its token \d has the log-prob 0\.1, which is above 0"),
-        (
-            float("nan"),
-            ROW,
-            r"gives token \d+ with nan, which is no log-prob: give a smaller k, or",
-        ),
+        (float("nan"), ROW, r"gives token \d+ with nan, which is no log-prob: give a smaller k,"),
         ("-1.0", ROW, "'-1.0' is no log-prob"),
     ],
 )

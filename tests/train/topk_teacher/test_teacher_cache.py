@@ -15,11 +15,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch.utils.data import DataLoader
 
-import growkern
 from growkern import GrowthError, TeacherCache, cache_teacher
 from growkern.publish.manifest import write_manifest
 from growkern.train.dataset.load import TokenBlocks
-from growkern.train.model.forward import head_inputs
 from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.topk_teacher import rows as cache_rows
@@ -364,25 +362,6 @@ def test_a_cache_with_a_damaged_header_is_not_replaced(tmp_path):
         assert "overwrite" not in str(refused.value)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_cache_that_came_into_being_is_left_alone(tmp_path, monkeypatch, overwrite):
-    real = writer.kept_rows
-
-    def appear(*args):
-        (tmp_path / "c").mkdir(exist_ok=True)
-        (tmp_path / "c" / "mine.txt").write_text("mine")
-        return real(*args)
-
-    monkeypatch.setattr(writer, "kept_rows", appear)
-    with pytest.raises(GrowthError, match="not changed"):
-        make(tmp_path / "c", overwrite=overwrite)
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["mine.txt"]
-    (tmp_path / "c" / "mine.txt").unlink()
-    (tmp_path / "c").rmdir()
-    monkeypatch.setattr(writer, "kept_rows", lambda *args: pytest.fail("run again"))
-    make(tmp_path / "c")
-
-
 def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
     """The library that writes the files has errors of its own."""
 
@@ -655,29 +634,6 @@ def test_a_model_in_training_is_asked_without_dropout_and_left_as_it_was(tmp_pat
     assert model.training and model.config.use_cache
     files = [tmp_path / name / "rows-00000.safetensors" for name in ("still", "c")]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_all_of_the_vocabulary_kept_is_the_live_teacher(family, tmp_path):
-    """The loss of cached rows is the loss of the model that made them, as training calls both."""
-    teacher, student = build(family, layers=1, width=8), build(family, layers=2, width=12, seed=1)
-    make(tmp_path / "c", family, model=teacher, k=VOCAB, dtype="float32")
-    blocks, causal = blocks_of(), is_causal(family)
-    batch = collator_of(family)([blocks[i] for i in range(5)])
-    ids, logprobs = TeacherCache(tmp_path / "c").batch(batch)
-    labels = align_labels(batch["labels"], causal=causal)
-    hidden, weight, bias = (
-        None if x is None else x.detach()
-        for x in head_inputs(student, {"input_ids": batch["input_ids"]})
-    )
-    with torch.no_grad():
-        live = head_inputs(teacher.requires_grad_(False), {"input_ids": batch["input_ids"]})
-    options = {"student_bias": bias, "temperature": 2.0}
-    expected = growkern.linear_kl_mlm_loss(
-        hidden, weight, live.hidden, live.weight, labels, teacher_bias=live.bias, **options
-    )
-    actual = growkern.topk_kl_mlm_loss(hidden, weight, ids, logprobs, labels, **options)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
