@@ -25,15 +25,24 @@ ARCHS = {"sm_80", "sm_90", "sm_100", "sm_120"}
 
 ONE_OF_EACH = ["expand rows bf16", "CUDA expand FPI bf16"]
 # unchanged launches of the record are not compiled again; ONE_OF_EACH always is
+WAITS = "kl_mlm once bf16 gradient"
 COMPILE = """
 import sys
 from pathlib import Path
+import triton
 from bench import aot
+from bench.launches import sources
 from bench.shared import results
-table, again, *names = sys.argv[1:]
+table, again, waits, *names = sys.argv[1:]
 code = aot.main(["--json", table])
 rows = [row for name in names for row in aot.compile_all(name, ["sm_90"])]
-results.write(Path(again), {"rows": [row for row in rows if row["kernel"] in names]})
+(case,) = (case for case in sources.all_cases() if case.name == waits)
+options = sources.options_of(case)
+made = triton.compile(sources.source_of(case), sources.TARGETS["sm_90"], options)
+kept = {name: made.asm[name] for name in ("ttir", "ptx")}
+kept["cooperative"] = made.metadata.launch_cooperative_grid
+rows = [row for row in rows if row["kernel"] in names]
+results.write(Path(again), {"rows": rows, "waits": kept})
 sys.exit(code)
 """
 
@@ -46,15 +55,16 @@ def compiled(tmp_path_factory):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(scratch / "cache")}
     files = [str(scratch / name) for name in ("aot.json", "again.json")]
-    command = [sys.executable, "-c", COMPILE, *files, *ONE_OF_EACH]
+    command = [sys.executable, "-c", COMPILE, *files, WAITS, *ONE_OF_EACH]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done, *(read(Path(file)).get("rows", []) for file in files)
+    table, again = (read(Path(file)) for file in files)
+    return done, table.get("rows", []), again.get("rows", []), again.get("waits")
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_no_kernel_spills_or_loads_narrowly(compiled):
-    done, rows, _ = compiled
+    done, rows, *_ = compiled
     assert done.returncode == 0, done.stdout + done.stderr
     assert {row["arch"] for row in rows} >= ARCHS
     families = {"expand", "kl_mlm", "topk_kl_mlm", "CUDA"}
@@ -66,6 +76,28 @@ def test_no_kernel_spills_or_loads_narrowly(compiled):
         # whatever is gathered, what a growth writes lies together
         assert "gathered" not in row["narrow_stores"], row
         assert ("of bandwidth" in row) != bool(row.get("no estimate")), row
+
+
+# what a program does after it has stored its sums, and how it then reads those of all parts
+ACQUIRES, READS = "atomic_rmw add, acquire, gpu", "cacheModifier = cg"
+WAIT = ("barrier", "atomic_rmw add, release, gpu", ACQUIRES, "scf.while", ACQUIRES, "barrier")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_programs_that_share_a_row_wait_in_compiled_code(compiled):
+    """No thread goes on before all have stored, nor reads before one has seen all parts."""
+    code = compiled[3]
+    assert code["cooperative"] is True
+    steps = re.findall("|".join({*WAIT, READS}), code["ttir"])
+    # 7 numbers of each part
+    assert steps == [*WAIT, *[READS] * 7]
+    before, after = code["ptx"].split("atom.global.gpu.release.add")
+    # between the last sum that is stored and the number that says so
+    assert before.rindex("bar.sync") > before.rindex("st.global") > 0
+    # one thread reads that number again and again, and tells the others
+    block = r"(?:(?!\n\$\w+:).)*?"
+    loop = rf"\n(\$\w+):{block}gpu\.acquire{block}bar\.sync{block}bra\s+\1;"
+    assert re.search(loop, after, re.DOTALL)
 
 
 # In CUDA C++ these issue 21 to 28 instructions per element, and their issue is the limit. It is

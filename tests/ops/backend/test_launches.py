@@ -30,6 +30,8 @@ IN_TABLE = {
     "kl_mlm rows linear, biases",
     "kl_mlm rows linear, fp32 gradient",
     "kl_mlm rows linear, no teacher",
+    "kl_mlm once bf16 gradient",
+    "kl_mlm once no teacher",
     "topk_kl_mlm tail bf16 gradient",
     "topk_kl_mlm tail bf16 gradient, V 30522",
     "expand many FPI bf16",
