@@ -267,6 +267,7 @@ BLOCKS = {
     "grow-process": tables.grow_process,
     "carry": tables.carry,
     "drafts": tables.drafts,
+    "outside": tables.outside,
     "gpu": gpu_table,
     "early": tables.early,
     "headline": tables.headline,

@@ -40,9 +40,8 @@ from bench.outside.runtimes import PACKAGES, RUNTIMES
 from bench.shared.harness import parser_of
 from bench.shared.results import RESULTS, machine, write
 from bench.shared.results import read as read_result
+from bench.shared.tables import LARGEST
 
-# float32 through a few layers; a wrong theta, scale or window is off by 1e-2 and more
-LARGEST = 1e-4
 TOGETHER = ("transformers", "ctranslate2", "onnxruntime")
 # A difference that the plan names: MLX does not divide the weights of experts by their sum there.
 # And transformers reads no Qwen2-MoE from GGUF, grown or not

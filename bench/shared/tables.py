@@ -12,6 +12,9 @@ from bench.shared import time_model
 from bench.shared.results import quotable, table, with_commits
 
 Row = dict[str, Any]
+# the largest difference of outputs in another runtime: float32 through a few layers. A wrong theta,
+# scale or window is off by 1e-2 and more
+LARGEST = 1e-4
 # what the losses are compared on: words, and the end of the providers' names
 COMPARED = (("with a teacher", ""), ("labels alone", ", labels alone"))
 # providers of the linear loss in the documentation, by their names in the result
@@ -401,3 +404,23 @@ def early_saving(results: Path) -> list[list[str]]:
             alone = f"12 layers of width 512, never grown, to that loss: ≥ {early_small(rows):.0%}"
             return [[what, f"{savings[0]['saved']:.0%}", alone]]
     return []
+
+
+# --------------------------------------------------------------------- other software
+
+
+def outside(results: Path) -> str:
+    """How many growths of each family each runtime loads, with the outputs of the source there."""
+    rows = rows_of(results, "outside")
+    columns = list(dict.fromkeys((row["runtime"], row["version"]) for row in rows))
+    grown = [row for row in rows if row["growth"] != "source"]
+    lines = []
+    for family in sorted({row["family"] for row in grown}):
+        cells = []
+        for column in columns:
+            own = [x for x in grown if x["family"] == family]
+            own = [x for x in own if (x["runtime"], x["version"]) == column]
+            good = sum(x.get("off", 1.0) < LARGEST for x in own)
+            cells.append(f"{good} of {len(own)}" if own else "-")
+        lines.append([f"`{family}`", *cells])
+    return table(["family", *(" ".join(column) for column in columns)], lines)
