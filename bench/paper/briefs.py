@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -18,6 +19,7 @@ from bench.paper.compare import (
     committed,
     compared,
     fixed_sizes,
+    mean_and_half,
     saved,
     share,
     text_of,
@@ -26,6 +28,7 @@ from bench.paper.compare import (
 from bench.paper.lines import Line
 from bench.paper.models import Size
 from bench.paper.plans import TABLES, jobs_of_seed, lines_of
+from bench.paper.systems import SYSTEMS
 from bench.shared.results import table
 from growkern.errors import GrowthError
 
@@ -276,24 +279,44 @@ def _below(marks: Sequence[float | None], loss: float) -> list[str]:
 
 
 def diagnosis_text(results: Path) -> str:
-    """The losses of one seed, and how far each is below those from scratch, in markdown.
+    """The losses, and how far each is below those from scratch with the same seed, in markdown.
 
     The question is a given size: all FLOPs count, those of a source too. Of the rates from scratch
     only the best one is shown.
     """
-    found, cells = ends_of(committed(results), "diagnosis"), []
-    by_label = {line.label: row["losses"][-1] for line, row in found if line.system == "scratch"}
-    # each at the better of its rates
-    steps = [loss for label, loss in by_label.items() if label.startswith("equal steps")]
-    marks = [by_label.get("equal FLOPs"), min(steps, default=None)]
-    for line, row in found:
-        loss = row["losses"][-1]
-        if line.label.startswith("equal steps") and loss != marks[1]:
+    rows, by_line = committed(results), {}
+    for line in lines_of("diagnosis", "tiny") or []:
+        names = {n: jobs_of_seed(line, n, line.rate or 0.0)[-1].name for n in range(1, SEEDS + 1)}
+        if found := {seed: rows[name] for seed, name in names.items() if name in rows}:
+            by_line[line] = found
+    losses = {
+        line: {seed: row["losses"][-1] for seed, row in found.items()}
+        for line, found in by_line.items()
+    }
+    scratch = [line for line in losses if line.system == "scratch"]
+    steps = [line for line in scratch if line.label.startswith("equal steps")]
+    # at the best of its rates; and the first line that grows
+    marks = [*scratch[:1], *sorted(steps, key=lambda line: losses[line][1])[:1]]
+    marks += [line for line in losses if SYSTEMS[line.system].starts_small][:1]
+    whole, cells = by_line[scratch[0]][1]["flops"][-1], []
+    for line, found in by_line.items():
+        if line in steps and line not in marks:
             continue
-        spent = (row["source flops"] + row["flops"][-1]) / found[0][1]["flops"][-1]
-        cells.append([title_of(line), f"{spent:.2f}", f"{loss:.3f}", *_below(marks, loss)])
-    heads = ["a given size", "FLOPs", "loss", "below scratch, equal FLOPs", "equal steps"]
-    return table(heads, cells)
+        spent = (found[1]["source flops"] + found[1]["flops"][-1]) / whole
+        below = [_below_by_seed(losses[mark], losses[line]) for mark in marks]
+        mean = statistics.fmean(losses[line].values())
+        cells.append([title_of(line), f"{spent:.2f}", str(len(found)), f"{mean:.3f}", *below])
+    heads = ["a given size", "FLOPs", "seeds", "loss", "below scratch, equal FLOPs", "equal steps"]
+    return table([*heads, *(title_of(line) for line in marks[2:])], cells)
+
+
+def _below_by_seed(mark: Mapping[int, float], losses: Mapping[int, float]) -> str:
+    """How far losses are below others with the same seed: the mean, and an interval of three."""
+    if mark is losses:
+        return "-"
+    below = [mark[seed] - loss for seed, loss in losses.items() if seed in mark]
+    mean, half = mean_and_half(below)
+    return f"{mean:+.3f} ± {half:.3f}" if len(below) >= SEEDS else f"{mean:+.3f}"
 
 
 def frontier_text(results: Path) -> str:

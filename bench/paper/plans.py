@@ -161,6 +161,7 @@ def diagnosis(setting: Setting) -> list[Line]:
     ]
     lines = [
         Line(whole, "scratch", "equal FLOPs", rate=at_start),
+        Line(whole, "scratch_restarted", "equal FLOPs", rate=at_start),
         _never_grown(whole, start, at_start, ""),
         *(Line(fewer, "scratch", f"equal steps at {rate:g}", rate=rate) for rate in whole.rates),
         *(replace(grown, system=name, rate=at_start) for name in same),

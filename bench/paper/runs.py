@@ -7,6 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -22,6 +23,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
 from bench.paper.corpus import Facts
@@ -109,7 +111,8 @@ class Workplace:
             if job.kept:
                 self._keep_teacher(job)
             file = write_run_file(job, self.folder)
-            return partial(seconds_of_training, file, self.folder / job.name)
+            out, share = self.folder / job.name, _restart_of(job)
+            return partial(seconds_of_training, file, out, round(share * job.steps))
 
         for done, (job, seconds) in enumerate(self._called(jobs, prepared), start=1):
             self._keep(job, seconds)
@@ -251,17 +254,42 @@ class Workplace:
         shutil.copy(self.folder / setting.tokenizer / "tokenizer.json", target)
 
 
-def seconds_of_training(file: Path, out: Path) -> float:
+def _restart_of(job: Job) -> float:
+    return 0.0 if job.system == SOURCE else SYSTEMS[job.system].restart
+
+
+def seconds_of_training(file: Path, out: Path, restart: int = 0) -> float:
     """Train a run file to its end, or resume it.
+
+    Args:
+        restart: the step after which the optimizer begins anew; 0: none.
 
     Returns:
         The seconds that it took; NaN if an earlier call had begun it.
     """
     is_resumed, start = any(out.glob("checkpoint-*")), time.perf_counter()
+    if is_resumed and restart:
+        raise GrowthError(f"{out}: a run whose optimizer begins anew cannot be resumed: delete it")
     # lines of several runs at a time would mix; each run has them in its folder
-    with redirect_stdout(StringIO()):
+    with redirect_stdout(StringIO()), restarted(restart):
         train(file, progress=False)
     return math.nan if is_resumed else time.perf_counter() - start
+
+
+@contextmanager
+def restarted(after: int) -> Iterator[None]:
+    """Delete the state of any optimizer after so many of its steps; 0: never."""
+    steps = itertools.count(1)
+
+    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if next(steps) == after:
+            optimizer.state.clear()
+
+    hook = register_optimizer_step_post_hook(step)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def accuracy_of(model: Path, length: int, seed: int) -> float:

@@ -119,6 +119,7 @@ class System:
         grows: whether it begins with the weights of another model.
         starts_small: whether it begins with an untrained source, and grows in the run.
         becomes: options of `growkern.grow` that make its source a mixture; None: it stays dense.
+        restart: the share of the steps after which the optimizer begins anew.
     """
 
     title: str
@@ -129,6 +130,7 @@ class System:
     starts_small: bool = False
     kept: int = 0
     becomes: Mapping[str, Any] | None = None
+    restart: float = 0.0
 
 
 def run_of(job: Job) -> Run:
@@ -395,6 +397,14 @@ SYSTEMS = {
         needs=_no_source,
         grows=False,
         starts_small=True,
+    ),
+    # what a growth that resets the moments does to the optimizer, without the growth
+    "scratch_restarted": System(
+        "scratch, moments reset at 30 %",
+        "random weights; the optimizer begins anew after 30 % of the steps",
+        scratch,
+        restart=0.3,
+        **UNTRAINED,
     ),
     "fpi_twice": System(
         "FPI, larger batch",
