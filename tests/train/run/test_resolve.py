@@ -95,15 +95,6 @@ def test_weights_do_not_go_with_a_config_of_before(workplace, name):  # noqa: F8
         opened.load()
 
 
-@pytest.mark.parametrize("rule", rules.RULES, ids=lambda x: f"{x.setting} {x.other}")
-def test_a_rule_names_what_to_do(rule):
-    """Its two halves are formats of the record's fields, and make one line."""
-    assert rule.why and rule.fix and "\n" not in rule.why + rule.fix
-    assert not rule.why.endswith((".", ":")) and not rule.fix.endswith(".")
-    fields = re.findall(r"\{(\w+)[.}!]", rule.why + rule.fix)
-    assert set(fields) <= {"x", "name"}
-
-
 def test_the_first_broken_rule_is_raised():
     growth = SimpleNamespace(new_layers_steps=2, at_step=1)
     with pytest.raises(GrowthError, match=r"the growth at step 1 lets .*: grow after stage 1"):
