@@ -26,6 +26,8 @@ from growkern.growth.space.rules import check_copies, copies_of, followers
 
 # types of rotary positions whose frequencies depend on head_dim only through theta ** (-2 i / R)
 PLAIN_ROTARY = ("default", "linear", "llama3")
+# what configs say besides sizes, those of parts too
+NOT_SIZES = ("architectures", "_name_or_path", "dtype", "use_cache", "transformers_version")
 # a size, for messages
 POSITIVE = "a positive whole number"
 
@@ -307,7 +309,6 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
         )
     # the whole family: sizes of stacks that this class lacks may differ, too
     may_differ = {*growable_fields(family.whole), *followed_fields(family)}
-    may_differ |= {"architectures", "_name_or_path", "dtype", "use_cache"}
     may_differ |= {*family.unread, *(key.field for key in family.older)}
     may_differ |= {str(family.under), *family.classes[small.class_name].repeats}
     old, new = (_flat(config.to_dict(), family.under) for config in (source, target))
@@ -316,8 +317,8 @@ def _check_same_kind(small: ModelSpec, target: Any) -> None:
         for name in sorted(old.keys() & new.keys())
         if old[name] != new[name]
         and name not in may_differ
+        and name.rpartition(".")[2] not in NOT_SIZES
         and not (name == family.attention.field and _is_head_dim(small, target))
-        and name != "transformers_version"
         # the meaning of a token changes no logits
         and not (name.endswith("_token_id") and None in (old[name], new[name]))
     ]

@@ -93,6 +93,16 @@ def test_a_tower_that_a_target_config_changes_is_refused():
         growkern.plan(model, target_config=target)
 
 
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+def test_a_model_that_was_grown_into_another_dtype_is_verified(model_type, tmp_path):
+    """The record has the config of the target, whose tower has the new dtype too."""
+    model = random_model(*RELATIVES[model_type][:2], dtype=torch.float32)
+    model.save_pretrained(tmp_path / "small")
+    how = {"intermediate_size": 64, "dtype": torch.bfloat16, "progress": False}
+    growkern.grow_checkpoint(tmp_path / "small", tmp_path / "large", **how)
+    assert growkern.verify(tmp_path / "small", tmp_path / "large").ok
+
+
 @pytest.mark.parametrize("model_type", ["vit", "qwen3_vl"])
 def test_a_sharded_model_is_filled_from_distributed_files(model_type, tmp_path, monkeypatch):
     """Patch convolutions have four and five axes; they are read and built in pieces."""
