@@ -1,8 +1,8 @@
 """Exchanges JSON with a server: limits of time and size, repeated attempts, errors in one line.
 
 Coroutines run in a thread of their own, for callers that may be interrupted at any moment. The
-caller has a thread to itself, because that of a notebook has an event loop already. Nothing waits
-for threads that are left over: they are daemons, and no executor joins them at exit.
+caller has a thread to itself, because that of a notebook has an event loop already. It is a daemon,
+so that nothing waits for it at exit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import re
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -239,19 +238,13 @@ def run_apart(call: Callable[[X], Awaitable[Y]], items: Sequence[X], at_once: in
     others. Nothing waits for their ends.
     """
     loop, done = asyncio.new_event_loop(), threading.Event()
-    # it looks up names
-    loop.set_default_executor(_Daemons())
     task = loop.create_task(_gather(call, items, at_once))
 
     def run() -> None:
-        try:
-            # the caller may have left, so the exception is taken out here too
-            with contextlib.suppress(BaseException):
-                loop.run_until_complete(task)
-        finally:
+        with contextlib.closing(loop):
+            loop.run_until_complete(asyncio.wait([task]))
             done.set()
             loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
 
     try:
         threading.Thread(target=run, daemon=True).start()
@@ -280,20 +273,3 @@ async def _gather(call: Callable[[X], Awaitable[Y]], items: Sequence[X], at_once
             task.cancel()
         # they close their connections
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Daemons(ThreadPoolExecutor):
-    """Runs each call in a daemon thread. Python waits at exit for those of the base class."""
-
-    def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call(*args, **options))
-            except BaseException as error:
-                future.set_exception(error)
-
-        future.set_running_or_notify_cancel()
-        threading.Thread(target=run, daemon=True).start()
-        return future

@@ -13,6 +13,20 @@ from tokenizers.models import WordLevel
 from growkern import GrowthStep, TwoStageTrainer
 from testbed.tiny import VOCAB, Batches, arguments, build
 
+# a run file; more of [training] and growths follow it
+FILE = """
+[model]
+path = "model"
+[data]
+train = ["text/*.txt"]
+sequence_length = 16
+[output]
+directory = "out"
+tensorboard = false
+[training]
+steps = 6
+batch_size = 4
+"""
 STEPS = 9
 EVEN = {"symmetry": "none", "stream": "copies"}
 # copies alone, so that the grown model takes the steps of the small one

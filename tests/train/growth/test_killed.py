@@ -18,22 +18,12 @@ from growkern import TwoStageTrainer
 from growkern import run as train
 from growkern.train.loop import runs
 from testbed.forked_ranks import on_ranks
+from tests.train.growth.ranks import FILE
 from tests.train.run.test_run import workplace  # noqa: F401
 
-RUN = """
-[model]
-path = "model"
-[data]
-train = ["text/*.txt"]
-sequence_length = 16
-[training]
-steps = 6
-batch_size = 4
+RUN = f"""{FILE}
 warmup_steps = 2
 save_every = 1
-[output]
-directory = "out"
-tensorboard = false
 [[growth]]
 at_step = 2
 num_hidden_layers = 4

@@ -21,23 +21,12 @@ from growkern.train.safety.export import export
 from testbed.forked_ranks import on_ranks
 from testbed.tiny import build
 from tests.train.growth import ranks
-from tests.train.growth.ranks import EVEN, GROWTH, STEPS, trainer_for
+from tests.train.growth.ranks import EVEN, FILE, GROWTH, STEPS, trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
 from tests.train.test_trainer import Batches, arguments
 
-# the order of the layers is filled in
+# behind `FILE`, with the order of the layers filled in
 LISTED = """
-[model]
-path = "model"
-[data]
-train = ["text/*.txt"]
-sequence_length = 16
-[training]
-steps = 4
-batch_size = 4
-[output]
-directory = "out"
-tensorboard = false
 [[growth]]
 at_step = 2
 num_hidden_layers = 5
@@ -257,7 +246,7 @@ def test_a_schedule_that_has_fallen_before_a_growth_is_warned_of(kind, options, 
 def test_a_list_of_layers_is_trained_through_a_run_file(workplace):  # noqa: F811
     """After the growth the rate is next to none: the layers stay those that the list names."""
     order = [0, 1, 2, 1, 0]
-    (workplace / "run.toml").write_text(LISTED.format(order=order))
+    (workplace / "run.toml").write_text(FILE + LISTED.format(order=order))
     train(workplace / "run.toml", progress=False)
     out = workplace / "out"
     small, large = (load_file(x / "model.safetensors") for x in (out / "checkpoint-2", out))
