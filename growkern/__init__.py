@@ -7,6 +7,8 @@ neither a GPU, a compiler, Triton nor transformers.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from growkern.rooms import doors
+
 if TYPE_CHECKING:
     from growkern.errors import GrowthError as GrowthError
     from growkern.growth.draft.family import DraftedFamily as DraftedFamily
@@ -59,48 +61,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# module -> its public names
-_NAMES = {
-    "errors": "GrowthError",
-    "growth.draft.family": "DraftedFamily draft_family",
-    "growth.freeze": "freeze_old",
-    "growth.grow": "grow grow_checkpoint",
-    "growth.optimizer.adamw": "GrowthAdamW decay_groups",
-    "growth.optimizer.clip": "growth_clip_norm_",
-    "growth.optimizer.findings": "moment_findings",
-    "growth.optimizer.into": "grow_optimizer_into",
-    "growth.optimizer.moments": "growth_lr_multipliers",
-    "growth.optimizer.muon": "GrowthMuon",
-    "growth.optimizer.state": "grow_optimizer",
-    "growth.plan.growth_plan": "GrowthPlan GrowthReport plan",
-    "growth.record.recorded": "growth_plan_of",
-    "growth.record.verify": "VerifyReport verify",
-    "growth.sharded": "grow_into",
-    "growth.own_modules.widen": "widen widening",
-    "ops.expand.call": "Routing",
-    "ops.expand.op": "expand",
-    "ops.loss.kl_mlm_loss": "kl_mlm_loss",
-    "ops.loss.linear_kl_mlm_loss": "linear_kl_mlm_loss",
-    "ops.loss.topk_kl_mlm_loss": "topk_kl_mlm_loss",
-    "train.dataset.load": "load_data",
-    "train.dataset.options": "DataSection",
-    "train.distributed.shard": "DistributedOptions shard",
-    "train.evaluation.evaluate": "EvaluationReport evaluate",
-    "train.growth": "GrowthStep",
-    "train.loop.callbacks": "ExpertBalancing",
-    "train.loop.trainer": "TwoStageTrainer",
-    "train.loss.inherited": "count_labels inherited_loss",
-    "train.loss.options": "InheritanceSchedule LossOptions",
-    "train.model.sub_model": "TwoStageConfig",
-    "train.optimizer": "OptimizerOptions",
-    "train.run.start": "run",
-    "train.topk_teacher.served": "ServedTeacher",
-    "train.topk_teacher.store": "TeacherCache",
-    "train.topk_teacher.write": "CacheReport cache_teacher",
-}
-_MODULE_OF = {
-    name: f"growkern.{module}" for module, names in _NAMES.items() for name in names.split()
-}
+_MODULE_OF = doors(__file__)
 
 __all__ = ["__version__", *_MODULE_OF]
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -12,6 +13,7 @@ import pytest
 
 import growkern
 from growkern.families.family import NORM_KINDS
+from growkern.rooms import doors
 
 PACKAGE = Path(growkern.__file__).parent
 ROOT = PACKAGE.parent
@@ -25,6 +27,7 @@ OURS = {
 
 # each layer may import itself and the ones before it
 LAYERS = (
+    "rooms",
     "errors",
     "arguments",
     "files",
@@ -134,6 +137,7 @@ PUBLIC_OPS = {
 
 # what a layer may import that is neither ours nor the standard library; the others are free
 THIRD_PARTY = {
+    "rooms": set(),
     "errors": {"rich"},
     "arguments": set(),
     "files": {"tomli"},
@@ -144,6 +148,12 @@ THIRD_PARTY = {
     "families": {"torch", "transformers"},
     "__init__": set(),
 }
+
+# rooms whose `__init__` names what others may use
+WITH_DOORS = (
+    *("growth/source", "growth/space", "growth/plan", "growth/disk", "growth/record"),
+    *("growth/optimizer", "train/loss", "train/model", "train/run"),
+)
 
 # what renames: files and directories that appear whole, and checkpoints in a run's own directory
 RENAMING = (
@@ -196,6 +206,10 @@ def where(path: Path, node: ast.AST) -> str:
 
 def by_name(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
+
+
+def dotted(room: str) -> str:
+    return f"growkern.{room}".replace("/", ".")
 
 
 def of_each(places: Iterable[Path | str]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
@@ -287,6 +301,30 @@ def test_rooms_import_one_way_what_is_there(name):
             assert ROOMS.index(other) <= ROOMS.index(room), f"{name} must not import {imported}"
             # a module, or a name in one
             assert {imported, imported.rpartition(".")[0]} & OURS.keys(), f"{name}: no {imported}"
+
+
+@of_each(MODULES)
+def test_outsiders_use_only_the_doors_of_a_room(path):
+    """Those are what its `__init__` names, and a function that has the name of its module."""
+    for name in imported_names(path):
+        module, _, last = name.rpartition(".")
+        for room in WITH_DOORS:
+            inside = by_name(path).startswith(f"{room}/")
+            if inside or layer_of(path) == "__init__" or not module.startswith(dotted(room)):
+                continue
+            is_door = module == dotted(room) and last in doors(str(PACKAGE / room / "__init__.py"))
+            assert is_door or module.endswith(f".{last}"), f"{by_name(path)} must not take {name}"
+
+
+@pytest.mark.parametrize("room", WITH_DOORS)
+def test_every_door_is_used_and_opens(room):
+    used = {name for path in MODULES for name in imported_names(path)}
+    package = importlib.import_module(dotted(room))
+    for name, module in doors(package.__file__).items():
+        assert f"{dotted(room)}.{name}" in used, f"nothing uses the door {name}: take it away"
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="no_such_door"):
+        package.no_such_door  # noqa: B018
 
 
 @of_each(MODULES)

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from growkern.errors import GrowthError, nearest, print_table
-from growkern.growth.source.hub import ID, refuse_other_names
-from growkern.growth.source.refused import config_directory
+from growkern.growth.source import ID, config_directory, refuse_other_names
 from growkern.package import version
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -51,7 +51,7 @@ def collect() -> dict[str, Any]:
     """The versions, devices and backends of this machine. Needs no GPU."""
     import torch
 
-    from growkern.growth.plan.pieces import usable_cores
+    from growkern.growth.plan import usable_cores
     from growkern.ops.backend.choose import describe_backends
 
     versions = {"python": platform.python_version(), "growkern": _own_version()}

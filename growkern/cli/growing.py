@@ -174,7 +174,7 @@ def plan(
     Where a dense model becomes a mixture that computes something else, it also runs SRC on random
     texts, and reads its weights.
     """
-    from growkern.growth.plan.growth_plan import plan as make_plan
+    from growkern.growth.plan import plan as make_plan
 
     made = make_plan(source, revision=revision, **context.obj)
     if as_json:
@@ -231,7 +231,7 @@ def grow(
     for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):
         parse_size(name, size)
     from growkern.growth.grow import grow_checkpoint
-    from growkern.growth.source.hub import located
+    from growkern.growth.source import located
 
     silence_transformers()
     compared = {} if text is None else tokens_of(located(source, revision), text)
@@ -268,7 +268,7 @@ def tell_growth(
         compared: tokens and labels from `tokens_of`; empty without a text.
         with_moments: whether the optimizer's moments were grown.
     """
-    from growkern.growth.optimizer.findings import moment_findings
+    from growkern.growth.optimizer import moment_findings
     from growkern.growth.record.verify import verify as check
 
     findings = moment_findings(report.plan) if with_moments else ()
@@ -319,12 +319,10 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     Returns:
         "tokens" and "labels", (rows, length) int64 each.
     """
-    from growkern.growth.source.loading import longest_of
-    from growkern.growth.source.source import open_source
+    from growkern.growth.source import longest_of, open_source
     from growkern.train.dataset.load import pack_text
     from growkern.train.dataset.source import read_text
-    from growkern.train.model.head import align_labels
-    from growkern.train.model.load import load_tokenizer
+    from growkern.train.model import align_labels, load_tokenizer
     from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 
     opened = open_source(source, allow_nonfinite=True, dequantize=True)

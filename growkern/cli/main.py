@@ -88,7 +88,7 @@ def _sizes_of_source() -> tuple[dict[str, str], bool]:
     with contextlib.suppress(GrowthError):
         if place is not None:
             # imports torch
-            from growkern.growth.source.config import read_config
+            from growkern.growth.source import read_config
 
             return growable_fields(load_family(read_config(place).model_type)), True
     return growable_fields(load_family("llama")), False

@@ -61,7 +61,7 @@ def verify(
     for path in (source, target):
         checkpoint_there(path)
     from growkern.growth.record.verify import verify as check
-    from growkern.growth.source.hub import located
+    from growkern.growth.source import located
 
     silence_transformers()
     source = located(source, revision)
@@ -84,9 +84,8 @@ def compare_checksums(
     place = target or source
     if not place.is_dir():
         raise GrowthError(f"{place}: no such directory: give one whose files have checksums")
-    from growkern.growth.disk.checksums import CHECKSUMS_FILE, verify_checksums
-    from growkern.growth.source.formats import weight_files
-    from growkern.growth.source.hub import located
+    from growkern.growth.disk import CHECKSUMS_FILE, verify_checksums
+    from growkern.growth.source import located, weight_files
     from growkern.publish.manifest import differences
 
     is_grown = (place / CHECKSUMS_FILE).exists()
@@ -132,7 +131,7 @@ def check(
 ) -> None:
     """Compare TABLE with SRC, and grow a tiny model in every size. Exit 1 if one is wrong."""
     from growkern.growth.own_table import check_table
-    from growkern.growth.source.hub import located
+    from growkern.growth.source import located
 
     silence_transformers()
     report = check_table(table, located(source, weights=False))
@@ -151,8 +150,7 @@ def draft(
 ) -> None:
     """Draft a table for SRC, a model without one, and check it. Exit 1 if it is not verified."""
     from growkern.growth.draft.family import draft_family
-    from growkern.growth.source.config import read_config
-    from growkern.growth.source.hub import located
+    from growkern.growth.source import located, read_config
 
     silence_transformers()
     drafted = draft_family(read_config(located(source, weights=False), any_family=True))

@@ -43,8 +43,8 @@ def train(
     # before PyTorch is imported, which takes seconds
     read_toml(run)
     from growkern.train.distributed.shard import leave_processes
-    from growkern.train.run.messages import resume_command
-    from growkern.train.run.start import run as start
+    from growkern.train.run import resume_command
+    from growkern.train.run import run as start
     from growkern.train.safety.signals import INTERRUPTIONS, Terminated, settle
 
     silence_transformers()
@@ -180,7 +180,7 @@ def cache_teacher(
     given = {name: value for name, value in of_run.items() if value is not None}
     if run is not None and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
-    from growkern.growth.source.hub import located
+    from growkern.growth.source import located
     from growkern.train.topk_teacher.write import cache_teacher as make
     from growkern.train.topk_teacher.write import check_options, check_place
 
@@ -216,7 +216,7 @@ def _opened(
     Args:
         tokens: of a teacher on a server; None: all of the reader's.
     """
-    from growkern.train.model.load import (
+    from growkern.train.model import (
         check_fits,
         has_tokenizer,
         is_causal,
@@ -237,7 +237,7 @@ def _opened(
 def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cache_teacher` that the command line gives."""
     from growkern.train.dataset.load import pack_text
-    from growkern.train.model.load import load_tokenizer
+    from growkern.train.model import load_tokenizer
     from growkern.train.objectives.language_modeling import (
         CausalLMCollator,
         MaskedLMCollator,
@@ -268,10 +268,9 @@ def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, An
 def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     """The arguments of `cache_teacher` for the run of a run file."""
     from growkern.train.dataset.load import load_data
-    from growkern.train.loss.vocabulary import check_tokenizers
-    from growkern.train.model.load import load_tokenizer
-    from growkern.train.run.file import load_run
-    from growkern.train.run.resolve import locate
+    from growkern.train.loss import check_tokenizers
+    from growkern.train.model import load_tokenizer
+    from growkern.train.run import load_run, locate
     from growkern.train.topk_teacher.teacher import cache_arguments
 
     base = file.parent

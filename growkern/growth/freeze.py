@@ -6,13 +6,13 @@ import math
 from typing import TYPE_CHECKING
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.moments import growth_lr_multipliers
-from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.optimizer import growth_lr_multipliers
+from growkern.growth.record import growth_plan_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from growkern.growth.plan.growth_plan import GrowthPlan
+    from growkern.growth.plan import GrowthPlan
 
 
 def freeze_old(model: PreTrainedModel) -> tuple[str, ...]:

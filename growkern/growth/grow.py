@@ -14,43 +14,55 @@ from tqdm import tqdm
 
 from growkern.arguments import path_of
 from growkern.errors import FunctionChangedWarning, GrowthError, warn
-from growkern.growth.disk.checksums import are_stored, write_checksums
-from growkern.growth.disk.companions import complete
-from growkern.growth.disk.journal import Journal
-from growkern.growth.disk.sentence import read_modules, write_modules
-from growkern.growth.disk.shards import lay_out
-from growkern.growth.disk.staging import (
+from growkern.growth.disk import (
+    Journal,
+    Stream,
+    are_stored,
     check_space,
     check_target,
+    complete,
     delete_staging,
+    lay_out,
+    read_modules,
     refusing,
-    staging,
+    write_checksums,
+    write_modules,
 )
-from growkern.growth.disk.stream import Stream
+from growkern.growth.disk.staging import staging
 from growkern.growth.models import class_shapes, fit_cache, restore_buffers, tie, untrained_model
-from growkern.growth.optimizer.file import OPTIMIZER_FILE, OptimizerStream
+from growkern.growth.optimizer import OPTIMIZER_FILE, OptimizerStream
 from growkern.growth.options import parse_size
-from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, plan
-from growkern.growth.plan.pieces import MEMORY_LIMIT, workers_within
-from growkern.growth.plan.tensors.tensor import build_each
-from growkern.growth.record.lineage import (
+from growkern.growth.plan import (
+    MEMORY_LIMIT,
+    GrowthPlan,
+    GrowthReport,
+    Task,
+    build_each,
+    plan,
+    workers_within,
+)
+from growkern.growth.record import (
     GrowthSettings,
+    card_text,
     identity,
     lineage_text,
+    record_when_saved,
     source_files,
+    write_card,
     write_lineage,
 )
-from growkern.growth.record.save import card_text, record_when_saved, write_card
-from growkern.growth.source.hub import located
-from growkern.growth.source.source import refuse_unreadable
-from growkern.growth.source.stored import check_names_and_shapes, refuse_overflow
+from growkern.growth.source import (
+    check_names_and_shapes,
+    located,
+    refuse_overflow,
+    refuse_unreadable,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from typing_extensions import Unpack
 
-    from growkern.growth.optimizer.checks import Moments
+    from growkern.growth.optimizer import Moments
     from growkern.growth.options import GrowthKeywords
 
     Model = TypeVar("Model", bound=PreTrainedModel)

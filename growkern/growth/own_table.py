@@ -29,15 +29,10 @@ from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
 from growkern.growth.models import persistent_buffers, restore_buffers, tie, untrained_model
-from growkern.growth.plan.bounds import has_errors
-from growkern.growth.plan.finding import OUTPUT_ERROR
-from growkern.growth.plan.target import PLAIN_ROTARY
-from growkern.growth.record.compare import compare_outputs, planned_error
-from growkern.growth.record.verdict import PLANNED_ERROR, measured_level
-from growkern.growth.source.config import read_config
-from growkern.growth.source.loading import Float64, random_inputs
-from growkern.growth.source.source import open_source
-from growkern.growth.space.rules import period_of
+from growkern.growth.plan import OUTPUT_ERROR, PLAIN_ROTARY, has_errors
+from growkern.growth.record import PLANNED_ERROR, compare_outputs, measured_level, planned_error
+from growkern.growth.source import Float64, open_source, random_inputs, read_config
+from growkern.growth.space import period_of
 
 # of the tiny model: layers, heads and groups of them, their entries, units, ids of tokens
 LAYERS, HEADS, KEY_HEADS, HEAD_DIM, UNITS, TOKENS = 2, 4, 2, 8, 24, 64

@@ -28,20 +28,29 @@ from growkern.families.load import read_family
 from growkern.growth import models
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.advice import refuse_idle_options
-from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, GrowthReport, as_mixture, plan_growth
-from growkern.growth.plan.target import followed_fields
-from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
-from growkern.growth.source.hub import located
-from growkern.growth.source.live import refuse_flattened, unwrapped
-from growkern.growth.source.source import Source, open_source, refuse_unreadable
-from growkern.growth.source.stored import (
+from growkern.growth.plan import (
+    GrowthPlan,
+    GrowthReport,
+    Task,
+    as_mixture,
+    build_tensor,
+    followed_fields,
+    part_reader,
+    plan_growth,
+    refuse_idle_options,
+)
+from growkern.growth.source import (
+    Source,
+    located,
+    open_source,
     own_name,
     refuse_adapted,
+    refuse_flattened,
     refuse_nonfinite,
     refuse_overflow,
+    refuse_unreadable,
     row_blocks,
+    unwrapped,
 )
 from growkern.ops.expand.many import Work, work_on
 

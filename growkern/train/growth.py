@@ -24,14 +24,14 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
-from growkern.growth.optimizer.checks import Moments
+from growkern.growth.optimizer import Moments
 from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions
-from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth, with_source
-from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.plan import GrowthPlan, plan_growth, with_source
+from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import device_of, fill, named_tensors, plan_into
-from growkern.growth.source.source import Source, open_source
+from growkern.growth.source import Source, open_source
 from growkern.train.distributed.shard import DistributedOptions, shard
-from growkern.train.model.sub_model import ModelPart
+from growkern.train.model import ModelPart
 from growkern.train.rules import check
 
 

@@ -21,12 +21,18 @@ from transformers.training_args import OptimizerNames
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, between, check_fields
 from growkern.errors import GrowthError, GrowthWarning, nearest, warn
 from growkern.growth.history import History, history_of
-from growkern.growth.optimizer.adamw import HALF_WEIGHTS, GrowthAdamW, groups_of
-from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon, products
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.recorded import growth_plan_of, misfit
-from growkern.train.model.flops import is_experts
-from growkern.train.model.sub_model import find_stacks
+from growkern.growth.optimizer import (
+    HALF_WEIGHTS,
+    CombinedOptimizer,
+    GrowthAdamW,
+    GrowthMuon,
+    Muon,
+    groups_of,
+    products,
+)
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.record import growth_plan_of, misfit
+from growkern.train.model import find_stacks, is_experts
 from growkern.train.rules import ADAMW, check
 
 OptimizerChoice = Literal["auto", "adamw", "growth-adamw", "muon"]

@@ -24,9 +24,14 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.files import check_format, read_json, stays_inside
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE, family_in
-from growkern.growth.source.formats import header_reader, weight_files
-from growkern.growth.source.source import open_source
-from growkern.growth.source.stored import PIECE_BYTES, StoredTensor, row_blocks
+from growkern.growth.source import (
+    PIECE_BYTES,
+    StoredTensor,
+    header_reader,
+    open_source,
+    row_blocks,
+    weight_files,
+)
 from growkern.publish.manifest import ALGORITHM, checksum
 
 # of the record

@@ -25,12 +25,16 @@ from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
-from growkern.growth.source.config import load_config, read_generation
-from growkern.growth.source.files import stays_in
-from growkern.growth.source.formats import GENERATION_FILE, beside_weights
-from growkern.growth.source.read_back import refuse_misread
-from growkern.growth.source.refused import config_directory
-from growkern.growth.source.source import Source
+from growkern.growth.source import (
+    GENERATION_FILE,
+    Source,
+    beside_weights,
+    config_directory,
+    load_config,
+    read_generation,
+    refuse_misread,
+    stays_in,
+)
 from growkern.publish.manifest import copy_file
 
 

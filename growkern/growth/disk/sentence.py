@@ -17,10 +17,15 @@ from safetensors.torch import save_file
 
 from growkern.errors import GrowthError
 from growkern.files import read_json
-from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.source.files import refuse_links_out
-from growkern.growth.source.formats import CONFIG_FILE, MODULES_FILE, MOST_BYTES
-from growkern.growth.source.refused import STATE_FILES, config_directory
+from growkern.growth.plan import Blueprint
+from growkern.growth.source import (
+    CONFIG_FILE,
+    MODULES_FILE,
+    MOST_BYTES,
+    STATE_FILES,
+    config_directory,
+    refuse_links_out,
+)
 
 # the name of the fold, and what its config needs
 FOLD, DENSE = "growkern_fold", "sentence_transformers.models.Dense"

@@ -35,9 +35,15 @@ from transformers.core_model_loading import dot_natural_key
 from growkern.errors import GrowthError
 from growkern.families.model import Names
 from growkern.files import no_collections, write_all
-from growkern.growth.source.files import INDEX_FILE, MOST_TENSORS, STORED_DTYPES, Header
-from growkern.growth.source.opened import weight_file
-from growkern.growth.source.parts import Run, Stacked
+from growkern.growth.source import (
+    INDEX_FILE,
+    MOST_TENSORS,
+    STORED_DTYPES,
+    Header,
+    Run,
+    Stacked,
+    weight_file,
+)
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,10 @@ from growkern.errors import GrowthError
 from growkern.growth.disk.checksums import checksum_pieces, checksum_rows
 from growkern.growth.disk.journal import Journal, Mark
 from growkern.growth.disk.shards import Buffer, ShardLayout, TargetFile, write_rows
-from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.pieces import Piece, pieces_of
-from growkern.growth.plan.tensors.tensor import build_tensor, part_reader
-from growkern.growth.source.parts import Assembled
-from growkern.growth.source.source import Source
-from growkern.growth.source.stored import (
+from growkern.growth.plan import Blueprint, Piece, build_tensor, part_reader, pieces_of
+from growkern.growth.source import (
+    Assembled,
+    Source,
     entries_of,
     read_entries,
     refuse_nonfinite,

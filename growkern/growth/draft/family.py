@@ -25,7 +25,7 @@ from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import constant_scale, table_of
 from growkern.growth.draft.walk import Walk
 from growkern.growth.own_table import TableReport, check_family, first_growths
-from growkern.growth.source.refused import nearest_family
+from growkern.growth.source import nearest_family
 
 # tables that a search tries
 MOST_TRIED = 10

@@ -16,7 +16,7 @@ from growkern.errors import GrowthError, reason
 from growkern.growth.draft.probe import shapes
 from growkern.growth.models import restore_buffers
 from growkern.growth.own_table import randomize
-from growkern.growth.source.loading import Float64
+from growkern.growth.source import Float64
 
 # parameters of the small model
 MOST = 2e7

@@ -31,9 +31,9 @@ from growkern.growth.optimizer.moments import (
     warn_of_unknown_growth,
 )
 from growkern.growth.optimizer.state import decay_names
-from growkern.growth.plan.growth_plan import PlanOfModel
+from growkern.growth.plan import PlanOfModel
 from growkern.growth.sharded import local_part
-from growkern.growth.source.stored import own_name
+from growkern.growth.source import own_name
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.op import adamw_step
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.model import ModelSpec
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.source.stored import StoredTensor
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.source import StoredTensor
 from growkern.ops.expand.call import DTYPES
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages

@@ -45,11 +45,8 @@ from growkern.growth.optimizer.state import (
     source_entry,
     state_by_name,
 )
-from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.plan.pieces import FIXED_BYTES, Piece
-from growkern.growth.source.formats import Stamps
-from growkern.growth.source.stored import row_blocks
+from growkern.growth.plan import FIXED_BYTES, GrowthPlan, Piece, Task
+from growkern.growth.source import Stamps, row_blocks
 
 OPTIMIZER_FILE = "optimizer.pt"
 ARCHIVE_START = b"PK\x03\x04"

@@ -9,10 +9,8 @@ from growkern.growth.optimizer.moments import (
     has_matrices,
     is_new,
 )
-from growkern.growth.plan.axes import asleep
-from growkern.growth.plan.finding import Finding
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.record.recorded import unknown_growth
+from growkern.growth.plan import Finding, GrowthPlan, PlanOfModel, asleep, check_plan
+from growkern.growth.record import unknown_growth
 
 
 def moment_findings(plan: PlanOfModel, *, optimizer: str = "adamw") -> tuple[Finding, ...]:

@@ -37,12 +37,10 @@ from growkern.growth.optimizer.state import (
     source_entry,
     state_by_name,
 )
-from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
+from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import local_part, named_tensors
-from growkern.growth.source.formats import Stamps, format_of
-from growkern.growth.source.live import unwrapped
+from growkern.growth.source import Stamps, format_of, unwrapped
 
 # the moment that Adam has with amsgrad alone
 LARGEST = "max_exp_avg_sq"

@@ -54,11 +54,20 @@ from torch import Tensor
 
 from growkern.errors import GrowthError, warn
 from growkern.growth.optimizer.checks import MOMENTS, check_values
-from growkern.growth.plan.axes import AxisMap, asleep, axis_maps, gradient_map, old_entries
-from growkern.growth.plan.blueprint import RANDOM, Task
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.record.recorded import plan_of_source, unknown_growth
-from growkern.growth.space.rules import adds_nothing
+from growkern.growth.plan import (
+    RANDOM,
+    AxisMap,
+    GrowthPlan,
+    PlanOfModel,
+    Task,
+    asleep,
+    axis_maps,
+    check_plan,
+    gradient_map,
+    old_entries,
+)
+from growkern.growth.record import plan_of_source, unknown_growth
+from growkern.growth.space import adds_nothing
 from growkern.ops.expand.op import expand
 
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule

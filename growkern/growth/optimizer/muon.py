@@ -23,7 +23,7 @@ from growkern.growth.models import local_tensor
 from growkern.growth.optimizer.adamw import factors_of, loss_of
 from growkern.growth.optimizer.checks import check_state_dict
 from growkern.growth.optimizer.moments import growth_lr_multipliers, warn_of_unknown_growth
-from growkern.growth.plan.growth_plan import PlanOfModel
+from growkern.growth.plan import PlanOfModel
 
 # PyTorch's own step without its wrappers: GrowthMuon.step has them already, and hooks run once
 _STEP = inspect.unwrap(torch.optim.Muon.step)

@@ -21,11 +21,9 @@ from growkern.growth.models import tie, untrained_model
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.checks import MOMENTS, MUON, NO_RULE, trained
 from growkern.growth.optimizer.moments import ReadEntries, grow_moment, starts_at_zero
-from growkern.growth.plan.blueprint import Task
-from growkern.growth.plan.growth_plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.source.parts import Parts
-from growkern.growth.source.stored import StoredTensor
-from growkern.growth.space.upcycling import parts_of
+from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
+from growkern.growth.source import Parts, StoredTensor
+from growkern.growth.space import parts_of
 
 State = Mapping[str, Mapping[str, Any]]
 # (the source's state, task of the target parameter, moment, does it start at 0) -> the moment

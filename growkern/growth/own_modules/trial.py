@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from growkern.errors import GrowthError, reason
-from growkern.growth.source.live import class_of
-from growkern.growth.space import maps
+from growkern.growth.source import class_of
+from growkern.growth.space import cyclic
 
 # relative to the largest output
 TOLERANCE = 1e-9
@@ -125,7 +125,7 @@ def _error_of(a: Tensor, b: Tensor, parts: int) -> float:
         if n < m:
             if n == 0 or n % parts or m % parts:
                 return float("inf")
-            a = a.index_select(axis, maps.cyclic(n, m, parts).to(a.device))
+            a = a.index_select(axis, cyclic(n, m, parts).to(a.device))
     if a.numel() == 0:
         return 0.0
     a, b = (x if x.is_complex() else x.double() for x in (a, b))

@@ -20,9 +20,9 @@ from growkern.arguments import check_kind, whole_number
 from growkern.errors import GrowthError, nearest, warn
 from growkern.growth.own_modules import layers
 from growkern.growth.own_modules.trial import check_same_outputs
-from growkern.growth.source.live import class_of, refuse_computed
-from growkern.growth.space import maps
-from growkern.growth.space.spaces import copies as of_copies
+from growkern.growth.source import class_of, refuse_computed
+from growkern.growth.space import copies as of_copies
+from growkern.growth.space import cyclic
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 
@@ -58,11 +58,11 @@ def widening(source: Shape, target: Shape, *, reads: bool = True, fused: int = 1
         raise GrowthError(f"{source} cannot become {target}: only the first two sizes may grow")
     result: dict[str, Any] = {}
     if source[0] < target[0]:
-        result["rows"] = maps.cyclic(source[0], target[0], fused)
+        result["rows"] = cyclic(source[0], target[0], fused)
     if len(source) > 1 and source[1] < target[1]:
         # the places of a kernel lie side by side in the columns of a channel
         places = prod(kernel)
-        channels = maps.cyclic(source[1], target[1])
+        channels = cyclic(source[1], target[1])
         result["cols"] = (channels[:, None] * places + torch.arange(places)).flatten()
         if reads:
             shares = of_copies(result["cols"], source[1] * places)
@@ -182,7 +182,7 @@ def _copied(weight: Tensor, fill: Fill) -> Tensor:
     """A tensor with copies of its entries along each axis that grows."""
     for axis, (a, b) in enumerate(zip(weight.shape, fill.shape, strict=True)):
         if a != b:
-            index = maps.cyclic(a, b, 1 if axis else fill.fused)
+            index = cyclic(a, b, 1 if axis else fill.fused)
             weight = weight.index_select(axis, index.to(weight.device))
     return weight
 

@@ -1,0 +1,26 @@
+"""Plans a growth: the target, its tensors, and how exact they are."""
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.growth.plan.advice import refuse_idle_options
+    from growkern.growth.plan.axes import asleep, axis_maps, AxisMap, gradient_map, old_entries
+    from growkern.growth.plan.blueprint import affine_gain, Blueprint, RANDOM, Task
+    from growkern.growth.plan.bounds import add_errors, has_errors, predicts_tokens
+    from growkern.growth.plan.bounds import source_coordinates
+    from growkern.growth.plan.finding import Finding, NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
+    from growkern.growth.plan.growth_plan import as_mixture, check_plan, GrowthPlan, GrowthReport
+    from growkern.growth.plan.growth_plan import plan, plan_growth, PlanOfModel, with_source
+    from growkern.growth.plan.growth_plan import with_stream
+    from growkern.growth.plan.pieces import FIXED_BYTES, MEMORY_LIMIT, Piece, pieces_of
+    from growkern.growth.plan.pieces import usable_cores, workers_within
+    from growkern.growth.plan.table import as_text
+    from growkern.growth.plan.target import followed_fields, PLAIN_ROTARY
+    from growkern.growth.plan.tensors.experts import is_dropped
+    from growkern.growth.plan.tensors.tensor import build_each, build_tensor, part_reader
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

@@ -26,13 +26,7 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
 from growkern.growth.plan.target import unread_in
-from growkern.growth.space.rules import (
-    computed_head_dim,
-    is_undeclared,
-    period_of,
-    rule_of,
-    whole_depths,
-)
+from growkern.growth.space import computed_head_dim, is_undeclared, period_of, rule_of, whole_depths
 
 FIELDS = ("axes", "question", "figure", "setting", "citation", "date")
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.space import maps
-from growkern.growth.space.maps import partial_sums
+from growkern.growth.space import generator, partial_sums, rank_in_group
 
 # noise so large that it leaves the sign to the hash
 RANDOM_SIGN = 256.0
@@ -42,7 +41,7 @@ class AxisMap:
         noise: size of the noise on every target entry, (target,) float64.
         source: length of the source's axis.
         extra: how many target entries at the end are gathered from computed rows.
-        sums: with `symmetry="split"`, the two vectors of `maps.take_shares`, (target,) float64
+        sums: with `symmetry="split"`, the two vectors of `take_shares`, (target,) float64
             each. They then replace `scale`. None otherwise.
         free: how many target entries at the end hold 0 where they are read, so that any weight may
             read them.
@@ -228,7 +227,7 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
 def noise_seed(plan: Blueprint, task: Task, group: int = 0) -> int:
     """The seed of a weight's noise or routing, of a group of `AxisMap.group`."""
     key = ("noise", task.name, group) if group else ("noise", task.name)
-    return maps.generator(plan.options.seed, *key).initial_seed()
+    return generator(plan.options.seed, *key).initial_seed()
 
 
 def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
@@ -242,7 +241,7 @@ def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
         # in larger heads, entries with read == 0 are copies that nothing reads: they are new
         is_read = (space.read != 0) & ~space.is_extra
         old = torch.zeros_like(is_read)
-        old[is_read] = maps.rank_in_group(space.read_index[is_read]) == 0
+        old[is_read] = rank_in_group(space.read_index[is_read]) == 0
         pieces.append(old)
     return torch.cat(pieces)
 

@@ -46,7 +46,7 @@ from torch import Tensor
 from growkern.families.model import ModelSpec
 from growkern.growth.models import is_dtensor
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.space.maps import pair_step
+from growkern.growth.space import pair_step
 
 # how often a frequency is rounded: its exponent, its power and its inverse. The rounding of the
 # exponent counts log(theta) times, which is below 16

@@ -24,7 +24,7 @@ from growkern.growth.plan.finding import (
     Finding,
     rounding_findings,
 )
-from growkern.growth.source.loading import (
+from growkern.growth.source import (
     LARGEST,
     Float64,
     all_outputs,
@@ -33,8 +33,7 @@ from growkern.growth.source.loading import (
     largest_difference,
     random_inputs,
 )
-from growkern.growth.space.depth import way_of
-from growkern.growth.space.rules import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs
+from growkern.growth.space import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs, way_of
 
 # parameters of a model that is measured: beyond `LARGEST` in float32
 MOST_MEASURED = 400_000_000

@@ -36,12 +36,17 @@ from growkern.growth.plan.pieces import estimate
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_checksum
-from growkern.growth.source.hub import located
-from growkern.growth.source.refused import CONFIG_FILE
-from growkern.growth.source.source import Source, open_source
-from growkern.growth.space.depth import way_of
-from growkern.growth.space.rules import check_kinds, layers_of, refuse_unportable
-from growkern.growth.space.upcycling import check_router_sizes, mixture_config, mixture_of, upcycled
+from growkern.growth.source import CONFIG_FILE, Source, located, open_source
+from growkern.growth.space import (
+    check_kinds,
+    check_router_sizes,
+    layers_of,
+    mixture_config,
+    mixture_of,
+    refuse_unportable,
+    upcycled,
+    way_of,
+)
 from growkern.ops.expand.call import DTYPES
 from growkern.package import version
 

@@ -20,9 +20,8 @@ from growkern.families.fields import follow_layers
 from growkern.families.model import ModelSpec
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB
-from growkern.growth.source.read_back import refuse_misread
-from growkern.growth.space.maps import pair_step, rotary_entries
-from growkern.growth.space.rules import check_copies, copies_of, followers
+from growkern.growth.source import refuse_misread
+from growkern.growth.space import check_copies, copies_of, followers, pair_step, rotary_entries
 
 # types of rotary positions whose frequencies depend on head_dim only through theta ** (-2 i / R)
 PLAIN_ROTARY = ("default", "linear", "llama3")

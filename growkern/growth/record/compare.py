@@ -14,16 +14,19 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from growkern.errors import GrowthError, reason
-from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.plan.bounds import (
+from growkern.growth.plan import (
+    NEW_TOKENS,
+    OUTPUT_ERROR,
+    WEIGHT_ROUNDINGS,
+    Blueprint,
+    GrowthPlan,
+    Task,
     add_errors,
+    build_each,
     has_errors,
     predicts_tokens,
     source_coordinates,
 )
-from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.plan.tensors.tensor import build_each
 from growkern.growth.record.inverse import inverse
 from growkern.growth.record.lineage import (
     TRAINED,
@@ -35,8 +38,14 @@ from growkern.growth.record.lineage import (
     without_times,
 )
 from growkern.growth.record.recorded import Lineage
-from growkern.growth.source import loading
-from growkern.growth.source.source import Source
+from growkern.growth.source import (
+    Source,
+    all_outputs,
+    image_shape,
+    largest_difference,
+    longest_of,
+    random_inputs,
+)
 from growkern.package import version
 
 # config fields that tell how a model was saved or loaded, and do not change the model
@@ -249,7 +258,7 @@ SEED, FEW_TEXTS = 1, 16
 def check_tokens(source: Source, tokens: Tensor) -> None:
     """Refuse tokens that are not (batch, length) ids, or images, that the source accepts."""
     if source.spec.family.reads_images:
-        expected = loading.image_shape(source.config)
+        expected = image_shape(source.config)
         if tokens.ndim != 4 or not len(tokens) or tuple(tokens.shape[1:]) != expected:
             raise GrowthError(
                 f"tokens are {list(tokens.shape)}; expected images, (batch, channels, height, "
@@ -258,7 +267,7 @@ def check_tokens(source: Source, tokens: Tensor) -> None:
         if not tokens.is_floating_point():
             raise GrowthError(f"tokens are {tokens.dtype}; expected images of floating numbers")
         return
-    vocabulary, longest = source.spec.size("vocab"), loading.longest_of(source.spec)
+    vocabulary, longest = source.spec.size("vocab"), longest_of(source.spec)
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest:
         raise GrowthError(
             f"tokens are {list(tokens.shape)}; expected (batch, length) with length 1 to {longest}"
@@ -353,7 +362,7 @@ def _errors_of(plan: GrowthPlan, source: Any, moved: Any, tokens: Tensor) -> lis
     """The relative errors of a source that was moved, with a cache or without."""
     least = _least_output(plan, source)
     new, old = _outputs(moved, tokens), _outputs(source, tokens)
-    errors = [loading.largest_difference(new, old, least)]
+    errors = [largest_difference(new, old, least)]
     if source.can_generate():
         errors += generation_error(plan, source, moved, tokens).values()
     return errors
@@ -367,7 +376,7 @@ def arithmetic_error(plan: GrowthPlan, narrow: Any, wide: Any, tokens: Tensor) -
     these tokens and on random texts counts, relative to the largest output on these tokens. A few
     outputs alone may change little by chance.
     """
-    texts = (tokens, loading.random_inputs(plan.source, SEED, FEW_TEXTS))
+    texts = (tokens, random_inputs(plan.source, SEED, FEW_TEXTS))
     change = max((_outputs(narrow, t) - _outputs(wide, t)).abs().max().item() for t in texts)
     largest = max(_outputs(wide, tokens).abs().max().item(), _least_output(plan, wide))
     errors = [change / largest if change else 0.0]
@@ -384,7 +393,7 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
     steps before the two models choose different tokens; infinity if the grown model fails to
     generate. There is none if the source fails.
     """
-    room = loading.longest_of(plan.small)
+    room = longest_of(plan.small)
     steps = min(STEPS, room - 1)
     prompts = tokens[:, : max(1, room - steps)]
     # a target whose cache would be too short says in its config that it uses none
@@ -409,12 +418,10 @@ def generation_error(plan: Blueprint, source: Any, grown: Any, tokens: Tensor) -
 
 
 def _largest_difference(new: Tensor, old: Tensor, failing: Tensor, least: float = 0.0) -> float:
-    """`loading.largest_difference` without the outputs that fail in both models."""
+    """`largest_difference` without the outputs that fail in both models."""
     if bool(failing.all()):
         return 0.0
-    return loading.largest_difference(
-        new.masked_fill(failing, 0.0), old.masked_fill(failing, 0.0), least
-    )
+    return largest_difference(new.masked_fill(failing, 0.0), old.masked_fill(failing, 0.0), least)
 
 
 def _generated(model: Any, prompts: Tensor, steps: int, has_cache: bool) -> tuple[Tensor, Tensor]:
@@ -440,10 +447,10 @@ def _least_output(plan: GrowthPlan, source: Any) -> float:
     """
     if not has_errors(plan):
         return 0.0
-    texts = loading.random_inputs(plan.source, SEED, FEW_TEXTS)
+    texts = random_inputs(plan.source, SEED, FEW_TEXTS)
     return _outputs(source, texts).abs().max().item()
 
 
 def _outputs(model: Any, tokens: Tensor) -> Tensor:
     """The main output of `all_outputs`."""
-    return next(iter(loading.all_outputs(model, tokens).values()))
+    return next(iter(all_outputs(model, tokens).values()))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth.record.lineage import Origin
-from growkern.growth.space.spaces import Space
+from growkern.growth.space import Space
 
 
 def inverse(origin: Origin, space_of: Callable[[str], Space], grown: Tensor) -> Tensor:

@@ -27,16 +27,11 @@ import transformers
 from torch import Tensor
 
 from growkern.arguments import Limit, between, check_fields
-from growkern.growth.disk.shards import ShardLayout
+from growkern.growth.disk import ShardLayout
 from growkern.growth.history import EARLIER, LINEAGE_FILE, TABLE_KEY, History, history_from
-from growkern.growth.plan.blueprint import Task, affine_gain
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.plan.tensors.experts import is_dropped
-from growkern.growth.source.hub import hub_model, name_of
-from growkern.growth.source.parts import files_of
-from growkern.growth.source.source import Source
-from growkern.growth.space.layout import Layer
-from growkern.growth.space.spaces import Space
+from growkern.growth.plan import GrowthPlan, Task, affine_gain, is_dropped
+from growkern.growth.source import Source, files_of, hub_model, name_of
+from growkern.growth.space import Layer, Space
 from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version
 

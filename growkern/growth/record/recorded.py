@@ -21,7 +21,7 @@ from growkern.files import check_format, read_json
 from growkern.growth import history
 from growkern.growth.history import LINEAGE_FILE, MOST_LINEAGE_BYTES, NEEDED, History
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
+from growkern.growth.plan import GrowthPlan, plan_growth
 from growkern.growth.record.lineage import (
     DENSE,
     DTYPES,
@@ -30,15 +30,15 @@ from growkern.growth.record.lineage import (
     GrowthSettings,
     spaces_of,
 )
-from growkern.growth.source.config import (
+from growkern.growth.source import (
+    Source,
     check_config,
     check_layers,
     config_directory,
     config_from,
     read_config,
 )
-from growkern.growth.source.source import Source
-from growkern.growth.space.upcycling import dense_model, upcycled, with_start
+from growkern.growth.space import dense_model, upcycled, with_start
 
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)

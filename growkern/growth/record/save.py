@@ -18,17 +18,14 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from growkern.errors import human
-from growkern.growth.disk.companions import complete_config
-from growkern.growth.disk.staging import STAMPED, is_unedited, read_card, stamped
+from growkern.growth.disk import STAMPED, complete_config, is_unedited, read_card, stamped
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import local_tensor
 from growkern.growth.options import GrowthOptions, parse_size
-from growkern.growth.plan.growth_plan import GrowthPlan, with_stream
+from growkern.growth.plan import GrowthPlan, with_stream
 from growkern.growth.record.lineage import GrowthSettings, lineage_text, source_files, write_lineage
 from growkern.growth.record.recorded import misfit
-from growkern.growth.source.formats import MODULES_FILE
-from growkern.growth.source.hub import ID, hub_model, name_of
-from growkern.growth.source.read_back import is_same
+from growkern.growth.source import ID, MODULES_FILE, hub_model, is_same, name_of
 
 # every card of a growth has this tag
 TAG = "growkern"

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR, Finding
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.source.source import Source
+from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, Finding, GrowthPlan
+from growkern.growth.source import Source
 
 Level = Literal["exact", "approximate", "changed"]
 GENERATION_ERROR = "generation error"

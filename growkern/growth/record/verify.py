@@ -30,10 +30,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.growth.models import on_cpu_by_default
-from growkern.growth.plan.bounds import has_errors
-from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.plan.table import as_text
+from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors
 from growkern.growth.record import compare, verdict
 from growkern.growth.record.compare import TensorGroup
 from growkern.growth.record.recorded import (
@@ -44,10 +41,17 @@ from growkern.growth.record.recorded import (
     read_lineage_of,
 )
 from growkern.growth.record.verdict import Level
-from growkern.growth.source.hub import located
-from growkern.growth.source.loading import Float64, all_outputs, as_model, fits, random_inputs
-from growkern.growth.source.source import Source, open_source
-from growkern.growth.space.upcycling import as_source_of
+from growkern.growth.source import (
+    Float64,
+    Source,
+    all_outputs,
+    as_model,
+    fits,
+    located,
+    open_source,
+    random_inputs,
+)
+from growkern.growth.space import as_source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -59,7 +59,7 @@ def load_model(
     stamps = [Stamps.of(file) for file in read]
     config = read_config(directory, any_family=True) if config is None else copy.deepcopy(config)
     block = scale_block(config, directory, dequantize=True)
-    cls = class_of(directory, config)
+    cls = class_in(directory, config)
     headers = dequantised(read_headers(directory), block, str(directory))
     refuse_eight_bits(headers)
     check_layers(directory, vars(config), len(headers))
@@ -82,7 +82,7 @@ def load_model(
     return model
 
 
-def class_of(directory: Path, config: Any) -> Any:
+def class_in(directory: Path, config: Any) -> Any:
     """The class of transformers that a config names."""
     names = config.architectures or ["(none)"]
     cls = getattr(transformers, names[0], None)

@@ -25,8 +25,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import Row
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
-from growkern.growth.source.parts import Assembled, Parts
-from growkern.growth.source.source import Source
+from growkern.growth.source import Assembled, Parts, Source
 from growkern.growth.space.rules import adds_nothing, has_pairs, is_output, layers_of
 
 # fields that say what a config is of

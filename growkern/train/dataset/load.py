@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError, clean, human
-from growkern.growth.source.formats import Stamps
+from growkern.growth.source import Stamps
 from growkern.train.dataset.cache import (
     IDS,
     LABELS,
@@ -35,8 +35,7 @@ from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.records import Reader, ReadingSettings, cut_rows
 from growkern.train.dataset.source import TEXT, DataSource, find_sources, plain_errors, text_records
 from growkern.train.dataset.stream import TokenStream
-from growkern.train.model.head import IGNORE_INDEX
-from growkern.train.model.load import head_of
+from growkern.train.model import IGNORE_INDEX, head_of
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     Collator,

@@ -13,8 +13,7 @@ from growkern.errors import GrowthError
 from growkern.train.dataset.cache import DTYPES, IDS, LABELS, SIDE, WEIGHTS, Tokens
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import CONTINUED, TEXT, DataSource
-from growkern.train.model.head import IGNORE_INDEX
-from growkern.train.model.load import head_of, separator_of
+from growkern.train.model import IGNORE_INDEX, head_of, separator_of
 from growkern.train.rules import check
 
 # records that are tokenised together: so many, or of so many characters

@@ -25,11 +25,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Adam, AdamW, Optimizer
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.adamw import GrowthAdamW
-from growkern.growth.optimizer.checks import COUNTS
+from growkern.growth.optimizer import COUNTS, GrowthAdamW
 from growkern.growth.sharded import named_tensors
-from growkern.growth.source.distributed import SafeReader
-from growkern.growth.source.refused import METADATA_FILE
+from growkern.growth.source import METADATA_FILE, SafeReader
 
 WEIGHTS, OPTIMIZER, GROUPS = "weights", "optimizer", "optimizer_groups.pt"
 # folder in the checkpoint -> its tensors by their names

@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from growkern.arguments import Limit, check_fields, check_kind
 from growkern.errors import GrowthError
 from growkern.growth.sharded import free_gathered
-from growkern.growth.source.refused import refuse_adapters
-from growkern.train.model.sub_model import find_stacks
+from growkern.growth.source import refuse_adapters
+from growkern.train.model import find_stacks
 from growkern.train.rules import check
 
 _REPLICATED = (

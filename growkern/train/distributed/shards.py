@@ -20,7 +20,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from growkern.growth.models import local_tensor
 from growkern.growth.sharded import free_gathered
-from growkern.growth.source.files import read_headers
+from growkern.growth.source import read_headers
 from growkern.train.distributed.checkpoint import (
     Parts,
     copy_to_host,

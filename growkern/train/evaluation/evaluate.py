@@ -15,14 +15,20 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.growth.source.hub import located
+from growkern.growth.source import located
 from growkern.train.dataset.load import load_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.source import find_sources
-from growkern.train.model.contexts import evaluating
-from growkern.train.model.forward import run_model
-from growkern.train.model.head import IGNORE_INDEX, take_logits
-from growkern.train.model.load import check_fits, is_causal, load_language_model, load_tokenizer
+from growkern.train.model import (
+    IGNORE_INDEX,
+    check_fits,
+    evaluating,
+    is_causal,
+    load_language_model,
+    load_tokenizer,
+    run_model,
+    take_logits,
+)
 from growkern.train.objectives.language_modeling import Collator, evaluation_collator
 from growkern.train.objectives.names import Objective
 

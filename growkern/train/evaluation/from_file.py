@@ -16,7 +16,7 @@ from typing import Any
 
 from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
-from growkern.growth.source.hub import ID
+from growkern.growth.source import ID
 from growkern.train.dataset.options import DataSection
 from growkern.train.evaluation.evaluate import FOR_TRAINING, evaluate
 from growkern.train.toml import read_toml, to_dataclass

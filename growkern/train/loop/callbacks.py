@@ -18,9 +18,8 @@ from growkern.train.distributed.checkpoint import create_optimizer_state
 from growkern.train.loop.experts import ExpertCounts
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
-from growkern.train.loss.batches import Batches
-from growkern.train.loss.options import InheritanceSchedule
-from growkern.train.model.forward import unwrapped
+from growkern.train.loss import Batches, InheritanceSchedule
+from growkern.train.model import unwrapped
 from growkern.train.objectives.language_modeling import EpochCollator
 from growkern.train.optimizer import bare
 from growkern.train.safety.saving import Saver

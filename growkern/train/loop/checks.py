@@ -21,8 +21,8 @@ from transformers.utils import is_liger_kernel_available
 
 from growkern.arguments import as_list, check_kind, check_steps
 from growkern.errors import GrowthError, nearest
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.source.refused import refuse_adapters
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.source import refuse_adapters
 from growkern.train.distributed.shard import (
     check_gradient_division,
     check_sharding,
@@ -30,10 +30,16 @@ from growkern.train.distributed.shard import (
     refuse_replicas,
 )
 from growkern.train.growth import GrowthStep, check_order
-from growkern.train.loss.inheritance import Teachers, TeachersOfSources
-from growkern.train.loss.inherited import check_prediction, is_two_stacks
-from growkern.train.loss.options import InheritanceSchedule, LossOptions, Taught
-from growkern.train.model.sub_model import TwoStageConfig, layer_stacks, model_depth
+from growkern.train.loss import (
+    InheritanceSchedule,
+    LossOptions,
+    Taught,
+    Teachers,
+    TeachersOfSources,
+    check_prediction,
+    is_two_stacks,
+)
+from growkern.train.model import TwoStageConfig, layer_stacks, model_depth
 from growkern.train.optimizer import (
     OptimizerChoice,
     OptimizerMaker,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growkern.train.model.flops import is_experts
-from growkern.train.model.forward import unwrapped
+from growkern.train.model import is_experts, unwrapped
 
 
 class ExpertCounts:

@@ -22,12 +22,11 @@ from transformers import SchedulerType
 from transformers.trainer import SCHEDULER_NAME
 
 from growkern.errors import GrowthError, warn
-from growkern.growth.disk.companions import complete_config
+from growkern.growth.disk import complete_config
 from growkern.growth.history import history_of
-from growkern.growth.optimizer.into import grow_optimizer_into
-from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.lineage import keep_lineage
-from growkern.growth.record.recorded import misfit
+from growkern.growth.optimizer import grow_optimizer_into
+from growkern.growth.plan import GrowthPlan
+from growkern.growth.record import keep_lineage, misfit
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.shard import DistributedOptions
@@ -41,7 +40,7 @@ from growkern.train.growth import (
     sizes_of_run,
     unfilled_model,
 )
-from growkern.train.model.sub_model import ModelPart, find_stacks
+from growkern.train.model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
 from growkern.train.safety.checkpoints import MANIFEST, step_of
 from growkern.train.safety.saving import Saver

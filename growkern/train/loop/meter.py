@@ -16,10 +16,8 @@ from torch import Tensor
 
 from growkern.ops.loss.rows.inputs import LossParts
 from growkern.train.loop.experts import ExpertCounts
-from growkern.train.loss.rows import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
-from growkern.train.model.flops import Sizes
-from growkern.train.model.head import IGNORE_INDEX
-from growkern.train.model.sub_model import ModelPart
+from growkern.train.loss import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
+from growkern.train.model import IGNORE_INDEX, ModelPart, Sizes
 
 # What a log line measures: it differs between runs that are equal otherwise. Trainer's
 # `speed_metrics` writes ..._tokens_per_second, PyTorch and Trainer name max_memory_allocated, and

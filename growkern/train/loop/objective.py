@@ -15,43 +15,43 @@ from torch import Tensor
 
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import FlopCounter, Meter
-from growkern.train.loss.inheritance import Teachers
-from growkern.train.loss.inherited import check_model, inputs_of, is_two_stacks
-from growkern.train.loss.options import InheritanceSchedule, LossOptions
-from growkern.train.loss.rows import (
+from growkern.train.loss import (
     ROW_COUNTS,
     TAUGHT_BY,
+    InheritanceSchedule,
+    LossOptions,
     LossRows,
     RowCounts,
+    Teachers,
+    check_model,
     count_kl_rows,
-    real_rows,
-    take_rows,
-)
-from growkern.train.loss.side import (
     count_tokens,
+    inputs_of,
+    is_two_stacks,
+    real_rows,
     router_inputs,
     router_term,
     router_weight,
+    take_rows,
 )
-from growkern.train.model.flops import ModelCost
-from growkern.train.model.forward import run_model, unwrapped
-from growkern.train.model.head import (
+from growkern.train.model import (
     IGNORE_INDEX,
-    check_head,
-    head_options,
-    head_swap,
-    take_logits,
-)
-from growkern.train.model.load import is_causal
-from growkern.train.model.sub_model import (
+    ModelCost,
     ModelPart,
     TwoStageConfig,
+    check_head,
     find_stacks,
+    head_options,
+    head_swap,
+    is_causal,
     layer_stacks,
     model_depth,
-    sub_model,
+    run_model,
+    take_logits,
     text_model,
+    unwrapped,
 )
+from growkern.train.model.sub_model import sub_model
 from growkern.train.topk_teacher.teacher import TopKTeacher
 
 

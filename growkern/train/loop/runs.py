@@ -18,7 +18,7 @@ from growkern.train.distributed.shard import prime
 from growkern.train.loop.growing import Former
 from growkern.train.loop.meter import memory_and_peak
 from growkern.train.loop.setup import HALF, take_model
-from growkern.train.model.contexts import setting
+from growkern.train.model import setting
 from growkern.train.optimizer import bare
 from growkern.train.safety.checkpoints import step_of
 from growkern.train.safety.saving import evaluates_start, misses_evaluation

@@ -31,15 +31,16 @@ from growkern.train.loop.checks import (
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import Objective, add_up
-from growkern.train.loss.batches import Batches, LabelledSteps
-from growkern.train.loss.inheritance import (
+from growkern.train.loss import (
+    Batches,
+    LabelledSteps,
+    LossOptions,
     SourceCollator,
     Teachers,
     TeachersOfSources,
+    are_sent,
+    check_vocabularies,
 )
-from growkern.train.loss.options import LossOptions
-from growkern.train.loss.passes import are_sent
-from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
 from growkern.train.optimizer import OptimizerMaker
 from growkern.train.rules import check

@@ -23,20 +23,22 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.clip import growth_clip_norm_
-from growkern.growth.optimizer.muon import products_of
+from growkern.growth.optimizer import growth_clip_norm_, products_of
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shards import without_shared
 from growkern.train.growth import GrowthStep
 from growkern.train.loop import checks, runs
 from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import make_collaborators, prepare
-from growkern.train.loss.batches import Batches, unchanged_random_state
-from growkern.train.loss.options import InheritanceSchedule, LossOptions
-from growkern.train.loss.passes import stream_loader
-from growkern.train.loss.side import EvaluationSums
-from growkern.train.model.contexts import evaluating, setting
-from growkern.train.model.sub_model import TwoStageConfig
+from growkern.train.loss import (
+    Batches,
+    EvaluationSums,
+    InheritanceSchedule,
+    LossOptions,
+    stream_loader,
+    unchanged_random_state,
+)
+from growkern.train.model import TwoStageConfig, evaluating, setting
 from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
 from growkern.train.safety.saving import (

@@ -25,7 +25,7 @@ from growkern.train.loss.passes import (
     place_in_stream,
 )
 from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, check_keys, count_rows
-from growkern.train.model.head import IGNORE_INDEX, align_labels
+from growkern.train.model import IGNORE_INDEX, align_labels
 from growkern.train.objectives.language_modeling import IndexedDataset
 
 EXAMPLES_TO_SEARCH = 1000

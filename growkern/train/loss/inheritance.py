@@ -32,10 +32,14 @@ from growkern.ops.loss.rows.inputs import LossParts
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.loss.options import InheritanceSchedule
 from growkern.train.loss.rows import TAUGHT_BY, LossRows, as_known, check_keys, examples_of
-from growkern.train.model.forward import check_causal, teacher_inputs
-from growkern.train.model.head import check_head, teacher_options
-from growkern.train.model.load import is_causal
-from growkern.train.model.projection import HeadInputs
+from growkern.train.model import (
+    HeadInputs,
+    check_causal,
+    check_head,
+    is_causal,
+    teacher_inputs,
+    teacher_options,
+)
 from growkern.train.objectives.language_modeling import SOURCE, Collator, OuterCollator
 
 # the loss of some examples, and where they are in the batch

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from growkern.arguments import as_list, check_kind
 from growkern.errors import GrowthError
-from growkern.growth.source.live import QUANTISED
+from growkern.growth.source import QUANTISED
 from growkern.ops.loss.rows.inputs import LossParts, check_columns
 from growkern.ops.loss.rows.options import (
     IN_TRAINING,
@@ -29,18 +29,24 @@ from growkern.train.loss.inheritance import check_same_objective, loss_beside
 from growkern.train.loss.rows import ROW_OPTIONS, LossRows, as_known, real_rows, take_rows
 from growkern.train.loss.side import check_router, router_inputs, router_term, router_weight
 from growkern.train.loss.vocabulary import GIVE_SIZE, check_vocabulary, columns_of, least
-from growkern.train.model.forward import check_causal, run_model, teacher_inputs, unwrapped
-from growkern.train.model.head import (
+from growkern.train.model import (
     IGNORE_INDEX,
+    PRETRAINING,
+    HeadInputs,
     align_labels,
+    check_causal,
     check_head,
     head_options,
     head_swap,
+    is_causal,
+    is_linear,
+    projected,
+    run_model,
     take_logits,
+    teacher_inputs,
     teacher_options,
+    unwrapped,
 )
-from growkern.train.model.load import PRETRAINING, is_causal
-from growkern.train.model.projection import HeadInputs, is_linear, projected
 from growkern.train.rules import check
 
 if TYPE_CHECKING:

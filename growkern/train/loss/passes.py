@@ -22,8 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from growkern.errors import GrowthError
 from growkern.train.dataset.stream import PlacingCollator, TokenStream
 from growkern.train.loss.rows import ROW_COUNTS, TAUGHT_BY, RowCounts
-from growkern.train.model.forward import document_starts
-from growkern.train.model.head import IGNORE_INDEX
+from growkern.train.model import IGNORE_INDEX, document_starts
 
 
 def are_sent(dataset: Any, accelerator: Any) -> bool:

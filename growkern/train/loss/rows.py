@@ -18,8 +18,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.rows.options import KLRows
-from growkern.train.model.forward import document_starts
-from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
+from growkern.train.model import IGNORE_INDEX, align_labels, align_rows, document_starts
 
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"
 # of a teacher that is known by its k likeliest tokens: (B, S, k), -1 where it has no row

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from growkern.errors import GrowthError
 from growkern.train.loss.rows import real_rows
-from growkern.train.model.contexts import probing
-from growkern.train.model.flops import is_experts
+from growkern.train.model import is_experts, probing
 
 
 class EvaluationSums:

@@ -15,7 +15,7 @@ from growkern.arguments import as_list
 from growkern.errors import GrowthError, warn
 from growkern.families.load import dense_families
 from growkern.growth.history import directory_of
-from growkern.train.model.load import has_tokenizer, load_tokenizer
+from growkern.train.model import has_tokenizer, load_tokenizer
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")
 # 8 columns suit tensor cores, and 128 is the default of Megatron

@@ -19,11 +19,13 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from growkern.errors import GrowthError
 from growkern.families.load import load_family, supported_families
 from growkern.files import read_json
-from growkern.growth.source.config import read_config
-from growkern.growth.source.files import refuse_links_out
-from growkern.growth.source.formats import beside_weights
-from growkern.growth.source.loading import load_model
-from growkern.growth.source.refused import refuse_adapter_directory
+from growkern.growth.source import (
+    beside_weights,
+    load_model,
+    read_config,
+    refuse_adapter_directory,
+    refuse_links_out,
+)
 from growkern.train.rules import check
 
 # classes that predict masked tokens, and something else

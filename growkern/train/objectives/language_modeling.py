@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from growkern.arguments import check_seed
 from growkern.errors import GrowthError
-from growkern.train.model.head import IGNORE_INDEX
+from growkern.train.model import IGNORE_INDEX
 
 
 def check_probability(probability: float) -> None:

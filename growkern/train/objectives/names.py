@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from growkern.arguments import Limit
 from growkern.errors import GrowthError, nearest
-from growkern.train.model.load import CAUSAL
+from growkern.train.model import CAUSAL
 
 Objective = Literal["auto", "mlm", "clm", "span_corruption", "denoising", "pairs"]
 OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")

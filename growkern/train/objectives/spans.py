@@ -25,8 +25,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from growkern.errors import GrowthError
-from growkern.train.model.head import IGNORE_INDEX
-from growkern.train.model.load import separator_of
+from growkern.train.model import IGNORE_INDEX, separator_of
 from growkern.train.objectives.language_modeling import (
     DrawingCollator,
     check_probability,

@@ -1,1 +1,15 @@
 """Runs: their files, what these resolve to, and their directories."""
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.train.run.file import load_run
+    from growkern.train.run.messages import resume_command
+    from growkern.train.run.resolve import locate
+    from growkern.train.run.start import run
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

@@ -40,9 +40,8 @@ from growkern.errors import GrowthError
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.growth import GrowthStep, check_order, from_table
-from growkern.train.loss.options import InheritanceSchedule, LossOptions, Taught
-from growkern.train.model.load import ModelSection
-from growkern.train.model.sub_model import TwoStageConfig
+from growkern.train.loss import InheritanceSchedule, LossOptions, Taught
+from growkern.train.model import ModelSection, TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
 from growkern.train.rules import check
 from growkern.train.toml import read_toml, to_dataclass

@@ -21,7 +21,7 @@ from rich.text import Text
 from transformers.utils import logging
 
 from growkern.errors import clean, human
-from growkern.growth.plan.growth_plan import GrowthPlan
+from growkern.growth.plan import GrowthPlan
 from growkern.train.dataset.load import describe_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.loop.callbacks import last_losses

@@ -15,14 +15,19 @@ from transformers import TrainingArguments
 from growkern.errors import GrowthError, reason
 from growkern.growth.history import History
 from growkern.growth.options import ROUTERS
-from growkern.growth.plan.advice import refuse_idle_options
-from growkern.growth.plan.growth_plan import GrowthPlan, plan_growth
-from growkern.growth.source.config import read_config
-from growkern.growth.source.formats import CONFIG_FILE, Stamps
-from growkern.growth.source.hub import located
-from growkern.growth.source.loading import class_of, load_model
-from growkern.growth.source.refused import config_directory, scale_block
-from growkern.growth.source.source import Source, open_source
+from growkern.growth.plan import GrowthPlan, plan_growth, refuse_idle_options
+from growkern.growth.source import (
+    CONFIG_FILE,
+    Source,
+    Stamps,
+    class_in,
+    config_directory,
+    load_model,
+    located,
+    open_source,
+    read_config,
+    scale_block,
+)
 from growkern.train.dataset.load import early_collator, open_data
 from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.records import Reader
@@ -31,8 +36,8 @@ from growkern.train.distributed.shard import check_replicas, join_processes
 from growkern.train.growth import check_new_layers, later_sizes, on_meta, options_of
 from growkern.train.loop.callbacks import ExpertBalancing
 from growkern.train.loop.checks import TrainerSettings, check_together, choose_precision
-from growkern.train.loss.vocabulary import check_tokenizers
-from growkern.train.model.load import check_directory, check_fits, has_tokenizer, load_tokenizer
+from growkern.train.loss import check_tokenizers
+from growkern.train.model import check_directory, check_fits, has_tokenizer, load_tokenizer
 from growkern.train.objectives.language_modeling import Collator
 from growkern.train.objectives.names import Objective, choose
 from growkern.train.rules import check
@@ -71,7 +76,7 @@ class Checkpoint:
 
     def without_weights(self) -> Any:
         """The model on the meta device, which is enough for the checks of a run."""
-        config, cls = copy.deepcopy(self.config), class_of(self.directory, self.config)
+        config, cls = copy.deepcopy(self.config), class_in(self.directory, self.config)
         scale_block(config, self.directory, dequantize=True)
         try:
             model = on_meta(cls.__name__, config, self.training_dtype)
@@ -235,7 +240,7 @@ def _other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:
 def _objective(run: Run, model: Checkpoint) -> Objective:
     """The objective of a run."""
     has_targets = bool(run.data.target_column or run.data.labels_column)
-    cls = class_of(model.directory, model.config)
+    cls = class_in(model.directory, model.config)
     return choose(run.data.objective, cls, targets=has_targets)
 
 

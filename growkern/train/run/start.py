@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from growkern.arguments import path_of
 from growkern.errors import GrowthError
-from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.optimizer import grow_optimizer_into
 from growkern.publish.calls import locked
 from growkern.train.dataset.cache import from_first
 from growkern.train.dataset.load import read_data

@@ -13,18 +13,16 @@ import torch
 from safetensors import SafetensorError
 
 from growkern.errors import GrowthError, nearest
-from growkern.growth.disk.companions import complete_config, copy_companions
-from growkern.growth.disk.staging import check_target, may_replace
+from growkern.growth.disk import check_target, complete_config, copy_companions, may_replace
 from growkern.growth.history import history_in
 from growkern.growth.models import materialise, restore_buffers
-from growkern.growth.record.lineage import DTYPES, keep_lineage
-from growkern.growth.source.config import read_config
-from growkern.growth.source.loading import class_of
+from growkern.growth.record import DTYPES, keep_lineage
+from growkern.growth.source import class_in, read_config
 from growkern.publish import workplace
 from growkern.publish.calls import make_folder
 from growkern.publish.manifest import read_manifest, write_manifest
 from growkern.train.distributed.checkpoint import has_weights, load_weights
-from growkern.train.model.load import load_language_model
+from growkern.train.model import load_language_model
 from growkern.train.safety.checkpoints import exportable, first_whole
 
 KIND = "exporting"
@@ -83,7 +81,7 @@ def _load(checkpoint: Path) -> Any:
         return load_language_model(checkpoint)
     config = read_config(checkpoint, any_family=True)
     with torch.device("meta"):
-        model = class_of(checkpoint, config)._from_config(config, dtype=config.dtype)
+        model = class_in(checkpoint, config)._from_config(config, dtype=config.dtype)
     materialise(model, "cpu")
     restore_buffers(model)
     load_weights(model, checkpoint)

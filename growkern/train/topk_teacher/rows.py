@@ -16,10 +16,8 @@ from tqdm import tqdm
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.linear.gemm import project
-from growkern.train.loss.rows import as_known, real_tokens
-from growkern.train.model.forward import check_causal, head_inputs
-from growkern.train.model.head import check_head, softcap_of
-from growkern.train.model.load import is_causal
+from growkern.train.loss import as_known, real_tokens
+from growkern.train.model import check_causal, check_head, head_inputs, is_causal, softcap_of
 from growkern.train.objectives.language_modeling import Collator, EpochCollator
 from growkern.train.topk_teacher.store import DTYPES, MAX_ID_BITS, CacheHeader
 from growkern.train.topk_teacher.teacher import (

@@ -21,17 +21,18 @@ from torch import Tensor, nn
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
-from growkern.train.loss.inheritance import check_same_objective
-from growkern.train.loss.options import InheritanceSchedule
-from growkern.train.loss.rows import (
+from growkern.train.loss import (
     TEACHER_IDS,
+    InheritanceSchedule,
+    check_padding,
+    check_same_objective,
     document_starts,
     real_tokens,
     taught_rows,
     teacher_rows,
+    tokenizer_fingerprint,
 )
-from growkern.train.loss.vocabulary import check_padding, tokenizer_fingerprint
-from growkern.train.model.head import IGNORE_INDEX, align_labels, align_rows
+from growkern.train.model import IGNORE_INDEX, align_labels, align_rows
 from growkern.train.objectives.language_modeling import (
     Collator,
     IndexedDataset,

@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError, nearest
-from growkern.growth.disk.journal import Journal
+from growkern.growth.disk import Journal
 from growkern.publish import workplace
 from growkern.publish.manifest import checksum, why_kept, write_manifest
-from growkern.train.loss.vocabulary import check_own_tokenizer, tokenizer_fingerprint
-from growkern.train.model.load import load_language_model
+from growkern.train.loss import check_own_tokenizer, tokenizer_fingerprint
+from growkern.train.model import load_language_model
 from growkern.train.objectives.language_modeling import Collator
 from growkern.train.topk_teacher.rows import (
     Contents,

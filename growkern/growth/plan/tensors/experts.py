@@ -31,9 +31,8 @@ from growkern.growth.models import Initial
 from growkern.growth.plan.axes import asleep, axis_maps
 from growkern.growth.plan.blueprint import Blueprint, Part, Task
 from growkern.growth.plan.tensors.untrained import TILE, fill_random, philox_key
-from growkern.growth.source.stored import Read
-from growkern.growth.space.rules import depth_of_sleep, is_output
-from growkern.growth.space.upcycling import taken_together
+from growkern.growth.source import Read
+from growkern.growth.space import depth_of_sleep, is_output, taken_together
 
 # units that are in memory in wide numbers at once
 BLOCK = 64

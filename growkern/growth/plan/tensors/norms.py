@@ -12,9 +12,8 @@ from torch import Tensor
 
 from growkern.growth.plan.blueprint import Blueprint, Task, affine_gain, unit_gain
 from growkern.growth.plan.tensors.extras import sum_dtype
-from growkern.growth.source.stored import Read
-from growkern.growth.space.maps import partial_sums, take_shares
-from growkern.growth.space.spaces import Space
+from growkern.growth.source import Read
+from growkern.growth.space import Space, partial_sums, take_shares
 from growkern.ops.expand.op import expand
 
 

@@ -35,8 +35,8 @@ from growkern.growth.plan.tensors.untrained import (
     centroids_of,
     old_entries_within,
 )
-from growkern.growth.source.stored import Read
-from growkern.growth.space.maps import take_shares
+from growkern.growth.source import Read
+from growkern.growth.space import take_shares
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.many import OneByOne, Work, work_on
 

@@ -31,8 +31,8 @@ from growkern.files import regular_size
 from growkern.growth.models import Initial
 from growkern.growth.options import ROUTERS, GrowthOptions
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
-from growkern.growth.source.stored import Read
-from growkern.growth.space.upcycling import taken_together
+from growkern.growth.source import Read
+from growkern.growth.space import taken_together
 from growkern.publish.manifest import checksum
 
 # a tile takes 0.3 ms to draw and its generator 0.02 ms to make. Eight ranks that share 4096 columns
