@@ -98,6 +98,7 @@ CASES = [
     ("llama", {"model.layers.0.": "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module."}),
     ("bert", {"": "_orig_mod.module."}),
     ("qwen3_moe", {"": "module._orig_mod."}),
+    ("mixtral", {"": "module._orig_mod.base_model.model."}),
     ("gpt2", {"transformer.h.0.": "transformer.h.0._checkpoint_wrapped_module."}),
 ]
 

@@ -13,7 +13,6 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary, finalize
 
@@ -40,10 +39,12 @@ class Descriptor:
 
     # at exit a module loses its names first
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # nothing was written, so an error of the disk loses nothing
-        with suppress(OSError):
+        try:
             if self.number >= 0:
                 close(self.number)
+        except OSError:
+            # nothing was written, so an error of the disk loses nothing
+            pass
 
 
 def _identity(state: os.stat_result) -> tuple[int, int]:

@@ -143,10 +143,8 @@ def entries_of(tensor: Tensor, entries: Sequence[int] | None) -> Tensor:
 
 
 # what wrappers add to names: DDP, torch.compile, activation checkpointing, FSDP and PEFT
-WRAPPERS = re.compile(
-    r"^base_model\.model\.|(?<![^.])"
-    r"(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
-)
+_WRAPPER = r"(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+WRAPPERS = re.compile(rf"^(?:{_WRAPPER})*base_model\.model\.|(?<![^.]){_WRAPPER}")
 # what adapters of PEFT and loralib call the weights beside them, and their own
 ADAPTED = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
 # a text model that was loaded from the files of one with images is saved under the names there
@@ -249,6 +247,8 @@ def check_names_and_shapes(
     missing = [name for name in expected if name not in shapes and name not in model.ties]
     if missing:
         stored = model.stored_names.get(missing[0])
+        while isinstance(stored, tuple):
+            stored = stored[0]
         named = missing[0] if stored is None else f"{missing[0]}, {stored} in files,"
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise GrowthError(
