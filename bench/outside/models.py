@@ -72,6 +72,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**GROUPED, **ROPE, "head_dim": 8}),
     "gemma2": ("Gemma2ForCausalLM", {**GROUPED, **ROPE, **GEMMA}),
     "gemma3_text": ("Gemma3ForCausalLM", {**GROUPED, **GEMMA, "rope_parameters": BOTH}),
+    "apertus": ("ApertusForCausalLM", {**GROUPED, "rope_parameters": LLAMA3}),
+    "vaultgemma": ("VaultGemmaForCausalLM", {**GROUPED, **ROPE, **GEMMA}),
     "olmo2": ("Olmo2ForCausalLM", {**GROUPED, **ROPE}),
     "phi3": ("Phi3ForCausalLM", {**GROUPED, "rope_parameters": PARTIAL}),
     "cohere2": ("Cohere2ForCausalLM", {**GROUPED, **ROPE, "sliding_window": 4}),
