@@ -380,19 +380,20 @@ def _what_it_is(model_type: str, config: Mapping[str, Any], place: str) -> str:
 
 def _described(names: set[str], place: str) -> str:
     """What stands in the way of a model with these names, its nearest family, and what may help."""
-    if not names:
-        import transformers
-
-        return (
-            f"transformers {transformers.__version__} cannot build it from its config class alone; "
-            f"growkern.widen grows models of any class: {DOCS}/own_models.md"
-        )
-    unknown, nearest = _compared(names)
     draft = (
         f"growkern family draft {shlex.quote(place)}"
         if place
         else "growkern.draft_family(model.config)"
     )
+    if not names:
+        import transformers
+
+        return (
+            f"transformers {transformers.__version__} cannot build it from its config class alone; "
+            f"{draft} tries it with all values and names the nearest family: {DOCS}/add_model.md; "
+            f"growkern.widen grows models of any class: {DOCS}/own_models.md"
+        )
+    unknown, nearest = _compared(names)
     clauses = [
         *(f"it has {what}" for what, part in OBSTACLES if any(part in name for name in unknown)),
         nearest,

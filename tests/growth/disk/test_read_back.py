@@ -45,7 +45,8 @@ def scaled(model_type, kind):
 
     def one(rope):
         rope = {**rope, "rope_type": kind, "rope_theta": 5e4, **SCALED[kind]}
-        if kind != "proportional" and "partial_rotary_factor" in rope and "mrope_section" not in rope:
+        keeps = kind == "proportional" or "mrope_section" in rope
+        if "partial_rotary_factor" in rope and not keeps:
             # no family's default
             rope["partial_rotary_factor"] = 1.0
         pairs = int(model.head_dim() * rope.get("partial_rotary_factor", 1.0)) // 2
