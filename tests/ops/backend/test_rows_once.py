@@ -244,6 +244,7 @@ def test_programs_that_wait_for_each_other_are_no_more_than_fit(monkeypatch):
 
     # four parts of a row; of 230 programs that fit, two would have no row
     assert launched(200) and launched(7) and programs == [228, 28]
+    assert of_gpu(torch.device("xpu", 0), 1) == 0
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         found["capability"] = capability
         assert not launched(200)

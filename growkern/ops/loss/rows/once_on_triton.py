@@ -277,8 +277,9 @@ def read_rows_once(rows: Rows, state_SN: Tensor, drows_WN: Tensor, dstudent_NV: 
 
 def _programs(device: torch.device, K: int) -> int:
     """Programs that fit on a device; on a CPU that stands for one, as many as on an H100."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return PROGRAMS[K] * 132
-    if torch.cuda.get_device_capability(device) != CAPABILITY:
+    # others may not know cooperative launches
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return 0
     return PROGRAMS[K] * torch.cuda.get_device_properties(device).multi_processor_count
