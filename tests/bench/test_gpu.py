@@ -147,24 +147,6 @@ def test_a_second_dry_run_takes_every_piece_to_its_end(dry_runs):
         assert not made["failures"]
 
 
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_a_missing_triton_is_named_in_one_line(is_broken, tmp_path, monkeypatch, capsys):
-    broken = "import importlib.util as u\nfind = u.find_spec\n"
-    broken += "u.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
-    if is_broken:
-        (tmp_path / "triton").mkdir()
-        line = "raise ImportError('No module named triton')"
-        (tmp_path / "triton" / "__init__.py").write_text(line)
-        broken = ""
-    (tmp_path / "sitecustomize.py").write_text(broken)
-    # the facts of the machine come from another Python
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    out = tmp_path / "results"
-    assert gpu.main(["--dry-run", "--only", "versions", "--results", str(out)]) == 2
-    (said,) = capsys.readouterr().out.splitlines()
-    assert "triton" in said and not out.exists()
-
-
 ENDS = {
     "failed": ("raise RuntimeError('no memory left')", "no memory left"),
     "crashed": ("os.kill(os.getpid(), 11)", "exit code -11"),
@@ -360,18 +342,6 @@ def visit(tmp_path, monkeypatch, run, archive):
     monkeypatch.setattr(gpu, "run_apart", run)
     args = ["--only", "versions", "--only", "smoke", "--results", str(tmp_path / "results")]
     return gpu.main([*args, "--archive", str(archive)])
-
-
-@pytest.mark.parametrize("where", ["out/results.tgz", "file/results.tgz"])
-def test_a_place_that_takes_no_archive_is_refused_before_anything_runs(
-    where, tmp_path, monkeypatch, capsys
-):
-    """One is a directory, and the other lies below a file."""
-    (tmp_path / "out" / "results.tgz").mkdir(parents=True)
-    (tmp_path / "file").touch()
-    assert visit(tmp_path, monkeypatch, None, tmp_path / where) == 2
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "cannot be written" in said[1] and str(tmp_path) in said[1]
 
 
 @pytest.mark.parametrize("full", ["archive, at first", "archive", "documents"])

@@ -231,10 +231,7 @@ def edit_config(source):
         (lambda source: {"dtype": torch.bfloat16}, "another dtype: float32, now bfloat16"),
         (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size: 30000, now 1000000:"),
         (lambda source: {"backend": "reference"}, "another backend"),
-        (
-            lambda source: touch(source),
-            r"source \(model-00001\S* has another time of change\)",
-        ),
+        (lambda source: touch(source), r"source \(model-00001\S* has another time of change\)"),
         (lambda source: edit_config(source), r"another target config \(rms_norm_eps: .*, now 5.0"),
     ],
 )

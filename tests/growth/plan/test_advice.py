@@ -158,41 +158,6 @@ KNOWN = [
         6_738_415_616,
         13_015_864_320,
     ),
-    (
-        # 0.6B to 1.7B
-        "Qwen3ForCausalLM",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-        },
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-        },
-        596_049_920,
-        1_720_574_976,
-    ),
-    (
-        # 2B to 9B
-        "Gemma2ForCausalLM",
-        {},
-        {
-            "hidden_size": 3584,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 42,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-        },
-        2_614_341_888,
-        9_241_705_984,
-    ),
 ]
 
 

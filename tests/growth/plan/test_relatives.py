@@ -125,12 +125,7 @@ def test_every_class_is_exact(model_type, class_name):
         ("olmo", {"clip_qkv": 1.0}, {"head_dim": 8}, "clip_qkv=1.0 clips them"),
         ("opt", {"do_layer_norm_before": False}, {"hidden_size": 24}, "norms behind the blocks"),
         ("opt", {"word_embed_proj_dim": 8}, {"hidden_size": 24}, "word_embed_proj_dim=8: embed"),
-        (
-            "dinov2",
-            {"use_swiglu_ffn": True},
-            {"hidden_size": 24},
-            "of the gated FFN as one",
-        ),
+        ("dinov2", {"use_swiglu_ffn": True}, {"hidden_size": 24}, "of the gated FFN as one"),
         ("qwen3_vl", {}, {"head_dim": 16}, "this qwen3_vl has no size 'head_dim' to grow"),
         ("vit", {}, {"patch_size": 8}, "this vit has no size 'patch_size' to grow"),
         ("vit", {}, {"image_size": 16}, "this vit has no size 'image_size' to grow"),

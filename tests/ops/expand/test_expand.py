@@ -574,10 +574,7 @@ LONG = MOST_ENTRIES + 1
     [
         ({"weight": torch.ones(2, 2, 2)}, r"1 or 2 dimensions, got shape \(2, 2, 2\)"),
         ({"weight": torch.ones(3, 4).int()}, "weight must be one of .* got torch.int32"),
-        (
-            {"weight": torch.ones(3, 4).to_sparse()},
-            r"weight is sparse_coo.*weight\.to_dense\(\)",
-        ),
+        ({"weight": torch.ones(3, 4).to_sparse()}, r"weight is sparse_coo.*weight\.to_dense\(\)"),
         ({"row_scale": ONES.to_sparse()}, "row_scale is sparse_coo"),
         ({"rows": ROWS.int()}, r"rows must be an int64 tensor, got torch.int32: use rows.long"),
         ({"rows": [0, 1]}, "rows must be a tensor, got list"),
@@ -594,10 +591,7 @@ LONG = MOST_ENTRIES + 1
         ({"rows": ROWS, "row_scale": ONES[:3]}, r"row_scale must have shape \(4,\), got \(3,\)"),
         ({"row_scale": torch.ones(3).long()}, "row_scale must be a float tensor"),
         ({"row_scale": torch.ones(3).requires_grad_()}, "row_scale gets no gradient"),
-        (
-            {"row_scale": torch.ones(3, device="meta")},
-            "row_scale is on meta, but .* on cpu",
-        ),
+        ({"row_scale": torch.ones(3, device="meta")}, "row_scale is on meta, but .* on cpu"),
         ({"row_noise": torch.ones(3), "col_noise": ONES}, "give one of"),
         ({"weight": ONES, "cols": ROWS}, "a 1-D weight takes rows and row_scale only"),
         ({"weight": ONES, "row_noise": ONES}, "a 1-D weight takes rows and row_scale only"),

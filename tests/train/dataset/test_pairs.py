@@ -139,10 +139,7 @@ def test_a_run_file_trains_as_python_does(load, tmp_path):
         ({**TEXTS, "pairs": False}, "target_column is for models of an encoder and a decoder"),
         ({"target_column": "sum"}, r"no column 'sum' \(data.target_column\)"),
         ({"target_column": "target"}, r"'target' \(data.target_column\) holds a list, not a text"),
-        (
-            {**TEXTS, "sequence_length": 5},
-            r"tokens to be (read|written): remove it",
-        ),
+        ({**TEXTS, "sequence_length": 5}, r"tokens to be (read|written): remove it"),
     ],
 )
 def test_pairs_that_cannot_be_used(options, match, load):
