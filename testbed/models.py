@@ -82,11 +82,11 @@ def eager(model):
 
 
 def as_stored(model, directory):
-    """The loaded model with the values of its files where a class holds them in float32 always."""
+    """The loaded model, with the values of its files where its class rounds them."""
     for file in Path(directory).glob("*.safetensors"):
         for name, value in load_file(file).items():
             own = dict(model.named_parameters()).get(name)
-            if value.dtype == torch.float64 and own is not None and own.dtype == torch.float32:
+            if own is not None and own.dtype.itemsize < value.dtype.itemsize:
                 own.data = value
     return model
 
@@ -105,6 +105,7 @@ IMAGES = {
     "mistral3": (2, (1, 3, 8, 16), {"image_sizes": torch.tensor([[8, 16]])}),
     "qwen2_5_vl": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_vl": (4, (16, 96), {"image_grid_thw": GRID}),
+    "qwen3_vl_moe": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_5": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_5_moe": (4, (16, 96), {"image_grid_thw": GRID}),
 }

@@ -362,6 +362,18 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            **QWEN3_VL,
+            "text_config": {
+                **{**QWEN3_VL["text_config"], "num_local_experts": 4, "num_experts_per_tok": 2},
+                # no expert is square, in any growth
+                **{**WIDTHS, "moe_intermediate_size": 9, "rms_norm_eps": 1e-2},
+            },
+        },
+        {},
+    ),
     "afmoe": (
         "AfmoeForCausalLM",
         {

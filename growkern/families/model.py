@@ -54,6 +54,7 @@ class ModelSpec:
         for refusal in family.refuse:
             refusal.check(model.fields)
         model.check_groups()
+        model.check_transposed()
         return model
 
     def with_own_heads(self, named: Iterable[str]) -> ModelSpec:
@@ -115,6 +116,15 @@ class ModelSpec:
                 f"{self.family.config_field('q_heads')}={heads} is not a multiple of "
                 f"{self.family.config_field('kv_heads')}={kv_heads}"
             )
+
+    def check_transposed(self) -> None:
+        """Refuse square matrices that files may hold transposed: nothing tells which way round."""
+        for name in self.transposed:
+            if len({*self.shapes[name][-2:]}) == 1:
+                raise UnfitError(
+                    f"{name} would be {list(self.shapes[name])}: files of this family hold it "
+                    "either way round, and equal axes do not tell which: give another size"
+                )
 
     def check_sizes(self, where: str) -> None:
         """Refuse sizes that no model has. One without layers may grow new ones."""
@@ -320,6 +330,11 @@ class ModelSpec:
             elif (name := in_files((t.files or (t.name,))[0])) != t.name:
                 result[t.name] = name
         return result
+
+    @property
+    def transposed(self) -> tuple[str, ...]:
+        """The tensors whose last two axes are swapped in files."""
+        return tuple(t.name for t in self.tensors if t.row.transposed)
 
     def _open_size(self, name: str, layer: int | None, axis: int) -> int:
         """A size that the table leaves open: of a layer that `tower` lacks, that of another."""

@@ -203,6 +203,7 @@ class Row:
     files: tuple[str, ...] = ()
     factor: str | None = None
     keep: str | None = None
+    transposed: bool = False
     dense: tuple[str, ...] = ()
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:

@@ -306,8 +306,8 @@ def _carry_out(
     modules = read_modules(grown)
     workers = workers_within(grown, limit)
     state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
-    stored = grown.large.stored_names
-    layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, stored)
+    in_files = grown.large.stored_names, grown.large.transposed
+    layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, *in_files)
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     # whatever the caller's default device is, pieces of weights have numbers

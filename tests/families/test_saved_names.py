@@ -150,3 +150,29 @@ def test_classes_of_older_versions_have_the_names_in_files(model_type):
         names = {name: now.stored_names.get(name, name) for name in now.shapes}
         assert any(name != stored for name, stored in names.items()) and not old.stored_names
         assert old.shapes == {names[name]: shape for name, shape in now.shapes.items()}
+
+
+def test_experts_that_files_may_hold_transposed_are_read_both_ways(tmp_path):
+    """As published their last two axes are swapped; transformers 5 saves them as it has them."""
+    class_name, sizes, _ = RELATIVES["qwen3_vl_moe"]
+    model = random_model(class_name, sizes)
+    model.save_pretrained(tmp_path / "small")
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published/config.json").write_bytes((tmp_path / "small/config.json").read_bytes())
+    weights = load_file(tmp_path / "small/model.safetensors")
+    turned = {n: x.mT.contiguous() if ".experts." in n else x for n, x in weights.items()}
+    save_file(turned, tmp_path / "published/model.safetensors", {"format": "pt"})
+    for name in ("small", "published"):
+        growkern.grow_checkpoint(
+            tmp_path / name, tmp_path / f"{name}-large", hidden_size=20, progress=False
+        )
+    one, other = (
+        load_file(tmp_path / f"{name}-large/model.safetensors") for name in ("small", "published")
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    # written as published: (experts, hidden size, width)
+    experts = "model.language_model.layers.1.mlp.experts"
+    assert one[f"{experts}.gate_up_proj"].shape == (4, 20, 18)
+    assert one[f"{experts}.down_proj"].shape == (4, 9, 20)
+    assert growkern.verify(tmp_path / "published", tmp_path / "published-large").ok

@@ -20,7 +20,7 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -42,6 +42,7 @@ from growkern.growth.source import (
     Header,
     Run,
     Stacked,
+    Transposed,
     weight_file,
 )
 
@@ -50,7 +51,7 @@ from growkern.growth.source import (
 class ShardLayout:
     """The files of a checkpoint, and where each tensor goes, in the model's order."""
 
-    tensors: Mapping[str, Header | Stacked]  # their files are bare names
+    tensors: Mapping[str, Header | Stacked | Transposed]  # their files are bare names
     heads: Mapping[str, bytes]  # per file its first bytes, length and JSON
     sizes: Mapping[str, int]  # per file, bytes
     index: str  # the text of the index file; "" where there is a single file
@@ -79,13 +80,17 @@ def lay_out(
     dtypes: Mapping[str, torch.dtype],
     max_shard_size: int,
     stored: Mapping[str, str | Names] | None = None,
+    transposed: Collection[str] = (),
 ) -> ShardLayout:
     """Split tensors over files of at most `max_shard_size` bytes and place them in those.
 
     A larger tensor gets a file of its own. `stored` has the names in files, where they differ
-    (`ModelSpec.stored_names`).
+    (`ModelSpec.stored_names`). Files have the last two axes of those in `transposed` swapped.
     """
-    stored = stored or {}
+    stored, shapes = stored or {}, dict(shapes)
+    for name in transposed:
+        *first, rows, columns = shapes[name]
+        shapes[name] = (*first, columns, rows)
     names_of: dict[str, tuple[str, ...]] = {}
     # of every tensor in files
     kinds: dict[str, Kind] = {}
@@ -123,12 +128,13 @@ def lay_out(
     total = sum(math.prod(shape) for shape in shapes.values())
     metadata = {"total_parameters": total, **split.metadata}
     index = _index(metadata, in_file) if split.is_sharded else ""
-    tensors: dict[str, Header | Stacked] = {}
+    tensors: dict[str, Header | Stacked | Transposed] = {}
     files = {file: weight_file(file) for file in in_file}
     for name, shape in shapes.items():
         own = stored.get(name, name)
         if isinstance(own, str):
-            tensors[name] = Header(files[places[own][0]], own, shape, dtypes[name], places[own][1])
+            place = Header(files[places[own][0]], own, shape, dtypes[name], places[own][1])
+            tensors[name] = Transposed(place) if name in transposed else place
         else:
             parts = ([places[n] for n in expert] for expert in zip(*own, strict=True))
             tensors[name] = Stacked.of(shape, dtypes[name], own[0][0], parts)
@@ -230,9 +236,16 @@ class TargetFile:
 
 
 def write_rows(
-    files: Mapping[str, TargetFile], tensor: Header | Stacked, start: int, stop: int, data: Tensor
+    files: Mapping[str, TargetFile],
+    tensor: Header | Stacked | Transposed,
+    start: int,
+    stop: int,
+    data: Tensor,
 ) -> None:
     """Put rows [start, stop) of a tensor, (n,) uint8, to their places in files."""
+    if isinstance(tensor, Transposed):
+        rows = data.view(tensor.dtype).view(stop - start, *tensor.shape[1:])
+        data = rows.mT.contiguous().view(-1).view(torch.uint8)
     done = 0
     for file, at, size in tensor.places(start, stop):
         files[file].write(data[done : done + size], at)

@@ -106,7 +106,8 @@ def _most_in_work(plan: Blueprint) -> int:
         itemsize = plan.dtype_of(task).itemsize
         start, stop = next(iter(row_blocks(task.shape, itemsize)))
         numbers = (stop - start) * math.prod(task.shape[1:])
-        buffer = numbers * itemsize
+        # what files hold in another order is written from a copy
+        buffer = numbers * itemsize * (2 if task.tensor.row.transposed else 1)
         most = max(most, buffer + _mapped_bytes(plan, task, numbers) + summed)
     return most
 

@@ -372,6 +372,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
     for heads in family.query_heads if family.forces_head_dim else ():
         _check_head_dim(small, large, heads, asked)
     large.check_groups()
+    large.check_transposed()
 
 
 def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[str, int]) -> None:

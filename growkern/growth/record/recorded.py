@@ -158,7 +158,8 @@ def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     for name, (size, _) in lineage.sizes.items():
         own = size if dense is None else getattr(dense, name, None)
         other = getattr(source.spec.text, name, None)
-        if other not in (own, None):
+        # a field may have the size once for each layer
+        if other not in (own, None) and not (isinstance(other, list) and {*other} == {own}):
             raise GrowthError(
                 f"{lineage.file}: made from a model with {name}={own}, this source has {other}"
             )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from growkern.growth.source.config import read_config, read_generation
     from growkern.growth.source.distributed import SafeReader
     from growkern.growth.source.files import Header, INDEX_FILE, MOST_TENSORS, read_headers
-    from growkern.growth.source.files import refuse_links_out, stays_in, STORED_DTYPES
+    from growkern.growth.source.files import refuse_links_out, stays_in, STORED_DTYPES, Transposed
     from growkern.growth.source.formats import beside_weights, CONFIG_FILE, format_of
     from growkern.growth.source.formats import GENERATION_FILE, header_reader, MODULES_FILE
     from growkern.growth.source.formats import MOST_BYTES, Stamps, weight_files

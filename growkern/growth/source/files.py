@@ -83,6 +83,37 @@ class Header(StoredTensor):
         return torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=start - base)
 
 
+@dataclass(frozen=True)
+class Transposed(StoredTensor):
+    """A tensor that files hold with its last two axes swapped."""
+
+    stored: Header
+
+    @property
+    def file(self) -> str:
+        return self.stored.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *first, rows, columns = self.stored.shape
+        return (*first, columns, rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.stored.rows(start, stop).mT.contiguous()
+
+    def inside(self, directory: Path) -> Transposed:
+        """The same tensor, whose file lies in a directory."""
+        return Transposed(self.stored.inside(directory))
+
+    def places(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """File, first byte and number of bytes of the rows [start, stop)."""
+        return self.stored.places(start, stop)
+
+
 HANDLED = "growth handles F64, F32, F16 and BF16"
 # the integer types occur in buffers, which growth skips
 STORED_DTYPES = {

@@ -22,7 +22,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.files import read_all
-from growkern.growth.source.files import EIGHT_BITS, Header
+from growkern.growth.source.files import EIGHT_BITS, Header, Transposed
 from growkern.growth.source.opened import WeightFile, weight_file
 from growkern.growth.source.stored import (
     OTHER_CHECKPOINT,
@@ -295,6 +295,10 @@ def stacked(
         parts = joined.setdefault(place[0].name, {})
         if parts.setdefault((expert, place[1]), header) is not header:
             raise GrowthError(f"{where}: {raw} is there twice: remove the one that is out of date")
+    turned = {*model.transposed}
+    for raw in result if turned else ():
+        for name in turned.intersection(spellings(model, raw)):
+            result[raw] = _as_in_model(result[raw], model.shapes[name])
     tensors = {t.name: t for t, _ in known.values()}
     for name, parts in joined.items():
         if name in result:
@@ -303,6 +307,12 @@ def stacked(
             )
         result[name] = _joined(model, tensors[name], parts, where)
     return result
+
+
+def _as_in_model(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """A tensor whose last two axes files may swap, in the order of the model, if one fits."""
+    turned = Transposed(stored) if isinstance(stored, Header) and len(shape) == 3 else stored
+    return turned if stored.shape != shape == turned.shape else stored
 
 
 def _joined(

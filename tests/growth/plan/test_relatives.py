@@ -127,6 +127,7 @@ def test_every_class_is_exact(model_type, class_name):
         ("opt", {"word_embed_proj_dim": 8}, {"hidden_size": 24}, "word_embed_proj_dim=8: embed"),
         ("dinov2", {"use_swiglu_ffn": True}, {"hidden_size": 24}, "of the gated FFN as one"),
         ("qwen3_vl", {}, {"head_dim": 16}, "this qwen3_vl has no size 'head_dim' to grow"),
+        ("qwen3_vl_moe", {}, {"moe_intermediate_size": 12}, "equal axes do not tell"),
         ("vit", {}, {"patch_size": 8}, "this vit has no size 'patch_size' to grow"),
         ("vit", {}, {"image_size": 16}, "this vit has no size 'image_size' to grow"),
         ("vit", {}, {"num_channels": 4}, "this vit has no size 'num_channels' to grow"),
