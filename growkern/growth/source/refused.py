@@ -375,29 +375,32 @@ def _what_it_is(model_type: str, config: Mapping[str, Any], place: str) -> str:
     names = _names_of(model_type)
     if not names and isinstance(kind, str) and (names := _names_of(kind)):
         return f"its text_config is a {kind}; {_described(names, place)}"
-    return _described(names, place)
+    if names:
+        return _described(names, place)
+    import transformers
+
+    # its class may have no default for a size
+    is_known = model_type in transformers.CONFIG_MAPPING
+    tried = f"{_draft(place)} names its nearest family: {DOCS}/add_model.md; " if is_known else ""
+    return (
+        f"transformers {transformers.__version__} cannot build it from its config class alone; "
+        f"{tried}growkern.widen grows models of any class: {DOCS}/own_models.md"
+    )
+
+
+def _draft(place: str) -> str:
+    """The call that drafts a table for the model in a directory, or in memory."""
+    command = f"growkern family draft {shlex.quote(place)}"
+    return command if place else "growkern.draft_family(model.config)"
 
 
 def _described(names: set[str], place: str) -> str:
     """What stands in the way of a model with these names, its nearest family, and what may help."""
-    draft = (
-        f"growkern family draft {shlex.quote(place)}"
-        if place
-        else "growkern.draft_family(model.config)"
-    )
-    if not names:
-        import transformers
-
-        return (
-            f"transformers {transformers.__version__} cannot build it from its config class alone; "
-            f"{draft} tries it with all values and names the nearest family: {DOCS}/add_model.md; "
-            f"growkern.widen grows models of any class: {DOCS}/own_models.md"
-        )
     unknown, nearest = _compared(names)
     clauses = [
         *(f"it has {what}" for what, part in OBSTACLES if any(part in name for name in unknown)),
         nearest,
-        f"{draft} writes a table of your own and checks it: {DOCS}/add_model.md",
+        f"{_draft(place)} writes a table of your own and checks it: {DOCS}/add_model.md",
     ]
     return "; ".join(clauses)
 

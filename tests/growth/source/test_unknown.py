@@ -30,7 +30,13 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("xglm", {"num_experts": 0}, "nearest: biogpt"),
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
-        ("nobody", {}, r"transformers [\d.]+ cannot build it .*growkern.widen"),
+        # a class that has no default for a size
+        ("lfm2_moe", {}, r"transformers [\d.]+ cannot build it .*growkern family draft /"),
+        (
+            "nobody",
+            {},
+            r"transformers [\d.]+ cannot build it from its config class alone; growkern.w",
+        ),
     ],
 )
 def test_a_model_without_a_table_is_described(model_type, config, clause, tmp_path):
