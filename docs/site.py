@@ -45,6 +45,11 @@ def on_post_build(config: Any) -> None:
         (Path(config.site_dir) / uri).write_text(text)
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Take the script with which the search works from files from here, not from the network."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", "iframe_worker.js")
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Let links lead to where `on_files` has put their files."""
     path = ELSEWHERE.get(page.file.src_uri)

@@ -179,6 +179,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text())
     assert len(links) > 10 and all((tmp_path / link).is_file() for link in links)
     assert (tmp_path / "bench/results/demo.png").exists()
+    # the site works without a network, and its search from files
+    scripts = re.findall(r'<script[^>]*src="([^"]+)"', (tmp_path / "index.html").read_text())
+    assert scripts and all((tmp_path / script).is_file() for script in scripts)
     for page in PAGES[1:]:
         text = (tmp_path / page.name).read_text()
         dead = [x for x in re.findall(r"\]\(([^)#:]+)", text) if not (tmp_path / x).is_file()]
