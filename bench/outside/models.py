@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,8 @@ MIXTURES = {"mistral": "mixtral", "granite": "granitemoe", "qwen2": "qwen2_moe"}
 MIXTURES |= {"qwen3": "qwen3_moe"}
 
 
-def make(place: Path) -> None:
-    """Write the source and the targets of every family into FAMILY/GROWTH."""
+def make(place: Path, families: Sequence[str]) -> None:
+    """Write the source and the targets of families into FAMILY/GROWTH."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -175,7 +176,8 @@ def make(place: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
-    for name, (class_name, config) in FAMILIES.items():
+    for name in families:
+        class_name, config = FAMILIES[name]
         model_class = getattr(transformers, class_name)
         torch.manual_seed(0)
         model = model_class(model_class.config_class(**config))

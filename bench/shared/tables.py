@@ -418,9 +418,10 @@ def outside(results: Path) -> str:
     for family in sorted({row["family"] for row in grown}):
         cells = []
         for column in columns:
-            own = [x for x in grown if x["family"] == family]
+            own = [x for x in rows if x["family"] == family]
             own = [x for x in own if (x["runtime"], x["version"]) == column]
-            good = sum(x.get("off", 1.0) < LARGEST for x in own)
-            cells.append(f"{good} of {len(own)}" if own else "-")
+            good = [x.get("off", 1.0) < LARGEST for x in own if x["growth"] != "source"]
+            seen = f"{sum(good)} of {len(good)}" if good else "refused"
+            cells.append(seen if own else "")
         lines.append([f"`{family}`", *cells])
     return table(["family", *(" ".join(column) for column in columns)], lines)
