@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import glob
 import json
 import os
 import re
@@ -18,11 +19,14 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from growkern.errors import GrowthError
 
+# names that a pattern of text files may match; listing them takes half a second
+MOST_NAMES = 100_000
 # bytes of a file's name
 MOST_NAME = 256
 
@@ -235,3 +239,23 @@ def write_all(file: int, data: bytes | memoryview, at: int | None = None) -> Non
         if not count:
             raise OSError(errno.EIO, "the disk takes no more bytes")
         done += count
+
+
+def matching_files(base: Path, pattern: str, key: str = "text") -> list[Path]:
+    """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
+
+    A relative pattern begins in the folder `base`. Brackets and stars in the own name of that are
+    no pattern. If a file has the very name of the pattern, it is the only one. The key is that of
+    the pattern, for messages.
+    """
+    escaped, shown = Path(glob.escape(str(base))) / pattern, base / pattern
+    exact = glob.glob(glob.escape(str(shown)))
+    names = exact or list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
+    if len(names) > MOST_NAMES:
+        raise GrowthError(
+            f"{key}: {shown} matches more than {MOST_NAMES} names: give a narrower one"
+        )
+    files = [Path(name) for name in sorted(names) if Path(name).is_file()]
+    if not files:
+        raise GrowthError(f"{key}: no file matches {shown}")
+    return files

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -90,6 +91,9 @@ grow nothere new
 grow {bert} new --text nothere
 grow {bert} new --dtype float12
 grow {bert} new --memory-limit huge
+grow {bert} {full}
+grow {bert} {grown}
+grow {bert} new --optimizer {bert}/config.json --moments old
 verify nothere new
 verify {bert} nothere
 verify nothere --checksums
@@ -105,6 +109,8 @@ cache-teacher {bert} nothere --out new --k 2
 cache-teacher {bert} --out new --k 2 --run nothere
 eval nothere
 eval nothere.toml
+eval {bert} nothere.txt
+eval {bert} --text {bert}/*.txt
 plot nothere
 plot {bert}
 info --wrong
@@ -113,7 +119,13 @@ info --wrong
 
 def test_wrong_paths_and_options_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    lines = WRONG.format(bert=tmp_path).strip().splitlines()
+    for name in ("full", "grown"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "notes").touch()
+    record = {"format": 1, "piece_bytes": 1, "files": {}, "source": {}, "target": {}}
+    (tmp_path / "grown" / "checksums.json").write_text(json.dumps(record))
+    places = {"bert": tmp_path, "full": tmp_path / "full", "grown": tmp_path / "grown"}
+    lines = WRONG.format(**places).strip().splitlines()
     code = f"""
 import sys
 from growkern.cli.main import main

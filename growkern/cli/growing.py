@@ -34,7 +34,8 @@ from growkern.cli.app import (
 from growkern.errors import GrowthError, human, print_table, say
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, read_family, supported_families
-from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions, parse_size
+from growkern.growth.disk import check_target, delete_staging, refusing
+from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions, check_moments, parse_size
 
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
@@ -230,6 +231,11 @@ def grow(
         raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
     for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):
         parse_size(name, size)
+    check_moments(moments or "grow")
+    place = target.resolve()
+    with refusing(place):
+        delete_staging(place)
+        check_target(source, place, overwrite)
     from growkern.growth.grow import grow_checkpoint
     from growkern.growth.source import located
 

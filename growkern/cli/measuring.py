@@ -15,6 +15,7 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.errors import GrowthError, print_table, say
+from growkern.files import matching_files
 from growkern.train.toml import read_toml
 
 Model = Annotated[
@@ -73,6 +74,8 @@ def evaluate(
         read_toml(file)
     else:
         checkpoint_there(file)
+        for pattern in [*(text or ()), *(more or ())]:
+            matching_files(Path(), pattern)
     from growkern.train.evaluation.evaluate import evaluate as measure
     from growkern.train.evaluation.from_file import read_arguments
 

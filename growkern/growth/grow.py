@@ -62,8 +62,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from typing_extensions import Unpack
 
-    from growkern.growth.optimizer import Moments
-    from growkern.growth.options import GrowthKeywords
+    from growkern.growth.options import GrowthKeywords, Moments
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, TypedDict, get_type_hints
+from typing import Any, ClassVar, Literal, TypedDict, get_args, get_type_hints
 
 from growkern.arguments import (
     SHARE,
@@ -19,7 +19,7 @@ from growkern.arguments import (
     real_number,
     whole_number,
 )
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, nearest
 from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
@@ -194,6 +194,8 @@ class GrowthOptions:
 # the type of every option, and the choices of those that are not numbers
 _HINTS = get_type_hints(GrowthOptions)
 KINDS = {field.name: _HINTS[field.name] for field in fields(GrowthOptions)}
+# of a grown optimizer state
+Moments = Literal["grow", "old_slices", "reset"]
 CHOICES = {name: choices(kind) for name, kind in KINDS.items() if choices(kind)}
 
 
@@ -310,3 +312,9 @@ class GrowthKeywords(TypedDict, total=False):
     # ViT and DINOv2
     pooler_output_size: int
     mlp_ratio: int
+
+
+def check_moments(moments: str) -> None:
+    """Refuse a `moments` that is not one of `Moments`."""
+    if moments not in get_args(Moments):
+        raise GrowthError(f"moments={moments!r}{nearest(moments, get_args(Moments))}")

@@ -24,8 +24,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
-from growkern.growth.optimizer import Moments
-from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions
+from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions, Moments
 from growkern.growth.plan import GrowthPlan, plan_growth, with_source
 from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import device_of, fill, named_tensors, plan_into

@@ -11,7 +11,6 @@ XXH3 runs at the speed of memory: 60 GB/s where CRC-32 reads 4. It detects damag
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.files import check_format, read_json, stays_inside
+from growkern.growth.disk.checksum_record import FORMAT, read_checksums
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE, family_in
 from growkern.growth.source import (
     PIECE_BYTES,
@@ -35,13 +34,7 @@ from growkern.growth.source import (
 from growkern.publish.manifest import ALGORITHM, checksum
 
 # of the record
-FORMAT = 1
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)
-# an entry has 100 bytes; there is one for each tensor and file
-MOST_BYTES = 64_000_000
-# a piece is held in memory
-MOST_PIECE_BYTES = 1 << 28
-RECORDED = {"piece_bytes": int, "files": dict, "source": dict, "target": dict}
 
 
 def checksum_bytes(data: Any) -> str:
@@ -191,26 +184,3 @@ def _wrong_files(directory: Path, checksums: Mapping[str, str]) -> Iterator[str]
         is_weights = any(fnmatch(file.name, pattern) for pattern in weight_files())
         if is_weights and file.name not in checksums:
             yield f"{file}: weights were added"
-
-
-def read_checksums(file: Path) -> dict[str, Any]:
-    """The record of checksums in a file; one that is damaged or another program's is refused."""
-    if not file.is_file():
-        raise GrowthError(f"{file.parent}: no {file.name}; only grow_checkpoint writes one")
-    try:
-        record = read_json(file, MOST_BYTES, "record of checksums")
-        check_format(file, record, FORMAT, RECORDED)
-        kinds = {name: type(record[name]) for name in RECORDED}
-    except (KeyError, TypeError) as error:
-        raise GrowthError(f"{file}: not a record of checksums: {error!r}") from error
-    for name, kind in kinds.items():
-        if kind != RECORDED[name]:
-            raise GrowthError(f"{file}: not a record of checksums: {name} is a {kind.__name__}")
-    if not 1 <= record["piece_bytes"] <= MOST_PIECE_BYTES:
-        raise GrowthError(f"{file}: piece_bytes is {reprlib.repr(record['piece_bytes'])}")
-    for name in record["files"]:
-        if not stays_inside(name):
-            raise GrowthError(f"{file}: {reprlib.repr(name)} is not a file of the checkpoint")
-    if record.get("algorithm") != ALGORITHM:
-        raise GrowthError(f"{file}: made with {record.get('algorithm')!r}, expected {ALGORITHM!r}")
-    return record

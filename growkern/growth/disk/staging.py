@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from growkern.errors import GrowthError
 from growkern.files import read_json
-from growkern.growth.disk.checksums import read_checksums
+from growkern.growth.disk.checksum_record import read_checksums
 from growkern.growth.history import (
     CARD_FILE,
     CHECKSUMS_FILE,

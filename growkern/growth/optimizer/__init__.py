@@ -7,7 +7,7 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.growth.optimizer.adamw import groups_of, GrowthAdamW, HALF_WEIGHTS
-    from growkern.growth.optimizer.checks import COUNTS, Moments
+    from growkern.growth.optimizer.checks import COUNTS
     from growkern.growth.optimizer.clip import growth_clip_norm_
     from growkern.growth.optimizer.file import OPTIMIZER_FILE, OptimizerStream
     from growkern.growth.optimizer.findings import moment_findings

@@ -9,13 +9,13 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import StoredTensor
@@ -25,8 +25,6 @@ from growkern.ops.expand.call import DTYPES
 MUON = "momentum_buffer"
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, MUON: 1}
 
-Moments = Literal["grow", "old_slices", "reset"]
-CHOICES = get_args(Moments)
 # the other entries of a state: the step count, and that of GrowthAdamW since the last growth
 COUNTS = ("step", "growth_step")
 NEEDED = ("step", "exp_avg", "exp_avg_sq")
@@ -39,12 +37,6 @@ ADAFACTOR = (
     'entry a factor of its own: use moments="reset" (--moments reset), or train the source with '
     "AdamW"
 )
-
-
-def check_moments(moments: str) -> None:
-    """Refuse a `moments` that is not one of `CHOICES`."""
-    if moments not in CHOICES:
-        raise GrowthError(f"moments={moments!r}{nearest(moments, CHOICES)}")
 
 
 def check_state_dict(state_dict: Any) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.files import regular_size
-from growkern.growth.optimizer.checks import check_moments, check_values
+from growkern.growth.optimizer.checks import check_values
 from growkern.growth.optimizer.moments import grow_moment
 from growkern.growth.optimizer.state import (
     ShownMoment,
@@ -45,6 +45,7 @@ from growkern.growth.optimizer.state import (
     source_entry,
     state_by_name,
 )
+from growkern.growth.options import check_moments
 from growkern.growth.plan import FIXED_BYTES, GrowthPlan, Piece, Task
 from growkern.growth.source import Stamps, row_blocks
 

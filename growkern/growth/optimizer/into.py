@@ -37,6 +37,7 @@ from growkern.growth.optimizer.state import (
     source_entry,
     state_by_name,
 )
+from growkern.growth.options import check_moments
 from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
 from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import local_part, named_tensors
@@ -84,7 +85,7 @@ def grow_optimizer_into(
 
     Source: as `growkern.grow_optimizer`.
     """
-    checks.check_moments(moments)
+    check_moments(moments)
     check_kind("optimizer", optimizer, Optimizer, "the optimizer of the model")
     if isinstance(optimizer, CombinedOptimizer):
         for part in optimizer.optimizers:

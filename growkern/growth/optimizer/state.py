@@ -21,6 +21,7 @@ from growkern.growth.models import tie, untrained_model
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.checks import MOMENTS, MUON, NO_RULE, trained
 from growkern.growth.optimizer.moments import ReadEntries, grow_moment, starts_at_zero
+from growkern.growth.options import check_moments
 from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
 from growkern.growth.source import Parts, StoredTensor
 from growkern.growth.space import parts_of
@@ -87,7 +88,7 @@ def grown_state(
     plan: GrowthPlan, state_dict: Mapping[str, Any], moments: str, make: MakeMoment
 ) -> dict[str, Any]:
     """The target's state dict, with moments made by `make`; see `grow_optimizer`."""
-    checks.check_moments(moments)
+    check_moments(moments)
     check_plan(plan)
     names, state = state_by_name(plan, state_dict)
     checks.check_decay(state_dict, moments)

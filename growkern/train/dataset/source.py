@@ -13,12 +13,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from growkern.errors import GrowthError, warn
-from growkern.files import regular_size
+from growkern.files import matching_files, regular_size
 from growkern.train.dataset.cache import fingerprint
 from growkern.train.dataset.options import DataSection
 
@@ -40,8 +39,6 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TEXT, CONTINUED = "text", "continued"
 # characters of a text that are read at once
 PIECE = 1 << 24
-# names that a pattern of text files may match; listing them takes half a second
-MOST_NAMES = 100_000
 
 
 @dataclass(frozen=True)
@@ -317,23 +314,3 @@ def _note_nul(text: str, file: Path) -> None:
             f"{file} has NUL characters, so it may be no text: they become tokens like others. "
             "If it is UTF-16 or binary, save it as UTF-8, or leave it out"
         )
-
-
-def matching_files(base: Path, pattern: str, key: str = "text") -> list[Path]:
-    """The regular files whose names match a pattern, sorted; "**" matches folders of any depth.
-
-    A relative pattern begins in the folder `base`. Brackets and stars in the own name of that are
-    no pattern. If a file has the very name of the pattern, it is the only one. The key is that of
-    the pattern, for messages.
-    """
-    escaped, shown = Path(glob.escape(str(base))) / pattern, base / pattern
-    exact = glob.glob(glob.escape(str(shown)))
-    names = exact or list(islice(glob.iglob(str(escaped), recursive=True), MOST_NAMES + 1))
-    if len(names) > MOST_NAMES:
-        raise GrowthError(
-            f"{key}: {shown} matches more than {MOST_NAMES} names: give a narrower one"
-        )
-    files = [Path(name) for name in sorted(names) if Path(name).is_file()]
-    if not files:
-        raise GrowthError(f"{key}: no file matches {shown}")
-    return files

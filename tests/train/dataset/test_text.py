@@ -9,9 +9,9 @@ from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTrainer
 from growkern.errors import GrowthWarning
+from growkern.files import matching_files
 from growkern.train.dataset import source
 from growkern.train.dataset.load import TokenBlocks, pack_text
-from growkern.train.dataset.source import matching_files
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     MaskedLMCollator,
@@ -227,6 +227,6 @@ def test_a_pattern_of_too_many_names_is_refused(tmp_path, monkeypatch):
     for i in range(5):
         (tmp_path / f"{i}.txt").touch()
     assert len(matching_files(tmp_path, "*.txt")) == 5
-    monkeypatch.setattr(source, "MOST_NAMES", 4)
+    monkeypatch.setattr("growkern.files.MOST_NAMES", 4)
     with pytest.raises(GrowthError, match="more than 4 names"):
         matching_files(tmp_path, "**")

@@ -8,7 +8,7 @@ import pytest
 
 import growkern
 from growkern import DataSection, GrowthError
-from growkern.train.dataset.source import matching_files
+from growkern.files import matching_files
 from growkern.train.evaluation.from_file import read_arguments, section
 
 FILE = """
