@@ -227,15 +227,10 @@ def grow(
     as_json: AsJson = False,
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST."""
-    if moments is not None and optimizer is None:
-        raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
+    check_with(optimizer, moments)
     for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):
         parse_size(name, size)
-    check_moments(moments or "grow")
-    place = target.resolve()
-    with refusing(place):
-        delete_staging(place)
-        check_target(source, place, overwrite)
+    free_target(source, target.resolve(), overwrite)
     from growkern.growth.grow import grow_checkpoint
     from growkern.growth.source import located
 
@@ -258,6 +253,20 @@ def grow(
     )
     with_moments = optimizer is not None and moments in (None, "grow")
     tell_growth(report, source, revision, compared, with_moments, as_json)
+
+
+def check_with(optimizer: Path | None, moments: str | None) -> None:
+    """Refuse moments that have no name or no optimizer."""
+    if moments is not None and optimizer is None:
+        raise GrowthError("--moments has no effect without an optimizer: give --optimizer as well")
+    check_moments(moments or "grow")
+
+
+def free_target(source: Path, target: Path, overwrite: bool) -> None:
+    """Refuse a target that exists, before PyTorch is imported."""
+    with refusing(target):
+        delete_staging(target)
+        check_target(source, target, overwrite)
 
 
 def tell_growth(

@@ -246,7 +246,7 @@ def check_names_and_shapes(
     expected = model.shapes
     missing = [name for name in expected if name not in shapes and name not in model.ties]
     if missing:
-        stored = model.stored_names.get(missing[0])
+        stored: object = model.stored_names.get(missing[0])
         while isinstance(stored, tuple):
             stored = stored[0]
         named = missing[0] if stored is None else f"{missing[0]}, {stored} in files,"
