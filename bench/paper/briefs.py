@@ -18,7 +18,6 @@ from bench.paper.compare import (
     best_alone,
     committed,
     compared,
-    fixed_sizes,
     mean_and_half,
     saved,
     share,
@@ -28,7 +27,6 @@ from bench.paper.compare import (
 from bench.paper.lines import Line
 from bench.paper.models import Size
 from bench.paper.plans import TABLES, jobs_of_seed, lines_of
-from bench.paper.systems import SYSTEMS
 from bench.shared.results import table
 from growkern.errors import GrowthError
 
@@ -233,8 +231,8 @@ def savings(
             continue
         shares = []
         for seed, (own, base) in pairs.items():
-            fixed = fixed_sizes(setting, seed, rows)
-            if question != "loss" or any(size in fixed for size in sizes):
+            smaller = (alone(setting, size, seed, base, rows) for size in sizes)
+            if question != "loss" or any(x is not None for x in smaller):
                 best = best_alone(setting, seed, base, rows)
                 shares.append(share(question, own, best, base))
         texts.append(text_of(shares, SEEDS))
@@ -295,9 +293,8 @@ def diagnosis_text(results: Path) -> str:
     }
     scratch = [line for line in losses if line.system == "scratch"]
     steps = [line for line in scratch if line.label.startswith("equal steps")]
-    # at the best of its rates; and the first line that grows
+    # at the best of its rates
     marks = [*scratch[:1], *sorted(steps, key=lambda line: losses[line][1])[:1]]
-    marks += [line for line in losses if SYSTEMS[line.system].starts_small][:1]
     whole, cells = by_line[scratch[0]][1]["flops"][-1], []
     for line, found in by_line.items():
         if line in steps and line not in marks:
@@ -307,7 +304,7 @@ def diagnosis_text(results: Path) -> str:
         mean = statistics.fmean(losses[line].values())
         cells.append([title_of(line), f"{spent:.2f}", str(len(found)), f"{mean:.3f}", *below])
     heads = ["a given size", "FLOPs", "seeds", "loss", "below scratch, equal FLOPs", "equal steps"]
-    return table([*heads, *(title_of(line) for line in marks[2:])], cells)
+    return table(heads, cells)
 
 
 def _below_by_seed(mark: Mapping[int, float], losses: Mapping[int, float]) -> str:

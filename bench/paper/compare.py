@@ -319,7 +319,7 @@ def alone(
     """What a size that is never grown saves to the loss where a baseline ends.
 
     Returns:
-        NaN if it does not get there; None if it was not run.
+        NaN if it does not get there; None if it was not run, or only for longer than the baseline.
     """
     ends = fixed_sizes(setting, seed, rows).get(size)
     if ends is None:
@@ -327,7 +327,8 @@ def alone(
     spent = first_crossing(*zip(*ends, strict=True), base[-1]["losses"][-1])
     if spent is None:
         return Share(math.nan)
-    return Share(1 - spent / base[-1]["flops"][-1], "≥" if spent == ends[0][0] else "")
+    share = Share(1 - spent / base[-1]["flops"][-1], "≥" if spent == ends[0][0] else "")
+    return None if share.bound and share.value < 0 else share
 
 
 def share(question: str, runs: Runs, best: Share, base: Runs) -> Share:

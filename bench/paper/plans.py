@@ -151,6 +151,8 @@ def diagnosis(setting: Setting) -> list[Line]:
     whole = _paid(setting, replace(start, layers=2 * start.layers))
     low, at_start, _ = whole.rates
     grown = _start(whole, start, "stack", 30)
+    narrow = replace(whole.target, width=whole.target.width // 2, heads=whole.target.heads // 2)
+    wider = replace(_start(whole, narrow, "stack", 30), rate=at_start)
     before = round(0.3 * grown.setting.steps)
     fewer = whole.variant("left", steps=grown.setting.steps - before)
     after = fewer.variant("decayed", source=start, source_steps=before, source_rate=at_start)
@@ -166,6 +168,10 @@ def diagnosis(setting: Setting) -> list[Line]:
         *(Line(fewer, "scratch", f"equal steps at {rate:g}", rate=rate) for rate in whole.rates),
         *(replace(grown, system=name, rate=at_start) for name in same),
         replace(grown, label=f"{grown.label}, at {low:g}", rate=low),
+        *(
+            replace(wider, system=f"stack_at_30_{name}")
+            for name in ("growth_adamw", "growth_adamw_reset")
+        ),
         *(Line(after, name, "after a decay", rate=at_start) for name in ("fpi", "fpi_identity")),
         Line(after, "fpi", f"after a decay, at {low:g}", rate=low),
         Line(

@@ -383,6 +383,12 @@ SYSTEMS = {
                 with_training(starting_small("stack", 0.3), optimizer="auto"),
             ),
             (
+                "growth_adamw_reset",
+                "GrowthAdamW, moments reset",
+                "trained with GrowthAdamW, which begins anew",
+                with_training(starting_small("stack", 0.3, moments="reset"), optimizer="auto"),
+            ),
+            (
                 "decay",
                 "weight decay",
                 "the weight decay is 0.1, ten times the usual one",
