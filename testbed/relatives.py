@@ -362,6 +362,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "megatron-bert": ("MegatronBertForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",
         {
