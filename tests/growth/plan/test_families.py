@@ -137,6 +137,8 @@ HEAD_DIM = [
     ("GPTNeoXForCausalLM", PYTHIA, turning(0.4), {"hidden_size": 45, "num_attention_heads": 3}),
     ("GPTNeoXForCausalLM", PYTHIA, turning(0.0), {"hidden_size": 39, "num_attention_heads": 3}),
     *(("Phi3ForCausalLM", PHI3, turning(share), {"head_dim": 8}) for share in (0.25, 0.5, 1.0)),
+    # a single pair, which no base changes
+    ("Phi3ForCausalLM", PHI3, turning(0.5), {"head_dim": 6}),
     ("Phi3ForCausalLM", PHI3, TIED, {"head_dim": 12, **U1}),
     ("Phi3ForSequenceClassification", SQUARE, {"pad_token_id": 0}, {"head_dim": 4}),
     # it does not obey the factor
@@ -168,6 +170,8 @@ def test_larger_heads_attend_alike(tmp_path, class_name, sizes, config, growth):
         ("LlamaForCausalLM", LLAMA, {}, {"head_dim": 6}, 6 / 4),
         ("Olmo2ForCausalLM", ROTARY, {}, {"head_dim": 6, **U1}, 6 / 4),
         ("Phi3ForCausalLM", {**PHI3, "head_dim": 8}, turning(0.5), {"head_dim": 12}, 6 / 4),
+        # an odd number of turning entries has a half pair, which the model completes
+        ("Phi3ForCausalLM", PHI3, turning(0.75), {"head_dim": 6}, 4 / 3),
         ("GPTNeoXForCausalLM", PYTHIA, turning(0.5), WIDER_HEADS, 5 / 4),
         ("GPTNeoXForCausalLM", PYTHIA, turning(0.75), WIDER_HEADS, 8 / 6),
     ],

@@ -7,6 +7,7 @@ from torch import library
 import growkern
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.rows.op import kl_mlm_rows_backward_op, kl_mlm_rows_op
+from growkern.ops.loss.rows.state import clear
 from tests.ops.loss.loss_inputs import (
     BACKENDS,
     IGNORED,
@@ -229,6 +230,18 @@ def test_opcheck(backend, device):
     drows = torch.ones_like(rows.detach())
     inputs = (drows, student.detach(), teachers, labels, kind, state, 30, maths, backend)
     library.opcheck(kl_mlm_rows_backward_op, inputs)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+def test_a_row_without_a_kind_has_the_state_of_no_columns(backend, device):
+    """So the state is never what was in memory before, and a merge with it changes nothing."""
+    student, teachers, labels = make_logits(3, 33, torch.float32, device, K=2)
+    kind = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
+    maths = [2.0, 0.0, 5.0, 0.3, 0.1, 1e-3]
+    _, state = kl_mlm_rows_op(student, teachers, labels, kind, 33, maths, True, "", backend)
+    empty = torch.empty_like(state)
+    clear(empty)
+    torch.testing.assert_close(state[:, 1], empty[:, 1], rtol=0, atol=0)
 
 
 def test_reference_can_be_differentiated_twice(device):
