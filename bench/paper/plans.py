@@ -193,7 +193,8 @@ def family(setting: Setting) -> list[Line]:
     """Half, the same and one and a half times the width, each a product.
 
     All are trained from scratch, and as a chain: each is grown from the one before, which was
-    grown. The largest chooses from two rates, and grown from the rate of the one before.
+    grown. The largest chooses from two rates at half of its steps, and grown it takes the rate of
+    the one before.
     """
     base = replace(setting.source, layers=2 * setting.source.layers)
     sizes = [
@@ -203,14 +204,15 @@ def family(setting: Setting) -> list[Line]:
     small, middle, large = (_paid(setting, size) for size in sizes)
     low, between, high = small.rates
     alone = [
-        replace(one, rates=rates, untrained_rate_steps=one.steps)
-        for one, rates in ((small, small.rates), (middle, small.rates), (large, (low, between)))
+        replace(small, untrained_rate_steps=small.steps),
+        middle,
+        replace(large, rates=(low, between), untrained_rate_steps=large.steps // 2),
     ]
     first = middle.variant(
         f"after{small.target.name}",
         source=small.target,
         source_steps=small.steps,
-        source_rate=high,
+        source_rate=between,
         rate_steps=middle.steps // 2,
     )
     second = first.variant(
@@ -218,10 +220,12 @@ def family(setting: Setting) -> list[Line]:
         source=middle.target,
         target=large.target,
         source_steps=middle.steps,
-        source_rate=between,
+        source_rate=high,
         steps=large.steps,
     )
     scratch = [Line(one, "scratch", one.target.name, lengths=(1.0,)) for one in alone]
+    # `diagnosis` chose this one from three
+    scratch[1] = replace(scratch[1], rate=between)
     below, above = (
         [Line(one, name, one.target.name, lengths=OF_CHAIN) for name in ("chained", "chained_copy")]
         for one in (first, second)
