@@ -389,6 +389,14 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ROTARY, "num_experts": 4, "moe_topk": 2, "rms_norm_eps": 1e-2},
         {"attention_bias": True, "moe_topk": [2, 2]},
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {
+            **{**ROTARY, "layer_types": ["full_attention", "conv", "conv"], "conv_L_cache": 3},
+            **{"num_hidden_layers": 3, "block_auto_adjust_ff_dim": False, "norm_eps": 1e-2},
+        },
+        {"conv_bias": True},
+    ),
     "mellum": (
         "MellumForCausalLM",
         {

@@ -154,9 +154,15 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     layers = range(sizes[family.config_field(next(iter(family.stacks.values())))])
     spelled = {key.of: key.field for key in family.older if key.form == "runs"}
     for name in (name for name in family.per_layer if name in LISTS):
-        kinds = [rng.choice(LISTS[name]) for _ in layers]
+        kinds = [rng.choice(_entries(family, name)) for _ in layers]
         sizes |= {spelled[name]: [[kinds, 1]]} if name in spelled else {name: kinds}
     return sizes | _some(rng, ODD, 0.4)
+
+
+def _entries(family: Family, name: str) -> list[Any]:
+    """What a list of the config may hold; a model with kinds of layers of its own has no others."""
+    given = {*inner(SOURCES[family.model_type][1], family.under).get(name, ())}
+    return LISTS[name] if given <= {*LISTS[name]} else sorted(given)
 
 
 def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
