@@ -102,6 +102,12 @@ family check nothere {bert}
 family draft nothere
 train nothere
 train {bert}
+train {key}
+train {place}
+train {growth}
+train {model}
+train {text}
+train {teacher}
 export nothere new
 export {bert} new
 cache-teacher nothere --out new --k 2
@@ -117,14 +123,38 @@ info --wrong
 """
 
 
+# a run file without a mistake, up to its training, and a mistake in each part
+RUN = {
+    "model": {"path": "."},
+    "data": {"train": ["config.json"]},
+    "training": {"steps": 1},
+    "output": {"directory": "out"},
+}
+MISTAKES = {
+    "key": {"training": {"step": 1}},
+    "place": {"data": {"train": ["config.json"], "steps": 1}},
+    "growth": {"growth": {"source": ".", "hidden_size": 8, "methd": "fpi"}},
+    "model": {"model": {"path": "nothere"}},
+    "text": {"data": {"train": ["nothere/*.txt"]}},
+    "teacher": {"teacher": {"paths": [".", "nothere"]}, "inheritance": {}},
+}
+
+
 def test_wrong_paths_and_options_are_told_before_torch_is_imported(tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    for name, sections in MISTAKES.items():
+        lines = [
+            f"{section} = {{ {', '.join(f'{k} = {json.dumps(v)}' for k, v in table.items())} }}"
+            for section, table in {**RUN, **sections}.items()
+        ]
+        (tmp_path / f"{name}.toml").write_text("\n".join(lines))
     for name in ("full", "grown"):
         (tmp_path / name).mkdir()
     (tmp_path / "full" / "notes").touch()
     record = {"format": 1, "piece_bytes": 1, "files": {}, "source": {}, "target": {}}
     (tmp_path / "grown" / "checksums.json").write_text(json.dumps(record))
     places = {"bert": tmp_path, "full": tmp_path / "full", "grown": tmp_path / "grown"}
+    places |= {name: tmp_path / f"{name}.toml" for name in MISTAKES}
     lines = WRONG.format(**places).strip().splitlines()
     code = f"""
 import sys

@@ -16,8 +16,8 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.errors import GrowthError, human, say
+from growkern.train.run import check_paths, read_tables
 from growkern.train.safety.checkpoints import exportable
-from growkern.train.toml import read_toml
 from growkern.train.topk_teacher.http import is_server
 
 # of the error of a data loader
@@ -41,7 +41,7 @@ def train(
     Ctrl-C and SIGTERM save a checkpoint and end the run with exit code 130 or 143.
     """
     # before PyTorch is imported, which takes seconds
-    read_toml(run)
+    check_paths(read_tables(run), run.parent)
     from growkern.train.distributed.shard import leave_processes
     from growkern.train.run import resume_command
     from growkern.train.run import run as start

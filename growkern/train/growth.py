@@ -24,7 +24,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
-from growkern.growth.options import ROUTERS, GrowthKeywords, GrowthOptions, Moments
+from growkern.growth.options import ROUTERS, GrowthOptions, Moments
 from growkern.growth.plan import GrowthPlan, plan_growth, with_source
 from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import device_of, fill, named_tensors, plan_into
@@ -152,18 +152,6 @@ def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthSte
         if 0 <= since < before.rewarm_steps:
             factor *= (since + 1) / (before.rewarm_steps + 1)
     return factor
-
-
-def from_table(table: dict[str, Any]) -> dict[str, Any]:
-    """A table of a run file with the sizes that stand beside its other keys put into `sizes`."""
-    names = {field.name for field in fields(GrowthStep)}
-    # a size of a wrong type is still one; other unknown keys are typing errors
-    known = GrowthKeywords.__annotations__.keys() - names
-    sizes = {k: v for k, v in table.items() if k in known or (k not in names and type(v) is int)}
-    if not isinstance(table.get("sizes", {}), dict):
-        return table
-    rest = {k: v for k, v in table.items() if k not in sizes}
-    return {**rest, "sizes": {**rest.get("sizes", {}), **sizes}}
 
 
 @dataclass(frozen=True)

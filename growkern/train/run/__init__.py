@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from growkern.train.run.messages import resume_command
     from growkern.train.run.resolve import locate
     from growkern.train.run.start import run
+    from growkern.train.run.tables import check_paths, read_tables
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

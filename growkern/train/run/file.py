@@ -21,11 +21,10 @@ Paths are relative to the folder of the file.
 """
 
 import reprlib
-from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal
 
 from growkern.arguments import (
     MOST_NUMPY_SEED,
@@ -39,12 +38,13 @@ from growkern.arguments import (
 from growkern.errors import GrowthError
 from growkern.train.dataset.options import MOST, DataSection
 from growkern.train.distributed.shard import DistributedOptions
-from growkern.train.growth import GrowthStep, check_order, from_table
+from growkern.train.growth import GrowthStep, check_order
 from growkern.train.loss import InheritanceSchedule, LossOptions, Taught
 from growkern.train.model import ModelSection, TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
 from growkern.train.rules import check
-from growkern.train.toml import read_toml, to_dataclass
+from growkern.train.run.tables import read_tables
+from growkern.train.toml import to_dataclass
 from growkern.train.topk_teacher.teacher import TeacherSection
 
 Schedule = Literal["linear", "cosine", "constant_with_warmup", "warmup_stable_decay"]
@@ -257,61 +257,13 @@ def load_runs(path: str | Path) -> list[Run]:
     before it (Knowledge Inheritance, Qin et al. 2022, "over generations").
     """
     path = Path(path)
-    tables = read_toml(path)
-    generations = tables.pop("generation", None)
-    if generations is None:
-        return [_to_run(tables, path)]
-    if not isinstance(generations, list) or not all(isinstance(x, dict) for x in generations):
-        raise GrowthError(f"{path}: write [[generation]], with one such table for each run")
     runs: list[Run] = []
-    for number, changes in enumerate(generations, start=1):
-        merged = {**tables, **changes}
-        for name, section in changes.items():
-            if isinstance(section, dict) and isinstance(tables.get(name), dict):
-                merged[name] = {**tables[name], **section}
-        if "inheritance" in changes and runs:
-            merged.setdefault("teacher", {"paths": [runs[-1].output.directory]})
-        output = merged.get("output")
-        if isinstance(output, dict) and isinstance(output.get("directory"), str):
-            folder = f"{output['directory']}/generation-{number}"
-            merged["output"] = {**output, "directory": folder}
+    tables = read_tables(path)
+    for number, of_run in enumerate(tables, start=1):
         try:
-            runs.append(_to_run(merged, path))
+            runs.append(to_dataclass(Run, of_run, str(path)))
         except GrowthError as error:
+            if len(tables) == 1:
+                raise
             raise GrowthError(f"generation {number}: {error}") from error
     return runs
-
-
-def _to_run(tables: dict[str, Any], path: Path) -> Run:
-    # with a growth at the start, [model] may be left out
-    tables = {"model": {}, **tables}
-    growth = tables.get("growth")
-    if isinstance(growth, dict):
-        tables["growth"] = from_table(growth)
-    elif isinstance(growth, list):
-        tables["growth"] = [from_table(x) if isinstance(x, dict) else x for x in growth]
-    _check_places(tables, path)
-    return to_dataclass(Run, tables, str(path))
-
-
-def _check_places(tables: dict[str, Any], path: Path) -> None:
-    """Refuse keys that belong to another section."""
-    kinds = {name: (kind, *get_args(kind)) for name, kind in get_type_hints(Run).items()}
-    keys = {
-        section: {field.name for field in fields(kind)}
-        for section, options in kinds.items()
-        for kind in options
-        if is_dataclass(kind) and section != "growth"
-    }
-    for section in keys.keys() & tables.keys():
-        for key in tables[section] if isinstance(tables[section], dict) else ():
-            if key in keys and key not in keys[section]:
-                raise GrowthError(
-                    f"{path}: [{section}] has no key {key!r}: it is a section of its own, [{key}]"
-                )
-            owner = next((name for name, its in keys.items() if key in its), section)
-            is_meant = key in keys[section] or get_close_matches(key, keys[section])
-            if owner != section and not is_meant:
-                raise GrowthError(
-                    f"{path}: [{section}] has no key {key!r}: it belongs to [{owner}]"
-                )

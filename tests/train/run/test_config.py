@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+from typing import get_args, get_type_hints
 
 import pytest
 
 from growkern import GrowthError, OptimizerOptions, TwoStageConfig
-from growkern.train.run.file import load_run
+from growkern.train.run.file import Run, load_run
+from growkern.train.run.tables import check_paths, keys, read_tables
 
 COMPLETE = """
 [model]
@@ -43,6 +45,41 @@ paths = ["small", "other"]
 directory = "out"
 tensorboard = false
 """
+
+
+def test_keys_read_from_the_source_are_those_of_the_classes():
+    kinds = {name: (kind, *get_args(kind)) for name, kind in get_type_hints(Run).items()}
+    classes = {
+        name: next((x for x in options if dataclasses.is_dataclass(x)), None)
+        for name, options in kinds.items()
+    }
+    assert classes.pop("trainer") is None
+    assert keys() == {
+        name: {field.name for field in dataclasses.fields(kind)} for name, kind in classes.items()
+    }
+
+
+def test_paths_that_an_earlier_run_makes_need_not_be_there_yet(tmp_path):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text("{}")
+    (tmp_path / "text.txt").touch()
+    file = tmp_path / "run.toml"
+    file.write_text("""
+data = { train = ["text.txt"] }
+output = { directory = "run" }
+[[generation]]
+model = { path = "small" }
+[[generation]]
+growth = { source = "run/generation-1", hidden_size = 8 }
+inheritance = { end_step = 1 }
+""")
+    check_paths(read_tables(file), tmp_path)
+    # a name of a model on the Hub may be one, and "text.txt" is no list
+    file.write_text('model = { path = "owner/name" }\ndata = { train = "text.txt" }')
+    check_paths(read_tables(file), tmp_path)
+    file.write_text('growth = [{ source = "./run/generation-1" }]')
+    with pytest.raises(GrowthError, match="generation-1: no such directory"):
+        check_paths(read_tables(file), tmp_path)
 
 
 @pytest.fixture
