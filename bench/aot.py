@@ -38,7 +38,6 @@ from bench.launches.sources import RAGGED_NAME, TARGETS, all_cases, options_of, 
 from bench.shared import harness, results, roofline
 from bench.shared.cuda_cases import RAGGED as RAGGED_ROWS
 from bench.shared.cuda_cases import SHARED_LIMITS, CudaCase, cuda_cases
-from bench.shared.recorder import Recorder
 from bench.shared.roofline import HotCode, estimate, read_gcn, read_sass
 from growkern.ops.backend import nvrtc
 from growkern.ops.expand.on_triton import GATHER
@@ -260,17 +259,6 @@ def _compile_named(job: Job) -> dict[str, Any]:
 
 def compilers() -> dict[str, str | None]:
     return {"triton": triton.__version__, "nvrtc": nvrtc.nvrtc_version()}
-
-
-def run(recorder: Recorder) -> None:
-    """As a piece of `bench.gpu`: compile with the Triton of that machine."""
-
-    def each(row: dict[str, Any]) -> None:
-        recorder.add(row)
-        for fault in faults(row):
-            recorder.fail(fault)
-
-    compile_all(*recorder.pick(("", ()), ("expand rows bf16", ("sm_90",))), each=each)
 
 
 def main(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ It writes:
 
 - the blocks of README.md and docs/*.md between `<!-- name -->` and `<!-- /name -->`,
 - bench/results/aot.md and paper.md,
-- the PNGs of every GPU, beside its JSON,
+- the picture of every GPU's first losses, beside its JSON,
 - bench/results/demo.png, readme.png and those of paper.md.
 
 Where a result is missing, a table says "not measured yet". Where a piece failed, it says "failed"
@@ -44,7 +44,7 @@ from bench.paper.page import write_page
 from bench.paper.plans import lines_of
 from bench.shared import tables
 from bench.shared.harness import parser_of
-from bench.shared.pictures import READABLE, demo_table, draw, draw_demo, draw_early, draw_units
+from bench.shared.pictures import READABLE, demo_table, draw_demo, draw_early, draw_units
 from bench.shared.results import RESULTS, ROOT, cell, read, table, take, with_commits
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
@@ -306,7 +306,7 @@ def main(argv: list[str]) -> int:
     made = [*PAGES, RESULTS / "aot.md", *draw_demo(RESULTS)]
     made += write_page(RESULTS) + draw_family(RESULTS)
     for folder in gpus(RESULTS):
-        made += draw(folder) + draw_early(folder)
+        made += draw_early(folder)
         for aside in sorted(folder.glob("*.aside.json")):
             document = read(aside)
             print(f"{aside}: a later run: {document.get('status')} {document.get('failures')}")

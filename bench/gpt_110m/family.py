@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from bench.gpt_110m import seed as one_seed
-from bench.gpt_110m.seed import LONGER, PLANNED, RESERVE_S, UNIT, curve, read_text
-from bench.gpt_110m.training import EVALUATIONS, FALL, Place, Row, Training, head_loss
+from bench.gpt_110m.seed import LONGER, PLANNED, RESERVE_S, TOY, UNIT, curve, place_of
+from bench.gpt_110m.training import EVALUATIONS, FALL, Place, Row, Training
 from bench.paper.compare import is_early, saved
 from bench.paper.models import Size
 from bench.paper.settings import GPT_110M
@@ -33,9 +31,6 @@ FAMILY = replace(
     source_rate=2e-3,
     batch=128,
     vocab=8192,
-)
-TOY = FAMILY.variant(
-    "toy", source=Size(4, 16, 2), target=Size(4, 24, 3), vocab=300, length=16, batch=4
 )
 SEED, TOY_S = 1, 8.0
 # tokens per parameter beyond which no run is longer
@@ -129,10 +124,8 @@ def answers(rows: dict[str, Sequence[Row]]) -> Row:
 
 def run(recorder: Recorder) -> None:
     setting = recorder.pick(FAMILY, TOY)
-    text, backend = read_text(recorder, setting), recorder.pick("inductor", "eager")
-    losses = torch.compile(head_loss, backend=backend, dynamic=False)
-    order = torch.randperm(len(text.train), generator=torch.Generator().manual_seed(SEED))
-    place = Place(recorder, setting, SEED, text, losses, backend, order.to(recorder.device))
+    place = place_of(recorder, setting, SEED)
+    text = place.text
     sizes, evaluation_s, parameters = measured(place)
     begins_s, batch = now() - recorder.started, setting.batch * setting.length
     end_s = recorder.pick(recorder.limit_s - RESERVE_S, min(TOY_S, recorder.limit_s - RESERVE_S))

@@ -94,6 +94,14 @@ def read_text(recorder: Recorder, setting: Setting) -> Text:
     return Text(train, validation.contiguous(), facts)
 
 
+def place_of(recorder: Recorder, setting: Setting, seed: int) -> Place:
+    """The text in an order of the seed's, and a loss that will be compiled."""
+    text, backend = read_text(recorder, setting), recorder.pick("inductor", "eager")
+    losses = torch.compile(head_loss, backend=backend, dynamic=False)
+    order = torch.randperm(len(text.train), generator=torch.Generator().manual_seed(seed))
+    return Place(recorder, setting, seed, text, losses, backend, order.to(recorder.device))
+
+
 def curve(rows: Sequence[Row], source_flops: float = 0.0) -> list[Row]:
     """The ends of a system's runs as `bench.paper.compare.saved` wants them."""
     return [
@@ -150,11 +158,8 @@ def probe(place: Place) -> tuple[float, float, float]:
 def prepared(recorder: Recorder, seed: int) -> tuple[Place, Row]:
     """The text, the compiled code, and the plan: the steps for which there is time."""
     setting = recorder.pick(GPT_110M, TOY)
-    text, backend = read_text(recorder, setting), recorder.pick("inductor", "eager")
-    read_s = now() - recorder.started
-    losses = torch.compile(head_loss, backend=backend, dynamic=False)
-    order = torch.randperm(len(text.train), generator=torch.Generator().manual_seed(seed))
-    place = Place(recorder, setting, seed, text, losses, backend, order.to(recorder.device))
+    place = place_of(recorder, setting, seed)
+    text, read_s = place.text, now() - recorder.started
     source_s, target_s, evaluation_s = probe(place)
     begins_s = now() - recorder.started
     end_s = min(recorder.pick(MAIN_S, TOY_S), recorder.limit_s - RESERVE_S)

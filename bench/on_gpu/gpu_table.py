@@ -26,23 +26,6 @@ def _expand_figure(rows: Sequence[Row]) -> str | None:
     return words
 
 
-def _model_figure(method: str) -> Callable[[Sequence[Row]], str | None]:
-    def figure(rows: Sequence[Row]) -> str | None:
-        ours = _first(rows, method=method, provider="growkern")
-        eager = _first(rows, method=method, provider="eager")
-        if not ours or not eager:
-            return None
-        words = (
-            f"{ours['of limit']:.2f} of a copy, {eager['wall ms'] / ours['wall ms']:.1f} x eager"
-        )
-        compiled = _first(rows, method=method, provider="torch.compile")
-        if compiled and "wall ms" in compiled:
-            words += f", {compiled['wall ms'] / ours['wall ms']:.1f} x torch.compile"
-        return f"{words}; {ours['launches']} launches, error {ours['error']:.1e}"
-
-    return figure
-
-
 def _loss_figure(shape: str) -> Callable[[Sequence[Row]], str | None]:
     """Time and memory beside plain PyTorch, in bfloat16, for shapes that start with `shape`."""
 
@@ -72,15 +55,6 @@ def _step_figure(rows: Sequence[Row]) -> str | None:
         f"{ours['tokens/s']:.0f} tokens/s, {ours['tokens/s'] / plain['tokens/s']:.2f} x plain; "
         f"{ours['peak GiB']:.1f} GiB instead of {plain['peak GiB']:.1f}"
     )
-
-
-def _gemm_figure(rows: Sequence[Row]) -> str | None:
-    """Time of the loss over that of its GEMMs, at the largest number of rows."""
-    same = [row for row in rows if row["op"] == "linear"]
-    size = max((row["size"] for row in same), default=0)
-    ours = _first(same, provider="growkern", size=size)
-    gemms = _first(same, provider="GEMMs alone", size=size)
-    return f"{ours['ms'] / gemms['ms']:.2f} x its GEMMs alone" if ours and gemms else None
 
 
 def _alone_figure(rows: Sequence[Row]) -> str | None:
@@ -128,11 +102,6 @@ def _checks_figure(rows: Sequence[Row]) -> str | None:
     return f"{len(rows)} right" if rows else None
 
 
-def _suite_figure(rows: Sequence[Row]) -> str | None:
-    passed, skipped = (sum(row[key] for row in rows) for key in ("passed", "skipped"))
-    return f"{passed} passed, {skipped} skipped" if rows else None
-
-
 def _early_figure(rows: Sequence[Row]) -> str | None:
     return (_first(rows, what="early saving", system="grown") or {}).get("words")
 
@@ -166,15 +135,11 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ("rows read once, against float64", "check_once", _checks_figure),
     ("rows read once, times rows read twice", "rows", _once_figure),
     ("`expand` through shared memory, times from memory", "gathers", _gathers_figure),
-    ("the ops' own tests", "check_suite", _suite_figure),
-    ("`compute-sanitizer`, four tools", "sanitize", _checks_figure),
     (
         "`expand`, bfloat16, 4096² to 8192², arbitrary maps, routing, fresh output",
         "bench_expand",
         _expand_figure,
     ),
-    ("all tensors of a Llama, 1B to 3B, FPI", "bench_expand_model", _model_figure("fpi")),
-    ("the same, AKI", "bench_expand_model", _model_figure("aki")),
     ("`kl_mlm_loss`, bfloat16, V 30 522", "bench_kl_mlm_loss", _loss_figure("9830x30522")),
     ("`kl_mlm_loss`, bfloat16, V 128 256", "bench_kl_mlm_loss", _loss_figure("8192x128256")),
     (
@@ -194,7 +159,6 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
         "bench_linear_kl_mlm_loss",
         _loss_figure("256x128256"),
     ),
-    ("`linear_kl_mlm_loss`, bfloat16, 25 600 rows, width 2048", "scaling", _gemm_figure),
     ("training step, BERT-base and a teacher", "train_bert", _step_figure),
     ("training step, Llama of 1B and a teacher", "train_llama", _step_figure),
     *(

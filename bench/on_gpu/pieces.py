@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.shared import harness
-from bench.shared.recorder import Recorder, needs
+from bench.shared.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,6 @@ class Piece:
     Attributes:
         module: its module, without "bench.".
         toy: constants of the benchmark's module at toy sizes.
-        own_python: start a new Python in a dry run, too. All others are forked from one Python.
-        needs: packages it needs besides PyTorch, Triton and transformers. Skipped without them.
     """
 
     name: str
@@ -38,11 +36,8 @@ class Piece:
     args: Sequence[str] = ()
     toy_args: Sequence[str] = ("--repeats", "1")
     toy: dict[str, Any] = field(default_factory=dict)
-    own_python: bool = False
-    needs: Sequence[str] = ()
 
     def run(self, recorder: Recorder) -> None:
-        needs(*self.needs)
         module = importlib.import_module(f"bench.{self.module}")
         # Each sample collects garbage. What the imports made is none, and takes longer than a step.
         gc.freeze()
@@ -122,9 +117,6 @@ PIECES = (
     Piece("train_bert", "a training step of BERT-base with a teacher", 55, "on_gpu.train_step"),
     # if there is time left
     Piece(
-        "ceilings", "the machine and its limits, such as memory bandwidth", 150, "on_gpu.ceilings"
-    ),
-    Piece(
         "check_expand",
         "expand against float64: large sizes, strides, NaN around the output",
         240,
@@ -172,15 +164,6 @@ PIECES = (
         toy={"SHAPES": _both([(4, 60, 8, 8)]), "DTYPES": (torch.bfloat16,)},
     ),
     Piece(
-        "bench_linear_bias",
-        "the same with biases",
-        300,
-        "speed.linear_kl_mlm_loss",
-        args=("--repeats", "5", "--vocabulary", "30522", "--first", "--bias"),
-        toy_args=("--repeats", "1", "--no-compile", "--first", "--bias"),
-        toy={"SHAPES": _both([(4, 60, 8, 8)])},
-    ),
-    Piece(
         "bench_kl_mlm_loss",
         "the loss on ready logits",
         420,
@@ -189,47 +172,6 @@ PIECES = (
         toy_args=("--repeats", "1", "--no-compile"),
         toy={"SHAPES": _both([(4, 100)])},
     ),
-    Piece(
-        "bench_expand_model",
-        "expand of all tensors of a Llama, 1B to 3B, FPI and AKI",
-        450,
-        "speed.expand_model",
-        args=("--repeats", "7"),
-        toy={"SIZES": _both("tiny"), "METHODS": ("fpi",), "BACKEND": "triton", "SAMPLE": 2},
-    ),
-    Piece(
-        "bench_topk_kl_mlm_loss",
-        "the loss with a cached teacher's top k",
-        420,
-        "speed.topk_kl_mlm_loss",
-        args=("--repeats", "7"),
-        toy={"SHAPES": _both([(8, 100, 16, 8)]), "KS": (4,)},
-    ),
-    Piece("scaling", "time and memory over three decades of sizes", 240, "on_gpu.scaling"),
-    Piece(
-        "trainer_step",
-        "a step of TwoStageTrainer beside the layers alone and a plain Trainer",
-        300,
-        "on_gpu.train_step",
-        needs=("accelerate",),
-    ),
-    Piece(
-        "fsdp_growth", "grow_into of a Llama of 3B under FSDP2, one rank", 420, "on_gpu.fsdp_growth"
-    ),
-    Piece(
-        "bench_grow_checkpoint",
-        "a small checkpoint grown onto this machine's disk, beside cp",
-        300,
-        "speed.grow_checkpoint",
-        args=("--sizes", "small", "--repeats", "3"),
-        toy_args=("--sizes", "small", "--repeats", "1", "--no-cold"),
-        toy={"SIZES": {"small": (64, 128, 1, 50)}},
-        needs=("xxhash",),
-    ),
-    Piece("check_suite", "the ops' own tests, on this device", 470, "on_gpu.check_suite"),
-    Piece("sanitize", "compute-sanitizer over the checks at toy sizes", 470, "on_gpu.cuda_tools"),
-    Piece("counters", "bandwidth of each kernel, read by Nsight Compute", 300, "on_gpu.cuda_tools"),
-    Piece("aot", "registers, spills and load widths with this Triton", 200, "aot", own_python=True),
 )
 
 

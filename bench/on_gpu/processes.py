@@ -129,9 +129,6 @@ class _Started(subprocess.Popen):
         theirs, self._ours = os.pipe()
         command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]
         command += ["--alive", str(theirs), "--limit", str(limit_s)]
-        if piece.own_python:
-            # Triton reads this at its first import, which comes before the piece's own code.
-            env = {name: value for name, value in env.items() if name != "TRITON_INTERPRET"}
         with log.open("w") as out:
             super().__init__(
                 command + ["--toy"] * toy,
@@ -163,12 +160,12 @@ def run_apart(
 
     Args:
         path: where it writes its document; its log lies beside it.
-        forked: fork it from a Python that has imported PyTorch, unless it needs its own.
+        forked: fork it from a Python that has imported PyTorch.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log, start = path.with_suffix(".log"), time.perf_counter()
     path.unlink(missing_ok=True)
-    if forked and not piece.own_python:
+    if forked:
         child: Any = _Forked(piece, path, log, limit_s)
     else:
         child = _Started(piece, path, log, limit_s, env, toy)

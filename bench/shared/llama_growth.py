@@ -27,11 +27,6 @@ SIZES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
         _config(128_256, 2048, 8192, 16, 32, 8),
         {"hidden_size": 3072, "num_hidden_layers": 20},
     ),
-    "100M to 200M": (
-        _config(32_000, 768, 2048, 10, 12, 4),
-        {"hidden_size": 1152, "num_hidden_layers": 12},
-    ),
-    "tiny": (_config(16, 16, 20, 1, 4, 2), {"hidden_size": 24}),
     "toy": (_config(16, 16, 20, 2, 4, 2), {"hidden_size": 24, "num_hidden_layers": 3}),
 }
 TENSORS = ("rows", "cols", "row_scale", "col_scale", "row_noise", "col_noise")
@@ -57,11 +52,6 @@ class ExpandCall:
         maps = (self.given.get("rows"), self.given.get("cols"))
         sizes = zip(self.source, maps, strict=True)
         return tuple(n if index is None else len(index) for n, index in sizes)
-
-    def bytes_moved(self, element: int) -> int:
-        """Least bytes possible: read every source element once, write every target element once."""
-        used = torch.Size(self.source).numel() * (1 + self.has_upper)
-        return (used + torch.Size(self.shape).numel()) * element
 
     def arguments(self, dtype: torch.dtype, rng: torch.Generator) -> dict[str, Any]:
         """Arguments of `expand` with random weights, on the generator's device."""

@@ -212,13 +212,11 @@ def gradient_error(actual: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 # ------------------------------------------------------------- linear losses
 
 
-def make_inputs(N, V, H, H_t, dtype, bias=False, drift=DRIFT):
+def make_inputs(N, V, H, H_t, dtype, drift=DRIFT):
     """Heads of a student and its teacher, as `make_heads` has them, and a label for every row."""
     rng = torch.Generator(DEVICE).manual_seed(0)
     student, teacher = make_heads(N, V, H, H_t, dtype, rng, drift)
     labels = torch.randint(V, (N,), generator=rng, device=DEVICE)
-    for head in (student, teacher) if bias else ():
-        head.append(torch.randn(V, generator=rng, device=DEVICE).to(dtype))
     return [x.requires_grad_() for x in student], teacher, labels
 
 
@@ -239,16 +237,13 @@ def plain(student, teacher, labels, alpha):
 
 
 def growkern(student, teacher, labels, alpha, **options):
-    """`linear_kl_mlm_loss` of heads [hidden, weight] or [hidden, weight, bias]."""
-    (hidden, weight, *bias), (hidden_t, weight_t, *bias_t) = student, teacher
-    if bias:
-        options |= {"student_bias": bias[0], "teacher_bias": bias_t[0]}
-    return linear_kl_mlm_loss(hidden, weight, hidden_t, weight_t, labels, alpha=alpha, **options)
+    """`linear_kl_mlm_loss` of heads [hidden, weight]."""
+    return linear_kl_mlm_loss(*student, *teacher, labels, alpha=alpha, **options)
 
 
-def error_of(fn, alpha, V, H, H_t, dtype, bias=False, drift=DRIFT):
+def error_of(fn, alpha, V, H, H_t, dtype, drift=DRIFT):
     """The gradient error of a linear loss, on 64 rows."""
-    student, teacher, labels = make_inputs(64, V, H, H_t, dtype, bias, drift)
+    student, teacher, labels = make_inputs(64, V, H, H_t, dtype, drift)
     in64 = [x.detach().double().requires_grad_() for x in student]
     truth = torch.autograd.grad(plain(in64, [x.double() for x in teacher], labels, alpha), in64)
     return gradient_error(torch.autograd.grad(fn(student, teacher, labels, alpha), student), truth)

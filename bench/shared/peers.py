@@ -2,7 +2,7 @@
 
 Each loss is called as its authors call it. None of these libraries is a dependency. A loss that
 cannot be imported stays in the table, with the reason. For a machine without a network,
-`python -m bench.gpu --wheels DIRECTORY` unpacks their wheels. Those of QuACK are too large. Where
+`python -m bench.gpu --wheels DIRECTORY` unpacks their wheels. Where
 `nvidia-cutlass-dsl` is installed, Liger 0.8.5 itself takes its kernels in CuTe on sm_90 and newer.
 HyperCloning does what `expand` does. It is not on PyPI, so it is not compared.
 """
@@ -153,12 +153,6 @@ def liger_labels(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Te
     return LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
 
 
-def quack_linear(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return chunked_linear_cross_entropy(*student, labels)
-
-
 # ------------------------------------------------------------------- ready logits
 
 
@@ -172,12 +166,6 @@ def liger_kl_div(
     kl = LigerKLDIVLoss(reduction="batchmean", log_target=True)(log_q, log_p)
     mlm = torch.nn.functional.cross_entropy(student.float(), labels)
     return (1 - alpha) * mlm + alpha * temperature**2 * kl
-
-
-def quack_rows(student: Tensor, teacher: Tensor, labels: Tensor, alpha: float) -> Tensor:
-    from quack.cross_entropy import cross_entropy
-
-    return cross_entropy(student, labels)
 
 
 WITH_TEACHER = {
@@ -197,10 +185,8 @@ LABELS_ALONE = {
         "cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy, needs_gpu=False
     ),
     "liger": Peer("liger-kernel", "liger_kernel.transformers", liger_labels),
-    "quack": Peer("quack-kernels", "quack.linear_cross_entropy", quack_linear),
     "torch linear_cross_entropy": Peer("torch", "torch", torch_labels, needs_gpu=False),
 }
 ROWS_WITH_TEACHER = {
     "liger kl_div": Peer("liger-kernel", "liger_kernel.transformers", liger_kl_div)
 }
-ROWS_LABELS_ALONE = {"quack": Peer("quack-kernels", "quack.cross_entropy", quack_rows)}

@@ -1,7 +1,5 @@
 """Draws the demo's curves, those of a GPU and the units of a growth; makes the demo's table."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +11,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from bench.shared import tables
-from bench.shared.results import quotable, read, table
+from bench.shared.results import read, table
 from growkern import plan
 from growkern.errors import GrowthError
 from growkern.growth.history import LINEAGE_FILE
@@ -29,27 +27,6 @@ from growkern.plot.losses import draw as draw_losses
 Row = dict[str, Any]
 # points: a picture of 1500 pixels is shown with 640
 READABLE = 13
-
-
-def draw(folder: Path) -> list[Path]:
-    """Draw the pictures of one GPU into its directory. Without results there are none."""
-    scaling = quotable(folder / "scaling.json").get("rows", [])
-    ceilings = quotable(folder / "ceilings.json").get("rows", [])
-    if not scaling:
-        return []
-    jobs = (("speed", _draw_speed), ("memory", _draw_memory), ("roofline", _draw_roofline))
-    made = []
-    for name, drawn in jobs:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        axes = figure.add_subplot(xscale="log", yscale="log")
-        drawn(axes, scaling, ceilings)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize="small")
-        figure.savefig(folder / f"{name}.png", dpi=130)
-        made.append(folder / f"{name}.png")
-    return made
 
 
 def draw_early(folder: Path) -> list[Path]:
@@ -141,51 +118,6 @@ def draw_units(figure: Any) -> None:
                 words = "0" if is_new else "abcdef"[source]
                 middle = (x + 0.5, top + 0.5)
                 axes.text(*middle, words, ha="center", va="center", fontsize=READABLE - 2)
-
-
-def _curves(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    curves: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        curves.setdefault((row["op"], row["provider"]), []).append(row)
-    return curves
-
-
-def slope(rows: Sequence[Row]) -> float:
-    """How time grows with work between the two largest sizes; 1 means in proportion."""
-    a, b = sorted(rows, key=lambda row: row["size"])[-2:]
-    return math.log(b["ms"] / a["ms"]) / math.log(b["size"] / a["size"])
-
-
-def _draw_speed(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> None:
-    for (op, provider), curve in _curves(rows).items():
-        label = f"{op}, {provider}" + (f", slope {slope(curve):.2f}" if len(curve) > 1 else "")
-        axes.plot([r["size"] for r in curve], [r["ms"] for r in curve], marker="o", label=label)
-    axes.set_xlabel("elements (expand), rows (losses)")
-    axes.set_ylabel("ms")
-
-
-def _draw_memory(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> None:
-    for (op, provider), curve in _curves(rows).items():
-        if op != "expand" and all(r["extra MiB"] for r in curve):
-            x, y = ([r[key] for r in curve] for key in ("size", "extra MiB"))
-            axes.plot(x, y, marker="o", label=f"{op}, {provider}")
-    axes.set_xlabel("rows")
-    axes.set_ylabel("extra memory, MiB")
-
-
-def _draw_roofline(axes: Any, rows: Sequence[Row], ceilings: Sequence[Row]) -> None:
-    for (op, provider), curve in _curves(rows).items():
-        x = [r["flops"] / r["bytes"] for r in curve]
-        y = [r["flops"] / r["ms"] / 1e9 for r in curve]
-        axes.plot(x, y, marker="o", linestyle="", label=f"{op}, {provider}")
-    bandwidth = max((r["value"] for r in ceilings if r["ceiling"] == "copy"), default=None)
-    rate = max((r["value"] for r in ceilings if r["ceiling"] == "GEMM bfloat16"), default=None)
-    if bandwidth and rate:
-        x = [0.1, rate / bandwidth, 1e4]
-        label = f"measured: {bandwidth:.2f} TB/s, {rate:.0f} TFLOP/s"
-        axes.plot(x, [min(rate, v * bandwidth) for v in x], color="0.4", label=label)
-    axes.set_xlabel("FLOPs per byte that must move")
-    axes.set_ylabel("TFLOP/s")
 
 
 # ---------------------------------------------------- where units come from

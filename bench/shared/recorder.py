@@ -1,7 +1,6 @@
 """Records the rows and failures of one piece of `bench.gpu`, and picks its sizes."""
 
 import contextlib
-import importlib.util
 import math
 import os
 import time
@@ -17,12 +16,6 @@ from bench.shared import results
 
 class Skip(Exception):
     """Raised by a piece that cannot run here. The message says why. It is not a failure."""
-
-
-def needs(*packages: str) -> None:
-    """Skip the piece if one of these packages is not installed."""
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise Skip(f"needs {', '.join(missing)}")
 
 
 def fill_new_memory() -> None:

@@ -41,7 +41,7 @@ KERNELS = ("growkern/ops/**/*.py", "csrc/**/*")
 STATUSES = ("skipped", "crashed", "timeout", "failed", "ok")
 # facts of a run that count as documentation, besides its commit and its GPU
 VERSIONS = ("date", "sources", "python", "torch", "triton")
-PACKAGES = ("transformers", "liger_kernel", "cut-cross-entropy", "quack-kernels", "trl")
+PACKAGES = ("transformers", "liger_kernel", "cut-cross-entropy", "trl")
 PACKAGES += ("orda-kernel", "nvidia-cutlass-dsl")
 
 

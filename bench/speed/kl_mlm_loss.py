@@ -89,10 +89,7 @@ def losses(with_compile):
         for name, peer in peers.ROWS_WITH_TEACHER.items()
     ]
     named += [(f"{name}, labels alone", loss, True, None) for name, loss in alone.items()]
-    return named + [
-        (f"{name}, labels alone", peer.call, True, peer)
-        for name, peer in peers.ROWS_LABELS_ALONE.items()
-    ]
+    return named
 
 
 def error_of(fn, alpha, V, dtype):

@@ -80,9 +80,7 @@ def plain_labels(student, teacher, labels, alpha):
 
 
 def growkern_labels(student, teacher, labels, alpha):
-    hidden, weight, *bias = student
-    options = {"student_bias": bias[0]} if bias else {}
-    return linear_kl_mlm_loss(hidden, weight, None, None, labels, alpha=0.0, **options)
+    return linear_kl_mlm_loss(*student, None, None, labels, alpha=0.0)
 
 
 def gemms_alone(student, teacher, labels, alpha):
@@ -92,17 +90,17 @@ def gemms_alone(student, teacher, labels, alpha):
     overwrite the teacher's logits, so the student's take their place.
     """
     with torch.no_grad():
-        (hidden, weight, *_), heads = student, (student, teacher) if alpha else (student,)
+        (hidden, weight), heads = student, (student, teacher) if alpha else (student,)
         (N, V), widths = (len(hidden), len(weight)), [head[0].shape[1] for head in heads]
         rows, _ = held_rows(N, widths, hidden.itemsize, -(-V // 64) * 64)
         z = hidden.new_empty(N, V)
-        for x, w, *_ in reversed(heads):
+        for x, w in reversed(heads):
             for some, into in zip(x.split(rows), z.split(rows), strict=True):
                 torch.mm(some, w.t(), out=into)
         return z @ weight, z.t() @ hidden
 
 
-def losses(with_compile, dtype, bias=False):
+def losses(with_compile, dtype):
     """The losses to compare, each as (name, loss, alpha, alpha of its error, peer or None)."""
     both = {"growkern": growkern, "plain": plain}
     alone = {"growkern": growkern_labels, "plain": plain_labels}
@@ -113,12 +111,9 @@ def losses(with_compile, dtype, bias=False):
     if with_compile:
         both["torch.compile"] = torch.compile(plain)
         alone["torch.compile"] = torch.compile(plain_labels)
-        if DEVICE == "cuda" and dtype != torch.float32 and not bias:
+        if DEVICE == "cuda" and dtype != torch.float32:
             both["torch.compile, float32 logits"] = torch.compile(plain_float32)
     named = [(name, loss, 0.5, 1.0, None) for name, loss in both.items()]
-    if bias:
-        # the other libraries' losses are called without one
-        return named
     named += [(name, peer.call, 0.5, 1.0, peer) for name, peer in peers.WITH_TEACHER.items()]
     named += [(f"{name}, labels alone", loss, 0.0, 0.0, None) for name, loss in alone.items()]
     named += [
@@ -137,8 +132,8 @@ def graphed(step):
     return lambda: graph().replay()
 
 
-def providers(shape, dtype, with_compile, bias=False):
-    student, teacher, labels = make_inputs(*shape, dtype, bias)
+def providers(shape, dtype, with_compile):
+    student, teacher, labels = make_inputs(*shape, dtype)
     given = (student, teacher, labels)
     gemms = partial(gemms_alone, *given)
     graph = graphed(partial(run_step, growkern, *given, 0.5))
@@ -146,10 +141,10 @@ def providers(shape, dtype, with_compile, bias=False):
     named = [
         Provider(
             name, partial(run_step, fn, *given, alpha),
-            partial(error_of, fn, error_alpha, *shape[1:], dtype, bias), peer,
+            partial(error_of, fn, error_alpha, *shape[1:], dtype), peer,
             ours=name.startswith("growkern"),
         )
-        for name, fn, alpha, error_alpha, peer in losses(with_compile, dtype, bias)
+        for name, fn, alpha, error_alpha, peer in losses(with_compile, dtype)
     ]  # fmt: skip
     # the first of the others; what matters most comes first, as a run may end at any time
     plain_at = next(i for i, provider in enumerate(named) if provider.name == "plain")
@@ -184,7 +179,6 @@ def main():
         action="store_true",
         help="only its first shape, in bfloat16, compiled losses last",
     )
-    parser.add_argument("--bias", action="store_true", help="heads with biases")
     parser.add_argument("--alone", action="store_true", help="without peers and plain PyTorch")
     args = options_of(parser, "tests/ops/loss/test_linear_kl_mlm_loss.py")
     measure_all("linear_kl_mlm_loss", all_rows(args))
@@ -196,11 +190,8 @@ def all_rows(args):
         for dtype in DTYPES[:1] if args.first else DTYPES:
             # After 8 shapes the cache is full, and PyTorch runs all others uncompiled.
             torch._dynamo.reset()
-            what = {
-                "shape": "{}x{}x{}/{}".format(*shape),
-                "dtype": name_of(dtype),
-            } | ({"heads": "with bias"} if args.bias else {})
-            named = providers(shape, dtype, args.compile and not args.alone, args.bias)
+            what = {"shape": "{}x{}x{}/{}".format(*shape), "dtype": name_of(dtype)}
+            named = providers(shape, dtype, args.compile and not args.alone)
             if args.alone:
                 named = [p for p in named if p.name.startswith(("growkern", "GEMMs"))]
             for group in apart(named) if args.first else (named,):

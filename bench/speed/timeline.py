@@ -29,7 +29,7 @@ ON_HOST = ("Synchronize", "Memcpy", "cudaMalloc", "cudaFree")
 
 def run(recorder: Recorder) -> None:
     shape = recorder.pick(SHAPES["cuda"][3], (6, 40, 8, 8))
-    student, teacher, labels = make_inputs(*shape, torch.bfloat16, False)
+    student, teacher, labels = make_inputs(*shape, torch.bfloat16)
     given = (student, teacher, labels)
     ways = {
         "GEMMs alone": partial(gemms_alone, *given, 0.5),

@@ -13,8 +13,11 @@ ratios of neighbouring steps. For stage 1 it is the mean over depths of these me
 """
 
 import argparse
+import copy
 import statistics
-from collections.abc import Callable, Iterator
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.paper.models import FAMILIES, Size
-from bench.shared.harness import benchmark_parser, measure_all, options_of
-from bench.shared.trainer_runs import by_depth, step_times
+from bench.shared.harness import benchmark_parser, measure_all, now, options_of
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks
@@ -85,6 +87,119 @@ def mean_of_medians(name: str, values: list[float], stages: TwoStageConfig, laye
     return statistics.mean(map(statistics.median, by_depth(values, stages, layers).values()))
 
 
+class Turns:
+    """Lets several threads take turns. One of them runs at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._waiting, self._change = list(range(count)), threading.Condition()
+
+    def wait(self, me: int) -> None:
+        """Wait until it is the turn of this thread."""
+        with self._change:
+            self._change.wait_for(lambda: self._waiting[0] == me)
+
+    def pass_on(self, me: int, *, again: bool) -> None:
+        """Give the turn to the next thread.
+
+        Args:
+            again: whether this thread takes part in the next round.
+        """
+        with self._change:
+            self._waiting.remove(me)
+            self._waiting += [me] if again else []
+            self._change.notify_all()
+
+
+class Clock(transformers.TrainerCallback):
+    """Measures the steps of a trainer that gives the turn to another one after each step.
+
+    Attributes:
+        seconds: of each step but the first, without the turns of the others.
+    """
+
+    def __init__(self, turns: Turns, me: int) -> None:
+        self.seconds: list[float] = []
+        self._turns, self._me, self._begun = turns, me, 0.0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """End a step. The next one begins with the next turn."""
+        if self._begun:
+            self.seconds.append(now() - self._begun)
+        self._turns.pass_on(self._me, again=True)
+        self._turns.wait(self._me)
+        self._begun = now()
+
+
+def by_depth(values: Sequence[float], stages: Any, layers: int) -> dict[int, list[float]]:
+    """The values of steps of stage 1, of which the first is that of the second step, by depth."""
+    depths: dict[int, list[float]] = {}
+    for step, value in enumerate(values, start=1):
+        depths.setdefault(stages.depth(step, layers), []).append(value)
+    return depths
+
+
+def trained(make: Callable[..., Any], model: Any, ids: Tensor, steps: int, clock: Clock) -> Any:
+    """Train a model for some steps, in which every token is a label.
+
+    Args:
+        ids: (B, S) int64, the batch of every step.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        args = transformers.TrainingArguments(
+            directory,
+            max_steps=steps,
+            per_device_train_batch_size=len(ids),
+            learning_rate=1e-5,
+            max_grad_norm=0.0,
+            logging_first_step=True,
+            logging_steps=10**6,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+        )
+        rows = [{"input_ids": row, "labels": row} for row in ids] * steps
+        trainer = make(model, args, train_dataset=rows, callbacks=[clock])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return trainer
+
+
+def step_times(
+    makers: dict[str, Callable[..., Any]], model: Any, ids: Tensor, steps: int
+) -> dict[str, list[float]]:
+    """Train copies of a model with several trainers, which take turns after every step.
+
+    Other load on the machine slows neighbouring steps alike, so their ratio means something.
+
+    Args:
+        ids: (B, S) int64, the batch of every step.
+    """
+    turns = Turns(len(makers))
+    seconds: dict[str, list[float]] = {}
+    errors: list[BaseException] = []
+
+    def run(me: int, name: str) -> None:
+        try:
+            turns.wait(me)
+            clock = Clock(turns, me)
+            trained(makers[name], copy.deepcopy(model), ids, steps, clock)
+            seconds[name] = clock.seconds
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            turns.pass_on(me, again=False)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(makers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {name: seconds[name] for name in makers}
+
+
 def flops_share(model: Any, stages: TwoStageConfig, shape: tuple[int, int], steps: int) -> float:
     """FLOPs of a step of stage 1 over those of a full step, as a mean over the depths that ran."""
     cost, (batch, length) = ModelCost(model, layer_stacks(model)), shape
@@ -102,7 +217,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     teacher = gpt2(options.width // 2, options.layers, options.vocab, options.length)
     ids = torch.randint(options.vocab, (options.batch, options.length))
     stages = TwoStageConfig(max(1, options.layers // 4), stage1_steps=options.steps)
-    times = step_times(contenders(teacher, stages), student, ids, ids, options.steps)
+    times = step_times(contenders(teacher, stages), student, ids, options.steps)
 
     def mean(name: str, values: list[float]) -> float:
         return mean_of_medians(name, values, stages, options.layers)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import math
-import shutil
 from unittest import mock
 
 import pytest
@@ -12,11 +11,11 @@ import torch
 import transformers
 
 from bench.launches import cases, smoke
-from bench.on_gpu import check_expand, check_loss, check_suite, cuda_tools
+from bench.on_gpu import check_expand, check_loss
 from bench.shared import llama_growth
 from bench.shared.harness import largest_error
 from bench.shared.loss_measure import gradient_error
-from bench.shared.recorder import Recorder, Skip
+from bench.shared.recorder import Recorder
 from growkern.ops.backend.launch import HAS_TRITON
 from testbed import cuda_emulator
 
@@ -149,7 +148,7 @@ def test_check_of_the_work_list_sees_a_tensor_that_is_left_out(recorder, monkeyp
 def test_check_of_the_cuda_kernel_runs_its_source(missing, recorder, monkeypatch):
     """The emulated kernel passes. Without the last column the check fails."""
     if torch.cuda.is_available():
-        pytest.skip("the kernel itself runs: check_suite and check_cuda")
+        pytest.skip("the kernel itself runs: check_cuda")
     right, called = cuda_emulator.emulate, []
 
     def emulate(kernel, grid, args, device=None):
@@ -315,69 +314,6 @@ def test_nothing_recorded_is_a_failure_and_nan_is_no_error(recorder):
     assert recorder.document["failures"] and not recorder.document["rows"][0]["ok"]
     empty = Recorder("empty", recorder.path, toy=True)
     assert empty.finish() == "failed"
-
-
-def test_red_tests_are_failures(recorder, tmp_path, monkeypatch):
-    folder = tmp_path / "tests" / "ops" / "expand"
-    folder.mkdir(parents=True)
-    (folder / "test_expand.py").write_text(
-        "def test_empty(): pass\ndef test_empty_red(): assert 1 == 2\n"
-    )
-    monkeypatch.setattr(check_suite, "ROOT", tmp_path)
-    check_suite.run(recorder)
-    (row,) = recorder.document["rows"]
-    assert (row["passed"], row["failed"]) == (1, 1)
-    assert "test_empty_red" in recorder.document["failures"][0]
-
-
-@pytest.mark.parametrize("code", [0, cuda_tools.FOUND])
-def test_an_error_found_by_the_sanitizer_is_a_failure(code, recorder, tmp_path, monkeypatch):
-    tool = tmp_path / "compute-sanitizer"
-    # the document that the check would write, and the tool's exit code
-    tool.write_text(
-        f'#!/bin/sh\nfor last; do :; done\necho \'{{"status": "ok"}}\' > "$last"\nexit {code}\n'
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    cuda_tools.sanitize(recorder)
-    assert len(recorder.document["rows"]) == len(cuda_tools.TOOLS) * len(cuda_tools.CHECKS)
-    assert bool(recorder.document["failures"]) == (code != 0)
-    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    with pytest.raises(Skip):
-        cuda_tools.sanitize(recorder)
-
-
-NCU_LOG = """==PROF== Connected to process 42
-"ID","Kernel Name","dram__throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum"
-"","","%","ns"
-"0","expand_tile","80.5","2,000"
-"1","kl_mlm_rows","91","5,000"
-"2","expand_tile","90.5","1,000"
-"""
-
-
-@pytest.mark.parametrize(
-    "log, code, kernels, fails", [(NCU_LOG, 0, 2, False), (NCU_LOG, 1, 2, True), ("", 0, 0, True)]
-)
-def test_counters_are_read_per_kernel(log, code, kernels, fails, recorder, tmp_path, monkeypatch):
-    tool, kept = tmp_path / "ncu", tmp_path / "kept"
-    kept.write_text(log)
-    copy = 'while [ "$1" != --log-file ]; do shift; done\n' + f'{shutil.which("cp")} {kept} "$2"'
-    tool.write_text(f"#!/bin/sh\n{copy}\nexit {code}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    cuda_tools.count(recorder)
-    rows = recorder.document["rows"]
-    assert len(rows) == kernels * len(cuda_tools.MEASURED)
-    if rows:
-        assert rows[0] == {
-            **{"piece": cuda_tools.MEASURED[0], "kernel": "expand_tile", "launches": 2},
-            **{"us": 1.5, "of bandwidth": 0.855},
-        }
-    assert bool(recorder.document["failures"]) == fails
-    kept.write_text("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
-    with pytest.raises(Skip, match="may not read"):
-        cuda_tools.count(recorder)
 
 
 def test_the_calls_of_a_growth_make_every_tensor_of_the_target():

@@ -20,8 +20,8 @@ from bench import gpu
 from bench.on_gpu import pieces, processes
 from bench.shared import harness, loss_measure, results
 from bench.shared.recorder import Recorder
+from bench.speed import kl_mlm_loss
 from bench.speed import linear_kl_mlm_loss as headline
-from bench.speed import topk_kl_mlm_loss
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.bench.documents import ROW, document
 
@@ -32,7 +32,6 @@ TOY_PIECES = {piece.name: piece for piece in pieces.PIECES}
 DRY = [name for name in TOY_PIECES if name not in ("gpt_110m_2", "gpt_110m_3")]
 
 
-TOOLS = {"sanitize": "compute-sanitizer", "counters": "ncu"}
 GIVEN = ("torch", "triton", "transformers")
 MISSING = ("xxhash", "accelerate", "pytest", "hypothesis", "matplotlib", "liger_kernel")
 
@@ -69,17 +68,12 @@ def make_bare_python(directory: Path) -> Path:
 CRASHES = """
 import os
 if os.environ.get("TRITON_INTERPRET") == "1":
-    import bench.on_gpu.ceilings
+    import bench.launches.versions
     def run(recorder):
         recorder.add({"ceiling": "before"})
         os.kill(os.getpid(), 11)
-    bench.on_gpu.ceilings.run = run
+    bench.launches.versions.run = run
 """
-NEEDY = {
-    "check_suite": "needs pytest, hypothesis",
-    "trainer_step": "needs accelerate",
-    "bench_grow_checkpoint": "needs xxhash",
-}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +100,7 @@ def dry_runs(tmp_path_factory):
     env["PYTHONPATH"] = f"{folder / 'broken'}{os.pathsep}{ROOT}"
     bare = subprocess.run([python, *line], cwd=ROOT, env=env, capture_output=True, text=True)
     before = {name: results.read(out / f"{name}.json") for name in DRY}
-    (out / "scaling.json").write_text("{")
+    (out / "rows.json").write_text("{")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     line = [sys.executable, *line]
     again = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -115,33 +109,28 @@ def dry_runs(tmp_path_factory):
 
 
 @needs_triton
-def test_a_bare_machine_runs_what_it_can_and_says_why_not(dry_runs):
+def test_a_bare_machine_runs_all_but_what_crashes(dry_runs):
     """A crash loses no row, and makes the command fail."""
     done, documents, *_ = dry_runs
-    assert done.returncode == 1 and "crashed ceilings" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "crashed versions" in done.stdout, done.stdout + done.stderr
     for name, made in documents.items():
-        if name == "ceilings":
+        if name == "versions":
             assert made["rows"] == [{"ceiling": "before"}]
-        elif name in NEEDY:
-            assert (made["status"], made["reason"]) == ("skipped", NEEDY[name])
-        elif name not in TOOLS:
+        else:
             assert made["status"] == "ok", (name, made)
 
 
 @needs_triton
 def test_a_second_dry_run_takes_every_piece_to_its_end(dry_runs):
-    """Only pieces that crashed, that were skipped or whose file is broken run again."""
+    """Only pieces that crashed or whose file is broken run again."""
     _, _, done, documents, archive = dry_runs
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in (*NEEDY, "ceilings", "scaling"):
+    for name in ("versions", "rows"):
         assert f"ok {name}: " in done.stdout
-    assert done.stdout.count("done before") == len(DRY) - len(NEEDY) - len(TOOLS) - 2
+    assert done.stdout.count("done before") == len(DRY) - 2
     with tarfile.open(archive) as packed:
         assert {f"results/{name}.json" for name in DRY} <= set(packed.getnames())
     for name, made in documents.items():
-        if name in TOOLS and made["status"] == "skipped":
-            assert made["reason"] == f"{TOOLS[name]} is neither under CUDA_HOME nor on the PATH"
-            continue
         assert made["status"] == "ok" and made["rows"], name
         assert made["toy"] and made["machine"]["sources"] == results.source_digest()
         assert not made["failures"]
@@ -156,7 +145,7 @@ ENDS = {
 
 def test_a_piece_that_breaks_keeps_its_rows(tmp_path, monkeypatch):
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    piece, limit_s = TOY_PIECES["ceilings"], 300.0
+    piece, limit_s = TOY_PIECES["versions"], 300.0
 
     def clock():
         """The limit is over as soon as the piece has its row, however slow the machine is."""
@@ -168,11 +157,11 @@ def test_a_piece_that_breaks_keeps_its_rows(tmp_path, monkeypatch):
         path = tmp_path / f"{status}.json"
         (tmp_path / "sitecustomize.py").write_text(
             "import os, time\n"
-            "import bench.on_gpu.ceilings\n"
+            "import bench.launches.versions\n"
             "def run(recorder):\n"
             "    recorder.add({'ceiling': 'before'})\n"
             f"    {end}\n"
-            "bench.on_gpu.ceilings.run = run\n"
+            "bench.launches.versions.run = run\n"
         )
         document = processes.run_apart(piece, path, env=env, toy=True, limit_s=limit_s)
         assert document["status"] == status
@@ -181,33 +170,32 @@ def test_a_piece_that_breaks_keeps_its_rows(tmp_path, monkeypatch):
 
 
 def test_a_benchmark_that_breaks_keeps_the_rows_that_it_has_measured(tmp_path, monkeypatch):
-    """Here the second loss of a shape fails, after the first one was measured."""
+    """Here the second case fails, after the first one was measured."""
     steps = [{"wall s": 0.5}]
 
-    def measure_once(step, repeats):
-        return steps.pop() if steps else pytest.fail("no memory left")
+    def measure_once(*case):
+        return [steps.pop()] if steps else pytest.fail("no memory left")
 
     for name in ("collector", "observer", "compiler"):
         monkeypatch.setattr(harness, name, getattr(harness, name))
-    for name in ("SHAPES", "KS"):
-        monkeypatch.setattr(topk_kl_mlm_loss, name, None)
+    monkeypatch.setattr(kl_mlm_loss, "SHAPES", None)
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(topk_kl_mlm_loss, "measure", measure_once)
-    recorder = Recorder("topk", tmp_path / "topk.json", toy=True)
+    monkeypatch.setattr(kl_mlm_loss, "measured", measure_once)
+    recorder = Recorder("rows", tmp_path / "rows.json", toy=True)
     with pytest.raises(pytest.fail.Exception):
-        TOY_PIECES["bench_topk_kl_mlm_loss"].run(recorder)
+        TOY_PIECES["bench_kl_mlm_loss"].run(recorder)
     (row,) = results.read(recorder.path)["rows"]
-    assert row["provider"] == "live teacher" and row["wall s"] == 0.5
+    assert row["shape"] == "4x100" and row["wall s"] == 0.5
 
 
 STARTS_A_CHILD = """
 import subprocess, sys, time
-import bench.on_gpu.ceilings
+import bench.launches.versions
 def run(recorder):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     recorder.add({"ceiling": "before", "child": child.pid, "own": os.getpid()})
     time.sleep(600)
-bench.on_gpu.ceilings.run = run
+bench.launches.versions.run = run
 """
 
 
@@ -251,22 +239,22 @@ def test_a_kill_leaves_no_child_behind_and_loses_no_row(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(broken)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "1"}
     line = ["bash", ROOT / "bench" / "run_gpu.sh", archive.parent, "500", "--dry-run"]
-    line += ["--only", "ceilings", "--results", out]
+    line += ["--only", "versions", "--results", out]
     parent = subprocess.Popen(line, cwd=tmp_path, env=env | {"PYTHON": sys.executable})
     rows, end = [], time.monotonic() + 300
     while not rows and time.monotonic() < end:
         time.sleep(0.1)
-        rows = rows_of(archive, "results/ceilings.json")
+        rows = rows_of(archive, "results/versions.json")
     parent.kill()
     parent.wait()
-    assert rows_of(archive, "results/ceilings.json") == rows
+    assert rows_of(archive, "results/versions.json") == rows
     (row,) = rows
     end = time.monotonic() + 120
     while any(map(is_alive, (row["child"], row["own"]))) and time.monotonic() < end:
         time.sleep(0.1)
     assert not is_alive(row["own"]) and not is_alive(row["child"])
     processes.gather(out / ".running", out)
-    kept = results.read(out / "ceilings.json")
+    kept = results.read(out / "versions.json")
     assert kept["rows"] == rows and kept["status"] == "crashed"
     assert "killed" in kept["failures"][0] and not list((out / ".running").glob("*.json"))
 
@@ -275,15 +263,15 @@ def test_done_pieces_are_skipped(tmp_path, monkeypatch, capsys):
     facts = results.machine()
     # nor does a piece run again for a library that was missing: it may never be there
     rows = [ROW, {"provider": "theirs", "why not": "x is not installed: no module x"}]
-    results.write(tmp_path / "ceilings.json", {"status": "ok", "machine": facts, "rows": rows})
+    results.write(tmp_path / "versions.json", {"status": "ok", "machine": facts, "rows": rows})
     monkeypatch.setattr(gpu, "facts_of_this_machine", lambda env: facts)
     monkeypatch.setattr(gpu, "environment", lambda args, scratch: {})
     monkeypatch.setattr(gpu, "run_apart", None)
-    args = ["--dry-run", "--only", "ceilings", "--results", str(tmp_path)]
+    args = ["--dry-run", "--only", "versions", "--results", str(tmp_path)]
     assert gpu.main(args) == 0
     assert "done before" in capsys.readouterr().out
     # without time left no piece starts, and that is no failure if others are done
-    late = [*args, "--only", "scaling", "--budget", "3"]
+    late = [*args, "--only", "rows", "--budget", "3"]
     assert gpu.main(late) == 0
     assert "of the budget" in capsys.readouterr().out
     assert gpu.main([*late, "--again"]) == 1
@@ -388,14 +376,14 @@ def test_a_disk_that_is_full_ends_no_visit(full, tmp_path, monkeypatch, capsys):
 def test_a_packer_that_is_killed_leaves_the_former_archive(tmp_path, monkeypatch):
     where, archive = tmp_path / "nvidia-h200", tmp_path / "out" / "results.tgz"
     running = {"status": "running", "machine": {"gpu": "x"}, "rows": [ROW], "failures": []}
-    results.write(where / "ceilings.json", {"status": "ok"} | document())
+    results.write(where / "versions.json", {"status": "ok"} | document())
     results.write(where / processes.RUNNING / "headline.json", running)
     log = where / processes.RUNNING / "headline.log"
     log.write_bytes(random.Random(0).randbytes(1 << 20) + b"the end")
     processes.pack(where, archive)
     whole = archive.read_bytes()
     assert len(whole) < 2 * processes.LOG_BYTES
-    (where / "ceilings.json").unlink()
+    (where / "versions.json").unlink()
 
     def killed(*member):
         raise KeyboardInterrupt
@@ -410,7 +398,7 @@ def test_a_packer_that_is_killed_leaves_the_former_archive(tmp_path, monkeypatch
     assert (home / where.name / "headline.log").read_bytes().endswith(b"the end")
     taken = results.take(home, tmp_path / "results")
     statuses = {path.stem: results.read(path)["status"] for path in taken}
-    assert statuses == {"ceilings": "ok", "headline": "crashed"}
+    assert statuses == {"versions": "ok", "headline": "crashed"}
 
 
 def test_wheels_are_unpacked_for_the_pieces(tmp_path):

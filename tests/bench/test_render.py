@@ -138,17 +138,3 @@ def test_what_the_first_command_measures_is_on_the_page(tmp_path):
     found["read"] = "twice"
     results.write(folder / "rows.json", document(rows=rows["rows"]))
     assert "with a teacher" not in report.gpu_table(tmp_path)
-
-
-def test_the_linear_loss_is_compared_with_its_gemms(tmp_path):
-    rows = [
-        {"op": "linear", "provider": provider, "size": n, "ms": ms}
-        for provider, n, ms in (
-            ("growkern", 256, 9.0),
-            ("GEMMs alone", 256, 1.0),
-            ("growkern", 2560, 11.0),
-            ("GEMMs alone", 2560, 10.0),
-        )
-    ]
-    results.write(tmp_path / "gpu" / "scaling.json", document(rows=rows))
-    assert "| 1.10 x its GEMMs alone (commit abc) |" in report.gpu_table(tmp_path)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.launches import split_products
 from growkern.ops.backend.launch import HAS_TRITON, jit, launch, tl
 from testbed import interpreter
 
@@ -118,13 +117,3 @@ def test_the_tests_run_with_new_numpy():
     from triton.runtime import interpreter as triton_interpreter
 
     assert getattr(triton_interpreter._patch_lang_tensor, "allows_new_numpy", False)
-
-
-def test_seven_bits_are_those_of_bfloat16_and_parts_add_up():
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    x[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 0.0, -1 - 2**-8])  # ties, and zero
-    assert torch.equal(split_products.rounded(x, 7), x.bfloat16().float())
-    parts = split_products.split(x, 7, 3)
-    assert all(torch.equal(part, part.bfloat16().float()) for part in parts)
-    # three times 8 bits are the 24 of float32
-    assert torch.equal(sum(part.double() for part in parts), x.double())

@@ -493,7 +493,7 @@ def test_the_ops_take_the_fields_of_the_record():
 
 
 def test_the_reference_compiles_as_one_graph(device):
-    """`bench.speed.expand_model` times it: the record must not break the graph."""
+    """The record of the call must not break the graph."""
     case = make_case(9, 17, 30, 41, torch.float32, device, upper="both", noise="col")
     compiled = torch.compile(expand_reference, fullgraph=True, backend="aot_eager")
     call = call_of(case, torch.float32)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from bench.shared.trainer_runs import step_times, trained
 from bench.speed import trainer as bench_trainer
+from bench.speed.trainer import Clock, Turns, step_times, trained
 from growkern import TwoStageConfig
 
 
@@ -26,7 +26,8 @@ def test_both_distillations_have_the_same_loss():
     makers = bench_trainer.contenders(teacher, TwoStageConfig(1, 2))
     losses = []
     for name in (bench_trainer.DISTILLING, bench_trainer.BESIDE_TEACHER):
-        trainer, clock = trained(makers[name], copy.deepcopy(student), ids, ids, 3)
+        clock = Clock(Turns(1), 0)
+        trainer = trained(makers[name], copy.deepcopy(student), ids, 3, clock)
         losses.append(trainer.state.log_history[0]["loss"])
         assert len(clock.seconds) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -49,7 +50,7 @@ def test_the_trainers_take_turns_after_every_step():
         return make
 
     model, ids = bench_trainer.gpt2(32, 1, 50, 8), torch.randint(50, (2, 8))
-    times = step_times({name: maker(name) for name in "abc"}, model, ids, ids, 4)
+    times = step_times({name: maker(name) for name in "abc"}, model, ids, 4)
     assert "".join(seen) == "abc" * 4
     assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abc", 3)
 
@@ -60,4 +61,4 @@ def test_an_error_of_one_trainer_ends_all():
 
     model, ids = bench_trainer.gpt2(32, 1, 50, 8), torch.randint(50, (2, 8))
     with pytest.raises(ValueError, match="one of them"):
-        step_times({"a": transformers.Trainer, "b": fail}, model, ids, ids, 3)
+        step_times({"a": transformers.Trainer, "b": fail}, model, ids, 3)
