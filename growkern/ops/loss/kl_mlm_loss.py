@@ -247,7 +247,7 @@ def kl_mlm_loss(
         options: Options, vocab: int, shard: Shard
     ) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
         def of_rows(rows: RowInputs) -> tuple[Tensor, Tensor]:
-            given = (student_logits, *(teachers if options.has_teachers else ()))
+            given = (student_logits, *(teachers if options.teacher_weights else ()))
             # -1 instead of the number of rows would fail on a rank without columns
             here = [x.reshape(labels.numel(), x.shape[-1]) for x in given]
             if chosen == "reference":

@@ -182,7 +182,7 @@ def linear_kl_mlm_loss(
         options: Options, vocab: int, shard: Shard
     ) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
         settings = settings_of(call, options, student, vocab, shard, chosen)
-        return linear_loss(student, teachers if options.has_teachers else [], settings)
+        return linear_loss(student, teachers if options.teacher_weights else [], settings)
 
     return loss_of_rows(loss_of, call, checked, labels, named, columns, shard)
 

@@ -210,7 +210,7 @@ def topk_kl_mlm_loss(
         options: Options, vocab: int, shard: Shard
     ) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
         settings = settings_of(call, options, student, vocab, shard, chosen)
-        if not (topk and options.has_teachers):
+        if not (topk and options.teacher_weights):
             return linear_loss(student, [], settings)
         return functools.partial(_loss_and_rows, student, topk, settings)
 

@@ -127,7 +127,7 @@ def row_kinds(labels: Tensor, kl_rows: str | Tensor, ignore_index: int, options:
     # at alpha = 1 the labels have no weight: their term is computed only if it is to be reported
     has_mlm = isinstance(options.alpha, Tensor) or options.alpha < 1 or options.parts
     own = MLM_ROW * has_mlm
-    if not options.has_teachers:
+    if not options.teacher_weights:
         # MLM_ROW is 1
         return labelled_N.int() if has_mlm else torch.zeros_like(labelled_N).int()
     if isinstance(options.alpha, Tensor):
@@ -154,7 +154,8 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
     given = options.row_weights
     row_N = torch.ones_like(kind_N, dtype=dtype) if given is None else given.to(dtype)
 
-    def share(bit: int, part: float | Tensor, count: Any) -> Tensor:
+    # no union here: torch.compile of PyTorch 2.9 cannot evaluate one within a graph
+    def share(bit: int, part: Any, count: Any) -> Tensor:
         bit_N = kind_N & bit
         count = bit_N.count_nonzero().clamp(min=1) if count is None else count
         # not a product with the mask: a batch without a row may have a count of 0, and 0 / 0 is NaN
@@ -164,7 +165,9 @@ def term_weights(kind_N: Tensor, options: Options, dtype: torch.dtype) -> Tensor
     if options.teacher_weights:
         kl_weight_N = share(KL_ROW, alpha, n_kl)
         # inside: before Python 3.12 torch.compile reads what even an empty comprehension needs
-        weights += [kl_weight_N * (w * options.maths.kl_factor) for w in options.teacher_weights]
+        weights += [
+            kl_weight_N * (w * options.maths.temperature**2) for w in options.teacher_weights
+        ]
     return torch.stack(weights).to(dtype)
 
 
@@ -263,13 +266,13 @@ class LossParts(NamedTuple):
 def loss_parts(rows_SN: Tensor, kind_N: Tensor, options: Options) -> LossParts:
     """Means over the rows of `rows_SN`: MLM, KL per teacher, entropy, top-1 per teacher."""
     n_mlm = (kind_N & MLM_ROW).count_nonzero().clamp(min=1)
-    n_any = kind_N.count_nonzero().clamp(min=1) if options.has_teachers else n_mlm
+    n_any = kind_N.count_nonzero().clamp(min=1) if options.teacher_weights else n_mlm
     of = named_terms(rows_SN.detach())
     kl = top1 = None
-    if options.has_teachers:
+    if options.teacher_weights:
         n_kl = (kind_N & KL_ROW).count_nonzero().clamp(min=1)
         teachers = list(zip(options.teacher_weights, of.divergences, of.agreements, strict=True))
-        kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.kl_factor / n_kl
+        kl = sum(w * kl_N.sum() for w, kl_N, _ in teachers) * options.maths.temperature**2 / n_kl
         top1 = sum(w * top1_N.sum() for w, _, top1_N in teachers) / n_kl
     return LossParts(of.mlm.sum() / n_mlm, kl, top1, of.entropy.sum() / n_any)
 
@@ -314,7 +317,7 @@ def loss_of_rows(
 ) -> Tensor | tuple[Tensor, LossParts]:
     """The return value of a loss; arguments as in `row_inputs`."""
     of_rows: Callable[[RowInputs], tuple[Tensor, Tensor]]
-    if columns.known is None or not options.has_teachers:
+    if columns.known is None or not options.teacher_weights:
         of_rows = loss_of(options, columns.vocab, shard)
     else:
         of_rows = functools.partial(_over_columns, loss_of, call, options, columns, shard)

@@ -298,11 +298,6 @@ class Maths(NamedTuple):
         return self == Maths(temperature=self.temperature)
 
     @property
-    def kl_factor(self) -> float:
-        """T^2 of (3): it makes the gradient of the KL term as large as at the temperature 1."""
-        return self.temperature**2
-
-    @property
     def sums_logits(self) -> bool:
         """Whether the label's term needs the sum of the logits of a row."""
         return self.label_smoothing != 0
@@ -360,7 +355,10 @@ KL_OPTIONS = ("temperature", "divergence", "beta")
 
 
 class Options(NamedTuple):
-    """The checked options of one call; the tensors among them are 0-d or (N,)."""
+    """The checked options of one call; the tensors among them are 0-d or (N,).
+
+    It has no properties: torch.compile of PyTorch 2.9 reads none of a named tuple with tensors.
+    """
 
     alpha: float | Tensor
     maths: Maths
@@ -371,11 +369,6 @@ class Options(NamedTuple):
     row_weights: Tensor | None
     # the k tokens of a teacher get its remaining probability, and the tail none
     drop_tail: bool = False
-
-    @property
-    def has_teachers(self) -> bool:
-        """Whether there is a term of teachers."""
-        return bool(self.teacher_weights)
 
 
 # ------------------------------------------------------------------------- checks
