@@ -234,7 +234,7 @@ def starting_small(
     Args:
         rewarm: share of the steps in which the rate then rises again.
         alone: the same in which only the new layers train.
-        how: options of `GrowthStep`.
+        how: options of `GrowthStep`. Its moments are grown, unless this says otherwise.
     """
 
     def sections(job: Job, source: str) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def starting_small(
             rewarm_steps=round(rewarm * job.steps),
             new_layers_steps=round(alone * job.steps),
             **({"depth": depth} if job.setting.target.layers > job.setting.source.layers else {}),
-            **how,
+            **({"moments": "grow"} | how),
         )
         path = untrained_folder(job.setting, SOURCE, job.seed)
         return {"model": ModelSection(path=path), "growth": (growth,)}

@@ -24,8 +24,8 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
-from growkern.growth.options import ROUTERS, GrowthOptions, Moments
-from growkern.growth.plan import GrowthPlan, plan_growth, with_source
+from growkern.growth.options import DEFAULT_DEPTH, ROUTERS, GrowthOptions, Moments
+from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
 from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import device_of, fill, named_tensors, plan_into
 from growkern.growth.source import Source, open_source
@@ -53,8 +53,8 @@ class GrowthStep(GrowthOptions):
             ORGANISATION/NAME.
         revision: branch, tag or commit of a source on the Hub.
         moments: "grow" and "old_slices" grow the optimizer's state, see
-            `growkern.grow_optimizer_into`. "reset" starts it at zero. None is "grow" inside a run,
-            and at its start "reset".
+            `growkern.grow_optimizer_into`. "reset" starts it at zero. With stacked layers that
+            ended at a lower loss than grown moments.
         optimizer: the state of the source's optimizer, at the start only: the `optimizer.pt` of a
             Trainer or a directory with one, or a directory of `torch.distributed.checkpoint`.
         rewarm_steps: inside a run, optimizer steps after the growth in which the learning rate
@@ -62,8 +62,9 @@ class GrowthStep(GrowthOptions):
         rate_factor: inside a run, factor of all learning rates from this growth on. Those of
             several growths are multiplied.
         new_layers_steps: inside a run, optimizer steps after the growth in which only the layers
-            above those of the smaller model train, together with the head. The depth "auto" is
-            then "stack", which puts the new layers there.
+            above those of the smaller model train, together with the head.
+
+    Inside a run the depth "auto" is "stack", and at its start "identity".
 
     Raises:
         GrowthError: a value is unknown or out of range, or the values contradict each other.
@@ -79,20 +80,18 @@ class GrowthStep(GrowthOptions):
     at_step: int = 0
     source: str | None = None
     revision: str | None = None
-    moments: Moments | None = None
+    moments: Moments = "reset"
     optimizer: str | None = None
     rewarm_steps: int = 0
     rate_factor: float = 1.0
     new_layers_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.new_layers_steps and self.depth == "auto":
+        if self.at_step and self.depth == "auto":
             object.__setattr__(self, "depth", "stack")
         super().__post_init__()
         if not self.sizes:
             raise GrowthError("a growth needs sizes, such as num_hidden_layers = 12")
-        if self.moments is None:
-            object.__setattr__(self, "moments", "grow" if self.at_step else "reset")
         check("growth", self)
 
     @property
@@ -251,14 +250,18 @@ def _plan_of_config(
         raise GrowthError(f"{name} has no values before the run reaches step {growth.at_step}")
 
     dtypes = {name: dtype for name in small.shapes if name not in small.ties}
-    source, options = Source(small, dtypes, read, history=history), options_of(growth)
+    source = Source(small, dtypes, read, history=history)
     if planned is None:
-        made = plan_growth(source, options, dict(growth.sizes), dtype=dtype, judged=False)
+        sizes, options = dict(growth.sizes), options_of(growth)
+        made = plan_growth(source, options, sizes, dtype=dtype, judged=False)
+        if not uses(made)["depth"][0]:
+            # nobody chose the depth that growths in a run have
+            made = replace(made, options=replace(made.options, depth=DEFAULT_DEPTH))
     else:
         made = with_source(planned, source, dtype)
     model = on_meta(made.large.class_name, made.target_config, dtype)
     # what would be refused when the growth comes is refused now
-    plan_into(model, source, options, made)
+    plan_into(model, source, made.options, made)
     check(model)
     return made
 
@@ -270,7 +273,6 @@ def options_of(growth: GrowthStep) -> GrowthOptions:
 
 def grown_model(
     planned: GrowthPlan,
-    growth: GrowthStep,
     options: DistributedOptions,
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
@@ -282,7 +284,7 @@ def grown_model(
         planned: the growth; its source is open, unless it was planned before the run.
         source: a checkpoint of the run, inside a run.
     """
-    how, made = options_of(growth), planned
+    made = planned
     if source is not None:
         # its config counts: transformers and callbacks change that of a model in training
         made = with_source(planned, open_source(source, allow_nonfinite=True), dtype)
@@ -290,7 +292,7 @@ def grown_model(
         for name in ("_attn_implementation", "_experts_implementation"):
             setattr(made.target_config, name, getattr(planned.target_config, name))
     model = shard(on_meta(made.large.class_name, made.target_config, dtype), options, mesh)
-    fill(model, plan_into(model, made.source, how, made))
+    fill(model, plan_into(model, made.source, made.options, made))
     if source is not None:
         # the checkpoint will be deleted, and a resumed run does not know it
         made_of = replace(made.source, history=planned.source.history, directory=None)

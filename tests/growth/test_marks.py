@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 
 import growkern
 from growkern.train.distributed.shard import DistributedOptions
-from growkern.train.growth import GrowthStep, Size, grown_model, unfilled_model
+from growkern.train.growth import Size, grown_model, unfilled_model
 from growkern.train.model.load import load_language_model
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
@@ -59,9 +59,8 @@ def filled_in_memory(source, tmp_path):
 
 
 def grown_in_a_run(source, tmp_path):
-    step = GrowthStep(at_step=1, sizes=wider(source))
     planned = growkern.plan(stored(tmp_path, source), **wider(source))
-    return grown_model(planned, step, DistributedOptions(), source.dtype)
+    return grown_model(planned, DistributedOptions(), source.dtype)
 
 
 def resumed_in_a_run(source, tmp_path):

@@ -6,7 +6,7 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.growth.plan.advice import refuse_idle_options
+    from growkern.growth.plan.advice import refuse_idle_options, uses
     from growkern.growth.plan.axes import asleep, axis_maps, AxisMap, gradient_map, old_entries
     from growkern.growth.plan.blueprint import affine_gain, Blueprint, RANDOM, Task
     from growkern.growth.plan.bounds import add_errors, has_errors, predicts_tokens

@@ -145,10 +145,10 @@ class GrowthInRun:
 
     def grow(self, checkpoint: Path, old: Former) -> Any:
         """The next larger model, grown from a checkpoint of the smaller one."""
-        step, (source, _) = self.steps[self.grown], sources_of(checkpoint)
+        source, _ = sources_of(checkpoint)
         planned = self.sizes[self.grown + 1].plan
         assert planned is not None
-        model = grown_model(planned, step, old.distribution, old.dtype, old.mesh, source)
+        model = grown_model(planned, old.distribution, old.dtype, old.mesh, source)
         self.grown, self.source = self.grown + 1, checkpoint
         return model
 

@@ -219,14 +219,14 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
     memory for its parts and loads them from its checkpoint.
     """
     options = run.settings.distributed or DistributedOptions()
-    start, growth = run.model, run.settings.first_growth
+    start = run.model
     dtype = start.training_dtype
     # None: the weights are not rounded, whatever their config says
     wanted = dtype if dtype != start.dtype else None
-    if growth is None or run.plan is None:
+    if run.plan is None:
         return shard(start.load(wanted), options)
     if first_start:
-        return grown_model(run.plan, growth.inside(run.base), options, dtype)
+        return grown_model(run.plan, options, dtype)
     size = Size(run.plan.target_config, run.plan)
     return unfilled_model(run.plan.large.class_name, size, options, dtype)
 

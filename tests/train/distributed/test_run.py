@@ -43,6 +43,7 @@ hidden_size = 24
 [[growth]]
 at_step = 3
 num_hidden_layers = 4
+moments = "grow"
 rewarm_steps = 2
 [[growth]]
 at_step = 5

@@ -31,8 +31,8 @@ STEPS = 9
 EVEN = {"symmetry": "none", "stream": "copies"}
 # copies alone, so that the grown model takes the steps of the small one
 GROWTH = (
-    GrowthStep(at_step=3, sizes={"n_embd": 32, "n_head": 4}, **EVEN),
-    GrowthStep(at_step=6, sizes={"n_embd": 64, "n_head": 8}, **EVEN),
+    GrowthStep(at_step=3, sizes={"n_embd": 32, "n_head": 4}, moments="grow", **EVEN),
+    GrowthStep(at_step=6, sizes={"n_embd": 64, "n_head": 8}, moments="grow", **EVEN),
 )
 
 

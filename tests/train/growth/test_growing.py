@@ -27,9 +27,10 @@ from tests.train.test_resume import log_of
 STEPS = 9
 SIZES = ("num_hidden_layers", "intermediate_size")
 GROWTH = (
-    GrowthStep(at_step=3, sizes={SIZES[0]: 4}, depth="stack", rewarm_steps=2),
+    GrowthStep(at_step=3, sizes={SIZES[0]: 4}, moments="grow", rewarm_steps=2),
     GrowthStep(
-        at_step=6, sizes={SIZES[0]: 5, SIZES[1]: 80}, depth="stack", seed=1, rate_factor=0.5
+        **{"at_step": 6, "sizes": {SIZES[0]: 5, SIZES[1]: 80}, "moments": "grow"},
+        **{"seed": 1, "rate_factor": 0.5},
     ),
 )
 
@@ -119,9 +120,31 @@ def test_the_state_grows_and_the_rest_goes_on(family, tmp_path):
         assert all(not torch.equal(x, seen["weights"][name]) for name, x in after.items())
 
 
+def test_by_default_the_state_begins_anew_and_new_layers_are_copies(tmp_path):
+    """Where no layers are added, there is no depth that would be refused."""
+    growth = [
+        GrowthStep(at_step=3, sizes={SIZES[0]: 4}),
+        GrowthStep(at_step=6, sizes={SIZES[1]: 80}),
+    ]
+    watcher = Watcher()
+    trainer_in(tmp_path, growth, watcher=watcher).train()
+    began = [
+        step
+        for step, seen in watcher.seen.items()
+        if not any(x.any() for entry in seen["state"].values() for x in entry.values())
+    ]
+    assert began == [0, 3, 6]
+    weights = watcher.seen[3]["weights"]
+    below = {name: x for name, x in weights.items() if ".layer.2." in name or ".layer.3." in name}
+    assert below
+    for name, x in below.items():
+        assert torch.equal(x, weights[name.replace("r.2.", "r.0.").replace("r.3.", "r.1.")]), name
+
+
 def test_a_run_may_begin_without_layers(tmp_path):
     """The new ones begin untrained, and so does their state; that of the rest goes on."""
-    watcher, growth = Watcher(), GrowthStep(at_step=2, sizes={SIZES[0]: 2}, depth="random")
+    watcher, how = Watcher(), {"depth": "random", "moments": "grow"}
+    growth = GrowthStep(at_step=2, sizes={SIZES[0]: 2}, **how)
     trainer = trainer_in(tmp_path, [growth], watcher=watcher, layers=0, args={"max_steps": 4})
     trainer.train()
     seen, after = watcher.seen[2], watcher.seen[3]["weights"]

@@ -124,7 +124,7 @@ num_hidden_layers = 3
 optimizer = "no.pt"
 moments = "grow"
 """
-LATER = '[growth]\nat_step = 3\nnum_hidden_layers = 4\n[trainer]\noptim = "sgd"'
+LATER = '[growth]\nat_step = 3\nnum_hidden_layers = 4\nmoments = "grow"\n[trainer]\noptim = "sgd"'
 TWO = 'paths = ["teacher", "model"]'
 UNFIT = {
     "a tail of a live teacher": (

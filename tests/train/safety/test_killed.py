@@ -18,6 +18,7 @@ num_hidden_layers = 5
 [[growth]]
 at_step = 4
 hidden_size = 24
+moments = "grow"
 """
 
 
