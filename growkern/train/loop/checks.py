@@ -202,9 +202,7 @@ def check_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> lis
     return models if runs else None
 
 
-def choose_teachers(
-    inheritance: InheritanceSchedule | None, teacher: Any
-) -> Teachers | TopKTeacher:
+def choose_teachers(inheritance: InheritanceSchedule | None, teacher: Any) -> Teachers:
     """Make the teachers of a trainer: those that run, possibly none, or one whose rows are read.
 
     Args:

@@ -52,7 +52,6 @@ from growkern.train.model import (
     unwrapped,
 )
 from growkern.train.model.sub_model import sub_model
-from growkern.train.topk_teacher.teacher import TopKTeacher
 
 
 class StepPlan(NamedTuple):
@@ -104,7 +103,7 @@ class Objective:
         model: Any,
         loss: LossOptions,
         inheritance: InheritanceSchedule | None,
-        teachers: Teachers | TopKTeacher,
+        teachers: Teachers,
         tokenizer: Any = None,
         *,
         in_stages: bool = False,
@@ -147,12 +146,12 @@ class Objective:
         Args:
             batches: at least one, without repeated examples.
         """
-        schedule, cached = self.inheritance, isinstance(self.teachers, TopKTeacher)
+        schedule, lacking = self.inheritance, self.teachers.lacks_rows
         if self._router_weight:
             tokens = torch.stack([count_tokens(batch) for batch in batches]).sum()
             self._tokens = add_up(accelerator, tokens.to(device))
         known = self.teachers.known
-        if schedule is not None and (schedule.kl_rows == "all" or cached or known is not None):
+        if schedule is not None and (schedule.kl_rows == "all" or lacking or known is not None):
             kind: Any = {"causal": self.causal, "decoder": self.decoder, "known": known}
             rows = [count_kl_rows(batch, schedule.kl_rows, **kind) for batch in batches]
             self._kl_items = add_up(accelerator, sum(rows, torch.zeros((), device=device)))

@@ -35,19 +35,13 @@ from growkern.train.loss import (
     Batches,
     LabelledSteps,
     LossOptions,
-    SourceCollator,
-    Teachers,
-    TeachersOfSources,
     are_sent,
-    check_vocabularies,
 )
-from growkern.train.objectives.language_modeling import SOURCE, evaluation_collator
+from growkern.train.objectives.language_modeling import evaluation_collator
 from growkern.train.optimizer import OptimizerMaker
-from growkern.train.rules import check
 from growkern.train.safety.checkpoints import behind_link
 from growkern.train.safety.saving import Saver, Stops
 from growkern.train.safety.steps import StepWatch
-from growkern.train.topk_teacher.teacher import TopKTeacher
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -73,12 +67,11 @@ def prepare(
     objective = Objective(
         model, loss, settings.inheritance, teachers, tokenizer, in_stages=two_stage
     )
-    if isinstance(teachers, TopKTeacher) and not settings.is_resolved:
+    if not settings.is_resolved:
         teachers.check_objective(objective.causal)
     take_model(objective, optimizers, model)
-    if isinstance(teachers, Teachers) and not settings.is_resolved:
-        known = check_vocabularies(model, teachers.models, tokenizer, settings.teacher_tokenizer)
-        teachers.known = known
+    if not settings.is_resolved:
+        teachers.compare(model, tokenizer, settings.teacher_tokenizer)
     teachers.place(model, args.device)
     wanted = settings.precision
     precision = str(wanted) if settings.is_resolved else choose_precision(args, wanted)
@@ -119,17 +112,15 @@ def make_collaborators(
         check_new_layers(settings.growth, trainer.growths.sizes[1:])
         rewarm_steps = trainer.optimizers.own.rewarm_steps
         check_step_numbers(trainer, stages, settings.inheritance, rewarm_steps)
-    own, check_labels = trainer.data_collator, trainer.batches.check_labels
-    if isinstance(objective.teachers, TeachersOfSources):
-        check("sources", sent=are_sent(trainer.train_dataset, accelerator))
-        own = SourceCollator(own, objective.teachers.names)
+    sent, check_labels = are_sent(trainer.train_dataset, accelerator), trainer.batches.check_labels
+    own = objective.teachers.collator(trainer.data_collator, sent=sent)
     without = trainer._get_collator_with_removed_columns
     check_labels(trainer.train_dataset, without(own), trainer._train_batch_size, "training")
     data = trainer.eval_dataset
     for dataset in data.values() if isinstance(data, dict) else [data]:
         collator = without(evaluation_collator(own))
         check_labels(dataset, collator, args.eval_batch_size, "evaluation")
-    trainer.data_collator = objective.teachers.collator(own, trainer.train_dataset)
+    trainer.data_collator = objective.teachers.trained(own, trainer.train_dataset)
     schedule = objective.inheritance
     trainer.add_callback(
         LoopCallback(trainer.batches, meter, trainer.growths, steps, saver, schedule)
@@ -144,8 +135,8 @@ def set_labels(trainer: Any, objective: Objective) -> None:
     # shifted if the second is. Its own guess from the class is wrong for BERT and for GPT-2
     trainer.model_accepts_loss_kwargs = True
     trainer._loss_shifts_labels = objective.causal
-    sources = [SOURCE] if isinstance(objective.teachers, TeachersOfSources) else []
-    trainer.label_names = [*trainer.label_names, *objective.loss.columns, *sources]
+    columns = (*objective.loss.columns, *objective.teachers.columns)
+    trainer.label_names = [*trainer.label_names, *columns]
 
 
 def set_arguments(args: TrainingArguments, *, in_parts: bool) -> None:

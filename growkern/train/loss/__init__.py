@@ -7,7 +7,7 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.train.loss.batches import Batches, LabelledSteps, unchanged_random_state
-    from growkern.train.loss.inheritance import check_same_objective, SourceCollator, Teachers
+    from growkern.train.loss.inheritance import check_same_objective, Teachers
     from growkern.train.loss.inheritance import TeachersOfSources
     from growkern.train.loss.inherited import check_model, check_prediction, inputs_of
     from growkern.train.loss.inherited import is_two_stacks
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from growkern.train.loss.side import count_tokens, EvaluationSums, router_inputs, router_term
     from growkern.train.loss.side import router_weight
     from growkern.train.loss.vocabulary import check_own_tokenizer, check_padding, check_tokenizers
-    from growkern.train.loss.vocabulary import check_vocabularies, tokenizer_fingerprint
+    from growkern.train.loss.vocabulary import tokenizer_fingerprint
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -32,6 +32,7 @@ from growkern.ops.loss.rows.inputs import LossParts
 from growkern.train.distributed.shard import is_sharded
 from growkern.train.loss.options import InheritanceSchedule
 from growkern.train.loss.rows import TAUGHT_BY, LossRows, as_known, check_keys, examples_of
+from growkern.train.loss.vocabulary import check_vocabularies
 from growkern.train.model import (
     HeadInputs,
     check_causal,
@@ -41,6 +42,7 @@ from growkern.train.model import (
     teacher_options,
 )
 from growkern.train.objectives.language_modeling import SOURCE, Collator, OuterCollator
+from growkern.train.rules import check
 
 # the loss of some examples, and where they are in the batch
 Share = tuple[list[int], Callable[..., Any]]
@@ -49,9 +51,16 @@ Share = tuple[list[int], Callable[..., Any]]
 class Teachers:
     """Frozen models whose predictions the student learns to match; without any it has labels alone.
 
+    This is what a training loop asks of teachers of any kind.
+
     Attributes:
         known: tokens that all models know, if the student has further ones; else None.
+        columns: of the data that they read beside the model's inputs.
+        lacks_rows: whether a row with a label may be one that they cannot teach.
     """
+
+    columns: tuple[str, ...] = ()
+    lacks_rows = False
 
     def __init__(self, models: Sequence[Any], schedule: InheritanceSchedule | None) -> None:
         self.models = list(models)
@@ -80,6 +89,17 @@ class Teachers:
             if not model.config.is_encoder_decoder and is_causal(model):
                 check_causal(model)
 
+    def check_objective(self, causal: bool) -> None:
+        """Do nothing: models that run were compared with the student's before."""
+
+    def compare(self, student: Any, tokenizer: Any | None, own: Any | None) -> None:
+        """Refuse another vocabulary than the student's, and set `known`.
+
+        Args:
+            tokenizer, own: of the student and of the teachers, as in `check_vocabularies`.
+        """
+        self.known = check_vocabularies(student, self.models, tokenizer, own)
+
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
         """The vocabulary columns of the student without padding; None if all heads have one size.
 
@@ -101,8 +121,16 @@ class Teachers:
             )
         return len(tokenizer)
 
-    def collator(self, collator: Collator, dataset: Any) -> Collator:
-        """The collator as it is: teachers that run read the batches of the student."""
+    def collator(self, collator: Collator, *, sent: bool) -> Collator:
+        """The collator of training and, frozen, of evaluation: teachers that run need no other.
+
+        Args:
+            sent: whether one process reads the batches and sends them to the others.
+        """
+        return collator
+
+    def trained(self, collator: Collator, dataset: Any) -> Collator:
+        """The collator of training alone."""
         return collator
 
     def loss_function(self, inputs: dict[str, Any], taught: bool) -> Callable[..., Any]:
@@ -121,9 +149,16 @@ class Teachers:
 class TeachersOfSources(Teachers):
     """Frozen models, one for the examples of each source, by the names of these."""
 
+    columns = (SOURCE,)
+
     def __init__(self, models: Mapping[str, Any]) -> None:
         super().__init__(list(models.values()), None)
         self.names = tuple(models)
+
+    def collator(self, collator: Collator, *, sent: bool) -> Collator:
+        """Add the number of each example's teacher."""
+        check("sources", sent=sent)
+        return SourceCollator(collator, self.names)
 
     def loss_function(self, inputs: dict[str, Any], taught: bool) -> Callable[..., Any]:
         """The loss for a batch, after running each teacher on its examples.

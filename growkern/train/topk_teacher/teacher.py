@@ -17,13 +17,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from growkern.train.loss import (
     TEACHER_IDS,
     InheritanceSchedule,
+    Teachers,
     check_padding,
     check_same_objective,
     document_starts,
@@ -269,31 +270,29 @@ def cache_arguments(schedule: InheritanceSchedule) -> dict[str, Any]:
     return {"temperature": schedule.temperature, "rows": schedule.kl_rows}
 
 
-class TopKTeacher:
-    """A teacher that is read from a cache, a server or a file, with the methods of `Teachers`.
+class TopKTeacher(Teachers):
+    """A teacher that is read from a cache or a server. No model runs.
 
     The rows are refused if they do not fit the schedule: it needs their temperature, and no rows
     that they lack.
     """
 
-    # no model runs, so there are no FLOPs to count
-    models: tuple[()] = ()
-    # tokens that the teacher knows, if the student has further ones
-    known: int | None = None
+    lacks_rows = True
 
     def __init__(self, rows: TopKRows, schedule: InheritanceSchedule) -> None:
+        super().__init__([], None)
         self.rows = rows
         self._tail = schedule.tail or "bucket"
         self._columns: int | None = None
         check("cached", rows=rows, schedule=schedule)
 
-    def place(self, student: nn.Module, device: torch.device) -> None:
-        """Do nothing: there is no model."""
-
     def check_objective(self, causal: bool) -> None:
         """Check that the teacher predicted what the student does."""
         name = f"{self.rows.name} holds a teacher that"
         check_same_objective(name, self.rows.facts.causal, causal)
+
+    def compare(self, student: Any, tokenizer: Any | None, own: Any | None) -> None:
+        """Do nothing: `common_vocabulary` compares the tokenizers, and sets `known`."""
 
     def common_vocabulary(self, student: Any, tokenizer: Any | None) -> int | None:
         """The vocabulary columns of the student that are not padding; `known` is set too.
@@ -330,7 +329,7 @@ class TopKTeacher:
             check_padding(name, size, len(tokenizer), remedy)
         return size
 
-    def collator(self, collator: Collator, dataset: Any) -> "TopKCollator":
+    def trained(self, collator: Collator, dataset: Any) -> "TopKCollator":
         """Wrap the collator that the rows were made with, so that batches hold them too.
 
         If the data can be indexed, the rows of its first and last example are read at once.

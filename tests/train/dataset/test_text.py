@@ -194,9 +194,9 @@ def test_data_without_an_index_is_not_looked_up_beforehand(tmp_path):
     teacher = TopKTeacher(cache, InheritanceSchedule(end_step=2))
     asked = []
     cache.batch = lambda batch: asked.append(1) or (torch.zeros(1), torch.zeros(1))
-    teacher.collator(collator_of("bert"), Stream())
+    teacher.trained(collator_of("bert"), Stream())
     assert not asked
-    teacher.collator(collator_of("bert"), blocks_of())
+    teacher.trained(collator_of("bert"), blocks_of())
     assert len(asked) == 2
 
 

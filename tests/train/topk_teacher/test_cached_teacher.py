@@ -64,7 +64,7 @@ def test_the_k_tokens_get_all_of_the_probability(tmp_path):
     make(tmp_path / "c", model=teacher, k=4, dtype="float32")
     schedule = InheritanceSchedule(end_step=6, tail="renormalise")
     kept = TopKTeacher(TeacherCache(tmp_path / "c"), schedule)
-    batch = kept.collator(collator_of("bert"), blocks)([blocks[0], blocks[1]])
+    batch = kept.trained(collator_of("bert"), blocks)([blocks[0], blocks[1]])
     labels = batch.pop("labels")
     hidden, weight = torch.randn(*labels.shape, 8).double(), torch.randn(VOCAB, 8).double()
     loss_of = kept.loss_function(batch, 1.0)
