@@ -17,7 +17,6 @@ from growkern.errors import GrowthError, nearest
 from growkern.train.model import CAUSAL
 
 Objective = Literal["auto", "mlm", "clm", "span_corruption", "denoising", "pairs"]
-OF_TWO_STACKS = ("span_corruption", "denoising", "pairs")
 # special tokens that the collator adds to a row
 ADDED = {"denoising": 2}
 # share of the tokens that are masked, in the papers of BERT and T5, and in that of BART
