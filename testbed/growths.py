@@ -12,7 +12,8 @@ def old_sizes(model):
 
 def head_counts(model):
     counts = (*model.family.query_heads, "kv_heads")
-    return {key: size for key, size in old_sizes(model).items() if key in counts}
+    fixed = {*model.family.config} - {*model.family.growable}
+    return {k: n for k, n in old_sizes(model).items() if k in counts and k not in fixed}
 
 
 def heads_grow(family):

@@ -152,7 +152,11 @@ def images(model, seed=0):
     inputs = {"pixel_values": torch.randn(3, *shape, generator=rng, dtype=torch.float64)}
     names, takes = dict(model.named_parameters()), inspect.signature(model.forward).parameters
     if "bool_masked_pos" in takes and any("mask_token" in name for name in names):
-        patches = next(x.shape[1] for name, x in names.items() if "position_embeddings" in name) - 1
+        positions = next(x.shape[1] for name, x in names.items() if "position_embeddings" in name)
+        # the others are those of single tokens, as DeiT has two
+        patches = positions - sum(
+            name.endswith(("cls_token", "distillation_token")) for name in names
+        )
         inputs["bool_masked_pos"] = torch.rand(3, patches, generator=rng) < 0.5
     return inputs
 

@@ -362,6 +362,16 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "gpt_bigcode": (
+        "GPTBigCodeForCausalLM",
+        {**GPT2, "layer_norm_epsilon": 1e-2, "pad_token_id": 0},
+        {"n_inner": 13},
+    ),
+    "deit": (
+        "DeiTForImageClassification",
+        {**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2},
+        {"qkv_bias": False, "image_size": [8, 16]},
+    ),
     "megatron-bert": ("MegatronBertForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",

@@ -131,7 +131,7 @@ def _some(rng: random.Random, values: dict[str, Any], share: float) -> dict[str,
 
 def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
-    if "kv_heads" in family.config:
+    if "kv_heads" in family.growable:
         kv_heads = rng.randint(1, 3)
         heads = {"kv_heads": kv_heads, "q_heads": kv_heads * rng.randint(1, 3)}
     else:

@@ -275,7 +275,7 @@ def _follow_stream(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int
         if key in asked or rest:
             continue
         sizes[key] = heads
-        if "kv_heads" in family.config and "kv_heads" not in asked:
+        if "kv_heads" in family.growable and "kv_heads" not in asked:
             group = small.size("q_heads") // small.size("kv_heads")
             if heads % group == 0:
                 sizes["kv_heads"] = heads // group
