@@ -42,7 +42,9 @@ WHOLE = ("*.safetensors", "*.safetensors.index.json", METADATA_FILE)
 MOST_BYTES = 4_000_000
 # what the tensors of a model are, by a part of the names that its nearest family lacks
 OBSTACLES = (
-    ("state-space layers (Mamba)", "A_log"),
+    ("state-space layers (Mamba)", "mixer.A_log"),
+    ("state-space layers (Mamba)", "mamba.A_log"),
+    ("layers of gated delta attention", "gate.A_log"),
     ("an indexer that chooses which tokens a layer attends to", "indexer."),
     ("short convolutions", "conv."),
     ("inputs of its own for each layer", "per_layer"),

@@ -30,6 +30,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("xglm", {"num_experts": 0}, "nearest: biogpt"),
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
+        ("kimi_linear", {}, "table; it has layers of gated delta attention; nearest: "),
         # a class that has no default for a size
         ("lfm2_moe", {}, r"transformers [\d.]+ cannot build it .*growkern family draft /"),
         (
