@@ -231,8 +231,13 @@ def family(setting: Setting) -> list[Line]:
         for one in (first, second)
     )
     above = [replace(line, like=like) for line, like in zip(above, below, strict=True)]
+    # what the chain does at its first growth, one change at a time
+    changed = [
+        Line(first, name, middle.target.name, rate=between, lengths=(1.0,))
+        for name in ("fpi_padded", "fpi", "aki")
+    ]
     # each after the baseline of its size
-    return [*scratch[:2], *below, scratch[2], *above]
+    return [*scratch[:2], *below, *changed, scratch[2], *above]
 
 
 def frontier(setting: Setting) -> list[Line]:
