@@ -205,7 +205,8 @@ def family(setting: Setting) -> list[Line]:
     low, between, high = small.rates
     alone = [
         replace(small, untrained_rate_steps=small.steps),
-        middle,
+        # `diagnosis` has excluded the lowest
+        replace(middle, rates=(between, high), untrained_rate_steps=middle.steps),
         replace(large, rates=(low, between), untrained_rate_steps=large.steps // 2),
     ]
     first = middle.variant(
@@ -224,8 +225,6 @@ def family(setting: Setting) -> list[Line]:
         steps=large.steps,
     )
     scratch = [Line(one, "scratch", one.target.name, lengths=(1.0,)) for one in alone]
-    # `diagnosis` chose this one from three
-    scratch[1] = replace(scratch[1], rate=between)
     below, above = (
         [Line(one, name, one.target.name, lengths=OF_CHAIN) for name in ("chained", "chained_copy")]
         for one in (first, second)
