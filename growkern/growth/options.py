@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, TypedDict, get_args, get_type_hints
+from typing import Any, ClassVar, Final, Literal, TypedDict, get_args, get_type_hints
 
 from growkern.arguments import (
     SHARE,
@@ -23,7 +23,8 @@ from growkern.errors import GrowthError, nearest
 from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
-DEFAULT_SYMMETRY, DEFAULT_DEPTH = "routing", "identity"
+DEFAULT_SYMMETRY: Final = "routing"
+DEFAULT_DEPTH: Final = "identity"
 Method = Literal["fpi", "aki", "direct_copy", "random"]
 Depth = Literal["auto", "identity", "stack", "interleave", "random"] | tuple[int, ...]
 Scheme = Literal["exact", "paper"]
