@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Curve:
     """The losses of a run, with the steps and the FLOPs so far at which they were measured.
 
     `validation` says whether these are validation losses. Steps ascend. `growths` has the FLOPs at
-    which the model grew inside the run.
+    which the model grew inside the run. `finished` says whether the run came to its end.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Curve:
     losses: tuple[float, ...]
     validation: bool = True
     growths: tuple[float, ...] = ()
+    finished: bool = True
 
 
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
@@ -85,6 +86,7 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     try:
         history = read_json(file, MOST_BYTES, "log")["log_history"]
         curve = curve_of(history, name or directory.resolve().name)
+        curve = replace(curve, finished=file.parent == directory)
         for step, loss in zip(curve.steps, curve.losses, strict=True):
             if isinstance(loss, float) and not math.isfinite(loss):
                 raise GrowthError(

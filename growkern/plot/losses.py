@@ -41,6 +41,7 @@ ONE_LOSS = "one loss only: to see a curve, set eval_every or log_every lower und
 BEYOND = (
     "the small model ends below the mark: too short a training for the savings to mean anything"
 )
+UNFINISHED = "the run that sets the mark is not finished: the savings will change"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
 FAR_START = 4.0
@@ -136,6 +137,8 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
         notes.append(ONE_LOSS)
     if any(source.losses[-1] <= mark for group in groups for source in group.sources):
         notes.append(BEYOND)
+    if len(groups) > 1 and not all(curve.finished for curve in groups[0].curves):
+        notes.append(UNFINISHED)
     return notes
 
 

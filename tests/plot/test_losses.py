@@ -9,7 +9,15 @@ import pytest
 
 from growkern.errors import GrowthError
 from growkern.plot.curves import NOT_REACHED, groups_of, savings_cells
-from growkern.plot.losses import BEYOND, NO_VALIDATION, ONE_LOSS, draw, notes_on, plot_runs
+from growkern.plot.losses import (
+    BEYOND,
+    NO_VALIDATION,
+    ONE_LOSS,
+    UNFINISHED,
+    draw,
+    notes_on,
+    plot_runs,
+)
 from tests.plot.runs import HISTORY, SCRATCH, curve, drawn, texts, write_run
 
 GROWN = curve("grown", [6.0, 4.5, 3.5])  # reaches 4 at 15
@@ -259,3 +267,12 @@ def test_a_run_without_validation_gets_a_sentence(tmp_path, monkeypatch):
     figure = drawn(monkeypatch, lambda: plot_runs([one], tmp_path / "a.png"))
     assert notes_on(groups) == [ONE_LOSS]
     assert ONE_LOSS in figure.axes[0].get_title("left")
+
+
+def test_a_mark_of_an_unfinished_run_gets_a_sentence(tmp_path):
+    """Its last loss is not its final one. Another run may be unfinished: it just ends earlier."""
+    whole = write_run(tmp_path / "whole", HISTORY)
+    write_run(tmp_path / "part" / "checkpoint-5", HISTORY)
+    part, out = tmp_path / "part", tmp_path / "a.png"
+    assert notes_on(plot_runs([part, whole], out)) == [UNFINISHED]
+    assert notes_on(plot_runs([whole, part], out)) == notes_on(plot_runs([part], out)) == []
