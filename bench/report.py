@@ -28,6 +28,7 @@ from bench.paper.briefs import (
     NeverGrown,
     brief_text,
     diagnosis_text,
+    family_text,
     never_grown,
     savings,
 )
@@ -260,6 +261,7 @@ BLOCKS = {
     "demo": demo_table,
     "saving": family_saving,
     "diagnosis": diagnosis_text,
+    "family": family_text,
     "families": families,
     "rules": lambda results: rules.table(),
     "expand": tables.expand,
@@ -280,12 +282,21 @@ BLOCKS = {
     **{f"savings-{name}": partial(brief_text, name=name) for name in BRIEFS},
 }
 # blocks that are tables of savings
-SAVINGS = {"measured", "demo", "diagnosis", "early", *(f"savings-{name}" for name in BRIEFS)}
+SAVINGS = {
+    "measured",
+    "demo",
+    "diagnosis",
+    "family",
+    "early",
+    *(f"savings-{name}" for name in BRIEFS),
+}
 
 
 def with_blocks(text: str, results: Path) -> str:
     """Replace every block between its marks by a new one."""
     for name, block in BLOCKS.items():
+        if f"<!-- {name} -->" not in text:
+            continue
         marks = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         made = block(results)
         body = f"{check_savings(name, made) if name in SAVINGS else made}\n"

@@ -18,6 +18,7 @@ from bench.paper.compare import (
     best_alone,
     committed,
     compared,
+    is_base,
     mean_and_half,
     saved,
     share,
@@ -305,6 +306,28 @@ def diagnosis_text(results: Path) -> str:
         cells.append([title_of(line), f"{spent:.2f}", str(len(found)), f"{mean:.3f}", *below])
     heads = ["a given size", "FLOPs", "seeds", "loss", "below scratch, equal FLOPs", "equal steps"]
     return table(heads, cells)
+
+
+def family_text(results: Path) -> str:
+    """The losses of the larger sizes of a family after as many steps, in markdown.
+
+    The question is a family. The smaller sizes are trained in any case, so equal steps are equal
+    FLOPs of all sizes up to this one.
+    """
+    rows, cells = committed(results), []
+    for line, pairs in compared(lines_of("family", "tiny") or [], "family", rows).items():
+        own, base = (
+            {seed: pair[which][-1]["losses"][-1] for seed, pair in pairs.items()}
+            for which in (0, 1)
+        )
+        is_alone = is_base(pairs)
+        title = f"{line.label} alone, never grown" if is_alone else title_of(line)
+        below = "-" if is_alone else _below_by_seed(base, own)
+        rate = next(iter(pairs.values()))[0][-1]["rate"]
+        cells.append(
+            [title, f"{rate:g}", str(len(own)), f"{statistics.fmean(own.values()):.3f}", below]
+        )
+    return table(["a family", "rate", "seeds", "loss", "below the size alone"], cells)
 
 
 def _below_by_seed(mark: Mapping[int, float], losses: Mapping[int, float]) -> str:

@@ -232,8 +232,8 @@ def family(setting: Setting) -> list[Line]:
     above = [replace(line, like=like) for line, like in zip(above, below, strict=True)]
     # what the chain does at its first growth, one change at a time
     changed = [
-        Line(first, name, middle.target.name, rate=between, lengths=(1.0,))
-        for name in ("fpi_padded", "fpi", "aki")
+        Line(first, name, f"{middle.target.name} at {between:g}", rate=between, lengths=(1.0,))
+        for name in ("chained", "chained_copy", "fpi_padded", "fpi", "aki")
     ]
     # each after the baseline of its size
     return [*scratch[:2], *below, *changed, scratch[2], *above]

@@ -6,11 +6,11 @@ import pytest
 
 from bench import report
 from bench.paper import briefs
-from bench.paper.briefs import BRIEFS, brief_text, frontier_text
+from bench.paper.briefs import BRIEFS, brief_text, family_text, frontier_text
 from bench.paper.compare import QUESTIONS, Share, alone, check_savings, committed, share, text_of
 from bench.paper.jobs import all_needs
 from bench.paper.models import Size
-from bench.paper.plans import jobs_of_seed, lines_of
+from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import SETTINGS
 from bench.shared.results import RESULTS, write
 from growkern.errors import GrowthError
@@ -137,3 +137,21 @@ def test_the_frontier_shows_the_better_rate_beside_the_best_fixed_size(tmp_path)
     assert by_name["scratch, 4x64"] == ["0.0052", "3.000", "-", "-0.100"]
     assert by_name["scratch, 2x64, never grown"] == ["0.0052", "2.900", "+0.100", "-"]
     assert by_name["stack at 70 %, from 2x64"] == ["0.0052", "3.100", "-0.100", "-0.200"]
+
+
+def test_a_family_is_compared_with_each_size_alone_seed_by_seed(tmp_path):
+    """Alone 3.0, 3.1 and 3.2; the chain 0.1 above with two seeds, and 0.4 with the third."""
+    lines = {(x.system, x.label): x for x in lines_of("family", "tiny")}
+    alone, chain = lines["scratch", "4x64"], lines["chained", "4x64"]
+    rows = [row_of(job, 3.0) for line in (alone, chain) for job in jobs_of_rates(line)]
+    for seed, behind in ((1, 0.1), (2, 0.1), (3, 0.4)):
+        loss = 2.9 + 0.1 * seed
+        rows += [row_of(job, loss) for job in jobs_of_seed(alone, seed, 0.0052)]
+        *short, whole = jobs_of_seed(chain, seed, chain.setting.rates[0])
+        rows += [*(row_of(job, 9.0) for job in short), row_of(whole, loss + behind)]
+    write(tmp_path / "paper.json", {"rows": rows})
+    text = check_savings("family", family_text(tmp_path))
+    _, _, *cells = ([x.strip() for x in line.strip("|").split("|")] for line in text.splitlines())
+    assert cells[0] == ["4x64 alone, never grown", "0.0052", "3", "3.100", "-"]
+    # 0.2 and 4.303 times the deviation 0.1732 over the root of 3
+    assert cells[1] == ["chain, 4x64", "0.003", "3", "3.300", "-0.200 ± 0.430"]
