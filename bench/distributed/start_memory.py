@@ -26,12 +26,13 @@ from bench.shared.system import reset_peak, status_mb, warm_up
 from growkern.growth.models import local_tensor
 from growkern.growth.optimizer.adamw import GrowthAdamW, decay_groups
 from growkern.growth.optimizer.into import grow_optimizer_into
+from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.growth_plan import plan_growth
 from growkern.growth.source.source import open_source
 from growkern.ops.backend import native
 from growkern.train.distributed.checkpoint import create_optimizer_state
 from growkern.train.distributed.shard import DistributedOptions
-from growkern.train.growth import GrowthStep, grown_model, options_of
+from growkern.train.growth import grown_model
 from growkern.train.loop.trainer import TwoStageTrainer
 
 SOURCE = {
@@ -83,13 +84,13 @@ def measure(folder: Path, kind: str) -> dict[str, Any]:
     warm_up(source, transformers.LlamaForCausalLM, **SIZES)
     # a run has imported all that the trainer imports
     assert TwoStageTrainer
-    growth, options = GrowthStep(source="source", sizes=SIZES), DistributedOptions(sharding="fsdp")
+    options = DistributedOptions(sharding="fsdp")
     dist.barrier()
     reset_peak()
     base = status_mb("VmRSS")
-    opened, how = open_source(source), options_of(growth)
-    planned = plan_growth(opened, how, SIZES, dtype=torch.float32, judged=False)
-    model = grown_model(planned, growth, options, torch.float32)
+    opened = open_source(source)
+    planned = plan_growth(opened, GrowthOptions(), SIZES, dtype=torch.float32, judged=False)
+    model = grown_model(planned, options, torch.float32)
     grown = status_mb("VmHWM") - base
     shard = sum(local_tensor(p).nbytes for p in model.parameters()) / 1e6
     reset_peak()
