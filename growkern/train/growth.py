@@ -38,9 +38,9 @@ from growkern.train.rules import check
 class GrowthStep(GrowthOptions):
     """A growth at the start of a run or inside it, without a detour over the disk.
 
-    Inside a run the weights, the optimizer's state, the learning-rate schedule, the order of the
-    data and all counts go on. StackBERT (Gong et al. 2019) is a list of these with depth="stack".
-    With `new_layers_steps` the list is MSLT (Yang et al. 2020).
+    Inside a run the weights, the learning-rate schedule, the order of the data and all counts go
+    on, and the optimizer's state if `moments` says so. StackBERT (Gong et al. 2019) is a list of
+    these. With `new_layers_steps` the list is MSLT (Yang et al. 2020).
 
     The other fields are those of `growkern.growth.options.GrowthOptions`.
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -284,6 +285,12 @@ def check_kinds(
         if _first_other(small, _repeated(small, old, depth, 1, options)) is None
     ][:2]
     fix = f"; the nearest depths that fit: {' or '.join(map(str, sorted(near)))}" if near else ""
+    # the default inside a run is another one
+    if (
+        _first_other(small, _repeated(small, old, new, 1, replace(options, depth="identity")))
+        is None
+    ):
+        fix += "; depth='identity' fits"
     raise UnfitError(
         f"{field}={new}: layer {layer} would copy layer {layers[layer]} of the source, but only "
         f"one of them is {kind} by the config ({', '.join(small.family.kinds[kind])}){fix}"
