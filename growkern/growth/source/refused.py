@@ -46,6 +46,10 @@ OBSTACLES = (
     ("state-space layers (Mamba)", "mamba.A_log"),
     ("layers of gated delta attention", "gate.A_log"),
     ("an indexer that chooses which tokens a layer attends to", "indexer."),
+    ("keys and values compressed over several tokens", "compressor."),
+    ("several residual streams (hyper-connections)", "_hc."),
+    ("experts chosen by a token's number", "tid2eid"),
+    ("a gate on every attention head", "self_attn.g_proj"),
     ("short convolutions", "conv."),
     ("inputs of its own for each layer", "per_layer"),
     ("latent attention", "kv_a_"),
@@ -53,8 +57,10 @@ OBSTACLES = (
     ("cross-attention", "cross_attn"),
     ("cross-attention", "encoder_attn"),
 )
-# of a model's layers; more of them add no names
-FEW_LAYERS = 2
+# of a model's layers; more of them add no names and no kinds of layers
+FEW_LAYERS = 8
+# name -> shape of a model's tensors
+Shapes = dict[str, tuple[int, ...]]
 # task_type of an adapter -> the class that loads it with its model
 PEFT_CLASSES = {
     "CAUSAL_LM": "AutoPeftModelForCausalLM",
@@ -166,6 +172,8 @@ UNDO = {
 }
 # keys under which configs say that weights are quantised; the second of older compressed-tensors
 QUANTISATION = ("quantization_config", "compression_config")
+# of a config that does not say how
+UNNAMED = "its config names no quant_method"
 # methods that growkern undoes itself; growth, with dequantize=True
 READ = ("fp8", "mxfp4")
 # rows of a block are computed at once
@@ -298,7 +306,8 @@ def quantisation_of(config: Any) -> tuple[str, dict[str, Any]]:
         return "", {}
     settings = getattr(*where)
     values = settings if isinstance(settings, dict) else vars(settings)
-    return str(getattr(values.get("quant_method"), "value", values.get("quant_method"))), values
+    method = values.get("quant_method") or values.get("quant_algo") or UNNAMED
+    return str(getattr(method, "value", method)), values
 
 
 def refuse_quantised(config: Any, place: str = "") -> None:
@@ -374,11 +383,11 @@ def _what_it_is(model_type: str, config: Mapping[str, Any], place: str) -> str:
     kind = within.get("model_type") if isinstance(within, Mapping) else None
     if kind in supported_families():
         return f"its text_config is a {kind}, which has a table: grow that part by itself"
-    names = _names_of(model_type)
-    if not names and isinstance(kind, str) and (names := _names_of(kind)):
-        return f"its text_config is a {kind}; {_described(names, place)}"
-    if names:
-        return _described(names, place)
+    shapes = _shapes_of(model_type, config)
+    if not shapes and isinstance(kind, str) and (shapes := _shapes_of(kind, within or {})):
+        return f"its text_config is a {kind}; {_described(shapes, place)}"
+    if shapes:
+        return _described(shapes, place)
     import transformers
 
     # its class may have no default for a size
@@ -396,48 +405,82 @@ def _draft(place: str) -> str:
     return command if place else "growkern.draft_family(model.config)"
 
 
-def _described(names: set[str], place: str) -> str:
-    """What stands in the way of a model with these names, its nearest family, and what may help."""
-    unknown, nearest = _compared(names)
+def _described(shapes: Shapes, place: str) -> str:
+    """What stands in the way of a model with these tensors, its nearest family, and what may help."""
+    unknown, likest, nearest = _compared(_short(shapes))
+    obstacles = [what for what, part in OBSTACLES if any(part in name for name in unknown)]
+    obstacles = obstacles or _uneven(shapes)
+    if not obstacles and unknown:
+        others = f" and {len(unknown) - 1} other tensors" if len(unknown) > 1 else ""
+        obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
     clauses = [
-        *(f"it has {what}" for what, part in OBSTACLES if any(part in name for name in unknown)),
+        *(f"it has {what}" for what in obstacles),
         nearest,
         f"{_draft(place)} writes a table of your own and checks it: {DOCS}/add_model.md",
     ]
     return "; ".join(clauses)
 
 
+def _uneven(shapes: Shapes) -> list[str]:
+    """The tensor of attention, if any, whose shape differs between layers."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(re.sub(r"\.\d+\.", ".{l}.", name), set()).add(shape)
+    uneven = sorted(name for name, own in found.items() if len(own) > 1 and "attn." in name)
+    names = [".".join(name.split(".")[-3:]) for name in uneven]
+    return [f"layers whose {names[0]} differ in shape"] if names else []
+
+
 def nearest_family(names: Iterable[str]) -> str:
     """A clause that names the family with the most of a model's tensors."""
-    return _compared(_short(names))[1]
+    return _compared(_short(names))[2]
 
 
-def _compared(names: set[str]) -> tuple[list[str], str]:
-    """The names that the nearest family lacks, and a clause that names it."""
+def _compared(names: set[str]) -> tuple[list[str], str, str]:
+    """The names that the nearest family lacks, that family, and a clause that names it."""
     # of families with equally many of its names, the one with the fewest others
     known = {kind: _names_in_table(kind) for kind in supported_families()}
     likest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
     share = len(names & known[likest]) / len(names)
-    return sorted(names - known[likest]), f"nearest: {likest} ({share:.0%} of its tensor names)"
+    nearest = f"nearest: {likest} ({share:.0%} of its tensor names)"
+    return sorted(names - known[likest]), likest, nearest
 
 
-def _names_of(model_type: str) -> set[str]:
-    """The names of the tensors of such a model, of any sizes; none if transformers has no such."""
+def _shapes_of(model_type: str, data: Mapping[str, Any]) -> Shapes:
+    """Name -> shape of the tensors of such a model, with the flags of its config.
+
+    Sizes are those of its class, and layers are few. Empty if transformers has no such model.
+    """
     import torch
     import transformers
 
-    for layers in (FEW_LAYERS, None):
+    for flags, layers in (
+        (_flags(data, on=True), FEW_LAYERS),
+        (_flags(data, on=False), FEW_LAYERS),
+        ({}, FEW_LAYERS),
+        ({}, None),
+    ):
         try:
-            # the values of a file that is refused could take any time
-            config = transformers.CONFIG_MAPPING[model_type]()
+            # the sizes of a file that is refused could take any time
+            config = transformers.CONFIG_MAPPING[model_type](**flags)
+            text = config.get_text_config()
             if layers is not None:
-                config.num_hidden_layers = min(layers, config.num_hidden_layers)
+                text.num_hidden_layers = min(layers, text.num_hidden_layers)
             with torch.device("meta"):
-                return _short(transformers.AutoModel.from_config(config).state_dict())
+                model = transformers.AutoModel.from_config(config)
+            return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         except Exception:
             # of any type: the model is refused in any case
             continue
-    return set()
+    return {}
+
+
+def _flags(data: Mapping[str, Any], *, on: bool) -> dict[str, Any]:
+    """What a config says besides sizes: what the model has none of and, with `on`, what it has."""
+    flags = {k: v for k, v in data.items() if v in (False, on) and type(v) in (bool, int)}
+    parts = {k: v for k, v in data.items() if k.endswith("_config") and isinstance(v, Mapping)}
+    kinds = {k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v}
+    return flags | {k: _flags(part, on=on) | kinds.get(k, {}) for k, part in parts.items()}
 
 
 def _names_in_table(model_type: str) -> set[str]:

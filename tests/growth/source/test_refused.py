@@ -1,6 +1,7 @@
 """Sources that cannot be grown: one line, with a command that works."""
 
 import copy
+import json
 import re
 import shlex
 
@@ -177,6 +178,16 @@ def test_quantised_checkpoints(tmp_path, method):
         assert all(hasattr(transformers, name) for name in kinds) and "t.GPT2LMHeadModel" in code
     live, _ = advice_of(model, n_embd=24)
     assert f"the model is quantised ({method})" in live
+
+
+@pytest.mark.parametrize(
+    "settings, method", [({"quant_algo": "NVFP4"}, "NVFP4"), ({"bits": 4}, "quant_method")]
+)
+def test_a_checkpoint_that_names_no_method_is_quantised_too(tmp_path, settings, method):
+    config = {"model_type": "gpt2", "quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(growkern.GrowthError, match=rf"quantised \([\w ]*{method}\)"):
+        growkern.plan(tmp_path, n_embd=24)
 
 
 def test_a_model_in_memory_with_quantised_weights():

@@ -31,6 +31,18 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
         ("kimi_linear", {}, "table; it has layers of gated delta attention; nearest: "),
+        # what its class may have and this model has not is no obstacle
+        (
+            "gemma4",
+            {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+            r"table; it has layers whose self_attn\.k_norm\.weight differ in shape; nearest: gemma3",
+        ),
+        ("gemma4", {}, "table; it has inputs of its own for each layer; nearest: "),
+        ("mimo_v2_flash", {}, r"layers whose self_attn\.k_proj\.weight differ in shape; nearest: "),
+        ("deepseek_v4", {}, r"it has several residual streams .*nearest: deepseek_v3"),
+        ("step3p7", {}, r"it has a gate on every attention head; nearest: "),
+        # none of these: a tensor without a rule
+        ("minimax", {}, r"it has self_attn\.diagonal_decay and \d+ other tensors, which mixtral"),
         # a class that has no default for a size
         ("lfm2_moe", {}, r"transformers [\d.]+ cannot build it .*growkern family draft /"),
         (
