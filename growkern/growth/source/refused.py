@@ -406,7 +406,7 @@ def _draft(place: str) -> str:
 
 
 def _described(shapes: Shapes, place: str) -> str:
-    """What stands in the way of a model with these tensors, its nearest family, and what may help."""
+    """What stands in the way of a model with these tensors, its nearest family, what may help."""
     unknown, likest, nearest = _compared(_short(shapes))
     obstacles = [what for what, part in OBSTACLES if any(part in name for name in unknown)]
     obstacles = obstacles or _uneven(shapes)

@@ -35,7 +35,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         (
             "gemma4",
             {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
-            r"table; it has layers whose self_attn\.k_norm\.weight differ in shape; nearest: gemma3",
+            r"table; it has layers whose self_attn\.k_norm\.weight differ in shape; nearest: gemma",
         ),
         ("gemma4", {}, "table; it has inputs of its own for each layer; nearest: "),
         ("mimo_v2_flash", {}, r"layers whose self_attn\.k_proj\.weight differ in shape; nearest: "),
