@@ -34,14 +34,14 @@ class ModelSpec:
         family: the table, without the parts that this class does not use (`Family.of_class`).
         class_name: the model class in transformers, such as "BertForMaskedLM".
         untied: tensors with values of their own that the config calls tied (`ties_by_value`).
-        dense: the dense model that this mixture shows (`growkern.growth.space.upcycling`).
+        dense_model: the dense model that this mixture shows (`growkern.growth.space.upcycling`).
     """
 
     family: Family
     config: Any
     class_name: str
     untied: frozenset[str] = frozenset()
-    dense: ModelSpec | None = None
+    dense_model: ModelSpec | None = None
 
     @classmethod
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
@@ -65,7 +65,7 @@ class ModelSpec:
 
     def with_config(self, config: Any) -> ModelSpec:
         """The same class with another config of the same family."""
-        other = replace(self, config=config, dense=None)
+        other = replace(self, config=config, dense_model=None)
         if "tower" in vars(self):
             # it never grows
             vars(other)["tower"] = self.tower
@@ -242,7 +242,7 @@ class ModelSpec:
         tensors: dict[str, TensorSpec] = {}
         for tensor in self._bound_rows():
             # a dense model has no router; of alternative rows the first that holds wins
-            if self.dense is None or tensor.fallback is None:
+            if self.dense_model is None or tensor.fallback is None:
                 tensors.setdefault(tensor.name, tensor)
         return tuple(tensors.values())
 

@@ -136,7 +136,7 @@ def grow(
             family=family,
             **how,
         )
-        refuse_unreadable(grown.source.dense or grown.source)
+        refuse_unreadable(grown.source.stored)
         # a config that transformers cannot build must fail before any work
         _shapes(grown)
         _warn_of_changes(grown)

@@ -146,7 +146,7 @@ def fill(
     progress: bool = False,
 ) -> int:
     """Carry out a plan of `plan_into`. Arguments as in `grow_into`; the bytes that it computed."""
-    opened = grown.source.dense or grown.source
+    opened = grown.source.stored
     parameters = named_tensors(model)
     targets = _targets(grown, parameters)
     tasks = [task for task in grown.tasks if task.name in targets]

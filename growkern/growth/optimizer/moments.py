@@ -259,7 +259,7 @@ def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
         return True
     if moments == "grow" and not has_known_gradient(plan, task):
         return True
-    is_beside = plan.small.dense is not None and adds_nothing(task.tensor.row, plan.options)
+    is_beside = plan.small.dense_model is not None and adds_nothing(task.tensor.row, plan.options)
     return is_beside or moments == "reset" or is_new(plan, task)
 
 

@@ -66,7 +66,7 @@ def _asked(what: str, why: str) -> Finding:
 
 def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Say how far all changes together move the outputs of a dense model that becomes a mixture."""
-    if not (plan.small.dense and any(finding.level == "changed" for finding in result)):
+    if not (plan.small.dense_model and any(finding.level == "changed" for finding in result)):
         return result
     change = measured_change(plan)
     amount = "the models cannot be run here to measure how far that moves the outputs"
@@ -96,7 +96,7 @@ def measured_change(plan: Blueprint) -> float | None:
         spec=plan.large,
         dtypes=plan.dtypes,
         read=lambda name, *_: build_tensor(plan, tasks[name]),
-        dense=None,
+        dense_source=None,
     )
     dtype = torch.float64 if plan.parameters() <= LARGEST else torch.float32
     tokens = random_inputs(plan.source)
@@ -197,7 +197,7 @@ def _heads_under_norm(plan: Blueprint) -> Iterator[Finding]:
 
 def _experts(plan: Blueprint) -> Iterator[Finding]:
     for space in plan.small.family.mixtures:
-        if plan.small.dense:
+        if plan.small.dense_model:
             yield from _upcycled(plan, space)
         elif are_asleep(space, plan.small, plan.large.size):
             yield _asleep(plan, space)

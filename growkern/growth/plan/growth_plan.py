@@ -319,7 +319,7 @@ def plan_growth(
         return _plan_for(opened, options, large, dtype)
 
     made = made_to_fit(opened.spec, dims, target_config, make)
-    if opened.dense is not None:
+    if opened.dense_source is not None:
         check_router_sizes(made.small, made.large, options)
     if judged or MARK not in given.router:
         check_centroids(made)
@@ -337,7 +337,7 @@ def as_mixture(
 
     Of `dims` the fields are taken out that decide which layers become mixtures.
     """
-    if opened.spec.dense is not None:
+    if opened.spec.dense_model is not None:
         return opened, options
     if not options.to and target_config is not None:
         options = replace(options, to=mixture_of(opened.spec, target_config))

@@ -232,7 +232,7 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
         **(plan.to_dict() if "findings" in vars(plan) else plan.summary()),
         **({} if (table := plan.small.family.table) is None else {TABLE_KEY: table}),
         "source_config": config_dict(plan.small.config),
-        **({} if (dense := plan.small.dense) is None else {DENSE: config_dict(dense.config)}),
+        **({} if (dense := plan.small.dense_model) is None else {DENSE: config_dict(dense.config)}),
         "target_config": config_dict(plan.large.config),
         "source_dtype": str(plan.source.dtype).removeprefix("torch."),
         "maps": spaces_of(plan),

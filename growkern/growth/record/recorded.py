@@ -69,7 +69,7 @@ class Lineage:
         if self.dense_config is None:
             return spec
         family = with_start(spec.family, self.options)
-        return replace(spec, family=family, dense=dense_model(self.dense_config, spec))
+        return replace(spec, family=family, dense_model=dense_model(self.dense_config, spec))
 
 
 def read_lineage(path: Path) -> Lineage:

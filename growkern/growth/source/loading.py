@@ -164,7 +164,7 @@ def as_model(source: Source, dtype: torch.dtype = torch.float64) -> Any:
 
     A dense model that becomes a mixture is run as it is.
     """
-    source = source.dense or source
+    source = source.stored
     # constants such as Gemma's root of the hidden size stay rounded to the source's dtype
     model = untrained_model(source.spec, source.dtype)
     state = {name: source.read(name).to(dtype) for name in source.dtypes}

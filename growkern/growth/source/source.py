@@ -73,7 +73,7 @@ class Source:
     # of the files of `directory`, before they were read
     stamps: Stamps | None = field(default=None, repr=False)
     # the dense model that this mixture shows, and the tensors made of its own
-    dense: Source | None = field(default=None, repr=False)
+    dense_source: Source | None = field(default=None, repr=False)
     parts: Mapping[str, Parts] = field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: Any) -> Source:
@@ -88,6 +88,11 @@ class Source:
         """Refuse files that changed since the source was opened, after they were read."""
         if self.stamps is not None:
             self.stamps.check(is_same)
+
+    @property
+    def stored(self) -> Source:
+        """What files or a model in memory hold: the dense model that a mixture shows, or this."""
+        return self.dense_source or self
 
     @property
     def config(self) -> Any:

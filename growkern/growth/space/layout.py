@@ -206,7 +206,7 @@ class Layout:
         Some models round that root to the dtype of their weights, so this rounds it too. The
         result is 1 if the table's row names no such factor.
         """
-        if self.small.dense and isinstance(row, Row) and is_output(row):
+        if self.small.dense_model and isinstance(row, Row) and is_output(row):
             return output_scale(self.small, self.large, row)
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0

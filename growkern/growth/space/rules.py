@@ -106,7 +106,11 @@ def are_asleep(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -
     `size` gives a size of the target, or the source's if it is not known yet.
     """
     chosen = (str(space.chosen), *space.groups[1:])
-    if space.asleep is None or small.dense or size(str(space.size)) == small.size(str(space.size)):
+    if (
+        space.asleep is None
+        or small.dense_model
+        or size(str(space.size)) == small.size(str(space.size))
+    ):
         return False
     return all(size(key) == small.size(key) for key in chosen)
 
@@ -171,7 +175,7 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
                 f"that fit: {field}={new - new % old} or {new - new % old + old}. Leave out "
                 f"{names}, which will fit then{_or_asleep(space, small, large)}"
             )
-        if small.dense:
+        if small.dense_model:
             # its experts are one FFN: see `growkern.growth.space.upcycling`
             continue
         copied = followers(space, small)
@@ -188,7 +192,7 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
 def _or_asleep(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> str:
     """The end of an error message: new experts can sleep instead, if there are any."""
     grows = large.size(str(space.size)) > small.size(str(space.size))
-    if space.asleep is None or small.dense or not grows:
+    if space.asleep is None or small.dense_model or not grows:
         return ""
     kept = (str(space.chosen), *space.groups[1:])
     fit = " and ".join(f"{small.family.config_field(key)}={small.size(key)}" for key in kept)

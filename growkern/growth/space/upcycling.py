@@ -153,7 +153,7 @@ def upcycled(source: Source, config: Any, options: GrowthOptions) -> Source:
     name = _class_like(family, small)
     if name is None:
         raise GrowthError(f"{small.class_name}: a {family.model_type} has no class with its head")
-    view = replace(ModelSpec.of(config, name, family), dense=small, untied=small.untied)
+    view = replace(ModelSpec.of(config, name, family), dense_model=small, untied=small.untied)
     parts = parts_of(view)
     used = {name for part in parts.values() for name in part.names} | view.shapes.keys()
     for tensor in (t for t in small.own_tensors if t.name not in used):
@@ -164,12 +164,14 @@ def upcycled(source: Source, config: Any, options: GrowthOptions) -> Source:
         for t in view.own_tensors
     }
     read = Assembled(source.read, parts)
-    return replace(source, spec=view, dtypes=dtypes, read=read, keys={}, dense=source, parts=parts)
+    return replace(
+        source, spec=view, dtypes=dtypes, read=read, keys={}, dense_source=source, parts=parts
+    )
 
 
 def as_source_of(small: ModelSpec, opened: Source, options: GrowthOptions) -> Source:
     """An opened source as a growth from `small` reads it."""
-    return opened if small.dense is None else upcycled(opened, small.config, options)
+    return opened if small.dense_model is None else upcycled(opened, small.config, options)
 
 
 def dense_model(config: Any, view: ModelSpec) -> ModelSpec:
@@ -353,7 +355,7 @@ def _parts_of(whole: int, asked: Any, field: str) -> int:
 
 def parts_of(view: ModelSpec) -> dict[str, Parts]:
     """The tensors of a mixture that are made of a dense model's FFN."""
-    small = view.dense
+    small = view.dense_model
     if small is None:
         return {}
     prefix = small.family.classes[small.class_name].prefix

@@ -45,7 +45,9 @@ def is_dropped(plan: Blueprint, task: Task) -> bool:
 
 def _is_of_copies(plan: Blueprint, task: Task) -> bool:
     """True for the matrices of experts that are copies of a dense FFN."""
-    return plan.small.dense is not None and bool(task.tensor.row.dense) and len(task.shape) == 3
+    return (
+        plan.small.dense_model is not None and bool(task.tensor.row.dense) and len(task.shape) == 3
+    )
 
 
 def drop_units(

@@ -117,7 +117,7 @@ def is_router(plan: Blueprint, task: Task) -> bool:
     """True for the router of a mixture that was a dense model."""
     mixtures = [f"write:{space.name}" for space in plan.small.family.mixtures]
     axes = task.tensor.axes
-    return plan.small.dense is not None and len(axes) == 2 and axes[0] in mixtures
+    return plan.small.dense_model is not None and len(axes) == 2 and axes[0] in mixtures
 
 
 def philox_key(plan: Blueprint, *which: object) -> int:
