@@ -108,8 +108,8 @@ Teacher = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="Directory of the teacher, a model on the Hub, or the URL of a server of vLLM or "
-        "SGLang that runs it.",
+        help="Directory of the teacher, a model on the Hub, or the URL of a server of vLLM that "
+        "runs it.",
     ),
 ]
 RunFile = Annotated[

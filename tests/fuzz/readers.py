@@ -33,7 +33,7 @@ from growkern.train.model.load import load_tokenizer
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.run.file import load_run
 from growkern.train.safety.checkpoints import damage
-from growkern.train.topk_teacher.served import SCHEMAS, ServedTeacher
+from growkern.train.topk_teacher.served import ServedTeacher
 from testbed.tiny import VOCAB, TinyTokenizer
 from tests.faults.work import save_source, tiny
 from tests.train.run.test_config import COMPLETE
@@ -42,18 +42,8 @@ from tests.train.run.test_run import save_tokenizer
 HOW = {"hidden_size": 8, "progress": False}
 IDENTITY = {"work": "growing", "sizes": [4, 8]}
 JOURNAL = [IDENTITY, ["source", "x", "ab"], ["target", "y", 0, 4, "cd"], ["lost", "y", 0, 4]]
-ROW = [[-1.5 * n, n, None] for n in range(1, 5)]
-ANSWERS = {
-    "vllm": {
-        "choices": [{"prompt_logprobs": [None, *[{str(t): {"logprob": p} for p, t, _ in ROW}] * 2]}]
-    },
-    "sglang": {
-        "meta_info": {
-            "input_top_logprobs": [None, ROW, ROW],
-            "input_token_logprobs": [[None, 1, None], ROW[1], ROW[2]],
-        }
-    },
-}
+ROW = {str(n): {"logprob": -1.5 * n} for n in range(1, 5)}
+ANSWER = {"choices": [{"prompt_logprobs": [None, ROW, ROW]}]}
 
 
 @dataclass(frozen=True)
@@ -93,8 +83,7 @@ def prepare(folder: Path) -> None:
     shutil.copytree(folder / "cache", folder / "loose")
     (folder / "run.toml").write_text(COMPLETE)
     (folder / "journal").write_text("".join(json.dumps(line) + "\n" for line in JOURNAL))
-    for name, answer in ANSWERS.items():
-        (folder / f"{name}.json").write_text(json.dumps(answer))
+    (folder / "vllm.json").write_text(json.dumps(ANSWER))
 
 
 def _read_source(name: str) -> Callable[[Path], Any]:
@@ -125,21 +114,17 @@ def _read_cache(folder: Path) -> None:
     cache.batch({"input_ids": tokens, "labels": tokens})
 
 
-def _read_answer(schema: str) -> Callable[[Path], Any]:
-    def read(folder: Path) -> None:
-        async def ask(*_: object) -> Any:
-            try:
-                return parse_json((folder / f"{schema}.json").read_bytes())
-            except ValueError as error:
-                raise GrowthError(f"the answer is not JSON: {error}") from error
+def _read_answer(folder: Path) -> None:
+    async def ask(*_: object) -> Any:
+        try:
+            return parse_json((folder / "vllm.json").read_bytes())
+        except ValueError as error:
+            raise GrowthError(f"the answer is not JSON: {error}") from error
 
-        teacher = ServedTeacher.__new__(ServedTeacher)
-        teacher.name, teacher.k, teacher.model, teacher._longest = "http://host", 4, "m", None
-        teacher._schema, teacher.facts = SCHEMAS[schema], SimpleNamespace(vocab_size=32)
-        teacher._connection = SimpleNamespace(ask=ask)
-        asyncio.run(teacher._rows_of([1, 2, 3]))
-
-    return read
+    teacher = ServedTeacher.__new__(ServedTeacher)
+    teacher.name, teacher.k, teacher.model, teacher._longest = "http://host", 4, "m", None
+    teacher.facts, teacher._connection = SimpleNamespace(vocab_size=32), SimpleNamespace(ask=ask)
+    asyncio.run(teacher._rows_of([1, 2, 3]))
 
 
 READERS = {
@@ -156,8 +141,7 @@ READERS = {
     "manifest": Reader("cache/manifest.json", lambda f: damage(f / "cache")),
     "keys": Reader("loose/index.safetensors", _read_cache),
     "rows": Reader("loose/rows-00000.safetensors", _read_cache),
-    "vllm": Reader("vllm.json", _read_answer("vllm")),
-    "sglang": Reader("sglang.json", _read_answer("sglang")),
+    "vllm": Reader("vllm.json", _read_answer),
     "run": Reader("run.toml", lambda f: load_run(f / "run.toml")),
     "tokenizer": Reader("words/tokenizer.json", lambda f: load_tokenizer(f / "words")),
     "words": Reader("words/tokenizer_config.json", lambda f: load_tokenizer(f / "words")),

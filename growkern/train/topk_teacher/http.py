@@ -127,7 +127,7 @@ class Connection:
         if len(content) > most_bytes:
             raise GrowthError(
                 f"{self.url}{path}: the answer has more than {most_bytes} bytes: is this a server "
-                "of vLLM or SGLang?"
+                "of vLLM?"
             )
         if answer.status_code != 200:
             raise self._of_status(path, answer, content)

@@ -227,7 +227,7 @@ class TeacherSection:
         paths: checkpoint directories of the teachers. Or a table of the names in `data.train` and
             one directory each: that teacher then teaches the rows of this source alone.
         cache: directory that `growkern cache-teacher` wrote.
-        url: of a server of vLLM or SGLang that runs the teacher, see `growkern.ServedTeacher`.
+        url: of a server of vLLM that runs the teacher, see `growkern.ServedTeacher`.
         served_model: the name of the teacher on the server, if that has several.
         k: tokens per row that the server is asked for.
         vocab_size: tokens of the teacher on the server, if the run's tokenizer has more.

@@ -1,4 +1,4 @@
-"""A server that speaks the schemas of vLLM and SGLang, and runs a model of the tests."""
+"""A server that speaks the schema of vLLM, and runs a model of the tests."""
 
 import contextlib
 import json
@@ -13,7 +13,6 @@ class TeacherServer:
 
     Args:
         model: answers in float64.
-        owner: the name that the server gives itself.
 
     Attributes:
         faults: (status, headers, body) of the answers to the next POST requests; then it works.
@@ -22,16 +21,15 @@ class TeacherServer:
         edit: changes an answer before it is sent.
     """
 
-    def __init__(self, model, owner="vllm"):
-        self.model, self.owner, self.longest = model, owner, 4096
+    def __init__(self, model):
+        self.model, self.longest = model, 4096
         self.faults, self.requests, self.most = [], [], 10**6
         self.names = ["teacher"]
         self.edit = lambda answer: answer
 
     def models(self):
         cards = [
-            {"id": name, "owned_by": self.owner, "max_model_len": self.longest}
-            for name in self.names
+            {"id": name, "owned_by": "vllm", "max_model_len": self.longest} for name in self.names
         ]
         return {"object": "list", "data": cards}
 
@@ -55,27 +53,15 @@ class TeacherServer:
             entries.append(entry)
         return {"object": "text_completion", "choices": [{"text": "?", "prompt_logprobs": entries}]}
 
-    def sglang(self, body):
-        assert body["return_logprob"] and body["logprob_start_len"] == 0
-        tokens = body["input_ids"]
-        log_p, best = self.top(tokens, body["top_logprobs_num"])
-        rows = [
-            [[float(v), int(i), None] for v, i in zip(values, ids, strict=True)]
-            for values, ids in zip(best.values, best.indices, strict=True)
-        ]
-        own = [[float(log_p[i, token]), token, None] for i, token in enumerate(tokens[1:])]
-        info = {"input_token_logprobs": [[None, tokens[0], None], *own]}
-        return {"text": "", "meta_info": info | {"input_top_logprobs": [None, *rows]}}
-
 
 @contextlib.contextmanager
-def serving(model, owner="vllm"):
+def serving(model):
     """Run such a server in a thread.
 
     Returns:
         Its state and its URL.
     """
-    state = TeacherServer(model, owner)
+    state = TeacherServer(model)
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self, status, headers, body):
@@ -94,8 +80,7 @@ def serving(model, owner="vllm"):
             state.requests.append((self.path, dict(self.headers), body))
             if state.faults:
                 return self.answer(*state.faults.pop(0))
-            answer = state.vllm(body) if self.path == "/v1/completions" else state.sglang(body)
-            self.answer(200, {}, json.dumps(state.edit(answer)).encode())
+            self.answer(200, {}, json.dumps(state.edit(state.vllm(body))).encode())
 
         def log_message(self, *words):
             pass
