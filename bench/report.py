@@ -207,7 +207,7 @@ def _mean(curves: Sequence[Points]) -> Points:
 
 def _curves(rows: Mapping[str, Row]) -> dict[str, Points]:
     """FLOPs and losses, means over the seeds, of the small model, of both large ones."""
-    lines = compared(lines_of(GROWN[0], "tiny") or [], GROWN[0], rows)
+    lines = compared(lines_of(GROWN[0], "tiny"), GROWN[0], rows)
     pairs = next(pairs for x, pairs in lines.items() if (x.system, x.label) == GROWN[1:])
     setting = next(iter(lines)).setting
     small = [fixed_sizes(setting, seed, rows)[SMALL] for seed in pairs]

@@ -140,28 +140,17 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def _check_table(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End a call with a message if its table has no such size or systems, or lacks a text."""
-    lines = lines_of(options.table, options.size)
-    if lines is None:
-        parser.error(f"{options.table} has no size {options.size!r}")
-    own = list(dict.fromkeys(line.system for line in lines))
+    """End a call with a message if its table has no such systems."""
+    own = list(dict.fromkeys(line.system for line in lines_of(options.table, options.size)))
     for name in options.systems or ():
         if name not in own:
             parser.error(f"{name}: no system of {options.table}. It has: {', '.join(own)}")
-    given = {"--text": options.text, "--domain": options.domain}
-    needed = ("--text", "--domain") if options.table == "domain" else ("--text",)
-    for option in needed if options.size == "base" else ():
-        if not given[option]:
-            parser.error(
-                f"--size base needs {option}: it trains on billions of tokens, and the text "
-                "that is on every machine has a few million"
-            )
 
 
 def train_table(options: argparse.Namespace) -> None:
     """Train the runs of a table that are not done yet."""
     named = {"corpus": files_of(options.text), "domain": files_of(options.domain)}
-    lines = lines_of(options.table, options.size) or []
+    lines = lines_of(options.table, options.size)
     wanted = named_job(lines, options.row) if options.row else None
     facts = prepare(options.dir, lines[0].setting, named)
     if options.known or options.save:

@@ -257,7 +257,7 @@ def never_grown(
 def _found(rows: Mapping[str, Row], where: Where | None) -> tuple[Line | None, Pairs]:
     """A line of a table at size "tiny", and its runs beside those of its baseline."""
     name, *wanted = where or ("", "", "")
-    lines = compared(lines_of(name, "tiny") or [], name, rows) if where else {}
+    lines = compared(lines_of(name, "tiny"), name, rows) if where else {}
     found = ((x, pairs) for x, pairs in lines.items() if [x.system, x.label] == wanted)
     return next(found, (None, {}))
 
@@ -267,7 +267,7 @@ def ends_of(rows: Mapping[str, Row], name: str) -> list[tuple[Line, Row]]:
 
     All have seed 1.
     """
-    lines = lines_of(name, "tiny") or []
+    lines = lines_of(name, "tiny")
     jobs = [jobs_of_seed(line, 1, line.rate or 0.0)[-1].name for line in lines]
     return [(line, rows[job]) for line, job in zip(lines, jobs, strict=True) if job in rows]
 
@@ -284,7 +284,7 @@ def diagnosis_text(results: Path) -> str:
     only the best one is shown.
     """
     rows, by_line = committed(results), {}
-    for line in lines_of("diagnosis", "tiny") or []:
+    for line in lines_of("diagnosis", "tiny"):
         names = {n: jobs_of_seed(line, n, line.rate or 0.0)[-1].name for n in range(1, SEEDS + 1)}
         if found := {seed: rows[name] for seed, name in names.items() if name in rows}:
             by_line[line] = found
@@ -315,7 +315,7 @@ def family_text(results: Path) -> str:
     FLOPs of all sizes up to this one.
     """
     rows, cells = committed(results), []
-    for line, pairs in compared(lines_of("family", "tiny") or [], "family", rows).items():
+    for line, pairs in compared(lines_of("family", "tiny"), "family", rows).items():
         own, base = (
             {seed: pair[which][-1]["losses"][-1] for seed, pair in pairs.items()}
             for which in (0, 1)

@@ -285,7 +285,7 @@ class Share(NamedTuple):
 @cache
 def _settings(size: str) -> dict[str, Setting]:
     """Every setting of the tables at a size, by its name."""
-    lines = [line for name in TABLES for line in lines_of(name, size) or ()]
+    lines = [line for name in TABLES for line in lines_of(name, size)]
     kinds = [(x.setting, x.setting.for_source, x.setting.for_scratch) for x in lines]
     return {setting.name: setting for three in kinds for setting in three}
 

@@ -90,7 +90,7 @@ def page_text(results: Path) -> str:
     parts.append(_systems({line.system for _, _, by_line in tables for line in by_line}))
     for name, size, by_line in tables:
         parts.append(section(name, size, by_line))
-        minutes = minutes_of(lines_of(name, size) or [], rows)
+        minutes = minutes_of(lines_of(name, size), rows)
         if minutes is not None:
             parts.append(f"One seed took {minutes:.0f} minutes, its rates and sources included.\n")
         if _has_picture(by_line):
@@ -102,7 +102,7 @@ def _studies(results: Path, rows: Mapping[str, Row]) -> Iterator[str]:
     """The tables of studies whose lines have no lengths in common, once there is enough to tell."""
     if any(row["system"] == "chained" for row in rows.values()):
         yield f"## {heading('family', 'tiny')}\n\n{brief_text(results, 'family')}\n"
-    if 2 * len(ends_of(rows, "frontier")) >= len(lines_of("frontier", "tiny") or []):
+    if 2 * len(ends_of(rows, "frontier")) >= len(lines_of("frontier", "tiny")):
         yield f"## {heading('frontier', 'tiny')}\n\n{frontier_text(results)}\n"
 
 
@@ -138,7 +138,7 @@ def _never_grown(rows: Mapping[str, Row], tables: Iterable[tuple[str, str]]) -> 
     """What models of one size save to the losses where the baselines of the tables end."""
     lines: dict[str, None] = {}
     for name, size in tables:
-        for line, pairs in compared(lines_of(name, size) or [], name, rows).items():
+        for line, pairs in compared(lines_of(name, size), name, rows).items():
             setting = line.setting
             if not is_base(pairs) or TABLES[name].baseline != "scratch":
                 continue
@@ -198,7 +198,7 @@ def tables_in(
     """The name, the size and the lines of every table of which so many lines are done, or all."""
     for name in TABLES:
         for size in SIZES:
-            lines = lines_of(name, size) or []
+            lines = lines_of(name, size)
             if any(line.lengths for line in lines):
                 # it has a table of its own
                 continue

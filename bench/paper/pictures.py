@@ -173,9 +173,7 @@ def picture_of(setting: Setting, moment: str) -> str:
 
 def drawn_lines(size: str) -> list[Line]:
     """The lines whose maps are drawn."""
-    lines = [
-        (line, system) for name, system in DRAWN.items() for line in lines_of(name, size) or ()
-    ]
+    lines = [(line, system) for name, system in DRAWN.items() for line in lines_of(name, size)]
     return [line for line, system in lines if line.system == system]
 
 

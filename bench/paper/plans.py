@@ -399,7 +399,6 @@ def jobs_of_seed(line: Line, seed: int, rate: float) -> list[Job]:
     return [job_of(setting, line.system, seed, rate, length) for length in steps]
 
 
-def lines_of(name: str, size: str) -> list[Line] | None:
-    """The lines of a table at a size; None if it has no such size."""
-    setting = SETTINGS.get((size, TABLES[name].family))
-    return None if setting is None else TABLES[name].lines(setting)
+def lines_of(name: str, size: str) -> list[Line]:
+    """The lines of a table at a size."""
+    return TABLES[name].lines(SETTINGS[size, TABLES[name].family])

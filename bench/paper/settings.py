@@ -213,99 +213,35 @@ MICRO_GPT = replace(
     validation_tokens=None,
     vocab=300,
 )
-# One modern GPU. None was ever timed at this size. Python's library is read 13 times in 2,000
-# steps: a larger text is better.
-SMALL_GPT = Setting(
-    name="small-gpt",
+# For the minutes of `bench.gpt_110m`, which finds the steps by a probe. The rate was never tried.
+GPT_110M = Setting(
+    name="gpt-110m",
     family="gpt2",
-    source=Size(6, 256, 4),
-    target=Size(6, 512, 8),
+    source=Size(12, 512, 8),
+    target=Size(12, 768, 12),
     source_steps=2000,
     steps=2000,
     rate_steps=500,
-    rates=(5e-4, 1e-3, 2e-3),
-    source_rate=2e-3,
+    rates=(1e-3,),
+    source_rate=1e-3,
     warmup=0.05,
     batch=64,
-    length=256,
+    length=512,
     layers_per_block=2,
-    vocab=8192,
+    vocab=32_768,
     validation_tokens=150_000,
     precision="bf16",
 )
-# The sizes of base-gpt, for the minutes of `bench.gpt_110m`, which finds the steps by a probe. The
-# rate was never tried.
-GPT_110M = replace(
-    SMALL_GPT,
-    name="gpt-110m",
-    source=Size(12, 512, 8),
-    target=Size(12, 768, 12),
-    rates=(1e-3,),
-    source_rate=1e-3,
-    length=512,
-    vocab=32_768,
-)
-# As many tokens in a step. Rates are guessed from those of the tiny sizes: never tried.
-SMALL_BERT = replace(
-    SMALL_GPT,
-    name="small-bert",
-    family="bert",
-    rates=(2.5e-4, 5e-4, 1e-3),
-    source_rate=1e-3,
-    untrained_rate_steps=2000,
-    batch=128,
-    length=128,
-    # 15 % are labels: 112,500 in all passes
-    validation_passes=5,
-)
-# The sizes, the batch, the rate, the warm-up and the dropout of bert2BERT; its 40 epochs are
-# guessed as steps. These are 26 billion tokens: give a text.
-BASE_BERT = Setting(
-    name="base-bert",
-    family="bert",
-    source=Size(12, 512, 8),
-    target=Size(12, 768, 12),
-    source_steps=400_000,
-    steps=400_000,
-    rate_steps=40_000,
-    rates=(5e-5, 1e-4, 2e-4),
-    source_rate=1e-4,
-    warmup=0.025,
-    batch=512,
-    length=128,
-    layers_per_block=3,
-    vocab=30_522,
-    validation_tokens=1_000_000,
-    precision="bf16",
-    dropout=0.1,
-)
-SIZES = ("micro", "tiny", "small", "base")
+SIZES = ("micro", "tiny")
 SETTINGS = {
     ("micro", "gpt2"): MICRO_GPT,
+    ("micro", "bert"): replace(MICRO_GPT, name="micro-bert", family="bert"),
+    ("micro", "t5"): replace(MICRO_GPT, name="micro-t5", family="t5"),
+    ("micro", "qwen3"): replace(
+        MICRO_GPT, name="micro-qwen3", family="qwen3", target=MICRO_GPT.source
+    ),
     ("tiny", "gpt2"): TINY_GPT,
     ("tiny", "bert"): TINY_BERT,
     ("tiny", "t5"): TINY_T5,
     ("tiny", "qwen3"): TINY_QWEN,
-    ("micro", "bert"): replace(MICRO_GPT, name="micro-bert", family="bert"),
-    ("micro", "t5"): replace(MICRO_GPT, name="micro-t5", family="t5"),
-    ("small", "gpt2"): SMALL_GPT,
-    ("small", "bert"): SMALL_BERT,
-    **{
-        (setting.name.split("-")[0], "qwen3"): replace(
-            setting,
-            name=setting.name.replace("gpt", "qwen3"),
-            family="qwen3",
-            target=setting.source,
-        )
-        for setting in (MICRO_GPT, SMALL_GPT)
-    },
-    ("small", "t5"): replace(SMALL_BERT, name="small-t5", family="t5"),
-    ("base", "bert"): BASE_BERT,
-    # The paper grows GPT-2 from and to the same sizes. The rest, and all of T5, is BERT's: the
-    # paper's T5 grows from 31 to 360 million parameters.
-    ("base", "gpt2"): replace(BASE_BERT, name="base-gpt", family="gpt2", vocab=50_257),
-    ("base", "t5"): replace(BASE_BERT, name="base-t5", family="t5", vocab=32_128),
-    ("base", "qwen3"): replace(
-        BASE_BERT, name="base-qwen3", family="qwen3", target=BASE_BERT.source, vocab=50_257
-    ),
 }
