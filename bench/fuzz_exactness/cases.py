@@ -47,7 +47,7 @@ LISTS: dict[str, list[Any]] = {
 }
 # options of every growth. A value that occurs twice is drawn twice as often
 OPTIONS = {
-    "method": ("fpi", "fpi", "fpi", "aki"),
+    "method": ("fpi", "fpi", "fpi", "fresh", "aki"),
     "depth": ("identity", "identity", "stack", "interleave", "auto"),
     "scheme": ("exact", "exact", "paper"),
     "symmetry": ("routing", "noise", "split", "none"),

@@ -233,7 +233,7 @@ def family(setting: Setting) -> list[Line]:
     # what the chain does at its first growth, one change at a time
     changed = [
         Line(first, name, f"{middle.target.name} at {between:g}", rate=between, lengths=(1.0,))
-        for name in ("chained", "chained_copy", "fpi_padded", "fpi", "aki")
+        for name in ("chained", "chained_copy", "chained_fresh", "fpi_padded", "fpi", "aki")
     ]
     # each after the baseline of its size
     return [*scratch[:2], *below, *changed, scratch[2], *above]
@@ -331,7 +331,7 @@ TABLES = {
     "ages": Table("StackBERT, and sources of three ages", "bert", lines.ages),
     "table4": Table("bert2BERT, Table 4: the length of stage 1", "bert", lines.stages),
     "progressive": Table("Fewer layers first", "bert", lines.progressive),
-    "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", lines.systems(*lines.COMPARED)),
+    "table5": Table("bert2BERT, Table 5: GPT-2", "gpt2", lines.systems(*lines.COMPARED, "fresh")),
     "layers": Table("More and narrower layers", "gpt2", lines.more_layers),
     "stages": Table("Stage 1 as a run before: GPT-2", "gpt2", lines.stage_before),
     "table6": Table(

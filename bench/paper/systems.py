@@ -235,6 +235,12 @@ SYSTEMS = {
         "FPI; new entries of the hidden state begin empty, in place of copies",
         grown("fpi", stream="padded"),
     ),
+    # new heads and FFN units are no copies either
+    "fresh": System(
+        "fresh, padded stream",
+        "the same, and new heads and FFN units begin untrained and unread, in place of copies",
+        grown("fresh", stream="padded"),
+    ),
     "aki_padded": System(
         "AKI, padded stream",
         "AKI with such a hidden state",
@@ -429,6 +435,12 @@ SYSTEMS = {
         "the same with DirectCopy",
         with_training(grown("direct_copy"), optimizer="auto"),
         needs=_chain("chained_copy"),
+    ),
+    "chained_fresh": System(
+        "chain, fresh",
+        "the same with new heads and FFN units that begin untrained and unread",
+        with_training(grown("fresh", stream="padded"), optimizer="auto"),
+        needs=_chain("chained_fresh"),
     ),
     # a dense model goes on, or becomes a mixture of experts
     "continued": System("dense, continued", "the source is trained on", going_on),

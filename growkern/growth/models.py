@@ -188,8 +188,13 @@ class Initial:
     zero_rows: tuple[int, ...] = ()  # set to 0 afterwards (padding tokens)
 
 
-def initial_tensors(spec: ModelSpec, needed: Collection[str]) -> dict[str, Initial]:
-    """The initialisation of parameters and persistent buffers of a model, by name."""
+def initial_tensors(
+    spec: ModelSpec, needed: Collection[str], *, may_lack: bool = False
+) -> dict[str, Initial]:
+    """The initialisation of parameters and persistent buffers of a model, by name.
+
+    With `may_lack`, those that are initialised in other ways than `Initial` knows are left out.
+    """
     with torch.device("meta"):
         model = untrained_model(spec)
     every = chain(persistent_buffers(model), model.named_parameters(remove_duplicate=False))
@@ -200,11 +205,11 @@ def initial_tensors(spec: ModelSpec, needed: Collection[str]) -> dict[str, Initi
             module._is_hf_initialized = False
         model.initialize_weights()
     unknown = [name for name, tensor in tensors.items() if id(tensor) not in initial]
-    if unknown:
+    if unknown and not may_lack:
         raise GrowthError(
             f"{unknown[0]}: how {spec.class_name} initialises it is not known: use method='fpi'"
         )
-    return {name: initial[id(tensor)] for name, tensor in tensors.items()}
+    return {name: initial[id(tensor)] for name, tensor in tensors.items() if name not in unknown}
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from growkern.ops.expand import MOST_AMPLITUDE
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY: Final = "routing"
 DEFAULT_DEPTH: Final = "identity"
-Method = Literal["fpi", "aki", "direct_copy", "random"]
+Method = Literal["fpi", "fresh", "aki", "direct_copy", "random"]
 Depth = Literal["auto", "identity", "stack", "interleave", "random"] | tuple[int, ...]
 Scheme = Literal["exact", "paper"]
 Symmetry = Literal["auto", "routing", "noise", "split", "none"]
@@ -44,9 +44,11 @@ class GrowthOptions:
     """How to grow.
 
     Attributes:
-        method: how tensors are widened. `fpi` preserves the source's function. `aki` takes new
-            heads and FFN units from the next layer. `direct_copy` puts the source into a block of
-            a random matrix. `random` uses nothing of the source (bert2BERT, Table 1).
+        method: how tensors are widened. `fpi` preserves the source's function by copies. `fresh`
+            preserves it too, but new heads and FFN units begin untrained, and nothing reads them
+            yet (Masked Structural Growth, arXiv 2305.02869). `aki` takes them from the next layer.
+            `direct_copy` puts the source into a block of a random matrix. `random` uses nothing of
+            the source (bert2BERT, Table 1).
         depth: how layers are added. `identity` inserts blocks that add nothing, which keeps the
             function. `stack` repeats the whole stack (bert2BERT, Algorithm 1). `interleave` puts
             copies next to their layer. `random` inserts untrained layers, as the class initialises
@@ -150,6 +152,8 @@ class GrowthOptions:
                 raise GrowthError(
                     f"{name}={value!r} has no effect without a family to become: give to as well"
                 )
+        if self.method == "fresh" and self.scheme == "paper":
+            raise GrowthError("method='fresh' takes scheme='exact': leave scheme out")
         if self.stream == "padded" and (self.scheme == "paper" or self.is_baseline):
             other = 'scheme="paper"' if self.scheme == "paper" else f"method={self.method!r}"
             raise GrowthError(f"stream='padded' has no effect with {other}: leave it out")

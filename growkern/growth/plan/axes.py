@@ -213,7 +213,7 @@ def gradient_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap:
         # a factor multiplies the source's vector times `write`, and its gradient is as that's
         scale = space.write if role == "read" else space.read
         scale = scale * space.write if role == "factor" else scale
-        has_source = ~space.is_extra & (index < space.source)
+        has_source = ~space.is_extra & (index < space.source) & ~layout.untrained_units(name)
         index = torch.where(has_source, index, 0) + offset
         index = index + total * from_next_layer(plan, task, role, name)
         pieces.append((index, torch.where(has_source, scale, 0.0)))

@@ -42,13 +42,23 @@ LARGEST_ROUNDING = 1e-12
 
 
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
-    """Findings on width, heads, experts, vocabulary, AKI, head, depth, shares and rounding."""
+    """Findings on width, heads, experts, vocabulary, methods, head, depth, shares and rounding."""
     if plan.options.is_baseline:
         block = "the source's weights lie in a block of random weights"
         why = block if plan.options.method == "direct_copy" else "all weights are random"
         return (_asked("everything", f"{why}, so the source's function is lost"),)
     parts = (
-        *(_width, _head_dim, _heads_under_norm, _experts, _vocabulary, _advanced, _head, _depth),
+        *(
+            _width,
+            _head_dim,
+            _heads_under_norm,
+            _experts,
+            _vocabulary,
+            _advanced,
+            _fresh,
+            _head,
+            _depth,
+        ),
         *(_large_shares, rounding_findings),
     )
     result = tuple(finding for part in parts for finding in part(plan))
@@ -321,6 +331,16 @@ def _advanced(plan: Blueprint) -> Iterator[Finding]:
         yield _asked(f"new {what}", "taken from the next layer")
     else:
         yield Finding("exact", "aki", "no new heads or FFN units: same as fpi")
+
+
+def _fresh(plan: Blueprint) -> Iterator[Finding]:
+    if plan.options.method != "fresh":
+        return
+    spaces = plan.layout.family.spaces.values()
+    new = {s.kind for s in spaces if plan.layout.untrained_units(s.name).any()}
+    named = {"heads": "heads", "units": "FFN units"}
+    if what := " and ".join(text for kind, text in named.items() if kind in new):
+        yield Finding("exact", f"new {what}", "they begin untrained, and nothing reads them yet")
 
 
 def _head(plan: Blueprint) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -231,14 +232,18 @@ class Layout:
 
     def _heads(self, spec: SpaceSpec, layer: Layer) -> Space:
         heads = str(spec.heads)
-        head_map = self.head_map(heads, layer)
-        split = self._split(spec.name, layer, head_map)
         # one share per head, as a head works as a whole
-        whole = self._copies(spec)(head_map, self.small.size(heads), split)
+        whole = self._copies(spec, layer, self.head_map(heads, layer), self.small.size(heads))
         return outer_product(whole, self._entries(spec, layer))
 
-    def _copies(self, spec: SpaceSpec) -> Callable[..., Space]:
-        return weighted if spec.weighted and self.options.scheme == "exact" else copies
+    def _copies(self, spec: SpaceSpec, layer: Layer, index: Tensor, source: int) -> Space:
+        """Whole heads or units, of which those that begin untrained are not read."""
+        new = self._untrained(str(spec.heads or spec.size), layer, index)
+        if new.any():
+            count = index[~new].bincount(minlength=source)[index]
+            return replace(copies(index, source), read=(~new).double() / count)
+        make = weighted if spec.weighted and self.options.scheme == "exact" else copies
+        return make(index, source, self._split(spec.name, layer, index))
 
     def _entries(self, spec: SpaceSpec, layer: Layer) -> Space:
         """The entries of one head or unit."""
@@ -288,9 +293,52 @@ class Layout:
         else:
             index = self._index(spec, layer, source, target)
         if spec.size == self.family.ffn and self.has_carry_units:
-            split = self._split(spec.name, layer, index[:-CARRY_UNITS])
-            return with_carry_units(index, source, split)
-        return self._copies(spec)(index, source, self._split(spec.name, layer, index))
+            return with_carry_units(self._copies(spec, layer, index[:-CARRY_UNITS], source))
+        return self._copies(spec, layer, index, source)
+
+    # ---- untrained heads and units (method="fresh")
+
+    @cached_property
+    def untrained_sizes(self) -> frozenset[str]:
+        """The sizes whose new heads or units begin untrained.
+
+        A head or unit must act on its own: a norm over all of them would see the new ones.
+        """
+        if self.options.method != "fresh":
+            return frozenset()
+        spaces = self.family.spaces
+        normed = {name for t in self.small.own_tensors if t.norm for name in t.norm}
+        alone, mixed = {"q_heads", "kv_heads"}, set[str]()
+        for space in spaces.values():
+            key = str(space.heads or space.size)
+            if space.kind == "units" and key != "stream":
+                alone.add(key)
+            if space.name in normed or space.weighted or space.blocks or space.activated:
+                mixed.add(key)
+        if mixed & {"q_heads", "kv_heads"}:
+            mixed |= {"q_heads", "kv_heads"}
+        return frozenset(alone - mixed)
+
+    def _untrained(self, size: str, layer: Layer, index: Tensor) -> Tensor:
+        """Which heads or units of this size begin untrained, (target,) bool.
+
+        The first copy of each is trained. A key head serves all queries of its group.
+        """
+        if size not in self.untrained_sizes:
+            return torch.zeros(len(index), dtype=torch.bool)
+        heads = self.head_map("q_heads", layer) if size == "kv_heads" else index
+        is_copy = maps.rank_in_group(heads) > 0
+        return is_copy.view(len(index), -1).all(1)
+
+    def untrained_units(self, name: str) -> Tensor:
+        """Entries of a space that belong to heads or units that begin untrained, (target,) bool."""
+        space, spec = self.space(name), self.family.spaces[name]
+        size = str(spec.heads or spec.size)
+        if size not in self.untrained_sizes:
+            return torch.zeros(space.target, dtype=torch.bool)
+        # nothing reads any entry of theirs
+        whole = (space.read == 0).view(self.large.size(size), -1).all(1)
+        return whole.repeat_interleave(space.target // len(whole))
 
     # ---- advanced knowledge initialisation (AKI)
 

@@ -293,16 +293,13 @@ def within_head(
     return Space(source, index, write, index, is_old.double() / gain)
 
 
-def with_carry_units(index: Tensor, source: int, split: Tensor | None = None) -> Space:
-    """FFN units: copies, then four units in two +- pairs that pass two numbers through the FFN.
-
-    `index` is as in `copies`; its last four are ignored. `split` is over the units before them.
-    """
+def with_carry_units(units: Space) -> Space:
+    """FFN units, then four more in two +- pairs that pass two numbers through the FFN."""
     place = torch.tensor([0, 0, 1, 1])
     coefficient = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     # past the source's units
     carry = Space(0, place, coefficient, place, coefficient)
-    return direct_sum([copies(index[:-CARRY_UNITS], source, split), carry])
+    return direct_sum([units, carry])
 
 
 def signed_split(index: Tensor, rng: torch.Generator, where: Tensor | None = None) -> Tensor:

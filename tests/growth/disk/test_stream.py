@@ -47,7 +47,9 @@ def files(directory):
 
 
 @pytest.mark.parametrize("limit", ["1GB", "12kB"])
-@pytest.mark.parametrize("how", [{}, {"method": "aki"}, {"method": "direct_copy"}])
+@pytest.mark.parametrize(
+    "how", [{}, {"method": "fresh"}, {"method": "aki"}, {"method": "direct_copy"}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_files_are_those_save_pretrained_writes(tmp_path, class_name, dtype, how, limit):

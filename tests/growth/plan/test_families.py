@@ -382,7 +382,7 @@ def test_blocks_are_the_whole_bit_for_bit(class_name, sizes, config, growth):
 
 def test_blocks_of_a_carrying_encoder_and_of_the_baselines_too():
     source = random_model("BertForMaskedLM", BERT, dtype=torch.float32)
-    for method in ("fpi", "aki", "direct_copy", "random"):
+    for method in ("fpi", "fresh", "aki", "direct_copy", "random"):
         plan = growkern.plan(source, method=method, hidden_size=20, intermediate_size=40)
         for task in plan.tasks:
             whole = build_tensor(plan, task)

@@ -92,7 +92,9 @@ VALUES = {
     "router": "zero",
     "drop": 0.5,
 }
-METHODS = [{"method": m} for m in ("fpi", "aki", "direct_copy", "random")] + [{"scheme": "paper"}]
+METHODS = [{"method": m} for m in ("fpi", "fresh", "aki", "direct_copy", "random")] + [
+    {"scheme": "paper"}
+]
 MODELS = [
     ("LlamaForCausalLM", LLAMA, [WIDE, DEEP, {**WIDE, **DEEP}]),
     ("BertForMaskedLM", BERT, [{"hidden_size": 20, "num_attention_heads": 5}, DEEP]),

@@ -33,7 +33,9 @@ from growkern.growth.plan.tensors.untrained import (
     build_baseline,
     build_random,
     centroids_of,
+    draw_untrained,
     old_entries_within,
+    untrained_places,
 )
 from growkern.growth.source import Read
 from growkern.growth.space import take_shares
@@ -110,6 +112,8 @@ def build_tensor(
         return out.copy_(whole[part])
     work = work or OneByOne(backend)
     _build_weight(plan, task, read, part, out, work)
+    if places := untrained_places(plan, task):
+        work.then(partial(draw_untrained, plan, task, places, part, out))
     if is_dropped(plan, task):
         build = partial(_expert, plan, task, read, backend)
         work.then(partial(drop_units, plan, task, part, out, build))

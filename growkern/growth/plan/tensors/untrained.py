@@ -92,6 +92,68 @@ def _drawn(key: int, tile: Sequence[tuple[int, range]], cutoff: float) -> Any:
     return drawn
 
 
+def untrained_places(plan: Blueprint, task: Task) -> list[tuple[Tensor, Tensor]]:
+    """With method="fresh": where a tensor begins untrained, by two vectors for each axis.
+
+    The first, (target,) bool, has the rows of new heads and units, and the columns that read what
+    is 0. An entry begins untrained if an axis has it. The second has the rows that must stay as
+    they are, those that write the stream's extra entries.
+
+    Returns:
+        [] if the tensor has no such entries.
+    """
+    is_made = task.is_made or task.tensor.norm or task.tensor.is_copied or task.identity == "zero"
+    if plan.options.method != "fresh" or is_made or task.name not in plan.initial_tensors:
+        return []
+    result = [
+        _untrained_of(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)
+    ]
+    return result if any(bool(new.any()) for new, _ in result) else []
+
+
+def _untrained_of(plan: Blueprint, task: Task, axis: str, size: int) -> tuple[Tensor, Tensor]:
+    role, _, names = axis.partition(":")
+    none = torch.zeros(size, dtype=torch.bool)
+    if not names or role == "factor":
+        return none, none
+    new, kept = [], []
+    for name in names.split("|"):
+        space = plan.layout.space(name, task.source_layer)
+        is_free = space.is_extra & space.free_extra
+        new.append(is_free if role == "read" else plan.layout.untrained_units(name))
+        kept.append(space.is_extra & (role == "write"))
+    return torch.cat(new), torch.cat(kept)
+
+
+def draw_untrained(
+    plan: Blueprint, task: Task, places: Sequence[tuple[Tensor, Tensor]], part: Part, out: Tensor
+) -> None:
+    """Draw the entries of `untrained_places` in a part of a target tensor, `out`."""
+    initial, where = plan.initial_tensors[task.name], task.ranges(part)
+    for axis in range(len(places)):
+        free = [new if dim == axis else ~kept for dim, (new, kept) in enumerate(places)]
+        # blocks of rows of one tile, so that little memory is needed
+        runs = [_runs(x, r, TILE[0]) for x, r in zip(free[:-1], where[:-1], strict=True)]
+        for box in product(*runs, _runs(free[-1], where[-1])):
+            numbers = torch.full([*map(len, box)], initial.value, dtype=torch.float32)
+            if initial.deviation:
+                fill_random(plan, task, "init", initial, box, numbers)
+            place = (
+                slice(b.start - r.start, b.stop - r.start) for b, r in zip(box, where, strict=True)
+            )
+            out[tuple(place)] = numbers.to(out)
+
+
+def _runs(wanted: Tensor, where: range, most: int | None = None) -> list[range]:
+    """The runs of wanted entries of an axis in a range, `most` entries each at most."""
+    entries = wanted[where.start : where.stop].nonzero().flatten() + where.start
+    ends = [*(entries.diff() > 1).nonzero().flatten().add(1).tolist()]
+    runs = [range(int(run[0]), int(run[-1]) + 1) for run in entries.tensor_split(ends) if len(run)]
+    if most is None:
+        return runs
+    return [run[at : at + most] for run in runs for at in range(0, len(run), most)]
+
+
 def build_random(
     plan: Blueprint,
     task: Task,
