@@ -12,7 +12,7 @@ from torch import Tensor
 
 from growkern.ops.backend.nvrtc import Grid, Kernel
 from growkern.ops.expand.call import ExpandCall, Routing
-from growkern.ops.expand.on_cuda import plan
+from growkern.ops.expand.on_cuda import launches_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # Bytes of shared memory that a block may have, from CUDA's programming guide.
@@ -65,7 +65,7 @@ def _expand_case(
         col_noise=vector if how == "noise" else None,
         routing=Routing(1, _shape(N, 2)) if how.startswith("routing") else None,
     )
-    made = plan(call, limit=limit)
+    made = launches_of(call, limit=limit)
     narrow = ALIKE if dict(made.kernel.macros)["ALIGNED"] else RAGGED
     name, size = f"CUDA expand {name}", dtype.itemsize
     stores = narrow if narrow == RAGGED else ""

@@ -28,7 +28,7 @@ from examples.demo.corpus import library_files, read_corpus, train_tokenizer
 from growkern.train.dataset.load import pack_text
 from growkern.train.model.forward import head_inputs
 from growkern.train.model.head import align_labels
-from growkern.train.topk_teacher.rows import topk_of_head
+from growkern.train.topk_teacher.computed import topk_of_head
 from growkern.train.topk_teacher.store import FORMAT, CacheHeader
 
 VOCABULARY, LENGTH, BATCH = 4096, 64, 16

@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     args: ctypes.Structure
 
 
-class Plan(NamedTuple):
+class Launches(NamedTuple):
     """A launch, and one `before` it that lists rows: None without a map of rows.
 
     `tensors` are those whose addresses are in the arguments; they must outlive both.
@@ -108,7 +108,7 @@ def lists_by_source(rows_M: Tensor, R: int) -> tuple[Launch, Tensor, Tensor]:
     return Launch(kernel, Grid(-(-len(rows_M) // THREADS), THREADS), args), first, after
 
 
-def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
+def launches_of(call: ExpandCall, *, limit: int = 48 << 10) -> Launches:
     """The launch that carries out a call; tensors on "meta" give the same one without memory.
 
     `limit` is the bytes of shared memory that a block may have.
@@ -141,7 +141,7 @@ def plan(call: ExpandCall, *, limit: int = 48 << 10) -> Plan:
     )
     kernel = expand_kernel(call, _aligned(tensors, args))
     grid = Grid(R * blocks_per_row, THREADS, row_bytes if staged else 0)
-    return Plan(kernel, grid, args, (*tensors, rows), before)
+    return Launches(kernel, grid, args, (*tensors, rows), before)
 
 
 def _on_gpu(call: ExpandCall) -> bool:
@@ -175,7 +175,7 @@ def expand_on_cuda(call: ExpandCall) -> None:
     """
     if missing := nvrtc.why_not():
         raise GrowthError(f"backend='cuda' cannot run here: {missing}")
-    made = plan(call, limit=nvrtc.shared_limit(call.out.device))
+    made = launches_of(call, limit=nvrtc.shared_limit(call.out.device))
     if made.before is not None:
         nvrtc.launch(*made.before, call.out.device)
     nvrtc.launch(made.kernel, made.grid, made.args, call.out.device)

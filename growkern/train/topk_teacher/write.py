@@ -29,7 +29,7 @@ from growkern.publish.manifest import checksum, why_kept, write_manifest
 from growkern.train.loss import check_own_tokenizer, tokenizer_fingerprint
 from growkern.train.model import load_language_model
 from growkern.train.objectives.language_modeling import Collator
-from growkern.train.topk_teacher.rows import (
+from growkern.train.topk_teacher.computed import (
     Contents,
     Examples,
     ModelTeacher,

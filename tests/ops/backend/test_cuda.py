@@ -15,7 +15,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend import nvrtc
 from growkern.ops.backend.nvrtc import Grid
 from growkern.ops.expand.call import ExpandCall
-from growkern.ops.expand.on_cuda import ExpandRowsArgs, plan
+from growkern.ops.expand.on_cuda import ExpandRowsArgs, launches_of
 from testbed.cuda_emulator import emulate
 
 CUDA_HOME = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
@@ -153,8 +153,8 @@ class FakeDriver:
 
 @pytest.fixture
 def launched(monkeypatch, current_device):
-    """A plan of two rows, and the driver that gets it."""
-    made = plan(ExpandCall(torch.empty(2, 9), torch.randn(2, 9)))
+    """The launches of two rows, and the driver that gets it."""
+    made = launches_of(ExpandCall(torch.empty(2, 9), torch.randn(2, 9)))
     driver = FakeDriver(made.kernel, current_device)
     nvrtc._function.cache_clear()
     monkeypatch.setattr(nvrtc, "_allowed", {})

@@ -8,7 +8,7 @@ import torch
 from growkern.errors import GrowthError
 from growkern.ops.expand import on_cuda, on_triton
 from growkern.ops.expand.call import ExpandCall, check_expand
-from growkern.ops.expand.on_cuda import lists_by_source, plan
+from growkern.ops.expand.on_cuda import launches_of, lists_by_source
 from growkern.ops.expand.op import expand_reference
 from testbed.cuda_emulator import emulate
 from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
@@ -21,7 +21,7 @@ STAGED, DIRECT = 48 << 10, 0
 
 
 def run(call, limit=STAGED, eager=False):
-    made = plan(call, limit=limit)
+    made = launches_of(call, limit=limit)
     assert made.args.staged == (limit == STAGED)
     if made.before is not None:
         emulate(*made.before, eager=eager)
@@ -97,14 +97,14 @@ def test_identity_and_empty():
     W = torch.randn(6, 11)
     assert torch.equal(run(ExpandCall(torch.empty(6, 11), W)), W)
     none = torch.empty(0, dtype=torch.long)
-    assert plan(ExpandCall(torch.empty(6, 0), W, cols=none)).grid.blocks == 6
+    assert launches_of(ExpandCall(torch.empty(6, 0), W, cols=none)).grid.blocks == 6
 
 
 def test_columns_of_few_rows_are_shared_by_blocks():
     W = torch.randn(1, 5000)
     cols = torch.randint(5000, (9000,))
     call = ExpandCall(torch.empty(1, 9000), W, cols=cols)
-    assert plan(call).grid.blocks == 9
+    assert launches_of(call).grid.blocks == 9
     assert torch.equal(run(call), W[:, cols])
 
 
@@ -132,7 +132,7 @@ def test_what_a_call_starts_beside_its_kernel(noise, monkeypatch):
     case = make_case(19, 33, 41, 70, FP32, "cpu", noise=noise)
     call = ExpandCall(torch.empty(41, 70), **case)
     with Started() as started:
-        made = plan(call)
+        made = launches_of(call)
     assert made.before.kernel.name == "row_lists"
     assert started.names == ["full", "_to_copy"] and len(launched) == (noise != "none")
 
@@ -155,7 +155,7 @@ def test_the_weight_on_the_host_lives_until_the_kernel_has_ended(on_host, monkey
     stream = SimpleNamespace(synchronize=lambda: events.append("ended"))
     monkeypatch.setattr(on_cuda.nvrtc, "why_not", lambda: "")
     monkeypatch.setattr(on_cuda.nvrtc, "shared_limit", lambda device: STAGED)
-    monkeypatch.setattr(on_cuda, "plan", lambda call, limit: made)
+    monkeypatch.setattr(on_cuda, "launches_of", lambda call, limit: made)
     monkeypatch.setattr(on_cuda.nvrtc, "launch", lambda *args: events.append("launched"))
     monkeypatch.setattr(torch.cuda, "current_stream", {OnGpu.device: stream}.__getitem__)
     weight, out = torch.ones(3, 4), torch.empty(3, 4).as_subclass(OnGpu)
@@ -173,7 +173,10 @@ def test_a_weight_on_the_host_has_contiguous_columns(name):
         out = torch.empty(weight.shape).as_subclass(OnGpu)
         call = ExpandCall(out, weight, upper)
         check_expand(call, None, reads_host=True)
-        assert (plan(call._replace(out=torch.empty(weight.shape))).tensors[:2]) == (weight, upper)
+        assert (launches_of(call._replace(out=torch.empty(weight.shape))).tensors[:2]) == (
+            weight,
+            upper,
+        )
 
     def case(turned):
         return {"weight": torch.ones(3, 4), "upper": torch.ones(3, 4)} | {name: turned}

@@ -27,7 +27,7 @@ from growkern.train.distributed.checkpoint import create_optimizer_state
 from growkern.train.loop.checks import check_accelerator
 from growkern.train.model.load import load_tokenizer
 from growkern.train.model.sub_model import layer_stacks
-from growkern.train.topk_teacher.rows import ModelTeacher
+from growkern.train.topk_teacher.computed import ModelTeacher
 from testbed.models import random_model
 from testbed.relatives import LOCAL
 from testbed.tiny import Batches, arguments, build

@@ -8,7 +8,7 @@ import transformers
 
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer, inherited_loss
 from growkern.train.model.forward import head_inputs, run_model
-from growkern.train.topk_teacher.rows import ModelTeacher
+from growkern.train.topk_teacher.computed import ModelTeacher
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from testbed.relatives import RELATIVES
 from testbed.tiny import VOCAB, build

@@ -20,8 +20,7 @@ from growkern.publish.manifest import write_manifest
 from growkern.train.dataset.load import TokenBlocks
 from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
-from growkern.train.topk_teacher import rows as cache_rows
-from growkern.train.topk_teacher import store
+from growkern.train.topk_teacher import computed, store
 from growkern.train.topk_teacher import write as writer
 from growkern.train.topk_teacher.store import BITS_AT_ONCE, pack_ids, unpack_ids, write_tensors
 from growkern.train.topk_teacher.teacher import rows_of
@@ -148,7 +147,7 @@ def test_no_row_before_the_first_token(rows, tmp_path):
 def test_large_logits_keep_their_digits(offset):
     z = 8 * torch.randn(6, 400, generator=torch.Generator().manual_seed(0)) + offset
     # exact products: the logits are the columns of the head
-    ids, log_p = cache_rows.topk_of_head(torch.eye(6), z.T.contiguous(), None, 400, 32, 1.0)
+    ids, log_p = computed.topk_of_head(torch.eye(6), z.T.contiguous(), None, 400, 32, 1.0)
     expected = z.double().log_softmax(-1).gather(1, ids)
     assert log_p.dtype == torch.float32
     torch.testing.assert_close(log_p.double(), expected, rtol=1.2e-7, atol=2.5e-7)
