@@ -31,7 +31,7 @@ def more_experts(model, count):
     """`count` copies of all experts."""
     return {
         key: count * model.size(key)
-        for space in model.family.mixtures
+        for space in model.mixtures
         for key in (space.size, *followers(space, model))
     }
 
@@ -52,13 +52,19 @@ def more_units(model, together=False):
     sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
     sizes |= {key: old[key] + 1 for key in family.ratios if key in family.growable}
     units = [space for space in family.spaces.values() if space.kind == "units"]
-    sizes |= {s.size: 2 * old[s.size] for s in units if s.activated and s.size != "stream"}
+    whole = {s.size for s in units if s.activated and s.size != "stream"}
+    sizes |= {key: 2 * old[key] for key in whole & {*family.unit_sizes}}
     keys = {size.field: key for key, size in family.config.items()}
-    for size in family.config.values():
+    for key, size in family.config.items():
         if "/" in size.factors:
             above, below = keys[size.factors[0]], keys[size.factors[2]]
             count = sizes[below] if together else old[below]
-            sizes[above] = (old[above] // old[below] + 1) * count
+            if family.config[above].follows == "stream":
+                # the model computes their entries from the stream
+                sizes |= {above: 2 * old[above], below: 2 * old[below]}
+                continue
+            each = old[above] // old[below]
+            sizes[above] = (2 * each if key in whole else each + 1) * count
     return sizes
 
 
@@ -70,6 +76,13 @@ def alone(model):
     found |= {key: {key: old[key] + 1} for key in family.stacks.values()}
     found |= {"vocab": {"vocab": 64}} if "vocab" in old else {}
     found["stream"] = wider
+    for key, size in family.config.items():
+        if size.follows == "stream":
+            # in groups, of which others make a quotient
+            divided = [s.factors[2] for s in family.config.values() if size.field in s.factors[:1]]
+            groups = {k: 2 * old[k] for k, s in family.config.items() if s.field in divided}
+            bound = {**wider, key: 2 * old[key]}
+            found |= {key: bound} | {k: {**bound, k: n} for k, n in groups.items()}
     found |= dict.fromkeys(more_experts(model, 3), more_experts(model, 3))
     if not family.forces_head_dim:
         parts = parts_of_heads(model)
@@ -95,7 +108,8 @@ def at_once(model):
     sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}
     if family.forces_head_dim:
         return sizes | {"stream": 2 * model.head_dim() * sizes[family.query_heads[0]]}
-    return sizes | {"stream": old["stream"] + 8}
+    is_bound = any(size.follows == "stream" for size in family.config.values())
+    return sizes | {"stream": 2 * old["stream"] if is_bound else old["stream"] + 8}
 
 
 def grown_by(model, sizes):

@@ -100,8 +100,10 @@ def fold_back(plan, task, grown):
 # the token that stands for a patch of an image, and inputs of an image of four patches, or of two
 IMAGE = 49
 GRID = torch.tensor([[1, 4, 4]])
+CORNERS = torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]])
 IMAGES = {
     "gemma3": (4, (1, 3, 8, 8), {}),
+    "gemma4": (1, (1, 4, 48), {"image_position_ids": CORNERS}),
     "mistral3": (2, (1, 3, 8, 16), {"image_sizes": torch.tensor([[8, 16]])}),
     "qwen2_5_vl": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_vl": (4, (16, 96), {"image_grid_thw": GRID}),

@@ -163,6 +163,36 @@ NEO = {
     **{"max_position_embeddings": 16, "attention_types": [[["global"], 1], [["local"], 1]]},
     **{"layer_norm_epsilon": 1e-2, "intermediate_size": 20, "pad_token_id": 0},
 }
+GEMMA4_EXPERTS = {
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+    "moe_intermediate_size": 7,
+}
+# full layers have heads of their own size, and keys that are values too
+GEMMA4 = {
+    **{**ROTARY, **KINDS, "global_head_dim": 8, "num_global_key_value_heads": 1},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-2},
+    **GEMMA4_EXPERTS,
+}
+GEMMA4_TOWER = {
+    **{**TOWER, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4},
+    **{"position_embedding_size": 8, "pooling_kernel_size": 2},
+}
+GEMMA4_SOUND = {
+    **{"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 6},
+    **{"subsampling_conv_channels": [8, 4], "use_clipped_linears": False},
+}
+MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 3, "ssm_state_size": 4, "n_groups": 2}
+BAMBA = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 6, "mamba_n_groups": 2, "mamba_d_state": 5},
+    **{"mamba_chunk_size": 4, "mamba_d_conv": 3},
+}
+NEMOTRON_H = {
+    **{k: v for k, v in ROTARY.items() if k not in ("num_hidden_layers", "rms_norm_eps")},
+    **{k: v for k, v in GROUPS.items() if k != "first_k_dense_replace"},
+    **{**MAMBA, "moe_shared_expert_intermediate_size": 6, "layer_norm_epsilon": 1e-2},
+    **{"conv_kernel": 3, "chunk_size": 4},
+    "layers_block_type": ["full_attention", "linear_attention", "moe", "mlp"],
+}
 BY_KIND = {
     "sliding_attention": ROPE,
     "full_attention": {**ROPE, "rope_theta": 50000.0},
@@ -392,6 +422,45 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             **{"moe_intermediate_size": 7, "mup_enabled": True, "rms_norm_eps": 1e-2},
         },
         {"attention_bias": True, "mup_enabled": False, "num_dense_layers": 0},
+    ),
+    "gemma4_text": (
+        "Gemma4ForCausalLM",
+        GEMMA4,
+        {**dict.fromkeys(GEMMA4_EXPERTS), "enable_moe_block": False, "attention_bias": True},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {**NEMOTRON_H, "moe_latent_size": 5},
+        {"moe_latent_size": None, "norm_topk_prob": False, "mlp_bias": True, "use_bias": True},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{**LOCAL, **FACTORS, **BAMBA, "shared_intermediate_size": 11, "rms_norm_eps": 1e-2},
+            "layer_types": ["full_attention", "linear_attention"],
+        },
+        {
+            **{"num_local_experts": 0, "num_experts_per_tok": 0, "attention_bias": True},
+            **{"position_embedding_type": "rope", "mamba_proj_bias": True},
+        },
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        {**ROTARY, **BAMBA, "rms_norm_eps": 1e-2, "attn_layer_indices": [0]},
+        {**BIASES, "mamba_proj_bias": True},
+    ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        {
+            **{**ROTARY, **BAMBA, "rms_norm_eps": 1e-2, "mamba_rms_norm": True, "mamba_d_ssm": 24},
+            "ssm_multipliers": [0.5, 2.0, 4.0, 0.25, 8.0],
+        },
+        {**BIASES, "mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True},
+    ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {"text_config": GEMMA4, "vision_config": GEMMA4_TOWER, "image_token_id": IMAGE},
+        {"audio_config": GEMMA4_SOUND},
     ),
     "gpt_neo": ("GPTNeoForCausalLM", NEO, {"intermediate_size": None}),
     "hunyuan_v1_moe": (

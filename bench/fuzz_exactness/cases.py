@@ -43,6 +43,7 @@ LISTS: dict[str, list[Any]] = {
     "layer_types": ["full_attention", "sliding_attention"],
     "mlp_layer_types": ["dense", "sparse"],
     "no_rope_layers": [0, 1],
+    "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
     "attention_layers": ["global", "local"],
 }
 # options of every growth. A value that occurs twice is drawn twice as often
@@ -138,6 +139,11 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
         heads = dict.fromkeys(family.query_heads, rng.randint(1, 4))
     count = max(heads.values())
     hidden = count * 2 * rng.randint(1, 4)
+    given = inner(SOURCES[family.model_type][1], family.under)
+    # sizes that the model computes from the stream
+    bound = {str(s.field) for s in family.config.values() if s.follows == "stream"}
+    if bound:
+        hidden = given[family.config_field("stream")] * rng.randint(1, 3)
     sizes |= {family.config_field(key): value for key, value in heads.items()}
     sizes[family.config_field("stream")] = hidden
     if "head_dim" in family.growable:
@@ -145,6 +151,13 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = rng.randint(3, 24)
     sizes |= {family.config_field(key): rng.randint(1, 4) for key in family.ratios}
+    for above, _, below in (s.factors for s in family.config.values() if "/" in s.factors):
+        # of these, whole numbers
+        if above in bound:
+            sizes[above] = given[above] * hidden // given[family.config_field("stream")]
+            sizes[below] = rng.choice([1, 2, sizes[above]])
+        else:
+            sizes[above] = sizes[below] * rng.randint(1, 3)
     for key in family.stacks.values():
         # deep models enlarge rounding; they are few, as they take long
         most = 8 if rng.random() < 0.1 else 3

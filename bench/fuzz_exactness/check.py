@@ -184,8 +184,12 @@ def _by_config(source: Any, how: dict[str, Any], plan: GrowthPlan) -> dict[str, 
 def _resized(config: Any, plan: GrowthPlan) -> Any:
     """A copy of a source's config with the target's sizes."""
     resized = copy.deepcopy(config)
+    text = plan.small.family.text(resized)
     for name, (_, size) in plan.size_changes().items():
-        setattr(plan.small.family.text(resized), name, size)
+        setattr(text, name, size)
+    for field in (entry.count_of for entry in plan.small.family.config.values()):
+        if field is not None:
+            setattr(text, field, getattr(plan.large.text, field))
     return resized
 
 

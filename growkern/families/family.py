@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.fields import OlderKey, condition_of, holds, is_met
+from growkern.families.fields import OlderKey, condition_of, holds, is_met, value_of
 from growkern.families.spec import (
     Attention,
     Dense,
@@ -242,7 +242,12 @@ class Family:
     def query_heads(self) -> tuple[str, ...]:
         """The sizes that count query heads: one, or one per stack."""
         used = {s.heads for s in self.spaces.values() if s.heads}
-        return tuple(key for key in self.config if key in used and key != "kv_heads")
+        return tuple(key for key in self.config if key in used - self.key_heads)
+
+    @property
+    def key_heads(self) -> set[str]:
+        """The sizes that count heads of keys which several query heads may share."""
+        return ({"kv_heads"} | {str(s.keys) for s in self.spaces.values()}) & self.config.keys()
 
     @property
     def forces_head_dim(self) -> bool:
@@ -302,7 +307,7 @@ class Family:
             names += {spec.of, spec.untied, *spec.blocks} - {None, *names}
         specs = {name: spec for name, spec in self.spaces.items() if name in names}
         for spec in specs.values():
-            sizes |= {spec.heads, spec.size, spec.chosen, *spec.groups}
+            sizes |= {spec.heads, spec.keys, spec.size, spec.chosen, *spec.groups}
         sizes |= {"stream", "head_dim", *self.ratios, *(self.stacks[stack] for stack in stacks)}
         sizes |= {self.attention.divisor, *self.classes[class_name].repeats.values()}
         return replace(
@@ -337,9 +342,12 @@ def field_faults(family: Family, config: Any) -> Iterator[str]:
     fields |= {"activation": family.activation, "softcap": family.softcap}
     fields["norm.eps"] = family.norm.eps if isinstance(family.norm.eps, str) else None
     for key, name in ((key, name) for key, name in fields.items() if name is not None):
-        if not hasattr(config, name):
+        try:
+            value = value_of(config, name)
+        except AttributeError:
             close = nearest(name, config.to_dict())
             yield f"{key}: a {config.model_type} has no field {name!r}{close}"
-        elif key.startswith("config.") and type(getattr(config, name)) not in (int, float):
-            value = " ".join(reprlib.repr(getattr(config, name)).split())
+            continue
+        if key.startswith("config.") and type(value) not in (int, float):
+            value = " ".join(reprlib.repr(value).split())
             yield f"{key}: {name}={value} of a {config.model_type} is no size: name another field"

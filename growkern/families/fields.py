@@ -10,6 +10,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 
+def value_of(config: Any, name: str, *default: Any) -> Any:
+    """A field of a config. "KIND:FIELD" is that of the layers of a kind, by `layer_types`.
+
+    Where layers differ, a plain name is the value of those layers that have none of their own.
+    """
+    kind, _, field = name.rpartition(":")
+    if kind and kind in config.layer_types:
+        return getattr(config.per_layer_config[kind], field, *default)
+    try:
+        return getattr(config, field, *default)
+    except RuntimeError:
+        # transformers refuses to read it from the whole config
+        return vars(getattr(config, "inner", config))[field]
+
+
 def holds(condition: str | None, config: Any) -> bool:
     """True if a condition holds for a config: "flag", "!flag" or "field != field"; None: always."""
     if condition is None:
@@ -93,7 +108,9 @@ PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
     "full_until": lambda layer, count: layer < count,
 }
 # a value, or a table of scaled rotary positions whose kind is called `rope_type` or `type`
-FORMS = ("value", "runs", "scaling", "typed_scaling", *PATTERNS)
+FORMS = ("value", "runs", "letters", "scaling", "typed_scaling", *PATTERNS)
+# of a text with a letter for each layer
+LETTER_OF = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
 def _spelled(runs: Any) -> list[Any]:
@@ -114,7 +131,7 @@ class OlderKey:
     Attributes:
         of: where the new form holds the same: names separated by dots.
         form: one of `FORMS`. `runs` are pairs [entries, times] that spell a list with one entry for
-            each layer. Patterns are whole numbers n that say which layers have full
+            each layer. `letters` is a text with a letter for each layer. Patterns are whole numbers n that say which layers have full
             attention: every n-th, beginning with the first (`full_first`) or ending with the last
             of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
             where those have a 0; or which are dense. A config may have a text instead, such as
@@ -153,6 +170,8 @@ class OlderKey:
             result = result.get(name) if isinstance(result, Mapping) else None
         if self.is_pattern:
             return self._pattern(result, config, now)
+        if self.form == "letters":
+            return "".join(LETTER_OF[kind] for kind in result or ()) or now
         if self.form == "runs":
             return now if not result or _spelled(now) == result else [[result, 1]]
         return result if self.form == "value" else self._scaling(result, config, beside)

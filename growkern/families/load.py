@@ -123,8 +123,8 @@ def parse_family(where: str, table: Mapping[str, Any]) -> Family:
     # a row may be empty: a tensor of the extended table that this family never has
     names = {name for part in table["tensors"].values() for name in part}
     faults += [
-        f"{where}.depth.zero: {name!r} is no row of [tensors]: name one, or remove it"
-        for name in family.depth.zero
+        f"{where}.depth: {name!r} is no row of [tensors]: name one, or remove it"
+        for name in (*family.depth.zero, *family.depth.one)
         if not {name, name.rpartition(".")[0]} & names
     ]
     _refuse(faults)
@@ -145,7 +145,15 @@ def _reference_faults(where: str, family: Family) -> list[str]:
     check("config.stream", config, "stream")
     for name, space in spaces.items():
         check(f"spaces.{name}", spaces, space.of, space.untied, *space.blocks)
-        check(f"spaces.{name}", config, space.heads, space.size, space.chosen, *space.groups)
+        check(
+            f"spaces.{name}",
+            config,
+            space.heads,
+            space.keys,
+            space.size,
+            space.chosen,
+            *space.groups,
+        )
     check("attention.divisor", config, family.attention.divisor)
     for name, model_class in family.classes.items():
         check(name, family.tensors, *model_class.parts)

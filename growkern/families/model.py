@@ -106,16 +106,20 @@ class ModelSpec:
         """The size called `key` in [config]."""
         return self.family.config[key].of(self.fields)
 
+    @property
+    def mixtures(self) -> tuple[SpaceSpec, ...]:
+        """The spaces of experts that the model has: a config may say that it has none."""
+        return tuple(space for space in self.family.mixtures if self.size(str(space.size)))
+
     def check_groups(self) -> None:
         """Refuse query heads that do not share the key-value heads equally."""
-        if "kv_heads" not in self.family.config:
-            return
-        heads, kv_heads = self.size("q_heads"), self.size("kv_heads")
-        if heads < kv_heads or heads % kv_heads:
-            raise UnfitError(
-                f"{self.family.config_field('q_heads')}={heads} is not a multiple of "
-                f"{self.family.config_field('kv_heads')}={kv_heads}"
-            )
+        for key in sorted(self.family.key_heads):
+            heads, kv_heads = self.size("q_heads"), self.size(key)
+            if heads < kv_heads or heads % kv_heads:
+                raise UnfitError(
+                    f"{self.family.config_field('q_heads')}={heads} is not a multiple of "
+                    f"{self.family.config_field(key)}={kv_heads}"
+                )
 
     def check_transposed(self) -> None:
         """Refuse square matrices that files may hold transposed: nothing tells which way round."""
@@ -410,10 +414,11 @@ class ModelSpec:
             return
         source, _, target = fill(row.norm).partition(">")
         for kind in self.family.norm.tensors(self.fields):
+            end = "" if row.alone else f".{kind}"
             yield replace(
                 tensor,
-                name=f"{tensor.name}.{kind}",
-                template=f"{own}.{kind}",
+                name=tensor.name + end,
+                template=own + end,
                 axes=(f"write:{target}",),
                 norm=(source, target),
                 fallback=None if row.fallback is None else f"{named(row.fallback)}.{kind}",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from growkern.errors import GrowthError, UnfitError
+from growkern.families.fields import value_of
 
 # a size that transformers computes; in a name: any text
 ANY = "*"
@@ -34,15 +35,16 @@ class Size:
     plus: int = 0
     reserved: int = 0
     follows: str | None = None
+    count_of: str | None = None
 
     def of(self, config: Any) -> int:
         """The size, read from a Hugging Face config; it needs a value, or the family a default."""
-        value = getattr(config, self.field, None) if self.field else self.number or None
+        value = value_of(config, self.field, None) if self.field else self.number or None
         if isinstance(value, list):
             value = self._of_layers(value)
         if value is None and self.default is not None:
             names = self.default.split()[::2]
-            values = [int(x) if x.isdigit() else getattr(config, x) for x in names]
+            values = [int(x) if x.isdigit() else value_of(config, x) for x in names]
             value = values[0] // values[1] if "/" in self.default else math.prod(values)
             value = sum(values) if "+" in self.default else value
             if not self.field and "/" in self.default and values[0] % values[1]:
@@ -51,6 +53,14 @@ class Size:
         if value is None and self.field is not None:
             raise GrowthError(f"{self.field} of the config has no value: give it a whole number")
         return int(value or 0) + self.plus
+
+    def put(self, config: Any, size: int) -> None:
+        """Set the size in the config that has its field."""
+        if self.count_of is None:
+            setattr(config, str(self.field or self.default), size - self.plus)
+        else:
+            # layers of any kind, until it is known which ones they copy
+            setattr(config, self.count_of, (size * getattr(config, self.count_of))[-size:])
 
     def _of_layers(self, values: list[Any]) -> Any:
         """The one value of a field that has an entry for each layer."""
@@ -89,6 +99,7 @@ class SpaceSpec:
     of: str | None = None
     untied: str | None = None
     heads: str | None = None
+    keys: str | None = None
     width: int | None = None
     entries: str | None = None
     part: str = "value"
@@ -116,20 +127,24 @@ class SpaceSpec:
 @dataclass(frozen=True)
 class Refusal:
     """A config value that the table does not cover: this one, also as an entry of a list, or any
-    that differs from a field."""
+    that differs from a field, or from a number."""
 
     KEY: ClassVar[str] = "field"
 
     field: str
     why: str
     value: Any = None
-    differs: str | None = None
+    differs: str | int | None = None
 
     def check(self, config: Any) -> None:
         """Refuse a config that has such a value."""
         value = getattr(config, self.field, None)
         if self.differs is not None:
-            refused = value not in (None, getattr(config, self.differs))
+            other = self.differs
+            refused = value not in (
+                None,
+                getattr(config, other) if isinstance(other, str) else other,
+            )
         else:
             refused = value == self.value or (isinstance(value, list) and self.value in value)
         if refused:
@@ -204,6 +219,7 @@ class Row:
     factor: str | None = None
     keep: str | None = None
     transposed: bool = False
+    alone: bool = False
     dense: tuple[str, ...] = ()
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:
@@ -305,6 +321,7 @@ class Depth:
     """[depth]: what inserted layers need."""
 
     zero: tuple[str, ...] = ()
+    one: tuple[str, ...] = ()
     inner_norms: tuple[str, ...] = ()
     outer_norm: str | None = None
     in_place: str | None = None

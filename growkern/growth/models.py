@@ -121,7 +121,8 @@ def restore_buffers(model: Any) -> None:
 def _restore(module: nn.Module, compute: Callable[[nn.Module], None]) -> None:
     # a model within another one, such as a tower for images, has a method of its own
     compute = getattr(module, "_init_weights", compute)
-    if module._non_persistent_buffers_set:
+    # a model may compute those of its modules
+    if module._non_persistent_buffers_set or hasattr(module, "_init_weights"):
         with _local_buffers(module):
             compute(module)
     for child in module.children():

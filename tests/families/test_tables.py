@@ -1,5 +1,6 @@
 """Each table predicts every key and shape of the real model, with all sizes different."""
 
+import dataclasses
 import importlib
 import inspect
 
@@ -166,7 +167,8 @@ def test_a_class_knows_the_sizes_its_tensors_have(model_type):
             other = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
             field = family.config_field(key)
             place = other if field.startswith(".") else family.text(other)
-            setattr(place, field.removeprefix("."), 4 + whole.size(key))
+            size = dataclasses.replace(family.config[key], field=field.removeprefix("."), plus=0)
+            size.put(place, 4 + whole.size(key))
             moves = whole.with_config(other).shapes != whole.shapes
             # a head count that divides the stream changes no shape, nor do experts that are chosen
             used = own.family

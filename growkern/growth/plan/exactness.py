@@ -206,7 +206,7 @@ def _heads_under_norm(plan: Blueprint) -> Iterator[Finding]:
 
 
 def _experts(plan: Blueprint) -> Iterator[Finding]:
-    for space in plan.small.family.mixtures:
+    for space in plan.small.mixtures:
         if plan.small.dense_model:
             yield from _upcycled(plan, space)
         elif are_asleep(space, plan.small, plan.large.size):

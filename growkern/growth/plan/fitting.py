@@ -63,8 +63,10 @@ def made_to_fit(
 def _checked(small: ModelSpec, asked: Sizes, sizes: Sizes) -> ModelSpec:
     """The target of these sizes, checked by its config class without maps and layers."""
     large = sized_target(small, asked, sizes)
-    layers = large.size(next(iter(large.family.stacks.values())))
-    finish_target(small, large, (0,) * layers, torch.float32)
+    old, new = (m.size(next(iter(m.family.stacks.values()))) for m in (small, large))
+    # some classes want a last layer of one kind
+    layers = (*[0] * (new - 1), old - 1) if old else (0,) * new
+    finish_target(small, large, layers, torch.float32)
     return large
 
 

@@ -27,6 +27,8 @@ from growkern.growth.space import check_copies, copies_of, followers, pair_step,
 PLAIN_ROTARY = ("default", "linear", "llama3")
 # what configs say besides sizes, those of parts too
 NOT_SIZES = ("architectures", "_name_or_path", "dtype", "use_cache", "transformers_version")
+# what layers have instead of fields of the config
+BY_LAYER = "per_layer_config"
 # a size, for messages
 POSITIVE = "a positive whole number"
 
@@ -75,7 +77,10 @@ def finish_target(
     by_layer |= {name: word for word in ("in", "from") for name in family.conditional(word)}
     has_layers = small.size(next(iter(family.stacks.values()))) > 0
     follow_layers(text, small.text, by_layer, layer_map if has_layers else None)
-    for space in family.mixtures:
+    if own := small.text.to_dict().get(BY_LAYER):
+        values = {int(layer): value for layer, value in own.items()}
+        text.per_layer_config = {i: values[x] for i, x in enumerate(layer_map) if x in values}
+    for space in small.mixtures:
         value = getattr(small.text, str(space.averaged), None)
         # every copy of an expert adds as much to that loss as the expert did; a dense FFN adds none
         if value and not small.dense_model:
@@ -221,7 +226,10 @@ def _validate(small: ModelSpec, large: ModelSpec) -> None:
 
 def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
     """The sizes that the user gave by the config's own names, `dims`, by the table's names."""
-    allowed = growable_fields(small.family)
+    stacks = small.family.stacks.values()
+    fields = growable_fields(small.family).items()
+    # units that the model has none of, such as experts
+    allowed = {field: key for field, key in fields if key in stacks or small.size(key)}
     asked: dict[str, int] = {}
     for given, value in dims.items():
         # other names of a field, such as num_experts
@@ -287,8 +295,7 @@ def _with_sizes(small: ModelSpec, sizes: dict[str, int]) -> Any:
     # null fields last: their defaults follow from the others
     for key in sorted(sizes, key=lambda key: known[key].default is not None):
         if small.with_config(config).size(key) != sizes[key]:
-            field = small.family.config_field(key)
-            setattr(small.family.text(config), field, sizes[key] - known[key].plus)
+            known[key].put(small.family.text(config), sizes[key])
     return config
 
 
@@ -340,6 +347,9 @@ def _flat(config: dict[str, Any], under: str | None) -> dict[str, Any]:
             del result[part]
             name = "" if part == under else f"{part}."
             result = {f"{name}{field}": value for field, value in fields.items()} | result
+    if own := result.get(BY_LAYER):
+        # whatever the numbers of the layers
+        result[BY_LAYER] = sorted({str(value) for value in own.values()})
     return result
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from growkern.arguments import check_kind, path_of
 from growkern.errors import GrowthError, reason
 from growkern.families.family import Family
+from growkern.families.fields import value_of
 from growkern.families.model import ModelSpec
 from growkern.files import check_format, read_json
 from growkern.growth import history
@@ -157,7 +158,7 @@ def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     dense = lineage.dense_config
     for name, (size, _) in lineage.sizes.items():
         own = size if dense is None else getattr(dense, name, None)
-        other = getattr(source.spec.text, name, None)
+        other = value_of(source.spec.text, name, None)
         # a field may have the size once for each layer
         if other not in (own, None) and not (isinstance(other, list) and {*other} == {own}):
             raise GrowthError(

@@ -29,6 +29,7 @@ from rich.text import Text
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.families.fields import value_of
 from growkern.growth.models import on_cpu_by_default
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors
 from growkern.growth.record import compare, verdict
@@ -295,7 +296,7 @@ def _check_belongs(plan: GrowthPlan, grown: Source) -> None:
         if dtype != expected[name] and dtype.is_floating_point:
             raise GrowthError(f"the grown {name} is {dtype}, not {expected[name]} as planned")
     for field, (_, size) in plan.size_changes().items():
-        value = getattr(grown.spec.text, field, None)
+        value = value_of(grown.spec.text, field, None)
         if value not in (size, None):
             raise GrowthError(f"the grown model has {field}={value}, its growth record {size}")
 

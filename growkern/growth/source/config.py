@@ -65,6 +65,8 @@ SHARES = ("partial_rotary_factor", "rotary_pct")
 DTYPES = ("dtype", "torch_dtype")
 # Qwen2-MoE writes 0 for no window
 MAY_BE_ZERO = ("sliding_window",)
+# the range of a step of Mamba
+MAY_BE_INFINITE = ("time_step_limit", "mamba_dt_limit")
 # of transformers' config classes: they say how fields are read and where files are
 OF_THE_CLASS = {
     *("attribute_map", "sub_configs", "sub_configs_defaults", "base_config_key", "extra_files"),
@@ -282,6 +284,8 @@ def _of_value(name: str, value: Any) -> Iterator[str]:
         return
     limits = {"num_labels": MOST_LABELS}
     limits |= dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(POSITIONS, MOST_POSITIONS)
+    if name in MAY_BE_INFINITE and value == float("inf"):
+        return
     if not -(1 << 62) < value < 1 << 62:
         # the comparison is also false for NaN
         yield f"{name}={reprlib.repr(value)} is NaN, infinite or beyond 2**62"
@@ -297,9 +301,19 @@ def config_from(data: dict[str, Any]) -> Any:
     """The Hugging Face config of JSON data that `check_config` accepted."""
     try:
         kind = known_type(data)
-        return transformers.CONFIG_MAPPING[kind].from_dict({**data, "model_type": kind})
+        data = _with_floats({**data, "model_type": kind})
+        return transformers.CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:
         raise GrowthError(_last_line(error)) from error
+
+
+def _with_floats(data: Any) -> Any:
+    """JSON data with the numbers that transformers writes as tables, as JSON has no infinity."""
+    if isinstance(data, dict):
+        tagged = data.get("__float__") if len(data) == 1 else None
+        values = {key: _with_floats(value) for key, value in data.items()}
+        return values if tagged is None else float(tagged)
+    return [*map(_with_floats, data)] if isinstance(data, list) else data
 
 
 def _last_line(error: Exception) -> str:

@@ -488,7 +488,8 @@ def _names_in_table(model_type: str) -> set[str]:
     family, names = load_family(model_type), set[str]()
     parts = {part for model_class in family.classes.values() for part in model_class.body}
     for row in (row for part in parts for row in family.tensors[part]):
-        names |= {f"{row.name}.weight", f"{row.name}.bias"} if row.norm else {row.name}
+        is_norm = row.norm and not row.alone
+        names |= {f"{row.name}.weight", f"{row.name}.bias"} if is_norm else {row.name}
     return _short(names)
 
 

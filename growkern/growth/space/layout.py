@@ -218,10 +218,14 @@ class Layout:
         ratio = new.item() / old.item()
         return 1 / ratio if inverse else ratio
 
-    def head_map(self, heads: str, layer: Layer) -> Tensor:
-        """Source head of every target head, (target heads,) int64, by the size that counts them."""
-        if heads in ("q_heads", "kv_heads") and "kv_heads" in self.family.config:
-            q_sizes, kv_sizes = self.sizes("q_heads"), self.sizes("kv_heads")
+    def head_map(self, heads: str, layer: Layer, keys: str | None = None) -> Tensor:
+        """Source head of every target head, (target heads,) int64, by the size that counts them.
+
+        `keys` counts the heads of keys, if it is not `kv_heads`.
+        """
+        keys = heads if heads in self.family.key_heads else keys or "kv_heads"
+        if heads in ("q_heads", keys) and keys in self.family.config:
+            q_sizes, kv_sizes = self.sizes("q_heads"), self.sizes(keys)
             if kv_sizes != q_sizes:
                 q_map, kv_map = maps.grouped_heads(q_sizes[0], kv_sizes[0], q_sizes[1], kv_sizes[1])
                 return q_map if heads == "q_heads" else kv_map
@@ -232,8 +236,9 @@ class Layout:
 
     def _heads(self, spec: SpaceSpec, layer: Layer) -> Space:
         heads = str(spec.heads)
+        head_map = self.head_map(heads, layer, spec.keys)
         # one share per head, as a head works as a whole
-        whole = self._copies(spec, layer, self.head_map(heads, layer), self.small.size(heads))
+        whole = self._copies(spec, layer, head_map, self.small.size(heads))
         return outer_product(whole, self._entries(spec, layer))
 
     def _copies(self, spec: SpaceSpec, layer: Layer, index: Tensor, source: int) -> Space:
@@ -356,7 +361,8 @@ class Layout:
             return new & (space.write_index < space.source)
         old, heads = self.sizes(str(spec.heads or spec.size))
         number = torch.arange(heads)
-        if spec.heads and "kv_heads" in self.family.config:
-            old, groups = self.sizes("kv_heads")
+        keys = spec.heads if spec.heads in self.family.key_heads else spec.keys or "kv_heads"
+        if spec.heads and keys in self.family.config:
+            old, groups = self.sizes(keys)
             number = number // (heads // groups)
         return (number >= old).repeat_interleave(space.target // heads)

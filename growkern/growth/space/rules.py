@@ -160,7 +160,7 @@ def followers(
 
 def check_experts(small: ModelSpec, large: ModelSpec) -> None:
     """Refuse experts that are no whole copies of the source's, or that are chosen in part."""
-    for space in small.family.mixtures:
+    for space in small.mixtures:
         field = small.family.config_field(str(space.size))
         old, new = (model.size(str(space.size)) for model in (small, large))
         others = (str(space.chosen), *space.groups)

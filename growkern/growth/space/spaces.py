@@ -265,8 +265,8 @@ def within_head(
     """The entries of one head inside a larger head; attention scores and values stay the same.
 
     Query-key products stay the same if queries or keys are 0 at the new entries. Keys are 0 there
-    and queries hold copies, so that both get gradients. Below a query or key norm both are 0, as
-    the norm would see anything else.
+    and queries hold copies, so that both get gradients. Below a query or key norm both hold copies
+    that keep the mean square. The weight of the key norm is then 0 there.
 
     Args:
         part: "value" (copies), "query", "key", or "before_norm" (queries and keys below a norm).
@@ -278,7 +278,7 @@ def within_head(
     """
     index = maps.cyclic(source, target)
     # queries above a norm take the gain from its weight, which has this role in the table
-    gain = {"before_norm": math.sqrt(target / source), "query": gain}.get(part, 1.0)
+    gain = gain if part == "query" else 1.0
     if part == "value" or (source == target and gain == 1):
         return copies(index, source)
     old, new = map(rotary_entries, rotary)
@@ -290,7 +290,9 @@ def within_head(
     is_old = torch.zeros(target, dtype=torch.bool).index_fill_(0, place, True)
     kept = is_old.double() * gain
     write = torch.full_like(kept, gain) if part == "query" else kept
-    return Space(source, index, write, index, is_old.double() / gain)
+    if part == "before_norm":
+        write = weighted(index, source).write
+    return Space(source, index, write, index, torch.where(is_old, 1 / write, 0.0))
 
 
 def with_carry_units(units: Space) -> Space:

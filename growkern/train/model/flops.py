@@ -81,7 +81,7 @@ class ModelCost:
             for both in zip(linear, states, strict=True)
         ]
         heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_dim = _head_dim(config) or config.hidden_size // heads
         # of queries and keys, and of values
         widths = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
         self._attention = 2 * heads * sum(widths)
@@ -222,6 +222,15 @@ class _Uses(NamedTuple):
     of_encoder: dict[nn.Module, float]  # of the maps of these that read that output
     per_sequence: dict[nn.Module, float]  # of maps that run once per sequence, rows per sequence
     output_is_bare: bool  # whether the last layer of an encoder gives its output, and not a norm
+
+
+def _head_dim(config: Any) -> float | None:
+    """Entries of a head, or the mean over layers whose heads differ; None if no field says it."""
+    try:
+        return getattr(config, "head_dim", None)
+    except RuntimeError:
+        own = [layer.head_dim for layer in config.per_layer_config]
+        return sum(own) / len(own)
 
 
 def _linear_flops(module: nn.Module, uses: dict[nn.Module, float]) -> float:

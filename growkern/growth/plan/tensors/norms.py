@@ -23,7 +23,10 @@ def build_norm(plan: Blueprint, task: Task, read: Read, backend: str | None) -> 
     entering, leaving = task.tensor.norm
     offset = plan.layout.family.norm.offset(task.tensor.is_bias)
     if task.identity == "zero":
-        return torch.full(task.shape, -offset, dtype=plan.dtype)
+        # where nothing enters, any weight adds 0, and lets the matrix below learn
+        extra = plan.layout.space(entering, task.source_layer).is_extra
+        free = 0.0 if task.tensor.is_bias or plan.layout.family.norm.centres else 1.0
+        return torch.where(extra, free - offset, -offset).to(plan.dtype)
     if task.identity == "unit":
         gain = 0.0 if task.tensor.is_bias else unit_gain(plan, task)
         return torch.full(task.shape, gain, dtype=plan.dtype)

@@ -91,6 +91,8 @@ def build_tensor(
     is_norm = task.tensor.norm is not None
     if task.source == "zero" or (task.identity == "zero" and not is_norm):
         return out.zero_()
+    if task.identity == "one":
+        return out.fill_(1.0)
     if task.tensor.is_copied and not task.is_made:
         return out.copy_(read(task.source)[part])
     if (matrix := task.matrix) is not task:
@@ -153,7 +155,12 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
 
     None: the part may need all entries.
     """
-    if task.tensor.norm or task.identity == "zero" or task.is_made or task.matrix is not task:
+    if (
+        task.tensor.norm
+        or task.identity in ("zero", "one")
+        or task.is_made
+        or task.matrix is not task
+    ):
         return None
     if len(part) < 3 and asleep(plan, task) is not None:
         return None
