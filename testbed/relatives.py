@@ -148,6 +148,12 @@ LATENT = {
     **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 10, "kv_lora_rank": 9},
     **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
 }
+# each layer attends to three tokens that it chooses
+INDEXED = {
+    **{k: v for k, v in ROTARY.items() if k != "head_dim"},
+    **{**GROUPS, **LATENT, "n_shared_experts": 1, "rms_norm_eps": 1e-2},
+    **{"index_topk": 3, "index_head_dim": 6, "index_n_heads": 2},
+}
 PATCHES = {
     **{"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "encoder_stride": 4},
     **{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
@@ -457,6 +463,8 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {**BIASES, "mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True},
     ),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED, {"attention_bias": True}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", INDEXED, {"attention_bias": True}),
     "gemma4": (
         "Gemma4ForConditionalGeneration",
         {"text_config": GEMMA4, "vision_config": GEMMA4_TOWER, "image_token_id": IMAGE},

@@ -131,9 +131,10 @@ class OlderKey:
     Attributes:
         of: where the new form holds the same: names separated by dots.
         form: one of `FORMS`. `runs` are pairs [entries, times] that spell a list with one entry for
-            each layer. `letters` is a text with a letter for each layer. Patterns are whole numbers n that say which layers have full
-            attention: every n-th, beginning with the first (`full_first`) or ending with the last
-            of n (`full_last`), or the first n (`full_until`). Or which have no positions, in lists
+            each layer. `letters` is a text with a letter for each layer. Patterns are whole
+            numbers n that say which layers have full attention: every n-th, beginning with the
+            first (`full_first`) or ending with the last of n (`full_last`), or the first n
+            (`full_until`). Or which have no positions, in lists
             where those have a 0; or which are dense. A config may have a text instead, such as
             "LLLG", which repeats.
         when: the flag of the config without which software ignores the key.

@@ -145,15 +145,8 @@ def _reference_faults(where: str, family: Family) -> list[str]:
     check("config.stream", config, "stream")
     for name, space in spaces.items():
         check(f"spaces.{name}", spaces, space.of, space.untied, *space.blocks)
-        check(
-            f"spaces.{name}",
-            config,
-            space.heads,
-            space.keys,
-            space.size,
-            space.chosen,
-            *space.groups,
-        )
+        own = (space.heads, space.keys, space.size, space.chosen, *space.groups)
+        check(f"spaces.{name}", config, *own)
     check("attention.divisor", config, family.attention.divisor)
     for name, model_class in family.classes.items():
         check(name, family.tensors, *model_class.parts)

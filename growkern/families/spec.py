@@ -140,11 +140,9 @@ class Refusal:
         """Refuse a config that has such a value."""
         value = getattr(config, self.field, None)
         if self.differs is not None:
-            other = self.differs
-            refused = value not in (
-                None,
-                getattr(config, other) if isinstance(other, str) else other,
-            )
+            is_field = isinstance(self.differs, str)
+            other = getattr(config, str(self.differs)) if is_field else self.differs
+            refused = value not in (None, other)
         else:
             refused = value == self.value or (isinstance(value, list) and self.value in value)
         if refused:

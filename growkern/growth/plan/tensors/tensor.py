@@ -155,12 +155,8 @@ def source_index(plan: Blueprint, task: Task, part: Part) -> list[Tensor] | None
 
     None: the part may need all entries.
     """
-    if (
-        task.tensor.norm
-        or task.identity in ("zero", "one")
-        or task.is_made
-        or task.matrix is not task
-    ):
+    is_constant = task.is_made or task.identity in ("zero", "one")
+    if task.tensor.norm or is_constant or task.matrix is not task:
         return None
     if len(part) < 3 and asleep(plan, task) is not None:
         return None
