@@ -153,6 +153,7 @@ INDEXED = {
     **{k: v for k, v in ROTARY.items() if k != "head_dim"},
     **{**GROUPS, **LATENT, "n_shared_experts": 1, "rms_norm_eps": 1e-2},
     **{"index_topk": 3, "index_head_dim": 6, "index_n_heads": 2},
+    "layer_types": ["indexed_attention"] * 2,
 }
 PATCHES = {
     **{"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "encoder_stride": 4},
@@ -458,13 +459,26 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "falcon_h1": (
         "FalconH1ForCausalLM",
         {
-            **{**ROTARY, **BAMBA, "rms_norm_eps": 1e-2, "mamba_rms_norm": True, "mamba_d_ssm": 24},
+            **{**ROTARY, **BAMBA, "rms_norm_eps": 1e-2, "mamba_rms_norm": True},
+            "mamba_d_ssm": None,
             "ssm_multipliers": [0.5, 2.0, 4.0, 0.25, 8.0],
         },
-        {**BIASES, "mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True},
+        {**BIASES, "mamba_rms_norm": False, "mamba_proj_bias": True, "mamba_d_ssm": 24},
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED, {"attention_bias": True}),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", INDEXED, {"attention_bias": True}),
+    "cohere2_moe": (
+        "Cohere2MoeForCausalLM",
+        {
+            **{**EXPERTS, **KINDS, "layer_norm_eps": 1e-2, "num_shared_experts": 1},
+            **{
+                "rms_norm_eps": None,
+                "mlp_layer_types": ["dense", "sparse"],
+                "prefix_dense_intermediate_size": 9,
+            },
+        },
+        {"attention_bias": True, "expert_selection_fn": "sigmoid"},
+    ),
     "gemma4": (
         "Gemma4ForConditionalGeneration",
         {"text_config": GEMMA4, "vision_config": GEMMA4_TOWER, "image_token_id": IMAGE},
