@@ -169,7 +169,7 @@ def student_logits_of(z_NV: Tensor, weight_WN: Tensor, maths: Maths) -> Tensor:
 
     The reverse KL may be infinite. Its gradient times 0 is then NaN.
     """
-    if not maths.is_reverse:
+    if not maths.is_reverse():
         return z_NV
     return torch.where((weight_WN != 0).any(0)[:, None], z_NV, z_NV.detach())
 

@@ -101,7 +101,7 @@ def _run(
         narrow = -1
         if "tail" not in inputs and is_narrow(rows.maths, grad_NV.dtype):
             narrow = native.TYPES[torch.float64 if torch.float64 in types else torch.float32]
-        elif types != {dtype} or rows.maths.is_capped:
+        elif types != {dtype} or rows.maths.is_capped():
             scratch = student_NV.new_empty(threads, 1 + len(teachers_NV), V, dtype=dtype)
         tensors = {
             **{"student": student_NV, "dstudent": grad_NV, "scratch": scratch},
@@ -131,7 +131,7 @@ def is_narrow(maths: Maths, wanted: torch.dtype) -> bool:
         maths: of the rows. Capped logits and other divergences are computed in the sums' dtype.
         wanted: dtype of the gradient; of the student's logits if there is none.
     """
-    return maths.is_forward and not maths.is_capped and wanted != torch.float64
+    return maths.is_forward() and not maths.is_capped() and wanted != torch.float64
 
 
 def _readable(x_NV: Tensor) -> Tensor:

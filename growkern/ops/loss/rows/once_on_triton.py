@@ -229,7 +229,7 @@ def may_read_once(rows: Rows, steps: Steps, dstudent_NV: Tensor | None) -> bool:
     """Whether the kernel can do this: plain KL and labels, from float32 logits."""
     return (
         steps == Steps(sums=True, grad=True)
-        and rows.maths.is_plain
+        and rows.maths.is_plain()
         and not (rows.parts or any(bias is not None for bias in rows.biases))
         and len(rows.teachers_NV) <= 1
         and rows.student_NV.dtype == torch.float32

@@ -277,45 +277,39 @@ class Maths(NamedTuple):
     label_smoothing: float = _DEFAULTS["label_smoothing"]
     z_loss: float = _DEFAULTS["z_loss"]
 
-    @property
     def is_forward(self) -> bool:
         """Whether the divergence is the forward KL, the one without a second reading."""
         return self.beta == 0
 
-    @property
     def is_reverse(self) -> bool:
         """Whether the divergence is the reverse KL, which may be infinite."""
         return self.beta == 1
 
-    @property
     def is_capped(self) -> bool:
         """Whether any logits are capped."""
         return bool(self.softcap or self.teacher_softcap)
 
-    @property
     def is_plain(self) -> bool:
         """Whether the terms are the forward KL and the cross-entropy, at any temperature."""
         return self == Maths(temperature=self.temperature)
 
-    @property
     def sums_logits(self) -> bool:
         """Whether the label's term needs the sum of the logits of a row."""
         return self.label_smoothing != 0
 
-    @property
     def student_share(self) -> float:
         """The factor of the student's part of (7); 1 for the reverse KL, which has no other."""
-        return 1.0 if self.is_reverse else 1 - self.beta
+        return 1.0 if self.is_reverse() else 1 - self.beta
 
     def log_mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """Log m of (7); of the reverse KL m is p."""
-        if self.is_reverse:
+        if self.is_reverse():
             return log_p
         return torch.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
 
     def mixed(self, spread: Tensor, centre: Tensor) -> Tensor:
         """(7) from its two sums, that with p and that with q; also the reverse KL."""
-        return self.beta * spread + self.student_share * centre
+        return self.beta * spread + self.student_share() * centre
 
     def of_kernels(self) -> tuple[float, ...]:
         """The numbers in the order of the fields, as kernels take them: 1 / T instead of T."""
@@ -429,7 +423,7 @@ def _drops_tail(tail: str, maths: Maths) -> bool:
     """`Options.drop_tail`."""
     if tail not in TAILS:
         raise GrowthError(f"tail must be one of {TAILS}, got {tail!r}")
-    if tail == "renormalise" and maths.is_reverse:
+    if tail == "renormalise" and maths.is_reverse():
         raise GrowthError(
             "divergence='reverse' is infinite with tail='renormalise', which gives probability 0 "
             "to all but the k tokens: use tail='bucket'"

@@ -179,7 +179,7 @@ def _pick(x_LN: Tensor, slice_N: Tensor) -> Tensor:
 
 def needs_second_reading(n_teachers: int, maths: Maths) -> bool:
     """Whether the divergence needs centre and spread: every one except the forward KL does."""
-    return n_teachers > 0 and not maths.is_forward
+    return n_teachers > 0 and not maths.is_forward()
 
 
 def read_rows(run: RowFunction, rows: Rows, group: str, state_SN: Tensor) -> None:
@@ -279,7 +279,7 @@ def fit_to_dtype(
     if dtype != torch.float16 or not weight_WN.numel():
         return weight_WN, None
     T = maths.temperature
-    on_kl = max(1 / T, 256 / T**2 / 8) if maths.is_reverse else 1 / T
+    on_kl = max(1 / T, 256 / T**2 / 8) if maths.is_reverse() else 1 / T
     bound_N = weight_WN[0].abs() + on_kl * weight_WN[1:].abs().sum(0)
     power = (12 - bound_N.amax().clamp(min=1e-30).log2()).floor()
     return weight_WN * power.exp2(), (-power).exp2()
@@ -316,7 +316,7 @@ def terms(state_SN: Tensor, kind_N: Tensor, maths: Maths, parts: bool) -> Tensor
         mlm = mlm + maths.z_loss * lse.square()  # (9)
     divergences, agreements = [], []
     for teacher in teachers:
-        if maths.is_forward:
+        if maths.is_forward():
             log_ratio = (student.sum_t / teacher.sum_t).log()
             shift = (m - teacher.maximum) / maths.temperature + log_ratio
             value = teacher.cross / teacher.sum_t + shift  # (2)

@@ -88,12 +88,12 @@ def divergence(log_p_CB: Tensor, log_q_CB: Tensor, maths: Maths) -> tuple[Tensor
         # 0 * inf counts as 0, not NaN: a token of probability 0 costs nothing
         return torch.where(weight > 0, weight * x, 0).sum(-1)
 
-    if maths.is_forward:
+    if maths.is_forward():
         return mean(p, log_p_CB - log_q_CB), q - p
     log_m = maths.log_mixture(log_p_CB, log_q_CB)
     log_qm = log_q_CB - log_m
     centre = mean(q, log_qm)
-    pull = torch.where(q > 0, maths.student_share * q * (log_qm - centre[:, None]), 0)
+    pull = torch.where(q > 0, maths.student_share() * q * (log_qm - centre[:, None]), 0)
     return maths.mixed(mean(p, log_p_CB - log_m), centre), pull
 
 

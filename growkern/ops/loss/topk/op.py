@@ -112,7 +112,7 @@ class _TopkChunk(Chunk):
     def _tail(self, columns: slice) -> Rows:
         """The logits of some columns with -inf at the tokens; their logits go to `z_CU`."""
         rows = self.tile(columns)
-        if self.maths.sums_logits:
+        if self.maths.sums_logits():
             self.sum_z_C = rows.student_NV.sum(-1)
         place_CU, is_here_CU = self._places(columns, rows.student_NV, self.flat)
         self.z_CU = torch.where(is_here_CU, self.flat[place_CU], self.z_CU)
@@ -121,7 +121,7 @@ class _TopkChunk(Chunk):
 
     def _sums(self, rows: Rows, state_SC: Tensor, steps: Steps) -> None:
         ROW_FUNCTIONS[self.settings.backend](rows, state_SC, steps)
-        if self.maths.sums_logits:
+        if self.maths.sums_logits():
             unpack(state_SC).student.sum_z.copy_(self.sum_z_C)
 
     def read(self, tiles: Sequence[slice], wanted: bool) -> None:
@@ -141,7 +141,7 @@ class _TopkChunk(Chunk):
         self.computed = None
         TAIL_GRADIENTS[self.settings.backend](rows, tail_5C.to(rows.student_NV.dtype), dz_CV)
         flat = self.flat.view(dz_CV.dtype) if self.room is None else self.room
-        if self.maths.is_capped:
+        if self.maths.is_capped():
             tokens_CU = tokens_CU * self.maths.slope_of_cap(self.z_CU)
         place_CU, _ = self._places(columns, dz_CV, flat)
         # on a CPU scatter_ would copy all of a narrow `flat`

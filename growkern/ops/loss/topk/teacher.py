@@ -131,7 +131,7 @@ def teacher_probabilities(
     log_tail_N = torch.where(
         log_sum_N > _LOG_HALF, (-log_sum_N.expm1()).log(), (-log_sum_N.exp()).log1p()
     )  # (2)
-    if maths.is_reverse and not whole:
+    if maths.is_reverse() and not whole:
         # the reverse KL has no limit as the tail goes to 0: it counts as no less than the rounding
         lost_N = _rounding(log_p_NK.exp(), logprobs_NK.dtype) / 2
         log_tail_N = torch.maximum(log_tail_N, lost_N.log())
