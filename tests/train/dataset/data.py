@@ -58,16 +58,23 @@ def rows_of(dataset):
 
 
 def main(folder):
-    """Runs by run files, for `testbed.forked_ranks`; and one that is refused."""
+    """Runs by run files, for `testbed.forked_ranks`; and one that is refused.
+
+    `opened-RANK.json` says how often files were opened by a run that grows and has a teacher, and
+    by a finished one.
+    """
     # the processes that wait ask after every step of the work
     cache.SECONDS = 0.0
     run_ranks.main(folder)
-    opened = Counter()
+    opened, read = Counter(), {}
     sys.addaudithook(lambda event, args: opened.update([str(args[0])] if event == "open" else []))
-    # a run that is finished: its inputs are the same, and its model is whole
-    assert train(folder / "cached.toml", progress=False) is None
-    files = [*folder.glob("part*.jsonl"), *folder.glob("*/model.safetensors")]
-    read = {file.relative_to(folder).as_posix(): opened[str(file)] for file in files}
+    for name in ("grown", "cached"):
+        opened.clear()
+        state = train(folder / f"{name}.toml", progress=False)
+        # the inputs of a finished run are the same, and its model is whole
+        assert (state is None) == (name == "cached")
+        files = [*folder.glob("*.jsonl"), *folder.glob("*/model.safetensors")]
+        read[name] = {file.relative_to(folder).as_posix(): opened[str(file)] for file in files}
     (folder / f"opened-{dist.get_rank()}.json").write_text(json.dumps(read))
     try:
         train(folder / "refused.toml", progress=False)

@@ -57,6 +57,10 @@ directory = "out"
 report_to = "none"
 """
 PLAIN = RUN.replace("lr_scheduler_kwargs = { num_cycles = 1 }\n", "")
+TAUGHT = '[teacher]\npaths = ["teacher"]\n[inheritance]\nend_step = 4\n'
+GROWN = PLAIN.replace(
+    '[model]\npath = "model"\n', f'[growth]\nsource = "model"\nnum_hidden_layers = 4\n{TAUGHT}'
+)
 STREAM = PLAIN.replace("cache =", "streaming = true\nshuffle_window = 20\ncache =")
 
 
@@ -200,12 +204,17 @@ def test_data_workers_order_a_stream(workplace):
 
 
 def test_two_processes(workplace):
-    """A stopped stream, a whole one, a cached run, and data that the first process refuses."""
+    """A stopped stream, a whole one, a cached run, one that grows and has a teacher, and data that
+    the first process refuses.
+    """
     script, stream = [["stopped.toml", 3]], STREAM.replace("window = 20", "window = 5")
     for name, text in (("straight", stream), ("stopped", stream), ("cached", PLAIN)):
         write(workplace, text, f"{name}.toml", directory=name)
         script.append([f"{name}.toml", None])
     write(workplace, PLAIN.replace('"text"', '"txt"'), "refused.toml", directory="refused")
+    build("gpt2", layers=1).save_pretrained(workplace / "teacher")
+    save_tokenizer(workplace / "teacher")
+    write(workplace, GROWN, "grown.toml", directory="grown")
     (workplace / "script.json").write_text(json.dumps(script))
     on_ranks(2, data.__name__, workplace)
     assert_same(workplace / "straight", workplace / "stopped")
@@ -217,8 +226,13 @@ def test_two_processes(workplace):
     assert states[0]["last"] != states[1]["last"]
     # one process reads the inputs, and the model of a finished run
     first, second = (json.loads((workplace / f"opened-{rank}.json").read_text()) for rank in (0, 1))
-    assert all(first[name] for name in ("part0.jsonl", "model/model.safetensors"))
-    assert first["cached/model.safetensors"] and not any(second.values())
+    assert all(first["cached"][name] for name in ("part0.jsonl", "model/model.safetensors"))
+    assert first["cached"]["cached/model.safetensors"] and not any(second["cached"].values())
+    # small text is hashed for the run and for its tokens; each process loads the weights itself
+    both = [f"{name}/model.safetensors" for name in ("model", "teacher")]
+    text = ["held_out.jsonl", *(f"part{i}.jsonl" for i in range(3))]
+    for read, files, times in ((first, text + both, 2), (second, both, 1)):
+        assert {k: n for k, n in read["grown"].items() if n} == dict.fromkeys(files, times)
     # the two processes tokenised once, and trained as one
     assert len([*workplace.glob("tokens/[!.]*")]) == 2
     train(write(workplace, PLAIN, "one.toml", directory="one"), progress=False)
