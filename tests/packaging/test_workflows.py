@@ -72,6 +72,17 @@ def test_every_night_runs_the_command_line_with_the_lowest_versions():
     assert [x["with"]["python-version"] for x in job["steps"] if "python@" in str(x)] == [least]
 
 
+def test_every_night_walks_further():
+    """Each module whose tests take more examples with `--walks` stands in a nightly step."""
+    runs = [step.get("run", "") for step in steps(ROOT / ".github" / "workflows" / "nightly.yml")]
+    named = {x for run in runs if "--walks" in run for x in re.findall(r"tests/[\w./]+", run)}
+    assert all((ROOT / name).exists() for name in named)
+    for module in (ROOT / "tests").rglob("test_*.py"):
+        if re.search(r"^from tests\.shared.* import walks?$", module.read_text(), re.M):
+            place = module.relative_to(ROOT)
+            assert named & {x.as_posix() for x in (place, *place.parents)}, place
+
+
 def test_every_supported_python_is_tested():
     classified = [line.rpartition(":: ")[2] for line in PROJECT["classifiers"]]
     supported = [version for version in classified if re.fullmatch(r"3\.\d+", version)]
