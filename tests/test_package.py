@@ -103,6 +103,10 @@ family draft nothere
 train nothere
 train {bert}
 train {key}
+train {type}
+train {value}
+train {choice}
+train {lacking}
 train {place}
 train {growth}
 train {model}
@@ -131,6 +135,10 @@ RUN = {
     "output": {"directory": "out"},
 }
 MISTAKES = {
+    "type": {"data": {"train": "config.json"}},
+    "value": {"training": {"steps": 1, "learning_rate": -1}},
+    "choice": {"inheritance": {"end_step": 1, "decay": "lineal"}},
+    "lacking": {"two_stage": {"stage1_steps": 1}},
     "key": {"training": {"step": 1}},
     "place": {"data": {"train": ["config.json"], "steps": 1}},
     "growth": {"growth": {"source": ".", "hidden_size": 8, "methd": "fpi"}},

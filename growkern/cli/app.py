@@ -2,13 +2,14 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from growkern.errors import GrowthError, nearest, print_table
-from growkern.growth.source import ID, config_directory, refuse_other_names
+from growkern.growth.source import config_directory, is_hub_name, refuse_other_names
 from growkern.package import version
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -46,7 +47,9 @@ def checkpoint_there(path: Path) -> Path:
     """
     if not os.path.exists(path):
         refuse_other_names(str(path))
-    if os.path.exists(path) or not ID.fullmatch(str(path)):
+    # a Path has lost the ./ that it was typed with
+    is_path = os.path.exists(path) or f"./{path}" in sys.argv
+    if is_path or not is_hub_name(str(path)):
         config_directory(path)
     return path
 

@@ -36,6 +36,7 @@ from growkern.families.family import growable_fields
 from growkern.families.load import load_family, read_family, supported_families
 from growkern.growth.disk import check_target, delete_staging, refusing
 from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions, check_moments, parse_size
+from growkern.growth.source import located
 
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
@@ -175,9 +176,11 @@ def plan(
     Where a dense model becomes a mixture that computes something else, it also runs SRC on random
     texts, and reads its weights.
     """
+    # before PyTorch is imported: a wrong name costs no more than the question to the Hub
+    place = located(source, revision, weights=False)
     from growkern.growth.plan import plan as make_plan
 
-    made = make_plan(source, revision=revision, **context.obj)
+    made = make_plan(place, **context.obj)
     if as_json:
         more = {
             "estimate": made.estimate(ranks, tokens, source_tokens),
@@ -231,13 +234,13 @@ def grow(
     for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):
         parse_size(name, size)
     free_target(source, target.resolve(), overwrite)
+    place = located(source, revision)
     from growkern.growth.grow import grow_checkpoint
-    from growkern.growth.source import located
 
     silence_transformers()
-    compared = {} if text is None else tokens_of(located(source, revision), text)
+    compared = {} if text is None else tokens_of(place, text)
     report = grow_checkpoint(
-        source,
+        place,
         target,
         overwrite=overwrite,
         dtype=dtype_of(dtype),
@@ -245,7 +248,6 @@ def grow(
         memory_limit=memory_limit,
         resume=not no_resume,
         allow_nonfinite=allow_nonfinite,
-        revision=revision,
         progress=sys.stderr.isatty(),
         optimizer=optimizer,
         moments=cast(Any, moments or "grow"),

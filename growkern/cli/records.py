@@ -60,11 +60,12 @@ def verify(
         raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
     for path in (source, target):
         checkpoint_there(path)
-    from growkern.growth.record.verify import verify as check
     from growkern.growth.source import located
 
-    silence_transformers()
     source = located(source, revision)
+    from growkern.growth.record.verify import verify as check
+
+    silence_transformers()
     compared = {} if text is None else tokens_of(source, text)
     report = check(source, target, **compared, lineage=lineage)
     show(report, as_json)

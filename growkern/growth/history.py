@@ -10,9 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-
 from growkern.errors import GrowthError
 from growkern.families.family import Family
 from growkern.families.load import own_family
@@ -80,6 +77,10 @@ def directory_of(model: Any) -> Path | None:
         return None
     if Path(name).is_dir():
         return Path(name)
+    # here, as it costs as much as all of a command that is refused
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     try:
         commit = getattr(getattr(model, "config", None), "_commit_hash", None)
         file = try_to_load_from_cache(name, "config.json", revision=commit)

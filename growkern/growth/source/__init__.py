@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from growkern.growth.source.formats import beside_weights, CONFIG_FILE, format_of
     from growkern.growth.source.formats import GENERATION_FILE, header_reader, MODULES_FILE
     from growkern.growth.source.formats import MOST_BYTES, Stamps, weight_files
-    from growkern.growth.source.hub import hub_model, ID, located, name_of, refuse_other_names
+    from growkern.growth.source.hub import hub_model, ID, is_hub_name, located, name_of
+    from growkern.growth.source.hub import refuse_other_names
     from growkern.growth.source.live import class_of, FUNCTIONS, QUANTISED, refuse_computed
     from growkern.growth.source.live import refuse_flattened, unwrapped
     from growkern.growth.source.loading import all_outputs, as_model, class_in, fits, Float64

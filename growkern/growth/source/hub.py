@@ -1,8 +1,8 @@
 """Sources on the Hugging Face Hub: downloaded into its usual cache, and found there again.
 
 A source that exists as a path is never looked up. Other names of the form ORGANISATION/NAME are
-models of the Hub. Only the files that growth can use are downloaded. Where the Hub cannot be
-reached, the cache is used.
+models of the Hub, unless there is a folder ORGANISATION here. Only the files that growth can use
+are downloaded. Where the Hub cannot be reached, the cache is used.
 
 PyTorch is not imported here, so that a wrong name is told at once.
 """
@@ -65,6 +65,14 @@ def name_of(directory: Path) -> str:
     return on_hub.id if on_hub else name.decode(errors="backslashreplace")
 
 
+def is_hub_name(name: str, base: Path = Path()) -> bool:
+    """Whether the name of a path that is not there means a model on the Hub.
+
+    Where its first folder is there, the rest of it is wrong: a path is nearly always meant.
+    """
+    return bool(ID.fullmatch(name)) and not (base / name.partition("/")[0]).is_dir()
+
+
 def located(source: Any, revision: str | None = None, *, weights: bool = True) -> Any:
     """The directory of a source; of a model on the Hub, the one that it is downloaded to.
 
@@ -77,7 +85,7 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
     if is_name and not os.path.exists(source):
         refuse_other_names(str(source))
     # unlike Path.exists this takes names of any length
-    if is_name and not os.path.exists(source) and ID.fullmatch(str(source)):
+    if is_name and not os.path.exists(source) and is_hub_name(str(source)):
         return _download(str(source), revision, LEFT_OUT if weights else (*LEFT_OUT, WEIGHTS))
     if revision is not None:
         given = str(source) if is_name else f"a {type(source).__name__}"

@@ -191,6 +191,12 @@ def config_directory(directory: Path) -> Path:
         )
         if named and (owner := next(owners, None)):
             named = f"; on the Hub it is {owner}/{directory}"
+        is_name = len(directory.parts) == 2 and not str(directory).startswith(("/", ".."))
+        if is_name and directory.parent.is_dir():
+            named = (
+                f", while {directory.parent} is one; for a model on the Hub, run "
+                f"`hf download {directory}` and give the directory that it prints"
+            )
         raise GrowthError(f"{directory}: no such directory{named}")
     if (directory / METADATA_FILE).is_file() and not file.is_file():
         # trainers save sharded weights in a subdirectory of the model's directory

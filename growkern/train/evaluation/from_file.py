@@ -16,7 +16,7 @@ from typing import Any
 
 from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
-from growkern.growth.source import ID
+from growkern.growth.source import is_hub_name
 from growkern.train.dataset.options import DataSection
 from growkern.train.evaluation.evaluate import FOR_TRAINING, evaluate
 from growkern.train.toml import read_toml, to_dataclass
@@ -66,7 +66,7 @@ def read_arguments(path: str | Path) -> dict[str, Any]:
     base = path.parent
     places = {key: base / x for key, x in arguments.items() if key in PATHS and x is not None}
     # a name that is no directory is one on the Hub
-    if not places["model"].exists() and ID.fullmatch(arguments["model"]):
+    if not places["model"].exists() and is_hub_name(arguments["model"], base):
         del places["model"]
     if "dataset" in places and not (arguments["dataset"] and places["dataset"].is_dir()):
         del places["dataset"]

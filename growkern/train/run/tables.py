@@ -1,23 +1,26 @@
 """The tables of a run file, and the checks of them that need no PyTorch.
 
-Importing the classes of the sections takes seconds. So the names of their fields are read from
-their source, and a wrong key or path is told at once.
+Importing the classes of the sections takes seconds. So their fields are read from their source, and
+a wrong key, value or path is told at once.
 """
 
 import ast
 import functools
+import importlib
 import reprlib
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from growkern.arguments import check_fields
 from growkern.errors import GrowthError, nearest
 from growkern.files import matching_files
 from growkern.growth.options import GrowthKeywords
-from growkern.growth.source import ID, config_directory, refuse_other_names
+from growkern.growth.source import config_directory, is_hub_name, refuse_other_names
 from growkern.rooms import doors
-from growkern.train.toml import read_toml
+from growkern.train.toml import read_toml, to_dataclass
 
 PACKAGE = Path(__file__).parents[2]
 SECTIONS = Path(__file__).with_name("file.py")
@@ -27,7 +30,7 @@ def read_tables(path: Path) -> list[dict[str, Any]]:
     """Read a run file: the tables of each of its runs, see `growkern.train.run.file.load_runs`.
 
     Raises:
-        GrowthError: the file cannot be read, or a key is unknown.
+        GrowthError: the file cannot be read, a key is unknown, or a value is wrong by itself.
     """
     tables = read_toml(path)
     generations = tables.pop("generation", None)
@@ -75,6 +78,8 @@ def _checked(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             if section in known and name not in known[section]:
                 near = nearest(name, known[section])
                 raise GrowthError(f"{path}: [{place}] has no key {reprlib.repr(name)}{near}")
+    # types, and values by themselves
+    to_dataclass(sections(), tables, str(path))
     return tables
 
 
@@ -116,68 +121,93 @@ def _check_places(tables: dict[str, Any], path: Path) -> None:
                 )
 
 
-# ------------------------------------------------------------- names in the source
+# ------------------------------------------------------------ classes in the source
+
+
+class _Names(dict[str, Any]):
+    """The names of a module of the package, each made from its lines when it is asked for.
+
+    Modules that others have imported are not read. A class becomes a dataclass of its fields, with
+    their types, defaults and limits, and without its methods.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file, self.lines = file, ast.parse(file.read_text(encoding="utf-8")).body
+
+    def __missing__(self, name: str) -> Any:
+        for line in self.lines:
+            if isinstance(line, ast.ClassDef) and line.name == name:
+                value = self._class(line)
+            elif isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name:
+                value = self.value(line.value)
+            elif isinstance(line, ast.Import) and name in [x.name for x in line.names]:
+                value = importlib.import_module(name)
+            elif isinstance(line, ast.ImportFrom) and (
+                found := next((x.name for x in line.names if name in (x.asname, x.name)), None)
+            ):
+                value = _imported(str(line.module), found)
+            else:
+                continue
+            return self.setdefault(name, value)
+        raise KeyError(name)
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression."""
+        return eval(compile(ast.Expression(node), str(self.file), "eval"), self)
+
+    def _class(self, node: ast.ClassDef) -> Any:
+        bases = tuple(self[base.id] for base in node.bases if isinstance(base, ast.Name))
+        declared: list[Any] = []
+        members: dict[str, Any] = {} if bases else {"LIMITS": {}}
+        for line in (x for x in node.body if isinstance(x, ast.AnnAssign)):
+            name = ast.unparse(line.target)
+            if name == "LIMITS" and line.value:
+                members[name] = self.value(line.value)
+            elif not ast.unparse(line.annotation).startswith("ClassVar"):
+                value = [] if line.value is None else [self.value(line.value)]
+                declared.append((name, self.value(line.annotation), *value))
+        calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
+        checks = [x for x in calls if ast.unparse(x.func) == "check_fields"]
+        if checks:
+            section = ast.literal_eval(checks[0].args[1]) if checks[0].args[1:] else ""
+            members["__post_init__"] = lambda self: check_fields(self, section)
+        return make_dataclass(
+            node.name, declared, bases=bases, namespace=members, frozen=True, kw_only=True
+        )
+
+
+@functools.cache
+def _names(file: Path) -> _Names:
+    return _Names(file)
+
+
+def _imported(module: str, name: str) -> Any:
+    """A name that a module imports: of the package's training code and losses from the source."""
+    if not module.startswith(("growkern.train", "growkern.ops")):
+        return getattr(importlib.import_module(module), name)
+    place = PACKAGE.joinpath(*module.split(".")[1:])
+    if place.is_dir():
+        return _imported(doors(str(place / "__init__.py"))[name], name)
+    return _names(place.with_suffix(".py"))[name]
+
+
+@functools.cache
+def sections() -> Any:
+    """`Run` of `growkern.train.run.file`, with all its sections, as a dataclass without methods."""
+    return _names(SECTIONS)["Run"]
 
 
 @functools.cache
 def keys() -> dict[str, frozenset[str]]:
     """The keys of each section, but of [trainer], whose keys transformers knows."""
-    tree = _parsed(SECTIONS)
-    ours = {x.name for x in tree.body if isinstance(x, ast.ClassDef)} | _imported(tree).keys()
     found = {}
-    for section, kind in _fields(_class(tree, "Run")).items():
-        classes = [x.id for x in ast.walk(kind) if isinstance(x, ast.Name) and x.id in ours]
+    for field in fields(sections()):
+        kinds = (field.type, *get_args(field.type))
+        classes = [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
         if classes:
-            found[section] = frozenset(_all_fields(classes[0], SECTIONS))
+            found[field.name] = frozenset(x.name for x in fields(classes[0]))
     return found
-
-
-@functools.cache
-def _parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _class(tree: ast.Module, name: str) -> ast.ClassDef | None:
-    return next((x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == name), None)
-
-
-def _imported(tree: ast.Module) -> dict[str, str]:
-    """The modules of the package that names are imported from."""
-    lines = [x for x in tree.body if isinstance(x, ast.ImportFrom)]
-    return {
-        name.name: str(line.module)
-        for line in lines
-        for name in line.names
-        if str(line.module).startswith("growkern.")
-    }
-
-
-def _fields(node: ast.ClassDef | None) -> dict[str, ast.expr]:
-    """The fields that a dataclass declares itself, with their types."""
-    declared = [x for x in (node.body if node else ()) if isinstance(x, ast.AnnAssign)]
-    return {
-        ast.unparse(x.target): x.annotation
-        for x in declared
-        if not ast.unparse(x.annotation).startswith("ClassVar")
-    }
-
-
-def _all_fields(name: str, file: Path) -> set[str]:
-    """The fields of a dataclass that a file declares or imports, with those of its bases."""
-    tree = _parsed(file)
-    node = _class(tree, name)
-    if node is None:
-        return _all_fields(name, _file_of(name, _imported(tree)[name]))
-    bases = [x.id for x in node.bases if isinstance(x, ast.Name)]
-    return {*_fields(node)}.union(*(_all_fields(base, file) for base in bases))
-
-
-def _file_of(name: str, module: str) -> Path:
-    """The file that declares a name, which may be the door of a room."""
-    place = PACKAGE.joinpath(*module.split(".")[1:])
-    if place.is_dir():
-        return _file_of(name, doors(str(place / "__init__.py"))[name])
-    return place.with_suffix(".py")
 
 
 # --------------------------------------------------------------------------- paths
@@ -198,22 +228,20 @@ def check_paths(runs: list[dict[str, Any]], base: Path) -> None:
                 continue
             if not place.exists():
                 refuse_other_names(name)
-            if place.exists() or not ID.fullmatch(name):
+            if place.exists() or not is_hub_name(name, base):
                 config_directory(place)
-        data = tables.get("data")
         for key in ("train", "validation"):
-            sets = data.get(key, ()) if isinstance(data, dict) else ()
+            sets = tables["data"].get(key, ())
             for name, patterns in sets.items() if isinstance(sets, dict) else [("", sets)]:
-                for pattern in patterns if isinstance(patterns, list) else ():
-                    if isinstance(pattern, str):
-                        matching_files(base, pattern, f"data.{key}{'.' * bool(name)}{name}")
+                for pattern in patterns:
+                    matching_files(base, pattern, f"data.{key}{'.' * bool(name)}{name}")
 
 
 def _checkpoints(tables: dict[str, Any]) -> list[str]:
     """The names of the models that a run reads."""
-    named: list[Any] = []
+    named: list[str | None] = []
     for section, _, table in _sections(tables):
         paths = table.get("paths", []) if section == "teacher" else []
         named += paths.values() if isinstance(paths, dict) else paths
         named += [table.get({"model": "path", "growth": "source"}.get(section, ""))]
-    return [name for name in named if isinstance(name, str)]
+    return [name for name in named if name is not None]

@@ -64,22 +64,31 @@ def test_paths_that_an_earlier_run_makes_need_not_be_there_yet(tmp_path):
     (tmp_path / "small" / "config.json").write_text("{}")
     (tmp_path / "text.txt").touch()
     file = tmp_path / "run.toml"
-    file.write_text("""
+    rest = """
 data = { train = ["text.txt"] }
+training = { steps = 1 }
 output = { directory = "run" }
+"""
+    runs = """
 [[generation]]
 model = { path = "small" }
 [[generation]]
 growth = { source = "run/generation-1", hidden_size = 8 }
 inheritance = { end_step = 1 }
-""")
+"""
+    file.write_text(rest + runs)
     check_paths(read_tables(file), tmp_path)
-    # a name of a model on the Hub may be one, and "text.txt" is no list
-    file.write_text('model = { path = "owner/name" }\ndata = { train = "text.txt" }')
-    check_paths(read_tables(file), tmp_path)
-    file.write_text('growth = [{ source = "./run/generation-1" }]')
-    with pytest.raises(GrowthError, match="generation-1: no such directory"):
-        check_paths(read_tables(file), tmp_path)
+    # a name of a model on the Hub may be one, but not where there is a folder of its first part
+    for name in ("owner/name", "./run/generation-1", "small/name"):
+        file.write_text(
+            f'{rest.replace("run", "out")}growth = [{{ source = "{name}", hidden_size = 8 }}]'
+        )
+        tables = read_tables(file)
+        if name == "owner/name":
+            check_paths(tables, tmp_path)
+            continue
+        with pytest.raises(GrowthError, match=f"{name.removeprefix('./')}: no such directory"):
+            check_paths(tables, tmp_path)
 
 
 @pytest.fixture
