@@ -51,6 +51,7 @@ MIXTURES = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (80, 3.9),
     "Qwen/Qwen3-30B-A3B": (30.5, 3.3),
     "Qwen/Qwen3-235B-A22B": (235.1, 22.2),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.6),
 }
 
 

@@ -19,7 +19,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.source.loading import image_shape
 from testbed.families import FAMILIES
 from testbed.growths import HEADS, alone, at_once, grown_by, head_counts, heads_grow, largest_error
-from testbed.models import random_model
+from testbed.models import Float64Everywhere, random_model
 from testbed.relatives import RELATIVES, with_sizes
 from tests.growth.plan.test_matrix import EXACT, grown_on_disk
 from tests.shared import walks
@@ -152,3 +152,30 @@ def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
     images = torch.randn(2, *image_shape(source.config), dtype=torch.float64)
     (small,), (large,) = (m(images).feature_maps for m in (source, grown))
     assert (large[:, :12] - small).abs().max() <= 1e-12
+
+
+LEARN = ("qwen3", "gemma3_text", "gemma4_text", "lfm2", "bamba")
+
+
+@pytest.mark.parametrize("model_type", LEARN)
+def test_every_row_learns(model_type):
+    """In layers that add nothing, heads get theirs from others: within four steps."""
+    source = random_model(*ALL[model_type])
+    model = ModelSpec.of(source.config, type(source).__name__)
+    grown = growkern.grow(source, **grown_by(model, at_once(model))).requires_grad_(True)
+    tokens = torch.randint(3, 46, (6, 24), generator=torch.Generator().manual_seed(0))
+    seen = {name: torch.zeros_like(x) for name, x in grown.named_parameters()}
+    for _ in range(4):
+        grown.zero_grad()
+        with Float64Everywhere():
+            grown(input_ids=tokens, labels=tokens).loss.backward()
+        for name, x in grown.named_parameters():
+            seen[name] += x.grad.abs()
+            x.data -= 0.1 * x.grad
+    idle = {
+        name: int((x.flatten(1).sum(1) == 0).sum() if x.ndim > 1 else (x == 0).sum())
+        for name, x in seen.items()
+        # of a token that no text has
+        if "embed" not in name and "lm_head" not in name
+    }
+    assert not any(idle.values()), {name: n for name, n in idle.items() if n}
