@@ -44,6 +44,8 @@ MOST_BYTES = 4_000_000
 OBSTACLES = (
     ("state-space layers (Mamba)", "mixer.A_log"),
     ("state-space layers (Mamba)", "mamba.A_log"),
+    # of the first version, whose steps come from it
+    ("state-space layers (Mamba)", ".x_proj"),
     ("layers of gated delta attention", "gate.A_log"),
     ("an indexer that chooses which tokens a layer attends to", "indexer."),
     ("keys and values compressed over several tokens", "compressor."),
@@ -414,7 +416,8 @@ def _draft(place: str) -> str:
 def _described(shapes: Shapes, place: str) -> str:
     """What stands in the way of a model with these tensors, its nearest family, what may help."""
     unknown, likest, nearest = _compared(_short(shapes))
-    obstacles = [what for what, part in OBSTACLES if any(part in name for name in unknown)]
+    found = [what for what, part in OBSTACLES if any(part in name for name in unknown)]
+    obstacles = list(dict.fromkeys(found))
     obstacles = obstacles or _uneven(shapes)
     if not obstacles and unknown:
         others = f" and {len(unknown) - 1} other tensors" if len(unknown) > 1 else ""

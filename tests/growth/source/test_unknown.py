@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 import growkern
+from growkern.growth.source.refused import refuse_unknown
 from testbed.models import random_model
 from testbed.relatives import RELATIVES
 
@@ -31,13 +32,7 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
         ("kimi_linear", {}, "table; it has layers of gated delta attention; nearest: "),
-        # what its class may have and this model has not is no obstacle
-        (
-            "gemma4",
-            {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
-            r"table; it has layers whose self_attn\.k_norm\.weight differ in shape; nearest: gemma",
-        ),
-        ("gemma4", {}, "table; it has inputs of its own for each layer; nearest: "),
+        ("gemma3n", {}, "table; it has inputs of its own for each layer; "),
         ("mimo_v2_flash", {}, r"layers whose self_attn\.k_proj\.weight differ in shape; nearest: "),
         ("deepseek_v4", {}, r"it has several residual streams .*nearest: deepseek_v3"),
         ("step3p7", {}, r"it has a gate on every attention head; nearest: "),
@@ -57,6 +52,15 @@ def test_a_model_without_a_table_is_described(model_type, config, clause, tmp_pa
     with pytest.raises(growkern.GrowthError, match=clause) as refused:
         growkern.plan(tmp_path, hidden_size=64)
     assert f"model_type '{model_type}' has no family table" in str(refused.value)
+
+
+def test_what_its_class_may_have_and_a_model_has_not_is_no_obstacle():
+    with pytest.raises(growkern.GrowthError, match="inputs of its own for each layer"):
+        refuse_unknown("gemma4", {})
+    none = {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}}
+    with pytest.raises(growkern.GrowthError, match=r"layers whose self_attn\.k_norm") as refused:
+        refuse_unknown("gemma4", none)
+    assert "inputs of its own" not in str(refused.value)
 
 
 def test_a_model_in_memory_is_described_too():
