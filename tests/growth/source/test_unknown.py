@@ -32,7 +32,6 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
         ("kimi_linear", {}, "table; it has layers of gated delta attention; nearest: "),
-        ("gemma3n", {}, "table; it has inputs of its own for each layer; "),
         ("mimo_v2_flash", {}, r"layers whose self_attn\.k_proj\.weight differ in shape; nearest: "),
         ("deepseek_v4", {}, r"it has several residual streams .*nearest: deepseek_v3"),
         ("step3p7", {}, r"it has a gate on every attention head; nearest: "),
@@ -57,7 +56,7 @@ def test_a_model_without_a_table_is_described(model_type, config, clause, tmp_pa
 def test_what_its_class_may_have_and_a_model_has_not_is_no_obstacle():
     with pytest.raises(growkern.GrowthError, match="inputs of its own for each layer"):
         refuse_unknown("gemma4", {})
-    none = {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}}
+    none = {"text_config": {"hidden_size_per_layer_input": 0}}
     with pytest.raises(growkern.GrowthError, match=r"layers whose self_attn\.k_norm") as refused:
         refuse_unknown("gemma4", none)
     assert "inputs of its own" not in str(refused.value)
