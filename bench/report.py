@@ -16,7 +16,7 @@ better documented result.
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,23 +115,38 @@ def aot_table(results: Path) -> str:
 
 
 def families(results: Path) -> str:
-    """The families: their norms, positions, classes and what is exact; then their sizes."""
+    """The families: their norms, positions, classes and what is exact; then unusual sizes."""
+    usual = growable_fields(load_family("llama"))
     lines: list[list[str]] = []
     by_sizes: dict[str, list[str]] = {}
     for model_type in supported_families():
         family = load_family(model_type)
         norm = f"{family.norm.kind}, {family.norm.placement}"
-        sizes = ", ".join(f"`{name}`" for name in growable_fields(family))
+        sizes = _beside(growable_fields(family), usual)
         starts = (name.split("For")[0].removesuffix("Model") for name in family.classes)
         start = min(starts, key=len)
         ends = ", ".join(name.removeprefix(start).removeprefix("For") for name in family.classes)
         exact = "any" if family.is_exact_in_any_width else "multiples"
         positions = family.attention.positions
         lines.append([f"`{model_type}`", norm, positions, exact, f"`{start}`: {ends}"])
-        by_sizes.setdefault(sizes, []).append(f"`{model_type}`")
+        if sizes:
+            by_sizes.setdefault(sizes, []).append(f"`{model_type}`")
     heads = ["`model_type`", "norms", "positions", "exact hidden sizes", "classes"]
     kinds = [[", ".join(names), sizes] for sizes, names in by_sizes.items()]
     return table(heads, lines) + "\n\n" + table(["`model_type`", "sizes that grow"], kinds)
+
+
+def _beside(sizes: Collection[str], usual: Collection[str]) -> str:
+    """The sizes of a family by how they differ from the usual ones; empty if they do not."""
+
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
+    less, more = ([x for x in a if x not in b] for a, b in ((usual, sizes), (sizes, usual)))
+    if len(less) > len(usual) / 2:
+        return listed(sizes)
+    text = f"the usual, without {listed(less)}" if less else "the usual"
+    return "" if not (less or more) else f"{text}; and {listed(more)}" if more else text
 
 
 def measured(results: Path) -> str:
