@@ -5,7 +5,7 @@ document. transformers masks the others only if the model keeps no cache of keys
 some models have parts that no mask reaches. So `run_model` switches the cache off, and refuses
 packed rows if a probe of the model shows that its documents see each other.
 
-Shape letters used in this file: B examples, S positions, P of these, H width.
+Shape letters used in this file: B examples, S positions, P of these, A axes of positions, H width.
 """
 
 import contextlib
@@ -20,13 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import DataCollatorWithFlattening
 
 from growkern.errors import GrowthError
-from growkern.train.model.contexts import evaluating, probing, without_cache
+from growkern.train.model.contexts import evaluating, no_zeros, parts_of, probing, without_cache
 from growkern.train.model.head import head_swap, take_logits, tokens_to_try
 from growkern.train.model.load import positions_of
 from growkern.train.model.projection import HeadInputs
 
 # model -> what a probe found out: whether documents of a packed row stay apart
 _apart: WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()
+# what models of transformers call the state after earlier tokens
+CACHES = ("past_key_values", "cache_params", "mems", "state")
 
 
 def unwrapped(model: Any) -> Any:
@@ -54,14 +56,20 @@ def run_model(
         model: of transformers, maybe in DistributedDataParallel. Its config is as before
             afterwards.
         inputs: {input_ids, ...}. Rows that are longer than the model's positions are refused, and
-            packed rows whose documents would see each other. `use_cache` is left out.
+            packed rows whose documents would see each other, and caches. `use_cache` is left out.
         within: contexts of the call. The checks are made before, on the model as it is.
     """
     inner = unwrapped(model)
     # it would count for more than the model's config
     inputs = {name: x for name, x in inputs.items() if name != "use_cache"}
-    if (positions_BS := batch_positions(inputs)) is not None:
-        inputs["position_ids"] = positions_BS
+    for name in CACHES:
+        if inputs.pop(name, None) is not None:
+            raise GrowthError(
+                f"a batch has {name}, whose tokens every row and document would see: leave it out, "
+                "and put the tokens before the row's own"
+            )
+    if getattr(inputs.get("position_ids"), "ndim", None) == 1:
+        inputs["position_ids"] = inputs["position_ids"][None]
     check_row_length(role, inner, inputs)
     check_documents(role, inner, inputs)
     with contextlib.ExitStack() as stack:
@@ -112,23 +120,30 @@ def check_row_length(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
 
 
 def batch_positions(batch: Mapping[str, Any]) -> Tensor | None:
-    """The positions of a batch, (B, S) or (1, S). None if it has none, or several for a token."""
+    """The positions of a batch, (A, B, S) or (A, 1, S). None if it has none.
+
+    A is 1, unless a token stands in an image too. Then the first axis counts text or time, which
+    never falls within a document.
+    """
     positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2):
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2, 3):
         return None
-    return positions if positions.ndim == 2 else positions[None]
+    return positions if positions.ndim == 3 else positions.view(1, -1, positions.shape[-1])
 
 
 def document_starts(batch: Mapping[str, Any]) -> Tensor | None:
     """Where the documents of a packed batch start, (B, S) bool. None if it is not packed.
 
-    As transformers reads it: an attention mask counts alone.
+    As transformers reads it: an attention mask counts alone. Of several axes, one at least rises
+    within a document.
     """
-    positions_BS = batch_positions(batch)
-    if positions_BS is None or batch.get("attention_mask") is not None:
+    positions_ABS = batch_positions(batch)
+    if positions_ABS is None or batch.get("attention_mask") is not None:
         return None
-    starts_BS = torch.ones_like(positions_BS, dtype=torch.bool)
-    starts_BS[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
+    starts_BS = torch.ones_like(positions_ABS[0], dtype=torch.bool)
+    steps_ABT = positions_ABS.diff(dim=2)
+    one = len(positions_ABS) == 1
+    starts_BS[:, 1:] = steps_ABT[0] != 1 if one else (steps_ABT <= 0).all(0)
     return starts_BS
 
 
@@ -139,11 +154,11 @@ def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
     batch has a mask, a GPU is asked whether the rows are packed at all.
     """
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    positions_BS, mask = batch_positions(inputs), inputs.get("attention_mask")
-    if tokens is None or positions_BS is None or model.config.is_encoder_decoder:
+    positions_ABS, mask = batch_positions(inputs), inputs.get("attention_mask")
+    if tokens is None or positions_ABS is None or model.config.is_encoder_decoder:
         return
     if mask is not None:
-        if _mask_joins(positions_BS, mask):
+        if _mask_joins(positions_ABS, mask):
             raise GrowthError(
                 "position_ids begin anew within a row, but its documents would see each other: "
                 "transformers does not look at position_ids if there is an attention_mask. Leave "
@@ -151,14 +166,21 @@ def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
                 "out, if the documents may see each other"
             )
         return
-    attention = model.config.get_text_config()._attn_implementation
-    kind = (len(tokens) > 1, attention, *sorted(inputs))
+    attention = (part.config._attn_implementation for part in parts_of(model))
+    kind = (len(tokens) > 1, len(positions_ABS), *attention, *sorted(inputs))
     known = _apart.setdefault(model, {})
     if kind not in known:
-        known[kind] = not _documents_meet(model, inputs, tokens)
-    starts_BS = None if known[kind] else document_starts(inputs)
+        meet = _documents_meet(model, inputs, tokens, len(positions_ABS))
+        if meet is not None:
+            known[kind] = not meet
+    starts_BS = None if known.get(kind) else document_starts(inputs)
     if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
         return
+    if kind not in known:
+        raise GrowthError(
+            f"position_ids begin anew within a row, but the {role} ({type(model).__name__}) gives "
+            "NaN, so that its documents cannot be shown to stay apart: look for NaN in its weights"
+        )
     raise GrowthError(
         f"position_ids begin anew within a row, but in the {role} ({type(model).__name__}) its "
         "documents would see each other: transformers does not keep them apart for this model and "
@@ -167,20 +189,28 @@ def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
     )
 
 
-def _mask_joins(positions_BS: Tensor, mask: Any) -> bool:
+def _mask_joins(positions_ABS: Tensor, mask: Any) -> bool:
     """Whether the positions of a row's real tokens begin anew, so that its mask joins documents.
 
     A mask of other dimensions says itself which tokens see each other.
     """
-    if getattr(mask, "ndim", 0) != 2 or mask.shape[1] != positions_BS.shape[1]:
+    if getattr(mask, "ndim", 0) != 2 or mask.shape[1] != positions_ABS.shape[2]:
         return False
-    real_BS, positions_BS = torch.broadcast_tensors(mask != 0, positions_BS)
+    real_BS, positions_BS = torch.broadcast_tensors(mask != 0, positions_ABS[0])
     before_BS = positions_BS.masked_fill(~real_BS, -1).cummax(1).values
-    return bool((real_BS[:, 1:] & (positions_BS[:, 1:] <= before_BS[:, :-1])).any())
+    # the tokens of an image stand at one time
+    same = len(positions_ABS) > 1
+    anew_BS = positions_BS[:, 1:] + same <= before_BS[:, :-1]
+    return bool((real_BS[:, 1:] & anew_BS).any())
 
 
-def _documents_meet(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> bool:
-    """Whether a document of a packed row sees the tokens of another one, in a small batch."""
+def _documents_meet(
+    model: Any, inputs: Mapping[str, Any], tokens: Tensor, axes: int
+) -> bool | None:
+    """Whether a document of a packed row sees the tokens of another one, in a small batch.
+
+    None if NaN hides it. A part that adds nothing yet, as in a grown layer, counts as trained.
+    """
     texts = [5, 4, 3, 2, 1, 2, 3], [1, 2, 3, 4, 5, 4, 3, 2]
     packer = DataCollatorWithFlattening(
         return_flash_attn_kwargs="cu_seq_lens_q" in inputs, return_seq_idx="seq_idx" in inputs
@@ -192,8 +222,12 @@ def _documents_meet(model: Any, inputs: Mapping[str, Any], tokens: Tensor) -> bo
         for name, x in packed.items()
         if name != "labels"
     }
+    if axes > 1:
+        packed["position_ids"] = packed["position_ids"].expand(axes, -1, -1)
     first_S = torch.arange(sum(map(len, texts))) < len(texts[0])
-    return any(sees(model, packed, at_S, ~at_S) for at_S in (first_S, ~first_S))
+    with no_zeros(model):
+        found = [sees(model, packed, at_S, ~at_S) for at_S in (first_S, ~first_S)]
+    return None if None in found else any(found)
 
 
 def check_causal(model: Any) -> None:
@@ -214,10 +248,10 @@ def check_causal(model: Any) -> None:
 # ------------------------------------------------------------------- probes
 
 
-def sees(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> bool:
+def sees(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> bool | None:
     """Whether what a model computes at some positions depends on tokens at others, (S,) bool each.
 
-    NaN tells nothing.
+    None if NaN hides it.
     """
     try:
         return _gradient_reaches(model, inputs, at_S, others_S)
@@ -233,7 +267,9 @@ def _hidden(model: Any, inputs: dict[str, Any], at_S: Tensor) -> Tensor:
         return take_logits(model(**inputs))[:, at_S]
 
 
-def _gradient_reaches(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> bool:
+def _gradient_reaches(
+    model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor
+) -> bool | None:
     """Whether hidden states depend on the embeddings of other tokens.
 
     The gradient is exactly 0 if they do not, in any dtype. Two runs differ by rounding in a mixture
@@ -253,16 +289,18 @@ def _gradient_reaches(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S
         rng = torch.Generator().manual_seed(0)
         way_PH = torch.randn(hidden_BPH.shape[1:], generator=rng).to(hidden_BPH.device)
         (gradient,) = torch.autograd.grad((hidden_BPH * way_PH).sum(), seen[0])
-    return bool((gradient[:, others_S].abs() > 0).any())
+    gradient = gradient[:, others_S]
+    return None if gradient.isnan().any() else bool(gradient.any())
 
 
-def _tokens_change(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> bool:
+def _tokens_change(
+    model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor
+) -> bool | None:
     """Whether hidden states change with other tokens."""
     ids_BS = inputs["input_ids"]
     changed_BS = ids_BS + others_S.to(ids_BS.device)
     with probing(model):
         first, second = (
-            _hidden(model, {**inputs, "input_ids": x_BS}, at_S).nan_to_num()
-            for x_BS in (ids_BS, changed_BS)
+            _hidden(model, {**inputs, "input_ids": x_BS}, at_S) for x_BS in (ids_BS, changed_BS)
         )
-    return not torch.equal(first, second)
+    return None if first.isnan().any() else not torch.equal(first, second)

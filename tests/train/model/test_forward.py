@@ -20,6 +20,9 @@ CLASSES = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "llama": ("LlamaForCausalLM", LLAMA),
 }
+for _name in ("deepseek_v32", "glm_moe_dsa"):
+    # equal scores of their indexers are chosen by place, so that a document alone may differ
+    CLASSES[_name] = (CLASSES[_name][0], {**CLASSES[_name][1], "index_topk": 16})
 TEXT_ONLY = [n for n, (kind, _) in CLASSES.items() if "ImageClass" not in kind]
 
 
@@ -67,6 +70,99 @@ def test_documents_are_apart_or_refused_and_no_cache_is_made(name):
         else:
             assert torch.equal(run_model("model", model, packed()).logits, together)
     assert all(config.use_cache for config in configs_of(model))
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "llama"])
+def test_positions_of_several_axes_keep_documents_apart_or_are_refused(name, axes):
+    kind, sizes = CLASSES[name]
+    model = random_model(kind, sizes, dtype=torch.float32).eval()
+    places = packed()["position_ids"].expand(axes, 1, -1)
+    rows = {**packed(), "position_ids": places}
+    if name == "llama":
+        # a model of one's own that takes the first axis
+        inner = model.model.forward
+        model.model.forward = lambda position_ids=None, **how: inner(
+            position_ids=position_ids[0] if position_ids.ndim == 3 else position_ids, **how
+        )
+    with torch.no_grad():
+        alone = [
+            model(input_ids=torch.tensor([x]), position_ids=torch.arange(len(x))[None]).logits
+            for x in TEXTS
+        ]
+        found = model(**rows, use_cache=False).logits
+        if (torch.cat(alone, 1) - found).abs().max() > 1e-4 * found.abs().max():
+            assert axes == 3
+            with pytest.raises(GrowthError, match="position_ids begin anew"):
+                run_model("model", model, rows)
+        else:
+            assert torch.equal(run_model("model", model, rows).logits, found)
+        ones = torch.ones_like(rows["input_ids"])
+        with pytest.raises(GrowthError, match="attention_mask"):
+            run_model("model", model, {**rows, "attention_mask": ones})
+        # one document: a word, an image of 2 x 3, a word
+        time = torch.tensor([0, 1, 1, 1, 1, 1, 1, 4])
+        down, right = torch.tensor([0, 1, 1, 1, 2, 2, 2, 4]), torch.tensor([0, 1, 2, 3, 1, 2, 3, 4])
+        image = torch.stack([torch.arange(8), time, down, right][-axes:])[:, None]
+        ids = torch.arange(8)[None] + 2
+        for masks in ({}, {"attention_mask": torch.ones_like(ids)}):
+            run_model("model", model, {"input_ids": ids, "position_ids": image, **masks})
+
+
+@pytest.mark.parametrize("zero", ["conv.out_proj", "conv.in_proj", "operator_norm"])
+def test_a_part_that_adds_nothing_yet_counts_as_trained(zero):
+    """As those of a layer grown to change nothing. Else documents would meet after training."""
+    model = random_model(*CLASSES["lfm2"], dtype=torch.float32)
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(zero not in name)
+    zeroed = copy.deepcopy(model.state_dict())
+    with pytest.raises(GrowthError, match="position_ids begin anew"):
+        run_model("model", model, packed())
+    torch.testing.assert_close(model.state_dict(), zeroed, rtol=0, atol=0)
+    model.load_state_dict(before)
+    with pytest.raises(GrowthError, match="position_ids begin anew"):
+        run_model("model", model, packed())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3", "olmo3"])
+def test_a_model_of_zeros_that_keeps_documents_apart_runs(name):
+    model = random_model(*CLASSES[name], dtype=torch.float32)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            p.mul_("embed" in key or "wte" in key)
+    run_model("model", model, packed())
+
+
+def test_nan_is_no_proof_and_is_asked_again():
+    model = random_model(*CLASSES["opt"], dtype=torch.float32)
+    weight = model.model.decoder.layers[0].fc1.weight.data
+    before = weight.clone()
+    weight[0, 0] = float("nan")
+    with pytest.raises(GrowthError, match="NaN"):
+        run_model("model", model, packed())
+    run_model("model", model, packed(TEXTS[:1]))
+    weight.copy_(before)
+    with pytest.raises(GrowthError, match="documents would see each other"):
+        run_model("model", model, packed())
+
+
+def test_a_part_that_gets_another_attention_is_asked_again():
+    model = random_model(*CLASSES["llama"], dtype=torch.float32)
+    run_model("model", model, packed())
+    # no mask is made for an attention without a name
+    model.model.config = transformers.LlamaConfig(**LLAMA)
+    with pytest.raises(GrowthError, match="position_ids begin anew"):
+        run_model("model", model, packed())
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache_params"])
+def test_a_cache_in_a_batch_is_refused(name):
+    model = random_model(*CLASSES["llama"], dtype=torch.float32)
+    with pytest.raises(GrowthError, match=name):
+        run_model("model", model, {**packed(), name: transformers.DynamicCache()})
+    run_model("model", model, {**packed(), name: None})
 
 
 def test_flash_attention_of_several_packed_rows_is_probed_by_itself():
