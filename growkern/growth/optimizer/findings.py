@@ -81,8 +81,8 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
         why = "the new entries of keys are 0 but get gradients from the queries"
         result.append(Finding("approximate", "keys", why))
     if any(asleep(plan, task) is not None for task in plan.tasks):
-        why = "they get no gradient yet, and keep their source's mean of squares until they wake"
-        result.append(Finding("approximate", "experts that sleep", why))
+        why = "they have their source's mean of squares, and a mean of 0"
+        result.append(Finding("approximate", "new experts", why))
     if not all(has_known_gradient(plan, task) for task in plan.tasks):
         why = (
             "symmetry='split': the copies' shares of the gradient are unknown; their moments "

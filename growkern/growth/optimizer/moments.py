@@ -319,7 +319,7 @@ def grow_moment(
         return built.view([*map(len, where)])
     axes = _gradient_maps(plan, task)
     if power == 2 and (sleeps := asleep(plan, task)) is not None:
-        # an expert that sleeps has no gradient yet, but will have those of its source
+        # a new expert has had no gradient yet, but will have such as its source
         axes[0] = dataclasses.replace(axes[0], scale=axes[0].scale.masked_fill(sleeps, 1.0))
     if moments == "old_slices":
         named = zip(task.tensor.axes, task.shape, strict=True)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from growkern.growth.plan.target import followed_fields, PLAIN_ROTARY
     from growkern.growth.plan.tensors.experts import is_dropped
     from growkern.growth.plan.tensors.tensor import build_each, build_tensor, part_reader
+    from growkern.growth.plan.tensors.untrained import untrained_places
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

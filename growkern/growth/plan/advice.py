@@ -219,6 +219,7 @@ def portability(plan: Blueprint) -> Iterator[str]:
         )
     yield from _kinds(plan)
     yield from _heads(plan)
+    yield from _tied(plan)
     if large.family.runtimes.get("renormalised") and large.family.dense:
         field = str(large.family.dense.renormalised)
         if getattr(large.text, field):
@@ -290,6 +291,20 @@ def _kinds(plan: Blueprint) -> Iterator[str]:
             depths = whole_depths(small, key, plan.large.size(key), period_of(small))
             line += f"; {small.family.config_field(key)}={depths} adds whole periods"
         yield line
+
+
+def _tied(plan: Blueprint) -> Iterator[str]:
+    """A body whose config ties a head that it lacks: the growth keeps the body's outputs alone."""
+    family, (old, new) = plan.small.family.whole, plan.layout.stream_sizes
+    heads = [name for name, other in family.classes.items() if "lm" in other.heads]
+    is_body = not family.classes[plan.small.class_name].heads
+    has_tied = any(space.kind == "tied_output" for space in family.spaces.values())
+    if is_body and has_tied and heads and old != new and plan.large.config.tie_word_embeddings:
+        yield (
+            f"{plan.small.class_name} has no head, and what it computes is kept. {heads[0]} would "
+            "read other logits from these files, as its head is tied to the embeddings: to grow "
+            f'that one, write "architectures": ["{heads[0]}"] into the source\'s config.json'
+        )
 
 
 def _named(plan: Blueprint, fact: str) -> str:

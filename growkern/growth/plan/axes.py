@@ -247,7 +247,10 @@ def old_entries(plan: Blueprint, task: Task, axis: str, size: int) -> Tensor:
 
 
 def asleep(plan: Blueprint, task: Task) -> Tensor | None:
-    """Which entries of the first axis are of experts that sleep, (size,) bool; None: no entry."""
+    """Which entries of the first axis are of new experts, where as many are chosen as before.
+
+    They sleep, or share the tokens of the source's. (size,) bool; None: no entry is of such.
+    """
     if not plan.small.is_of_experts(task.tensor):
         return None
     name = task.tensor.axes[0].partition(":")[2]

@@ -33,7 +33,15 @@ from growkern.growth.source import (
     largest_difference,
     random_inputs,
 )
-from growkern.growth.space import adds_up, are_asleep, copies_of, depth_of_sleep, has_pairs, way_of
+from growkern.growth.space import (
+    adds_up,
+    are_asleep,
+    are_split,
+    copies_of,
+    depth_of_sleep,
+    has_pairs,
+    way_of,
+)
 
 # parameters of a model that is measured: beyond `LARGEST` in float32
 MOST_MEASURED = 400_000_000
@@ -75,8 +83,12 @@ def _asked(what: str, why: str) -> Finding:
 
 
 def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Say how far all changes together move the outputs of a dense model that becomes a mixture."""
-    if not (plan.small.dense_model and any(finding.level == "changed" for finding in result)):
+    """Say how far all changes together move the outputs where a choice of experts is new."""
+    spaces = plan.small.family.mixtures
+    is_new = plan.small.dense_model or any(
+        are_split(s, plan.small, plan.large.size) for s in spaces
+    )
+    if not (is_new and any(finding.level == "changed" for finding in result)):
         return result
     change = measured_change(plan)
     amount = "the models cannot be run here to measure how far that moves the outputs"
@@ -211,6 +223,14 @@ def _experts(plan: Blueprint) -> Iterator[Finding]:
             yield from _upcycled(plan, space)
         elif are_asleep(space, plan.small, plan.large.size):
             yield _asleep(plan, space)
+        elif are_split(space, plan.small, plan.large.size):
+            old, new = plan.layout.sizes(str(space.size))
+            what = f"{plan.small.family.config_field(str(space.size))} {old} -> {new}"
+            why = (
+                f"as many are chosen as before, and {new // old} copies of an expert share its "
+                "tokens by a random direction; some tokens reach other experts"
+            )
+            yield _asked(what, why)
         elif (copies := copies_of(space, plan.small, plan.large)) > 1:
             what = f"{plan.small.family.config_field(str(space.size))} times {copies}"
             why = "the router chooses every copy of an expert or none, and their weights add up"

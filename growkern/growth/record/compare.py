@@ -26,6 +26,7 @@ from growkern.growth.plan import (
     has_errors,
     predicts_tokens,
     source_coordinates,
+    untrained_places,
 )
 from growkern.growth.record.inverse import inverse
 from growkern.growth.record.lineage import (
@@ -186,18 +187,30 @@ def _copies_of(plan: GrowthPlan, task: Task, origin: Origin) -> Tensor:
     """True for entries that are copies, which have the same bits on every machine; broadcasts.
 
     Sums, as of new tokens and extra coordinates, may be rounded otherwise. So may a source in
-    another dtype, before it was grown.
+    another dtype, before it was grown, and random numbers.
     """
     is_rounded = plan.source.dtypes.get(task.source) != plan.dtypes[task.name]
     result = torch.tensor(origin.holds == "copies" and not is_rounded)
     for axis, old, new in zip(origin.axes, origin.source_shape, origin.shape, strict=True):
-        names = axis.partition(":")[2]
-        along = torch.arange(new) < old
-        if names:
-            spaces = (plan.layout.space(name, task.source_layer) for name in names.split("|"))
-            along = ~torch.cat([space.is_extra for space in spaces])
-        result = result[..., None] & along
+        result = result[..., None] & _gathered(plan, task, axis, old, new)
+    for dim, (drawn, _) in enumerate(untrained_places(plan, task)):
+        across = (-1, *(1 for _ in origin.shape[dim + 1 :]))
+        result = result & ~drawn.view(across)
     return result
+
+
+def _gathered(plan: GrowthPlan, task: Task, axis: str, old: int, new: int) -> Tensor:
+    """Which entries of an axis are gathered from the source, or hold nothing, (new,) bool."""
+    role, _, names = axis.partition(":")
+    if not names:
+        return torch.arange(new) < old
+    pieces = []
+    for space in (plan.layout.space(name, task.source_layer) for name in names.split("|")):
+        index = space.read_index if role == "read" else space.write_index
+        # padding under RMSNorm is 0
+        is_sum = (index >= space.source) & (plan.small.family.norm.centres or role != "write")
+        pieces.append(~is_sum)
+    return torch.cat(pieces)
 
 
 def _rebuilt_error(actual: Tensor, expected: Tensor, copies: Tensor) -> tuple[float, bool]:

@@ -21,7 +21,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
-from growkern.growth.space.rules import are_asleep, is_output, output_scale, sleeping_map
+from growkern.growth.space.rules import is_output, keep_choice, output_scale, sleeping_map
 from growkern.growth.space.spaces import (
     CARRY_UNITS,
     LINEAR_PAIR_ACTIVATIONS,
@@ -281,7 +281,7 @@ class Layout:
     def _experts(self, spec: SpaceSpec, _layer: Layer) -> Space:
         # whole copies in every scheme: a router takes all copies of an expert or none
         source, target = self.sizes(str(spec.size))
-        if not are_asleep(spec, self.small, self.large.size):
+        if not keep_choice(spec, self.small, self.large.size):
             return copies(maps.cyclic(source, target), source)
         index, awake = sleeping_map(spec, self.small, self.large)
         return replace(copies(index, source), read=awake.double())

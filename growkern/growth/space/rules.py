@@ -17,6 +17,15 @@ over the experts of the layer. Scores lie in (0, 1), so every expert of the sour
 every copy, for any input. A copy may lie in a group of copies or behind the experts of a group: the
 best of a group are then the source's.
 
+Without such a bias, copies can share the tokens of their expert, if as many are chosen as before.
+Row r_e of the router becomes r_e + n_j for copy j, with n_0 = 0 and one random n_j for all experts:
+
+    logits (r_e + n_j) x = r_e x + n_j x                                                   (2)
+
+The copies j with the largest n_j x all come first if that is larger than the others by more than
+the logits of the chosen experts differ. Then those of the source are chosen, with its weights.
+Elsewhere a token reaches others, so this is no exact growth.
+
 Layers repeat in whole periods of their kinds, where they have several. Some runtimes compute what
 transformers reads from the config: head_dim, or the kind of a layer. A family's table says which,
 in [runtimes], and `portable` keeps to that.
@@ -115,6 +124,22 @@ def are_asleep(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -
     return all(size(key) == small.size(key) for key in chosen)
 
 
+def are_split(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> bool:
+    """True if new experts share the tokens of their source's, (2): as many are chosen as before.
+
+    `size` as in `are_asleep`. Only a caller who asks for that number gets it.
+    """
+    old, new = small.size(str(space.size)), size(str(space.size))
+    if space.asleep is not None or space.groups or small.dense_model or new == old or new % old:
+        return False
+    return size(str(space.chosen)) == small.size(str(space.chosen))
+
+
+def keep_choice(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> bool:
+    """True if there are more experts and as many are chosen as before."""
+    return are_asleep(space, small, size) or are_split(space, small, size)
+
+
 def sleeping_map(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> tuple[Tensor, Tensor]:
     """The source's expert of every target expert, (target,) int64, and which are awake, bool.
 
@@ -139,7 +164,7 @@ def depth_of_sleep(bias: Tensor) -> float:
 
 def copies_of(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> int:
     """How many copies of every expert the router chooses together."""
-    if are_asleep(space, small, large.size):
+    if keep_choice(space, small, large.size):
         return 1
     return large.size(str(space.size)) // small.size(str(space.size))
 
@@ -149,10 +174,13 @@ def followers(
 ) -> tuple[str, ...]:
     """The sizes that are multiplied like the experts. A single group may hold them all.
 
-    If new experts sleep with the target's sizes that the user asked for, nothing follows.
+    If new experts sleep with the target's sizes that the user asked for, nothing follows; and
+    if the user asked for as many chosen ones as before.
     """
     known = asked or {}
-    if are_asleep(space, model, lambda key: known.get(key, model.size(key))):
+    size: Callable[[str], int] = lambda key: known.get(key, model.size(key))  # noqa: E731
+    is_asked = str(space.chosen) in known and are_split(space, model, size)
+    if are_asleep(space, model, size) or is_asked:
         return ()
     several = bool(space.groups) and model.size(space.groups[0]) > 1
     return (str(space.chosen), *(space.groups if several else ()))
@@ -164,7 +192,7 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
         field = small.family.config_field(str(space.size))
         old, new = (model.size(str(space.size)) for model in (small, large))
         others = (str(space.chosen), *space.groups)
-        if are_asleep(space, small, large.size):
+        if keep_choice(space, small, large.size):
             _check_groups(space, small, large)
             continue
         if new % old:

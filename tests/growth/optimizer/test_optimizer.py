@@ -140,7 +140,7 @@ def test_experts_that_sleep_start_with_the_squares_of_their_source():
             own[task.name]["exp_avg_sq"] = own[task.name]["exp_avg_sq"][awake[space.read_index]]
     assert_same_moments(grown, own, own.keys())
     found = {finding.what: finding.level for finding in growkern.moment_findings(plan)}
-    assert found == {"moments": "exact", "experts that sleep": "approximate"}
+    assert found == {"moments": "exact", "new experts": "approximate"}
 
 
 WITH_HEAD = [case for case in FAMILIES if "For" in case[0]]

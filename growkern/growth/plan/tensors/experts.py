@@ -9,7 +9,8 @@ Noise cancels between two copies. A weight w of the down matrix becomes w (1 + n
 and 2 w - w (1 + noise) in the other. The larger of the two is rounded, and the difference then
 is a number of the dtype. So their sum is 2 w, bit for bit.
 
-Copies of a mixture's experts sleep behind their bias, (1) of `growkern.growth.space.rules`.
+Copies of a mixture's experts share its tokens, by (2) of `growkern.growth.space.rules`, or sleep
+behind their bias, (1) of `growkern.growth.space.rules`.
 Nothing reads the scores of experts that sleep. With equal rows, an expert and its copy would always
 be chosen together once the copy is awake. So a copy's row gets noise that is as long as the row.
 
@@ -34,6 +35,8 @@ from growkern.growth.plan.tensors.untrained import TILE, fill_random, philox_key
 from growkern.growth.source import Read
 from growkern.growth.space import depth_of_sleep, is_output, taken_together
 
+# how long the rows are that part the tokens of an expert's copies, beside those of the router
+SPLIT = 4.0
 # units that are in memory in wide numbers at once
 BLOCK = 64
 
@@ -149,6 +152,10 @@ def put_to_sleep(plan: Blueprint, task: Task, read: Read, part: Part, out: Tenso
     """Change a part of a router's bias or matrix, `out`, where experts sleep."""
     sleeps = asleep(plan, task)
     assert sleeps is not None
+    (space,) = plan.small.family.mixtures
+    if space.asleep is None:
+        _split_choice(plan, task, read, part, out)
+        return
     where, source = task.ranges(part), read(task.source)
     numbers = [number for number in where[0] if sleeps[number]]
     rows, *others = axis_maps(plan, task)
@@ -171,3 +178,20 @@ def put_to_sleep(plan: Blueprint, task: Task, read: Read, part: Part, out: Tenso
             row = source[rows.index[number]].cpu().double()[cols.index % cols.source] * cols.scale
             size = row.norm() / len(row) ** 0.5
             out[number - where[0].start] += (noise[number - drawn.start].double() * size).to(out)
+
+
+def _split_choice(plan: Blueprint, task: Task, read: Read, part: Part, out: Tensor) -> None:
+    """Add n_j of (2) of `growkern.growth.space.rules` to a part of a router's matrix, `out`."""
+    if not task.tensor.axes[-1].startswith("read:"):
+        # a bias of the router or of the experts
+        return
+    rows, cols = axis_maps(plan, task)
+    numbers, entries = task.ranges(part)
+    source = read(task.source).cpu().double()[:, cols.index % cols.source] * cols.scale
+    size = SPLIT * source.square().mean().sqrt().item()
+    for place, number in enumerate(numbers):
+        if copy := number // rows.source:
+            noise = torch.empty(1, len(entries))
+            initial = Initial(0.0, deviation=size)
+            fill_random(plan, task, "split", initial, [range(copy, copy + 1), entries], noise)
+            out[place] += noise[0].to(out)
