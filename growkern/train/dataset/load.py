@@ -275,7 +275,7 @@ def describe_data(train: TrainRows, validation: TokenRows | dict[str, TokenRows]
             f"{len(rows)} rows, {human(rows.tokens)} tokens of {rows.source}" for rows in parts
         )
     else:
-        text = f"{len(train)} rows, {human(train.tokens)} tokens in {train.directory}"
+        text = f"{len(train)} rows, {human(train.tokens)} tokens in {train.directory.resolve()}"
     if isinstance(validation, dict):
         sets = (f"{len(rows)} rows of {name}" for name, rows in validation.items())
         return f"{text}; for evaluation {', '.join(sets)}"

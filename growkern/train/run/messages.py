@@ -105,7 +105,8 @@ def _describe_saving(directory: Path, training: TrainingSection) -> str:
     when = [f"every {training.save_every} steps"] if training.save_every else []
     when += [f"every {training.save_minutes:g} minutes"] if training.save_minutes else []
     often, kept = " and ".join((*when, "at the end")), training.keep_checkpoints
-    return f"{directory}, {often}; the last {kept} checkpoints are kept"
+    last = "the last checkpoint is kept" if kept == 1 else f"the last {kept} checkpoints are kept"
+    return f"{directory}, {often}; {last}"
 
 
 def _describe_model(model: Any, path: Path) -> str:
