@@ -84,6 +84,7 @@ BRIEFS = {
         {
             '`fpi`, `stream="padded"`': _of_families("fpi_padded"),
             '`fpi`, `stream="copies"`': _of_families("fpi"),
+            '`fresh`, `stream="padded"`': _of_families("fresh", "GPT-2"),
             "`direct_copy`": _of_families("direct_copy"),
             "StackBERT, in one run": _of_families("stackbert"),
         },
