@@ -142,8 +142,12 @@ def entries_of(tensor: Tensor, entries: Sequence[int] | None) -> Tensor:
     return tensor if entries is None else joined_rows(lambda a, b: tensor[a:b], entries)
 
 
-# what wrappers add to names: DDP, torch.compile, activation checkpointing, FSDP and PEFT
-_WRAPPER = r"(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+# what wrappers add to names: DDP, torch.compile, activation checkpointing, FSDP, Fabric, value heads
+# of TRL, and PEFT
+_WRAPPER = (
+    r"(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module"
+    r"|pretrained_model)\."
+)
 WRAPPERS = re.compile(rf"^(?:{_WRAPPER})*base_model\.model\.|(?<![^.]){_WRAPPER}")
 # what adapters of PEFT and loralib call the weights beside them, and their own
 ADAPTED = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
@@ -170,11 +174,13 @@ def spellings(model: ModelSpec, name: str) -> list[str]:
 
     - A head class may have been saved without the prefix of its body, or a body with it.
     - The table may say that names of the class begin otherwise in files.
-    - The model may have been saved inside a wrapper, or as the text of a model with images.
+    - The model may have been saved inside a wrapper, as the `model` of a module of Lightning, or as
+      the text of a model with images.
     """
     bare = own_name(name)
+    of_module = bare.removeprefix("model.")
     text = bare if model.family.under else IN_IMAGES.sub(r"\1", bare)
-    return [name, *_spellings(model, text), *_spellings(model, bare)]
+    return [name, *(n for x in (text, of_module, bare) for n in _spellings(model, x))]
 
 
 def _spellings(model: ModelSpec, name: str) -> list[str]:
