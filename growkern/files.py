@@ -29,6 +29,8 @@ from growkern.errors import GrowthError
 MOST_NAMES = 100_000
 # bytes of a file's name
 MOST_NAME = 256
+# the beginning of a file that Git LFS puts in the place of a large one
+LFS_POINTER = b"version https://git-lfs"
 
 
 def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
@@ -48,7 +50,16 @@ def read_bounded(file: Path, most_bytes: int, what: str) -> bytes:
         raise GrowthError(f"{file}: {size} bytes, more than any {what} has ({most_bytes})")
     if len(data) > size:
         raise GrowthError(f"{file}: it grew while it was read: try again when it is complete")
+    refuse_pointer(file, data[: len(LFS_POINTER)], what)
     return data
+
+
+def refuse_pointer(file: Path, head: bytes, what: str) -> None:
+    """Refuse a pointer of Git LFS by the first bytes of a file, 8 or more."""
+    if len(head) >= 8 and LFS_POINTER.startswith(head):
+        raise GrowthError(
+            f"{file} is a pointer of Git LFS, not the {what}: run `git lfs pull` in {file.parent}"
+        )
 
 
 def regular_size(file: Path) -> int:

@@ -305,6 +305,11 @@ def plan_growth(
         raise GrowthError(
             f"dtype={dtype}, but growth writes {allowed}: convert the result afterwards"
         )
+    if target_config is not None and not hasattr(target_config, "model_type"):
+        raise GrowthError(
+            f"target_config is a {type(target_config).__name__}, but must be a config of "
+            "transformers: give one, or the sizes alone by name"
+        )
 
     dims = {**dims}
     count, fields = way_of(options.depth).count(), opened.spec.family.stacks.values()

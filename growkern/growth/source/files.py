@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, warn
-from growkern.files import no_collections, parse_json, read_all, read_json
+from growkern.files import no_collections, parse_json, read_all, read_json, refuse_pointer
 from growkern.growth.source.opened import Descriptor, WeightFile, weight_file
 from growkern.growth.source.refused import quantised_advice, refuse_directory
 from growkern.growth.source.stored import StoredTensor
@@ -212,10 +212,6 @@ def _read_index(directory: Path) -> dict[str, str]:
     return weight_map
 
 
-# the beginning of a file that Git LFS puts in the place of a large one
-LFS_POINTER = b"version https://git-lfs"
-
-
 def read_header_bytes(file: Path) -> bytes:
     """The raw header of a safetensors file, length and JSON; ValueError if the file is shorter."""
     opened = weight_file(file).opened()
@@ -223,10 +219,7 @@ def read_header_bytes(file: Path) -> bytes:
     if size < LENGTH.size:
         raise ValueError(f"it has {size} bytes, fewer than the length of a header")
     head = _bytes_at(opened, LENGTH.size, 0)
-    if LFS_POINTER.startswith(head):
-        raise GrowthError(
-            f"{file} is a pointer of Git LFS, not the weights: run `git lfs pull` in {file.parent}"
-        )
+    refuse_pointer(file, head, "weights")
     (length,) = LENGTH.unpack(head)
     if length > size - len(head):
         raise ValueError(f"it declares a header of {length} bytes, but has only {size}")

@@ -142,8 +142,8 @@ def entries_of(tensor: Tensor, entries: Sequence[int] | None) -> Tensor:
     return tensor if entries is None else joined_rows(lambda a, b: tensor[a:b], entries)
 
 
-# what wrappers add to names: DDP, torch.compile, activation checkpointing, FSDP, Fabric, value heads
-# of TRL, and PEFT
+# what wrappers add to names: DDP, torch.compile, activation checkpointing, FSDP, Fabric, the value
+# heads of TRL, and PEFT
 _WRAPPER = (
     r"(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module"
     r"|pretrained_model)\."

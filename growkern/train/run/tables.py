@@ -8,7 +8,7 @@ import ast
 import functools
 import importlib
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -109,16 +109,26 @@ def _check_places(tables: dict[str, Any], path: Path) -> None:
     known = {name: its for name, its in keys().items() if name != "growth"}
     for section in known.keys() & tables.keys():
         for key in tables[section] if isinstance(tables[section], dict) else ():
-            if key in known and key not in known[section]:
-                raise GrowthError(
-                    f"{path}: [{section}] has no key {key!r}: it is a section of its own, [{key}]"
-                )
-            owner = next((name for name, its in known.items() if key in its), section)
-            is_meant = key in known[section] or get_close_matches(key, known[section])
-            if owner != section and not is_meant:
-                raise GrowthError(
-                    f"{path}: [{section}] has no key {key!r}: it belongs to [{owner}]"
-                )
+            if key in known[section]:
+                continue
+            start = f"{path}: [{section}] has no key {reprlib.repr(key)}"
+            if own := _like(key, known):
+                raise GrowthError(f"{start}: it is a section of its own, [{own}]")
+            owners = [(name, _like(key, its)) for name, its in known.items()]
+            named = [
+                f"[{name}] as {like!r}" if like != key else f"[{name}]"
+                for name, like in owners
+                if like
+            ]
+            is_known = any(key in its for its in known.values())
+            if is_known and not get_close_matches(key, known[section]):
+                raise GrowthError(f"{start}: it belongs to {' or '.join(named)}")
+
+
+def _like(key: str, names: Collection[str]) -> str | None:
+    """The name that is a key, or its singular or plural."""
+    forms = (key, f"{key}s", key.removesuffix("s"))
+    return next((form for form in forms if form in names), None)
 
 
 # ------------------------------------------------------------ classes in the source

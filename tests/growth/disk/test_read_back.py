@@ -258,6 +258,10 @@ def test_only_what_its_class_does_not_keep_of_the_source_may_differ():
     refuse_misread("config.json", family, planned, read, source)
     with pytest.raises(growkern.GrowthError, match="attention_bias=True"):
         refuse_misread("config.json", family, planned, read)
+    read.rope_parameters["attention_factor"] = 2.0
+    with pytest.raises(growkern.GrowthError, match="attention_factor=2"):
+        refuse_misread("config.json", family, planned, read, source)
+    del read.rope_parameters["attention_factor"]
     read.intermediate_size += 1
     with pytest.raises(growkern.GrowthError, match=f"intermediate_size={read.intermediate_size}"):
         refuse_misread("config.json", family, planned, read, source)

@@ -324,6 +324,9 @@ def test_target_config_must_differ_in_sizes_only():
     target.tie_word_embeddings = False
     with pytest.raises(growkern.GrowthError, match="unties"):
         growkern.plan(source, target_config=target)
+    for other in (target.to_dict(), "bert-large"):
+        with pytest.raises(growkern.GrowthError, match=f"a {type(other).__name__}, but"):
+            growkern.plan(source, target_config=other)
     target.tie_word_embeddings, target.type_vocab_size = True, 51
     with pytest.raises(growkern.GrowthError, match=r"target_config\.type_vocab_size=51"):
         growkern.plan(source, target_config=target)

@@ -14,6 +14,7 @@ from safetensors.torch import save, save_file
 import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.source.files import MOST_HEADER_BYTES, MOST_TENSORS, read_headers
+from testbed.models import LLAMA, random_model
 from tests.shared.walks import walk
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -95,11 +96,15 @@ def test_a_bad_file_is_refused(tmp_path, name):
     assert peak < 10e6
 
 
-def test_a_pointer_of_git_lfs_is_named(tmp_path):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    (tmp_path / "model.safetensors").write_text(pointer)
-    with pytest.raises(growkern.GrowthError, match="git lfs pull"):
-        read_headers(tmp_path)
+    random_model("LlamaForCausalLM", LLAMA).save_pretrained(tmp_path / "small")
+    (tmp_path / "small" / name).write_text(pointer)
+    with pytest.raises(growkern.GrowthError, match=rf"{name} .*git lfs pull"):
+        growkern.grow_checkpoint(
+            tmp_path / "small", tmp_path / "large", hidden_size=24, progress=False
+        )
 
 
 def test_a_whole_file_whose_header_is_too_large_is_not_called_damaged(tmp_path):
