@@ -74,6 +74,7 @@ VALUES |= {"student_bias": [torch.linspace(-1, 1, V)], "teacher_bias": [torch.li
 ALONE = ("alpha", "reduction", "num_items", "return_parts", "label_smoothing", "student_bias")
 # numbers, and what decides how they are used
 SYMBOLS = ("alpha", "temperature", "divergence", "softcap", "label_smoothing", "tail", "backend")
+SYMBOLS += ("teacher_weights",)
 
 
 def options_of(loss):

@@ -241,7 +241,7 @@ def settings_of(
     want = [torch.is_grad_enabled() and x.requires_grad for x in student]
     # a float64 student keeps its digits beside a float32 teacher
     wide_products = torch.float64 in (call.logits_dtype, student.hidden.dtype)
-    dtype = check_logits_dtype(call.logits_dtype, student.hidden, bool(options.teacher_weights))
+    dtype = check_logits_dtype(call.logits_dtype, student.hidden, len(options.teacher_weights) > 0)
     return Settings(
         sizes, options.maths, options.parts, options.reduction == "none", want, dtype,
         shard.group, backend, options.drop_tail, wide_products,
