@@ -163,16 +163,17 @@ def teacher_rows(batch: Mapping[str, Any]) -> Tensor:
 def examples_of(batch: Mapping[str, Any], teacher: int) -> dict[str, Any]:
     """The examples of a batch that a teacher teaches, by its number: all if the batch does not say.
 
-    They are those of (B, ...) tensors; other values are kept.
+    They are those of (B, ...) tensors, and of positions of A axes, (A, B, S). The rest is kept.
     """
     by = batch.get(TAUGHT_BY)
     if by is None:
         return dict(batch)
     own = [i for i, number in enumerate(by) if number == teacher]
-    own_batch = {
-        name: x[own] if isinstance(x, Tensor) and x.ndim and len(x) == len(by) else x
-        for name, x in batch.items()
-    }
+    own_batch = dict(batch)
+    for name, x in batch.items():
+        axis = int(name == "position_ids" and getattr(x, "ndim", 0) == 3)
+        if isinstance(x, Tensor) and x.ndim and x.shape[axis] == len(by):
+            own_batch[name] = x[:, own] if axis else x[own]
     return own_batch | {TAUGHT_BY: [teacher] * len(own)}
 
 

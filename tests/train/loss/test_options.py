@@ -9,7 +9,13 @@ from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrai
 from growkern.train.dataset.load import TokenBlocks
 from growkern.train.loop.meter import MEASURED
 from growkern.train.loss import inheritance
-from growkern.train.loss.rows import ROW_COUNTS, CountingCollator, count_rows
+from growkern.train.loss.rows import (
+    ROW_COUNTS,
+    TAUGHT_BY,
+    CountingCollator,
+    count_rows,
+    examples_of,
+)
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.run.file import Run
 from testbed.forked_ranks import on_ranks
@@ -208,6 +214,16 @@ def test_packed_sequences_are_counted_apart():
     assert count_rows({"labels": labels}, causal=False).pairs is None
     counted = CountingCollator(lambda _: {"labels": labels}, causal=False)([])
     assert counted[ROW_COUNTS].labelled == 9
+
+
+@pytest.mark.parametrize("axes, teachers", [(3, [1, 0, 1]), (3, [0, 1, 1, 1]), (4, [1, 0])])
+def test_each_teacher_gets_the_positions_of_its_examples(axes, teachers):
+    places = torch.arange(axes * len(teachers) * 5).view(axes, len(teachers), 5)
+    batch = {"input_ids": places[0], "position_ids": places, TAUGHT_BY: teachers}
+    own = examples_of(batch, 1)
+    expected = [places[:, i] for i, teacher in enumerate(teachers) if teacher == 1]
+    assert torch.equal(own["position_ids"], torch.stack(expected, 1))
+    assert torch.equal(own["input_ids"], own["position_ids"][0])
 
 
 # ------------------------------------------------------- the end of an epoch
