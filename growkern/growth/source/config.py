@@ -65,7 +65,7 @@ SHARES = ("partial_rotary_factor", "rotary_pct")
 DTYPES = ("dtype", "torch_dtype")
 # Qwen2-MoE writes 0 for no window
 MAY_BE_ZERO = ("sliding_window",)
-# the range of a step of Mamba
+# the range of a step of Mamba, of which some configs write 1e308 for no limit
 MAY_BE_INFINITE = ("time_step_limit", "mamba_dt_limit")
 # of transformers' config classes: they say how fields are read and where files are
 OF_THE_CLASS = {
@@ -284,7 +284,7 @@ def _of_value(name: str, value: Any) -> Iterator[str]:
         return
     limits = {"num_labels": MOST_LABELS}
     limits |= dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(POSITIONS, MOST_POSITIONS)
-    if name in MAY_BE_INFINITE and value == float("inf"):
+    if name in MAY_BE_INFINITE and value > 0:
         return
     if not -(1 << 62) < value < 1 << 62:
         # the comparison is also false for NaN
