@@ -43,7 +43,9 @@ def _overall(plan: GrowthPlan) -> list[Finding]:
     reasons = []
     if not all(finding.level == "exact" for finding in plan.findings):
         reasons.append("the target does not compute the source's function exactly")
-    if options.symmetry in ("noise", "routing"):
+    if options.method == "fresh":
+        reasons.append("moments of new heads and FFN units are 0")
+    elif options.symmetry in ("noise", "routing"):
         reasons.append(f"symmetry={options.symmetry!r}: copies differ, so their gradients differ")
     if options.symmetry == "split":
         reasons.append("symmetry='split': the readers of a vector take different shares")

@@ -53,12 +53,12 @@ CASES = {
     "bert aki, hsdp": ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "method": "aki"}, "hsdp"),
     "gpt2 uneven aki, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "aki"}, "fsdp"),
     "gpt2 fresh, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "fresh"}, "fsdp"),
-    "llama fresh, tp": (
+    "llama fresh, fsdp x tp": (
         "LlamaForCausalLM",
         LLAMA,
         UNTIED,
         {"hidden_size": 24, "method": "fresh"},
-        "tp",
+        "fsdp x tp",
     ),
     "gpt2 random, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "random"}, "fsdp"),
     "gpt2 direct copy, hsdp": (
