@@ -78,8 +78,16 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
                 f"{old}, so a copy's gradient is no fixed share of its source's"
             )
             result.append(Finding("approximate", "keys and values", why))
-    keys = [space for space in family.spaces.values() if "key" in space.parts]
-    if any(len({m.width(space) for m in models}) > 1 for space in keys):
+    larger = {
+        part
+        for space in family.spaces.values()
+        for part in space.parts
+        if space.kind in ("head", "heads") and len({m.width(space) for m in models}) > 1
+    }
+    if "before_norm" in larger:
+        why = "below their norm a copy's gradient is no fixed share of its source's"
+        result.append(Finding("approximate", "queries and keys", why))
+    elif "key" in larger:
         why = "the new entries of keys are 0 but get gradients from the queries"
         result.append(Finding("approximate", "keys", why))
     if any(asleep(plan, task) is not None for task in plan.tasks):
