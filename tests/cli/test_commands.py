@@ -577,7 +577,7 @@ def test_info_knows_a_source_tree_that_is_not_installed(monkeypatch):
     "option, start, found",
     [
         ("--depth", "st", ["stack"]),
-        ("--method", "", ["fpi", "aki", "direct_copy", "random"]),
+        ("--method", "", ["fpi", "fresh", "aki", "direct_copy", "random"]),
         ("--scheme", "p", ["paper"]),
         ("--symmetry", "no", ["noise", "none"]),
         ("--maps", "b", ["balanced"]),

@@ -10,7 +10,7 @@ import sys
 
 from growkern.publish.manifest import write_manifest
 from growkern.train.safety.staging import open_staging, publish_into
-from tests.cli.test_commands import SIZES, assert_bad_input, checkpoint, run
+from tests.cli.test_commands import RUN, SIZES, assert_bad_input, checkpoint, run
 
 __all__ = ["checkpoint", "run"]
 
@@ -78,11 +78,13 @@ def test_checksums_of_a_run(run, tmp_path):
     assert code == 1 and f"{out}: manifest.json is missing" in said
 
 
-def test_a_killed_data_worker_is_one_line(run, tmp_path, monkeypatch):
+def test_a_killed_data_worker_is_one_line(run, checkpoint, tmp_path, monkeypatch):
     def killed(*_, **__):
         raise RuntimeError("DataLoader worker (pid(s) 123) exited unexpectedly")
 
     monkeypatch.setattr("growkern.train.run.start.run", killed)
-    (tmp_path / "run.toml").write_text("")
+    (tmp_path / "small").symlink_to(checkpoint)
+    (tmp_path / "text").write_text("a small model grows")
+    (tmp_path / "run.toml").write_text(RUN)
     said = run("train", tmp_path / "run.toml")
     assert_bad_input(said, "a data worker was killed", f"growkern train {tmp_path}")

@@ -144,14 +144,18 @@ def draw_untrained(
             out[tuple(place)] = numbers.to(out)
 
 
-def _runs(wanted: Tensor, where: range, most: int | None = None) -> list[range]:
-    """The runs of wanted entries of an axis in a range, `most` entries each at most."""
+def _runs(wanted: Tensor, where: range, tile: int | None = None) -> list[range]:
+    """The runs of wanted entries of an axis in a range, cut where tiles of this length meet."""
     entries = wanted[where.start : where.stop].nonzero().flatten() + where.start
     ends = [*(entries.diff() > 1).nonzero().flatten().add(1).tolist()]
     runs = [range(int(run[0]), int(run[-1]) + 1) for run in entries.tensor_split(ends) if len(run)]
-    if most is None:
+    if tile is None:
         return runs
-    return [run[at : at + most] for run in runs for at in range(0, len(run), most)]
+    return [
+        range(max(run.start, first), min(run.stop, first + tile))
+        for run in runs
+        for first in range(run.start // tile * tile, run.stop, tile)
+    ]
 
 
 def build_random(
