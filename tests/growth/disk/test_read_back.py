@@ -142,7 +142,9 @@ def test_every_part_of_a_config_has_the_dtype_of_the_target(model_type, tmp_path
     source.save_pretrained(small)
     written = json.loads((small / "config.json").read_text())
     others = {"dtype": "float32"}, {"torch_dtype": "float16"}
-    for name, other in zip(source.config.sub_configs, others, strict=True):
+    # Gemma 4 may have no part for sounds
+    names = [name for name in source.config.sub_configs if written.get(name)]
+    for name, other in zip(names, others, strict=True):
         del written[name]["dtype"]
         written[name] |= other
     (small / "config.json").write_text(json.dumps(written))
@@ -153,7 +155,7 @@ def test_every_part_of_a_config_has_the_dtype_of_the_target(model_type, tmp_path
         growkern.grow(source, dtype=dtype, **how).save_pretrained(tmp_path / "memory")
         read = [transformers.AutoConfig.from_pretrained(x) for x in (large, tmp_path / "memory")]
         for config in (plan.large.config, *read):
-            parts = [config, *(getattr(config, name) for name in config.sub_configs)]
+            parts = [config, *(getattr(config, name) for name in names)]
             assert [part.dtype for part in parts] == [dtype] * 3
 
 
