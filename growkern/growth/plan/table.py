@@ -170,6 +170,8 @@ def _measured(measured: Sequence[Mapping[str, str]], verbose: bool) -> Any:
         if shares:
             lost = f", and in {missed} the loss was not reached" if missed else ""
             spread = f"{min(shares)}% to {max(shares)}%, {len(figures)} measurements{lost}"
+            if len(figures) == 1:
+                spread = f"{shares[0]}%, 1 measurement"
             lines.append(f"  {words}: {spread}")
     lines.append(
         "  any size will do: a smaller model, trained longer, was ahead where it was tried"
