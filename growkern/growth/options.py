@@ -275,6 +275,10 @@ class GrowthKeywords(TypedDict, total=False):
     n_shared_experts: int
     n_group: int
     topk_group: int
+    top_k_experts: int
+    moe_latent_size: int
+    moe_shared_expert_intermediate_size: int
+    prefix_dense_intermediate_size: int
     # the layers of a mixture that a dense model becomes
     mlp_only_layers: list[int]
     decoder_sparse_step: int
@@ -289,6 +293,11 @@ class GrowthKeywords(TypedDict, total=False):
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_value_head_dim: int
+    # Mamba-2
+    mamba_n_groups: int
+    mamba_n_heads: int
+    mamba_num_heads: int
+    n_groups: int
     # GPT-2
     n_embd: int
     n_inner: int

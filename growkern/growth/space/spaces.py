@@ -283,9 +283,12 @@ def within_head(
         return copies(index, source)
     old, new = map(rotary_entries, rotary)
     pair = torch.arange(old // 2) * (pair_step(*rotary) or 1)
-    halves = torch.stack([pair, pair + new // 2])
-    turning = halves if pairs == "halves" else torch.stack([2 * pair, 2 * pair + 1], 1)
+    turning = _places(pair, new, pairs)
     place = torch.cat([turning.flatten(), torch.arange(source - old) + new])
+    if old:
+        # whole pairs, as some models turn pairs before the norm, and both entries need one scale
+        free = torch.tensor([n for n in range(new // 2) if n not in set(pair.tolist())])
+        index[_places(free, new, pairs)] = _places(torch.arange(len(free)) % (old // 2), old, pairs)
     index[place] = torch.arange(source)
     is_old = torch.zeros(target, dtype=torch.bool).index_fill_(0, place, True)
     kept = is_old.double() * gain
@@ -293,6 +296,13 @@ def within_head(
     if part == "before_norm":
         write = weighted(index, source).write
     return Space(source, index, write, index, torch.where(is_old, 1 / write, 0.0))
+
+
+def _places(pair: Tensor, turning: int, pairs: str) -> Tensor:
+    """Where the entries of rotary pairs lie in a head, as they follow one another, int64."""
+    if pairs == "halves":
+        return torch.stack([pair, pair + turning // 2]).long()
+    return torch.stack([2 * pair, 2 * pair + 1], 1).long()
 
 
 def with_carry_units(units: Space) -> Space:

@@ -153,6 +153,15 @@ def test_copies_separate_in_training_only_when_symmetry_is_broken(symmetry):
         assert apart > 0.05
 
 
+@pytest.mark.parametrize("head_dim", [6, 10])
+def test_pairs_that_turn_below_a_norm_keep_one_scale(head_dim):
+    """Hunyuan turns queries before their norm, at a theta that is rounded to float32."""
+    sizes = {k: v for k, v in LLAMA.items() if k != "mlp_bias"}
+    source = random_model("HunYuanDenseV1ForCausalLM", sizes)
+    grown = growkern.grow(source, head_dim=head_dim)
+    assert relative_error(source, grown) < 1e-7
+
+
 def test_every_weight_matters():
     """The comparison can fail: 1 % on any single kind of tensor is visible."""
     source = random_model("LlamaForCausalLM", LLAMA)
