@@ -216,7 +216,7 @@ def test_start_values_fold_back_to_the_sources_moments(class_name, sizes, how):
     target, grown, _, own = grown_states(source, how)
     plan = target.growth_plan
     first, *others = growkern.moment_findings(plan)
-    assert first.level != "exact" or "keys" in {f.what for f in others}
+    assert first.level != "exact" or any(f.what.endswith("keys") for f in others)
     for task in plan.tasks:
         if task.tensor.norm or starts_at_zero(plan, task, "grow"):
             continue
