@@ -261,9 +261,11 @@ def frontier(setting: Setting) -> list[Line]:
     for size, depth, percent in (
         *((start, depth, percent) for depth in ("stack", "identity") for percent in (30, 50, 70)),
         *((one, "random", percent) for percent in (50, 80)),
-        (narrow, "stack", 50),
+        (narrow, "fresh", 50),
     ):
         line = _start(whole, size, depth, percent)
+        # as growth inside a run does by default
+        line = replace(line, system=f"{line.system}_reset")
         lines += [replace(line, rate=rate) for rate in (between, high)]
     return [replace(line, parts=(), lengths=(1.0,)) for line in lines]
 

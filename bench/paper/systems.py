@@ -342,17 +342,30 @@ SYSTEMS = {
     ),
     # one run that starts small
     **{
-        f"{depth}_at_{percent}": System(
-            f"{depth} at {percent} %",
-            f"the small model, untrained; it grows after {percent} % of the steps by {depth!r}",
-            starting_small(depth, percent / 100),
+        f"{depth}_at_{percent}{end}": System(
+            f"{depth} at {percent} %{title}",
+            f"the small model, untrained; it grows after {percent} % of the steps by {depth!r}"
+            + about,
+            starting_small(depth, percent / 100, moments=moments),
             needs=_no_source,
             grows=False,
             starts_small=True,
         )
         for depth in ("stack", "random", "identity", "interleave")
         for percent in (30, 50, 70, 80)
+        for moments, end, title, about in (
+            ("grow", "", "", ""),
+            ("reset", "_reset", ", moments reset", ", and the optimizer begins anew"),
+        )
     },
+    "fresh_at_50_reset": System(
+        "fresh at 50 %, moments reset",
+        "the same in width, by 'fresh'",
+        starting_small("stack", 0.5, moments="reset", method="fresh", stream="padded"),
+        needs=_no_source,
+        grows=False,
+        starts_small=True,
+    ),
     # the same, and one thing more is changed
     **{
         f"stack_at_30_{name}": System(
@@ -364,12 +377,6 @@ SYSTEMS = {
             starts_small=True,
         )
         for name, title, about, sections in (
-            (
-                "reset",
-                "moments reset",
-                "the optimizer begins anew",
-                starting_small("stack", 0.3, moments="reset"),
-            ),
             (
                 "rewarm",
                 "re-warm-up",
@@ -402,14 +409,6 @@ SYSTEMS = {
             ),
         )
     },
-    "identity_at_30_reset": System(
-        "identity at 30 %, moments reset",
-        "the small model, untrained; it grows by 'identity', and the optimizer begins anew",
-        starting_small("identity", 0.3, moments="reset"),
-        needs=_no_source,
-        grows=False,
-        starts_small=True,
-    ),
     # what a growth that resets the moments does to the optimizer, without the growth
     "scratch_restarted": System(
         "scratch, moments reset at 30 %",
