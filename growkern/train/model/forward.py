@@ -167,12 +167,15 @@ def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
             )
         return
     attention = (part.config._attn_implementation for part in parts_of(model))
-    kind = (len(tokens) > 1, len(positions_ABS), *attention, *sorted(inputs))
-    known = _apart.setdefault(model, {})
+    several = (len(positions_ABS), *attention, *sorted(inputs))
+    known, kind = _apart.setdefault(model, {}), (min(2, len(tokens)), *several)
     if kind not in known:
-        meet = _documents_meet(model, inputs, tokens, len(positions_ABS))
-        if meet is not None:
-            known[kind] = not meet
+        # one row and two, on every rank: a rank whose last batch is shorter would wait for the
+        # others, which gather a sharded model's parameters with it
+        for rows in (1, 2):
+            meet = _documents_meet(model, inputs, tokens.device, rows, len(positions_ABS))
+            if meet is not None:
+                known[(rows, *several)] = not meet
     starts_BS = None if known.get(kind) else document_starts(inputs)
     if starts_BS is None or int(starts_BS.sum()) == len(starts_BS):
         return
@@ -205,7 +208,7 @@ def _mask_joins(positions_ABS: Tensor, mask: Any) -> bool:
 
 
 def _documents_meet(
-    model: Any, inputs: Mapping[str, Any], tokens: Tensor, axes: int
+    model: Any, inputs: Mapping[str, Any], device: torch.device, rows: int, axes: int
 ) -> bool | None:
     """Whether a document of a packed row sees the tokens of another one, in a small batch.
 
@@ -216,7 +219,6 @@ def _documents_meet(
         return_flash_attn_kwargs="cu_seq_lens_q" in inputs, return_seq_idx="seq_idx" in inputs
     )
     packed = packer([{"input_ids": text} for text in texts], return_tensors="pt")
-    rows, device = min(2, len(tokens)), tokens.device
     packed = {
         name: x.to(device).repeat(*(rows, 1)[: x.ndim]) if isinstance(x, Tensor) else x
         for name, x in packed.items()

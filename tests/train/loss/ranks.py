@@ -64,6 +64,54 @@ def check(family, how):
         torch.testing.assert_close(gradient, q.grad, rtol=1e-7, atol=1e-11, msg=name)
 
 
+TEXTS = [
+    [[7, 6, 5, 9, 11], [3, 8, 2]],
+    [[12, 4, 4, 6, 10, 9, 3], [5, 2]],
+    [[8, 8, 1, 2], [9, 4, 6]],
+]
+
+
+def packed(rows):
+    """Rows of several documents each, as long as the longest."""
+    length = max(sum(map(len, row)) for row in rows)
+    found = {"input_ids": [], "position_ids": [], "labels": []}
+    for row in rows:
+        last = row[-1] + [1] * (length - sum(map(len, row)))
+        for text, n in zip((*row[:-1], last), map(len, row), strict=True):
+            labels = [-100] + text[1:n] + [-100] * (len(text) - n)
+            for name, x in zip(found, (text, range(len(text)), labels), strict=True):
+                found[name].extend(x)
+    return {name: torch.tensor(x).view(len(rows), length) for name, x in found.items()}
+
+
+def check_packed(family, how):
+    """The first process has two packed rows and the second has one; the truth has documents alone.
+
+    A layer of the student adds nothing yet. Before, both processes have had two rows, so that the
+    second one alone sees a new kind of batch: it must not run a sharded model by itself.
+    """
+    student = build(family, layers=2).double()
+    with torch.no_grad():
+        for name, p in student.named_parameters():
+            if name.endswith(("layers.1.self_attn.o_proj.weight", "h.1.attn.c_proj.weight")):
+                p.zero_()
+    teacher, twin = build(family, layers=1, seed=3).double(), copy.deepcopy(student)
+    labels = sum(len(text) - 1 for row in TEXTS for text in row)
+    for row in TEXTS:
+        for text in row:
+            ids = torch.tensor([text])
+            alone = {"input_ids": ids, "labels": ids}
+            inherited_loss(twin, teacher, alone, num_items=labels).backward()
+    wrapped = wrap(student, how)
+    teacher = sharded(teacher) if how == "fsdp2" else teacher
+    inherited_loss(wrapped, teacher, packed(TEXTS[:2]), num_items=labels)
+    mine = packed(TEXTS[:2] if dist.get_rank() == 0 else TEXTS[2:])
+    loss = inherited_loss(wrapped, teacher, mine, num_items=labels)
+    (loss * dist.get_world_size()).backward()
+    for (name, p), q in zip(student.named_parameters(), twin.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q[1].grad, rtol=1e-7, atol=1e-11, msg=name)
+
+
 def llama(seed, layers):
     """With heads, and a vocabulary of an odd number of tokens, for two processes."""
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -162,3 +210,6 @@ def main(folder):
             # shown if the check fails
             print(how, family, file=sys.stderr)
             check(family, how)
+        for family in ("llama", "gpt2"):
+            print("packed rows", how, family, file=sys.stderr)
+            check_packed(family, how)
