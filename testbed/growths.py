@@ -18,7 +18,7 @@ def head_counts(model):
 
 def heads_grow(family):
     """True if heads may get more entries."""
-    return family.forces_head_dim or bool(growable_parts(family))
+    return bool((family.forces_head_dim and family.query_heads) or growable_parts(family))
 
 
 def growable_parts(family):
@@ -88,6 +88,8 @@ def alone(model):
         parts = parts_of_heads(model)
         found |= {key: {key: 2 * n} for key, n in {**heads, **parts}.items()}
         return found | ({HEADS: {key: 2 * n for key, n in parts.items()}} if parts else {})
+    if not heads_grow(family):
+        return found
     found |= {key: {**wider, **heads, key: 2 * n} for key, n in heads.items()}
     if "kv_heads" in heads:
         found["kv_heads"] = {**wider, **{key: 2 * n for key, n in heads.items()}}
@@ -106,8 +108,11 @@ def at_once(model):
     if not family.is_exact_in_any_width:
         return sizes | heads | {"stream": 2 * old["stream"]}
     sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}
-    if family.forces_head_dim:
-        return sizes | {"stream": 2 * model.head_dim() * sizes[family.query_heads[0]]}
+    if family.forces_head_dim and family.query_heads:
+        count = sizes.get(family.query_heads[0], old[family.query_heads[0]])
+        # heads that never grow get wider
+        width = 2 * model.head_dim() + (not heads)
+        return sizes | {"stream": width * count}
     is_bound = any(size.follows == "stream" for size in family.config.values())
     return sizes | {"stream": 2 * old["stream"] if is_bound else old["stream"] + 8}
 

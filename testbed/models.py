@@ -63,6 +63,9 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
     restore_buffers(model)
     rng = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            # the class computes it
+            continue
         noise = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
         is_gain = parameter.ndim == 1 and name.endswith("weight")
         value = 1 + 0.4 * noise if is_gain else std * noise

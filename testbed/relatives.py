@@ -193,12 +193,31 @@ BAMBA = {
     **{"mamba_n_heads": 4, "mamba_d_head": 6, "mamba_n_groups": 2, "mamba_d_state": 5},
     **{"mamba_chunk_size": 4, "mamba_d_conv": 3},
 }
+MAMBA2 = {
+    **{"vocab_size": 50, "hidden_size": 12, "num_hidden_layers": 2, "layer_norm_epsilon": 1e-2},
+    **{"num_heads": 4, "head_dim": 6, "n_groups": 2, "state_size": 5, "conv_kernel": 3},
+    **{"chunk_size": 4, "pad_token_id": 0},
+}
 NEMOTRON_H = {
     **{k: v for k, v in ROTARY.items() if k not in ("num_hidden_layers", "rms_norm_eps")},
     **{k: v for k, v in GROUPS.items() if k != "first_k_dense_replace"},
     **{**MAMBA, "moe_shared_expert_intermediate_size": 6, "layer_norm_epsilon": 1e-2},
     **{"conv_kernel": 3, "chunk_size": 4},
     "layers_block_type": ["full_attention", "linear_attention", "moe", "mlp"],
+}
+BLOOM = {
+    **{"vocab_size": 50, "hidden_size": 12, "n_head": 3, "n_layer": 2, "pad_token_id": 0},
+    "layer_norm_epsilon": 1e-2,
+}
+ESM = {
+    **{"vocab_size": 50, "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
+    **{"intermediate_size": 20, "max_position_embeddings": 40, "layer_norm_eps": 1e-2},
+    **{"position_embedding_type": "rotary", "token_dropout": True},
+    **{"mask_token_id": 48, "pad_token_id": 1},
+}
+MPT = {
+    **{"vocab_size": 50, "d_model": 12, "n_heads": 3, "n_layers": 2, "max_seq_len": 40},
+    **{"layer_norm_epsilon": 1e-2, "pad_token_id": 0},
 }
 BY_KIND = {
     "sliding_attention": ROPE,
@@ -512,6 +531,12 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"attention_bias": True, "norm_bias": True, "mlp_bias": True, "classifier_bias": True},
     ),
     "xlm-roberta-xl": ("XLMRobertaXLForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),
+    "bert-generation": ("BertGenerationDecoder", {**ENCODER, "is_decoder": True}, {}),
+    "bloom": ("BloomForCausalLM", BLOOM, {}),
+    "mamba2": ("Mamba2ForCausalLM", MAMBA2, {"use_bias": True, "use_conv_bias": False}),
+    "mpt": ("MptForCausalLM", MPT, {}),
+    "esm": ("EsmForMaskedLM", ESM, {"token_dropout": False}),
+    "roformer": ("RoFormerForMaskedLM", {**ENCODER, "embedding_size": 8}, {}),
 }
 
 

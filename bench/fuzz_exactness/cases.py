@@ -137,7 +137,7 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
         heads = {"kv_heads": kv_heads, "q_heads": kv_heads * rng.randint(1, 3)}
     else:
         heads = dict.fromkeys(family.query_heads, rng.randint(1, 4))
-    count = max(heads.values())
+    count = max(heads.values(), default=1)
     hidden = count * 2 * rng.randint(1, 4)
     given = inner(SOURCES[family.model_type][1], family.under)
     # sizes that the model computes from the stream
@@ -200,7 +200,7 @@ def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[s
         else:
             how[field] = old + rng.randint(1, 2 * old)
     if family.forces_head_dim and rng.random() < 0.3:
-        fields = {family.config_field(key) for key in family.query_heads}
+        fields = {family.config_field(key) for key in {*family.query_heads} & {*family.growable}}
         how |= {field: sizes[field] for field in fields if field in sizes}
     if "vocab" in family.config and rng.random() < 0.1:
         how.pop(family.config_field("vocab"), None)

@@ -176,11 +176,12 @@ class Family:
         """The sizes that may grow."""
         used = {"stream", "head_dim", "vocab", "kv_heads"}
         used |= {*self.query_heads, *self.unit_sizes, *self.stacks.values(), *self.ratios}
-        sizes = ((space.size, space.chosen, *space.groups) for space in self.mixtures)
-        used |= {str(size) for some in sizes for size in some}
+        mixed = ((space.size, space.chosen, *space.groups) for space in self.mixtures)
+        used |= {str(size) for some in mixed for size in some}
         used |= {str(space.size) for space in self.spaces.values() if space.kind == "head"}
         used -= {str(space.size) for space in self.spaces.values() if space.kind == "fixed"}
-        return tuple(key for key, size in self.config.items() if key in used and size.field)
+        sizes = {key: size for key, size in self.config.items() if size.field and not size.fixed}
+        return tuple(key for key in sizes if key in used)
 
     def largest(self, key: str) -> int:
         """An upper limit far beyond any model; a larger size is a typing error or damage."""
@@ -258,6 +259,11 @@ class Family:
     def carries(self) -> bool:
         """True where the table says which norms carry the mean past themselves."""
         return any(row.extra == "carry" for rows in self.tensors.values() for row in rows)
+
+    @property
+    def computes(self) -> bool:
+        """True where checkpoints hold tensors that follow from the config."""
+        return any(row.computed for rows in self.tensors.values() for row in rows)
 
     @property
     def pads_exactly(self) -> bool:

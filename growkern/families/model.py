@@ -66,7 +66,7 @@ class ModelSpec:
     def with_config(self, config: Any) -> ModelSpec:
         """The same class with another config of the same family."""
         other = replace(self, config=config, dense_model=None)
-        if "tower" in vars(self):
+        if "tower" in vars(self) and not self.family.computes:
             # it never grows
             vars(other)["tower"] = self.tower
         return other
@@ -164,7 +164,8 @@ class ModelSpec:
     @property
     def turning(self) -> int:
         """Entries of a head that rotary positions turn; 0 where positions are not rotary."""
-        return self.turning_of(self.head_dim(self.family.query_heads[0]))
+        heads = self.family.query_heads
+        return self.turning_of(self.head_dim(heads[0])) if heads else 0
 
     def turning_of(self, head_dim: int) -> int:
         """What `turning` would be if heads had this many entries."""
@@ -193,6 +194,8 @@ class ModelSpec:
 
     def check_turning(self) -> None:
         """Refuse heads that do not fit their rotary pairs: transformers cannot run such a model."""
+        if not self.family.query_heads:
+            return
         head_dim = self.head_dim(self.family.query_heads[0])
         if not self.turns_in_pairs(head_dim):
             raise UnfitError(

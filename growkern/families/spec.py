@@ -35,6 +35,7 @@ class Size:
     plus: int = 0
     reserved: int = 0
     follows: str | None = None
+    fixed: bool = False
     count_of: str | None = None
 
     def of(self, config: Any) -> int:
@@ -88,7 +89,8 @@ class SpaceSpec:
     KEY: ClassVar[str] = "name"
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         "kind": (
-            *("stream", "normed", "heads", "head", "units", "experts", "fixed", "tied_output"),
+            *("stream", "normed", "heads", "head", "units", "layers", "experts", "fixed"),
+            "tied_output",
         ),
         "part": ("value", "query", "key", "before_norm"),
         "scale": ROOTS,
@@ -138,7 +140,9 @@ class Refusal:
 
     def check(self, config: Any) -> None:
         """Refuse a config that has such a value."""
-        value = getattr(config, self.field, None)
+        value = config
+        for name in self.field.split("."):
+            value = getattr(value, name, None)
         if self.differs is not None:
             is_field = isinstance(self.differs, str)
             other = getattr(config, str(self.differs)) if is_field else self.differs
@@ -154,8 +158,8 @@ class Attention:
     """[attention]: how scores and positions depend on head_dim.
 
     Attributes:
-        positions: `rotary`, `learned` or `relative`. Rotary positions turn R entries of a head:
-            pair i turns by theta ** (-2 i / R).
+        positions: `rotary`, `learned`, `relative` or `none`. Rotary positions turn R entries of a
+            head: pair i turns by theta ** (-2 i / R).
         pairs: where pair i lies. `halves`: entries i and i + R / 2. `adjacent`: 2 i and 2 i + 1.
         whole_pairs: True if the model cannot run with an odd R. Others then turn R + 1 entries.
         scale: scores are divided by the root of `head_dim`, or by a `constant`.
@@ -171,7 +175,7 @@ class Attention:
     """
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "positions": ("rotary", "learned", "relative"),
+        "positions": ("rotary", "learned", "relative", "none"),
         "scale": ("head_dim", "constant"),
         "pairs": ("halves", "adjacent"),
     }
@@ -218,6 +222,7 @@ class Row:
     keep: str | None = None
     transposed: bool = False
     alone: bool = False
+    computed: bool = False
     dense: tuple[str, ...] = ()
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:

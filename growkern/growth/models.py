@@ -175,6 +175,20 @@ def class_shapes(spec: ModelSpec, dtype: torch.dtype) -> dict[str, tuple[int, ..
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
+def computed_tensors(spec: ModelSpec) -> dict[str, Tensor]:
+    """The tensors of a class that follow from its config, by name, in float32 on the CPU."""
+    names = [tensor.name for tensor in spec.tensors if tensor.row.computed]
+    with torch.device("meta"):
+        model = untrained_model(spec, torch.float32)
+    for owner in {name.rpartition(".")[0] for name in names}:
+        module = model.get_submodule(owner)
+        module.to_empty(device="cpu", recurse=False)
+        with torch.device("cpu"):
+            model._init_weights(module)
+    state = model.state_dict()
+    return {name: state[name] for name in names}
+
+
 # the patched table belongs to transformers and is shared by all threads
 _patching = threading.Lock()
 

@@ -454,7 +454,7 @@ def _sizes_to_grow(small: ModelSpec) -> Iterator[dict[str, int]]:
             if key == "stream" and family.forces_head_dim:
                 # heads get more entries in place of more heads
                 kept = {*family.query_heads, *({"kv_heads"} & family.config.keys())}
-                fields = (k for k in kept if family.config[k].field)
+                fields = (k for k in kept if k in family.growable)
                 yield {field: new, **{family.config_field(k): small.size(k) for k in fields}}
 
 

@@ -15,7 +15,9 @@ import torch
 
 from growkern.errors import GrowthError, UnfitError
 from growkern.families.model import ModelSpec
-from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.models import computed_tensors
+from growkern.growth.plan.blueprint import COMPUTED, Blueprint
+from growkern.growth.plan.bounds import values_of
 from growkern.growth.plan.target import (
     asked_sizes,
     completed,
@@ -96,7 +98,7 @@ def _completions(small: ModelSpec, asked: Sizes) -> Iterator[Sizes]:
     sizes = completed(small, asked)
     yield sizes
     family = small.family
-    if family.forces_head_dim or len(family.query_heads) > 1:
+    if family.forces_head_dim or len(family.query_heads) != 1:
         # the number of heads follows from the hidden size
         return
     (heads,) = family.query_heads
@@ -181,7 +183,7 @@ def _near_sizes(small: ModelSpec, asked: Sizes, connected: list[str]) -> Iterato
     reach = {"stream": max([NEAR, *(asked[key] for key in heads)]), "head_dim": 1}
     # the size of heads that the hidden size must have room for
     every = small.family.query_heads
-    head_dim = max(map(small.head_dim, every)) if small.family.forces_head_dim else 1
+    head_dim = max(map(small.head_dim, every), default=1) if small.family.forces_head_dim else 1
 
     def around(key: str) -> range:
         value, far = asked[key], reach.get(key, NEAR)
@@ -221,11 +223,12 @@ def check_structure(plan: Blueprint) -> None:
     _check_scaled(plan)
     used = {name for task in plan.tasks for name in (task.source, task.upper)}
     for tensor in plan.small.own_tensors:
-        if tensor.name not in used:
+        if tensor.name not in used and not tensor.row.computed:
             raise UnfitError(
                 f"a {plan.large.class_name} of these sizes has no {tensor.name}: it exists only "
                 f"with {tensor.row.when}, and the source's would be lost"
             )
+    _check_computed(plan)
     own = {tensor.name for tensor in plan.small.own_tensors}
     for task in plan.tasks:
         if not task.is_made and task.source not in own:
@@ -235,12 +238,29 @@ def check_structure(plan: Blueprint) -> None:
             )
 
 
+def _check_computed(plan: Blueprint) -> None:
+    """Refuse a source with other values than its config gives, where the target's are computed."""
+    names = [task.tensor for task in plan.tasks if task.source == COMPUTED]
+    truth = computed_tensors(plan.small) if names else {}
+    for name in (tensor.name for tensor in names):
+        values = values_of(plan, name)
+        if values is None:
+            continue
+        # dtypes that round alike give heads the same angles
+        if not torch.equal(truth[name].to(plan.dtype), values.cpu().to(plan.dtype)):
+            raise UnfitError(
+                f"{name} would be computed anew for heads of another size, and the source's has "
+                "other values than its config gives: keep head_dim"
+            )
+
+
 def _check_scaled(plan: Blueprint) -> None:
     """Refuse sizes that need a factor which the model cannot hold, or must not have."""
-    layout, family, heads = plan.layout, plan.small.family, plan.small.family.query_heads[0]
+    layout, family = plan.layout, plan.small.family
     clip = family.attention.clip
     limit = None if clip is None else getattr(plan.small.text, clip, None)
-    if limit is not None and plan.small.head_dim(heads) != plan.large.head_dim(heads):
+    heads = [(m.head_dim(name) for m in (plan.small, plan.large)) for name in family.query_heads]
+    if limit is not None and any(old != new for old, new in heads):
         raise UnfitError(
             f"head_dim cannot grow: it scales the queries, and {clip}={limit} clips them"
         )

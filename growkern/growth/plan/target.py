@@ -90,6 +90,11 @@ def finish_target(
         setattr(attrgetter(above)(config) if above else config, field, large.size(key))
     if hasattr(small.text, "rope_parameters"):
         text.rope_parameters = _rotary_parameters(small, large)
+    elif family.attention.positions == "rotary" and pair_step(small.turning, large.turning) is None:
+        raise UnfitError(
+            f"head_dim={large.head_dim()} has no rotary pairs of the same speeds: give a multiple "
+            f"of {small.head_dim()}"
+        )
     _follow_older(family, small.text, text)
     for key, size in family.config.items():
         if isinstance(vars(text).get(str(size.field)), list):
@@ -280,7 +285,7 @@ def _follow_stream(small: ModelSpec, asked: dict[str, int], sizes: dict[str, int
             sizes.setdefault(key, round(small.size(key) * new / old))
     for key in family.query_heads:
         heads, rest = divmod(small.size(key) * new, old)
-        if key in asked or rest:
+        if key in asked or rest or family.config[key].fixed:
             continue
         sizes[key] = heads
         if "kv_heads" in family.growable and "kv_heads" not in asked:
@@ -391,9 +396,16 @@ def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[
     old, new = small.head_dim(heads), large.head_dim(heads)
     stream, count = large.size("stream"), large.size(heads)
     divides = stream == count * new
-    if divides and (old == new or (new > old and heads in asked)):
+    is_fixed = family.config[heads].fixed
+    if divides and (old == new or (new > old and (is_fixed or heads in asked))):
         return
     stream_field, heads_field = family.config_field("stream"), family.config_field(heads)
+    if is_fixed:
+        near = stream // count * count
+        raise UnfitError(
+            f"{stream_field}={stream} is not a multiple of {heads_field}={count}, which never "
+            f"grows: give {near} or {near + count}"
+        )
     allowed, fix = stream // old * old, ""
     if "stream" in asked:
         fix = (

@@ -317,9 +317,9 @@ def _canonical_names(
             name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
         candidates = spellings(model, name)
         bare = candidates[-1] if not prefix else name.removeprefix(prefix)
-        if any(re.fullmatch(pattern, bare) for pattern in ignored):
-            continue
         name = next((c for c in candidates if c in model.shapes), name)
+        if name not in model.shapes and any(re.fullmatch(pattern, bare) for pattern in ignored):
+            continue
         if name in names and name in model.shapes:
             raise GrowthError(
                 f"{directory}: {names[name]} and {raw} are both {name} of {model.class_name}: "

@@ -8,7 +8,7 @@ are in `growkern.growth.space.spaces`. A new kind needs a method of its name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,8 @@ class Layout:
 
     Args:
         dtypes: dtype of the source's weights and of the target's weights.
+        layers: per size that counts layers, the source layer of every target layer, and which
+            layers were inserted.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Layout:
         large: ModelSpec,
         options: GrowthOptions,
         dtypes: tuple[torch.dtype, torch.dtype],
+        layers: Mapping[str, tuple[Sequence[int], Set[int]]],
     ) -> None:
         self.small, self.large, self.family = small, large, small.family
-        self.options, self.dtypes = options, dtypes
+        self.options, self.dtypes, self.layers = options, dtypes, layers
         self._spaces: dict[tuple[str, Layer], Space] = {}
 
     def space(self, name: str, layer: Layer = None) -> Space:
@@ -285,6 +288,16 @@ class Layout:
             return copies(maps.cyclic(source, target), source)
         index, awake = sleeping_map(spec, self.small, self.large)
         return replace(copies(index, source), read=awake.double())
+
+    def _layers(self, spec: SpaceSpec, layer: Layer) -> Space:
+        own, inserted = self.layers[str(spec.size)]
+        # of layers that add nothing, nothing is read
+        new = torch.tensor([number in inserted for number in range(len(own))])
+        index, source = torch.tensor(own), self.small.size(str(spec.size))
+        whole = copies(index, source)
+        count = index[~new].bincount(minlength=source)[index]
+        whole = replace(whole, read=(~new).double() / count.clamp(min=1))
+        return outer_product(whole, self._entries(spec, layer))
 
     def _units(self, spec: SpaceSpec, layer: Layer) -> Space:
         if spec.width or spec.blocks:

@@ -389,9 +389,10 @@ def refuse_unportable(small: ModelSpec, large: ModelSpec, options: GrowthOptions
 
 def is_undeclared(model: ModelSpec) -> bool:
     """True if head_dim differs from what some runtimes compute for the family."""
+    if not model.family.runtimes.get("head_dim"):
+        return False
     heads = model.family.query_heads[0]
-    differs = model.size("stream") != model.size(heads) * model.head_dim(heads)
-    return bool(model.family.runtimes.get("head_dim")) and differs
+    return model.size("stream") != model.size(heads) * model.head_dim(heads)
 
 
 def computed_head_dim(model: ModelSpec) -> str:

@@ -80,8 +80,9 @@ class ModelCost:
             [flops + (state or 0) for flops, state in zip(*both, strict=True)]
             for both in zip(linear, states, strict=True)
         ]
-        heads = config.num_attention_heads
-        head_dim = _head_dim(config) or config.hidden_size // heads
+        # 0 where no layer attends to tokens
+        heads = getattr(config, "num_attention_heads", 0)
+        head_dim = _head_dim(config) or config.hidden_size // max(heads, 1)
         # of queries and keys, and of values
         widths = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
         self._attention = 2 * heads * sum(widths)

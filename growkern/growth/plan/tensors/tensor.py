@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from growkern.growth.plan.axes import AxisMap, asleep, axis_maps, matrix_of, noise_seed
-from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
+from growkern.growth.plan.blueprint import COMPUTED, RANDOM, Blueprint, Part, Task
 from growkern.growth.plan.tensors.experts import (
     add_noise,
     drop_units,
@@ -93,6 +93,8 @@ def build_tensor(
         return out.zero_()
     if task.identity == "one":
         return out.fill_(1.0)
+    if task.source == COMPUTED:
+        return out.copy_(plan.computed[task.name][part])
     if task.tensor.is_copied and not task.is_made:
         return out.copy_(read(task.source)[part])
     if (matrix := task.matrix) is not task:
