@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +123,8 @@ def families(results: Path) -> str:
         family = load_family(model_type)
         norm = f"{family.norm.kind}, {family.norm.placement}"
         sizes = _beside(growable_fields(family), usual)
-        bare = (re.split(r"For(?=[A-Z])", name)[0] for name in family.classes)
-        start = commonprefix([name.removesuffix("Model") for name in bare])
+        ends = r"For(?=[A-Z])|(Encoder|Model)$"
+        start = min((re.split(ends, name)[0] for name in family.classes), key=len)
         ends = ", ".join(name.removeprefix(start).removeprefix("For") for name in family.classes)
         exact = "any" if family.is_exact_in_any_width else "multiples"
         positions = family.attention.positions
