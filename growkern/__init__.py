@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from growkern.growth.plan.growth_plan import GrowthPlan as GrowthPlan
     from growkern.growth.plan.growth_plan import GrowthReport as GrowthReport
     from growkern.growth.plan.growth_plan import plan as plan
-    from growkern.growth.record.recorded import growth_plan_of as growth_plan_of
+    from growkern.growth.record.lineage import growth_plan_of as growth_plan_of
     from growkern.growth.record.verify import VerifyReport as VerifyReport
     from growkern.growth.record.verify import verify as verify
     from growkern.growth.sharded import grow_into as grow_into

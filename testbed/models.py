@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from growkern.growth.models import restore_buffers
-from growkern.growth.record.inverse import inverse
+from growkern.growth.record.compare import inverse
 from growkern.growth.record.lineage import origin_of
 from growkern.growth.source.loading import image_shape
 

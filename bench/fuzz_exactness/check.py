@@ -14,7 +14,7 @@ import transformers
 import growkern
 from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
 from bench.shared.harness import largest_error
-from growkern.growth.plan.finding import NEW_TOKENS, OUTPUT_ERROR
+from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.compare import planned_error, rounding_error
 from growkern.growth.record.verdict import (

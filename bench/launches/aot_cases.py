@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from growkern.ops.adamw import on_triton as adamw
 from growkern.ops.adamw.factors import VECTORS
-from growkern.ops.backend import scale
 from growkern.ops.backend.launch import EXACT, tl
 from growkern.ops.expand.call import COL_NOISE, COL_ROUTING, NO_NOISE
 from growkern.ops.expand.many import N_FIELDS, expand_many_kernel
@@ -17,6 +16,7 @@ from growkern.ops.expand.on_triton import (
     expand_kernel,
     lines_kernel,
 )
+from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.rows import once_on_triton as once
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, lanes_of, most_columns
 from growkern.ops.loss.rows.state import Maths, Steps
@@ -179,7 +179,11 @@ def adamw_cases() -> list[AotCase]:
 def scale_cases() -> list[AotCase]:
     """dW of a bfloat16 head."""
     signature = {"x_ptr": "*bf16", "factor_ptr": "*fp32", "n": "i32"}
-    return [AotCase("scale bf16", scale.scale_kernel, signature, {"BLOCK_N": scale.BLOCK})]
+    return [
+        AotCase(
+            "scale bf16", linear_op.scale_kernel, signature, {"BLOCK_N": linear_op.SCALED_BLOCK}
+        )
+    ]
 
 
 def rows_cases() -> list[AotCase]:

@@ -16,7 +16,7 @@ from growkern import plan
 from growkern.errors import GrowthError
 from growkern.growth.history import LINEAGE_FILE
 from growkern.growth.plan.growth_plan import GrowthPlan
-from growkern.growth.record.recorded import read_lineage, recorded_plan
+from growkern.growth.record.lineage import read_lineage, recorded_plan
 from growkern.growth.source.config import read_config
 from growkern.growth.source.hub import hub_model
 from growkern.growth.space.layout import Layer

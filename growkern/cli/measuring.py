@@ -77,7 +77,7 @@ def evaluate(
         for pattern in [*(text or ()), *(more or ())]:
             matching_files(Path(), pattern)
     from growkern.train.evaluation.evaluate import evaluate as measure
-    from growkern.train.evaluation.from_file import read_arguments
+    from growkern.train.evaluation.evaluate import read_arguments
 
     silence_transformers()
     if file.suffix != ".toml":

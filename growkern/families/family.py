@@ -17,16 +17,20 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.fields import OlderKey, condition_of, holds, is_met, value_of
 from growkern.families.spec import (
     Attention,
     Dense,
     Depth,
     ModelClass,
+    OlderKey,
     Refusal,
     Row,
     Size,
     SpaceSpec,
+    condition_of,
+    holds,
+    is_met,
+    value_of,
 )
 
 

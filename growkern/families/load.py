@@ -21,8 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from growkern.arguments import PLAIN, path_of
 from growkern.errors import GrowthError, TableError, nearest
 from growkern.families.family import Family
-from growkern.families.fields import CONDITIONS, condition_of
-from growkern.families.spec import NOTHING
+from growkern.families.spec import CONDITIONS, NOTHING, condition_of
 from growkern.files import parse_toml, read_bounded
 
 # bytes of a file

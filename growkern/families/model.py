@@ -15,9 +15,8 @@ from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, reason
 from growkern.families.family import Family, field_faults
-from growkern.families.fields import holds
 from growkern.families.load import load_family
-from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec
+from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec, holds
 
 # of a tensor that files hold in parts: of every part of its second axis, the name for each expert
 Names = tuple[tuple[str, ...], ...]

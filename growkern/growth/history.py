@@ -1,7 +1,7 @@
 """The growths that a source has behind it, as far as they are known.
 
 Step sizes of a grown model follow from all of its growths (`growkern.growth.optimizer.moments`).
-`growkern.growth.record.recorded` makes plans of what is found here.
+`growkern.growth.record.lineage` makes plans of what is found here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The process that works on a target holds its lock, see `growkern.publish.calls`. The contents are
 made in a private directory beside the target, `.NAME.KIND`:
 
-    journal.jsonl  the caller's record of finished work, see `growkern.growth.disk.journal`
+    journal.jsonl  the caller's record of finished work, see `growkern.growth.disk.staging`
     new/           the new contents; one rename makes it the target
     swap           exists during a replacement; contains the inode of new/, which identifies it
     old/           the old contents, until they are confirmed to be replaceable

@@ -17,7 +17,7 @@ from examples.objectives import TEXTS, make_tokenizer
 from growkern import run as train
 from growkern.cli.commands import app
 from growkern.errors import GrowthWarning
-from growkern.train.evaluation.from_file import read_arguments
+from growkern.train.evaluation.evaluate import read_arguments
 from growkern.train.run.file import load_run
 
 RUNS = sorted((Path(examples.__file__).parent / "run_files").glob("*.toml"))

@@ -24,9 +24,9 @@ import growkern
 from growkern.errors import GrowthError
 from growkern.files import parse_json
 from growkern.growth.disk.checksums import verify_checksums
-from growkern.growth.disk.journal import Journal
+from growkern.growth.disk.staging import Journal
 from growkern.growth.optimizer.file import read_optimizer
-from growkern.growth.record.recorded import plan_from_lineage, read_lineage
+from growkern.growth.record.lineage import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
 from growkern.publish.manifest import MANIFEST, write_manifest
 from growkern.train.model.load import load_tokenizer

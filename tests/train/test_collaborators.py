@@ -19,7 +19,7 @@ from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import WHOLE, Objective
 from growkern.train.loss.batches import Batches, LabelledSteps, unchanged_random_state
 from growkern.train.loss.inheritance import Teachers
-from growkern.train.loss.side import EvaluationSums
+from growkern.train.loss.inherited import EvaluationSums
 from growkern.train.model.sub_model import TwoStageConfig
 from growkern.train.optimizer import OptimizerMaker, OptimizerOptions
 from growkern.train.safety.checkpoints import damage

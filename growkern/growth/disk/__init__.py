@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from growkern.growth.disk.checksums import are_stored, CHECKSUMS_FILE, verify_checksums
     from growkern.growth.disk.checksums import write_checksums
     from growkern.growth.disk.companions import complete, complete_config, copy_companions
-    from growkern.growth.disk.journal import Journal
-    from growkern.growth.disk.sentence import read_modules, write_modules
+    from growkern.growth.disk.companions import read_modules, write_modules
     from growkern.growth.disk.shards import lay_out, ShardLayout
     from growkern.growth.disk.staging import check_space, check_target, delete_staging, is_unedited
-    from growkern.growth.disk.staging import may_replace, read_card, refusing, stamped, STAMPED
+    from growkern.growth.disk.staging import Journal, may_replace, read_card, refusing, staging
+    from growkern.growth.disk.staging import STAMPED, stamped
     from growkern.growth.disk.stream import Stream
 # fmt: on
 

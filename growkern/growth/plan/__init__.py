@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from growkern.growth.plan.blueprint import affine_gain, Blueprint, RANDOM, Task
     from growkern.growth.plan.bounds import add_errors, has_errors, predicts_tokens
     from growkern.growth.plan.bounds import source_coordinates
-    from growkern.growth.plan.finding import Finding, NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
+    from growkern.growth.plan.exactness import Finding, NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
     from growkern.growth.plan.growth_plan import as_mixture, check_plan, GrowthPlan, GrowthReport
     from growkern.growth.plan.growth_plan import plan, plan_growth, PlanOfModel, with_source
     from growkern.growth.plan.growth_plan import with_stream
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from growkern.growth.plan.pieces import usable_cores, workers_within
     from growkern.growth.plan.table import as_text
     from growkern.growth.plan.target import followed_fields, PLAIN_ROTARY
-    from growkern.growth.plan.tensors.experts import is_dropped
     from growkern.growth.plan.tensors.tensor import build_each, build_tensor, part_reader
-    from growkern.growth.plan.tensors.untrained import untrained_places
+    from growkern.growth.plan.tensors.untrained import is_dropped, untrained_places
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -261,7 +261,7 @@ def portability(plan: Blueprint) -> Iterator[str]:
 
 
 def _older_keys(plan: Blueprint) -> Iterator[str]:
-    """Keys that describe layers; see `growkern.families.fields.OlderKey`."""
+    """Keys that describe layers; see `growkern.families.spec.OlderKey`."""
     family, keys = plan.small.family, plan.source.keys
     before = {**vars(plan.small.text), **inner(keys, family.under)}
     values = {}

@@ -29,8 +29,7 @@ from growkern.growth.plan.advice import (
     warnings_of,
 )
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.exactness import findings
-from growkern.growth.plan.finding import WEIGHT_ERROR, Finding
+from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
 from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.pieces import estimate
 from growkern.growth.plan.table import as_text, plan_table

@@ -14,7 +14,7 @@ from rich.text import Text
 from growkern.errors import human, print_table
 from growkern.growth.plan.advice import DIVISORS, divides
 from growkern.growth.plan.blueprint import Blueprint
-from growkern.growth.plan.finding import Finding
+from growkern.growth.plan.exactness import Finding
 from growkern.package import DOCS
 
 # columns of a table in a text

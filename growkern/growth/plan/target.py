@@ -16,8 +16,8 @@ import torch
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.family import Family, growable_fields
-from growkern.families.fields import follow_layers
 from growkern.families.model import ModelSpec
+from growkern.families.spec import follow_layers
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB
 from growkern.growth.source import refuse_misread

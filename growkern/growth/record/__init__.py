@@ -7,10 +7,9 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.growth.record.compare import compare_outputs, planned_error
-    from growkern.growth.record.lineage import DTYPES, GrowthSettings, identity, keep_lineage
-    from growkern.growth.record.lineage import lineage_text, source_files, write_lineage
-    from growkern.growth.record.recorded import growth_plan_of, misfit, plan_of_source
-    from growkern.growth.record.recorded import unknown_growth
+    from growkern.growth.record.lineage import DTYPES, growth_plan_of, GrowthSettings, identity
+    from growkern.growth.record.lineage import keep_lineage, lineage_text, misfit, plan_of_source
+    from growkern.growth.record.lineage import source_files, unknown_growth, write_lineage
     from growkern.growth.record.save import card_text, record_when_saved, write_card
     from growkern.growth.record.verdict import measured_level, PLANNED_ERROR
 # fmt: on

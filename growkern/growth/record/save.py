@@ -23,8 +23,13 @@ from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import local_tensor
 from growkern.growth.options import GrowthOptions, parse_size
 from growkern.growth.plan import GrowthPlan, with_stream
-from growkern.growth.record.lineage import GrowthSettings, lineage_text, source_files, write_lineage
-from growkern.growth.record.recorded import misfit
+from growkern.growth.record.lineage import (
+    GrowthSettings,
+    lineage_text,
+    misfit,
+    source_files,
+    write_lineage,
+)
 from growkern.growth.source import ID, MODULES_FILE, hub_model, is_same, name_of
 
 # every card of a growth has this tag

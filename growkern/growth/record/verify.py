@@ -29,12 +29,12 @@ from rich.text import Text
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.families.fields import value_of
+from growkern.families.spec import value_of
 from growkern.growth.models import on_cpu_by_default
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors
 from growkern.growth.record import compare, verdict
 from growkern.growth.record.compare import TensorGroup
-from growkern.growth.record.recorded import (
+from growkern.growth.record.lineage import (
     Lineage,
     has_record,
     own_family_of,

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from growkern.errors import GrowthError
-from growkern.growth.source.opened import WeightFile, weight_file
+from growkern.growth.source.files import WeightFile, weight_file
 from growkern.growth.source.pickles import UNREADABLE, brief, read_metadata, read_piece
 from growkern.growth.source.refused import METADATA_FILE
 from growkern.growth.source.stored import StoredTensor, consecutive

@@ -34,8 +34,8 @@ from growkern.families.model import ModelSpec
 from growkern.files import read_json
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source import files
+from growkern.growth.source.files import weight_file
 from growkern.growth.source.hub import TIMEOUT, HubModel, hub_model, lacks_weights, reaching
-from growkern.growth.source.opened import weight_file
 from growkern.growth.source.refused import (
     FOREIGN,
     METADATA_FILE,

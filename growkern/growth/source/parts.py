@@ -22,8 +22,7 @@ from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.files import read_all
-from growkern.growth.source.files import EIGHT_BITS, Header, Transposed
-from growkern.growth.source.opened import WeightFile, weight_file
+from growkern.growth.source.files import EIGHT_BITS, Header, Transposed, WeightFile, weight_file
 from growkern.growth.source.stored import (
     OTHER_CHECKPOINT,
     Filled,

@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from growkern.errors import GrowthError
 from growkern.files import no_collections, read_all, read_bounded, regular_size, stays_inside
-from growkern.growth.source.files import MOST_ENTRIES, refuse_links_out
-from growkern.growth.source.opened import WeightFile
+from growkern.growth.source.files import MOST_ENTRIES, WeightFile, refuse_links_out
 from growkern.growth.source.refused import METADATA_FILE
 
 # A piece of a tensor takes 140 bytes. A model of 70 billion parameters and its optimizer on 1024

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from growkern.growth.space.maps import cyclic, generator, pair_step, partial_sums, rank_in_group
     from growkern.growth.space.maps import rotary_entries, take_shares
     from growkern.growth.space.rules import adds_nothing, adds_up, are_asleep, are_split
-    from growkern.growth.space.rules import check_copies, keep_choice
-    from growkern.growth.space.rules import check_kinds, computed_head_dim, copies_of
+    from growkern.growth.space.rules import check_copies, check_kinds, computed_head_dim, copies_of
     from growkern.growth.space.rules import depth_of_sleep, followers, has_pairs, is_output
-    from growkern.growth.space.rules import is_undeclared, layers_of, period_of, refuse_unportable
-    from growkern.growth.space.rules import rule_of, whole_depths
+    from growkern.growth.space.rules import is_undeclared, keep_choice, layers_of, period_of
+    from growkern.growth.space.rules import refuse_unportable, rule_of, whole_depths
     from growkern.growth.space.spaces import copies, Space
     from growkern.growth.space.upcycling import as_source_of, check_router_sizes, dense_model
     from growkern.growth.space.upcycling import mixture_config, mixture_of, parts_of, taken_together

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.families.fields import holds
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Row, SpaceSpec
+from growkern.families.spec import Row, SpaceSpec, holds
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
 from growkern.growth.space.rules import is_output, keep_choice, output_scale, sleeping_map

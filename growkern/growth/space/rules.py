@@ -43,9 +43,8 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, UnfitError
-from growkern.families.fields import condition_of, is_met
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Dense, Row, SpaceSpec
+from growkern.families.spec import Dense, Row, SpaceSpec, condition_of, is_met
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.depth import way_of
 from growkern.growth.space.maps import pair_step

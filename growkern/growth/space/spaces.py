@@ -25,7 +25,7 @@ The norm adds eps to the variance. Only with kappa = 1 is (3) exact for the same
     extended  whole copies, then extra coordinates: 0 under RMSNorm, the mean under LayerNorm, which
               must see the same mean. a = sqrt(n_t / (C n_s)) keeps mean square and variance.
 
-`lineage.json` stores these vectors and `growth.record.inverse` inverts them: keep both in step.
+`lineage.json` stores these vectors and `growth.record.compare` inverts them: keep both in step.
 """
 
 from __future__ import annotations

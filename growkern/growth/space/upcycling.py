@@ -19,10 +19,9 @@ import transformers
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
-from growkern.families.fields import unfollowed
 from growkern.families.load import dense_families, load_family, supported_families
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Row
+from growkern.families.spec import Row, unfollowed
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Assembled, Parts, Source

@@ -14,10 +14,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from growkern.errors import GrowthError, warn
-from growkern.train.distributed.checkpoint import create_optimizer_state
-from growkern.train.loop.experts import ExpertCounts
+from growkern.train.distributed.shards import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
-from growkern.train.loop.meter import Meter
+from growkern.train.loop.meter import ExpertCounts, Meter
 from growkern.train.loss import Batches, InheritanceSchedule
 from growkern.train.model import unwrapped
 from growkern.train.objectives.language_modeling import EpochCollator

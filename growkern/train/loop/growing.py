@@ -28,8 +28,8 @@ from growkern.growth.optimizer import grow_optimizer_into
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.record import keep_lineage, misfit
 from growkern.growth.sharded import free_gathered
-from growkern.train.distributed.checkpoint import sources_of
 from growkern.train.distributed.shard import DistributedOptions
+from growkern.train.distributed.shards import sources_of
 from growkern.train.growth import (
     GrowthStep,
     Size,

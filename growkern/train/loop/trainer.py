@@ -5,8 +5,8 @@ only on the settings and the step number. A resumed run therefore gives the same
 was never interrupted.
 
 The class below lists the methods of Trainer that differ, in Trainer's order. They call
-collaborators, which know nothing of the trainer; `setup.py` makes them. How a run goes on in parts,
-as its model grows, is in `runs.py`.
+collaborators, which know nothing of the trainer. `setup.py` makes them, and goes on with the run
+when its model grows.
 """
 
 import copy
@@ -27,7 +27,7 @@ from growkern.growth.optimizer import growth_clip_norm_, products_of
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shards import without_shared
 from growkern.train.growth import GrowthStep
-from growkern.train.loop import checks, runs
+from growkern.train.loop import checks, setup
 from growkern.train.loop.growing import complete_directory
 from growkern.train.loop.setup import make_collaborators, prepare
 from growkern.train.loss import (
@@ -202,7 +202,7 @@ class TwoStageTrainer(Trainer):
             Terminated: SIGTERM or SIGUSR1 ended the run.
         """
         checkpoint = self.saver.chosen(resume_from_checkpoint)
-        return runs.train_in_parts(self, checkpoint, partial(super().train, **options))
+        return setup.train_in_parts(self, checkpoint, partial(super().train, **options))
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: Any, trial: Any
@@ -211,7 +211,7 @@ class TwoStageTrainer(Trainer):
         place = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         # a checkpoint restores the intervals that it was saved with
         self.state.compute_steps(self.args, max_steps)
-        runs.note_evaluation(self)
+        setup.note_evaluation(self)
         data, source = self.train_dataset, self.data_collator
         return self.batches.start(data, source, checkpoint, place, epochs, self.args)
 
@@ -221,8 +221,8 @@ class TwoStageTrainer(Trainer):
         Trainer deletes it if it keeps one checkpoint. A run that is killed before it has saved its
         model would then train again from the best one, and a growth continues from the last.
         """
-        runs.make_up_evaluation(self)
-        runs.store_flops(self)
+        setup.make_up_evaluation(self)
+        setup.store_flops(self)
         with setting(self.args, "save_total_limit", None):
             return super()._finalize_training(*args, **options)
 
@@ -278,7 +278,7 @@ class TwoStageTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of a step without repeated examples, and their labels in all processes."""
-        runs.make_up_evaluation(self)
+        setup.make_up_evaluation(self)
         with self.meter.clock("data"):
             batches = self.batches.read(epoch_iterator, num_batches, self.state)
         if not batches:
@@ -348,7 +348,7 @@ class TwoStageTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write what Trainer writes, as one checkpoint that appears when it is complete."""
         run = Path(self._get_output_dir(trial))
-        write = partial(runs.write_checkpoint, self)
+        write = partial(setup.write_checkpoint, self)
         with self.meter.clock("checkpoint"):
             saved = self.saver.save(self.model, run, self.state, write, self.shards)
         if saved is not None and self.args.push_to_hub:
@@ -394,7 +394,7 @@ class TwoStageTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log a line, with the numbers of the collaborators; not the times of a part of the run."""
-        runs.complete_line(self, logs)
+        setup.complete_line(self, logs)
         if not (self.growths.ends_here and "train_runtime" in logs):
             super().log(logs, start_time)
 
@@ -432,7 +432,7 @@ class TwoStageTrainer(Trainer):
                 "one: make a new trainer, or give resume_from_checkpoint=True to continue the run"
             )
         if grown != self.growths.grown:
-            runs.replace_model(self, partial(self.growths.unfilled, grown))
+            setup.replace_model(self, partial(self.growths.unfilled, grown))
 
     def newest_whole_checkpoint(self) -> Path | None:
         """The latest whole checkpoint in the output directory, the same for all processes.
@@ -452,7 +452,7 @@ class TwoStageTrainer(Trainer):
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self.misses_evaluation = misses_evaluation(self.args, self.state, self.eval_dataset)
-        runs.make_up_evaluation(self)
+        setup.make_up_evaluation(self)
         best = best_checkpoint(checkpoint.parent, self.state)
         self.state.best_model_checkpoint = best and str(best)
         if self.args.load_best_model_at_end and best is not None:

@@ -21,9 +21,8 @@ from transformers import DataCollatorWithFlattening
 
 from growkern.errors import GrowthError
 from growkern.train.model.contexts import evaluating, no_zeros, parts_of, probing, without_cache
-from growkern.train.model.head import head_swap, take_logits, tokens_to_try
+from growkern.train.model.head import HeadInputs, head_swap, take_logits, tokens_to_try
 from growkern.train.model.load import positions_of
-from growkern.train.model.projection import HeadInputs
 
 # model -> what a probe found out: whether documents of a packed row stay apart
 _apart: WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()

@@ -7,9 +7,8 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.train.run.file import load_run
-    from growkern.train.run.messages import resume_command
     from growkern.train.run.resolve import locate
-    from growkern.train.run.start import run
+    from growkern.train.run.start import resume_command, run
     from growkern.train.run.tables import check_paths, read_tables
 # fmt: on
 

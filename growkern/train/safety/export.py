@@ -21,7 +21,7 @@ from growkern.growth.source import class_in, read_config
 from growkern.publish import workplace
 from growkern.publish.calls import make_folder
 from growkern.publish.manifest import read_manifest, write_manifest
-from growkern.train.distributed.checkpoint import has_weights, load_weights
+from growkern.train.distributed.shards import has_weights, load_weights
 from growkern.train.model import load_language_model
 from growkern.train.safety.checkpoints import exportable, first_whole
 

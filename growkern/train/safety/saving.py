@@ -26,8 +26,7 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, say, warn
-from growkern.train.distributed.checkpoint import Parts, write_parts
-from growkern.train.distributed.shards import Shards, all_finite, largest_entry
+from growkern.train.distributed.shards import Parts, Shards, all_finite, largest_entry, write_parts
 from growkern.train.safety.checkpoints import (
     MANIFEST,
     damage,

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from growkern.growth.disk.journal import Journal
+from growkern.growth.disk.staging import Journal
 
 IDENTITY = {"plan": "a"}
 ROWS = {("w", 0, 3): "sum of w"}

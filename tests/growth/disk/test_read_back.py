@@ -14,7 +14,7 @@ import transformers
 import growkern
 from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
-from growkern.growth.source.read_back import refuse_misread
+from growkern.growth.source.config import refuse_misread
 from testbed.families import FAMILIES, GROUPED
 from testbed.models import random_model, relative_error
 from testbed.relatives import KINDS, LOCAL, RELATIVES, ROTARY, WIDTHS

@@ -14,7 +14,7 @@ from growkern.growth.disk import stream
 from growkern.growth.disk.shards import ShardLayout, TargetFile
 from growkern.growth.disk.staging import staging
 from growkern.growth.plan import growth_plan, pieces
-from growkern.growth.plan.finding import Finding
+from growkern.growth.plan.exactness import Finding
 from growkern.growth.source import formats
 from growkern.growth.source.files import read_headers
 from testbed import warm

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.train.distributed.checkpoint import create_optimizer_state
+from growkern.train.distributed.shards import create_optimizer_state
 from testbed.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.optimizer.test_optimizer import COPIED, GROUPS, TIED, UNTIED, train
 

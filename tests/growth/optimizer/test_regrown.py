@@ -10,7 +10,7 @@ import transformers
 
 import growkern
 from growkern.growth.optimizer.moments import growth_lr_multipliers
-from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.record.lineage import growth_plan_of
 from testbed.models import BERT, GPT2, LLAMA, outputs, random_model
 from tests.growth.optimizer import test_muon
 from tests.growth.optimizer.test_growth_adamw import GEMMA, OPTIONS, UNEVEN, groups

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import growkern
 from growkern.families.load import load_family
-from growkern.growth.record.recorded import plan_from_lineage, read_lineage
+from growkern.growth.record.lineage import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
 from testbed.families import FAMILIES
 from testbed.models import fold_back, random_model, relative_error

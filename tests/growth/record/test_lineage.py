@@ -14,10 +14,10 @@ from growkern.growth.record.lineage import (
     FORMAT,
     config_dict,
     index_text,
+    read_lineage,
     record_of,
     value_text,
 )
-from growkern.growth.record.recorded import read_lineage
 from growkern.publish.manifest import read_manifest, write_manifest
 from testbed.families import BART, FAMILIES
 from testbed.models import BERT, GPT2, LLAMA, random_model

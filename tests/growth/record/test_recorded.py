@@ -9,7 +9,7 @@ import transformers
 import growkern
 from growkern import GrowthError
 from growkern.growth.optimizer.moments import growth_lr_multipliers
-from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.record.lineage import growth_plan_of
 from testbed.families import FAMILIES
 from testbed.models import LLAMA, random_model
 from tests.growth.plan.test_matrix import ANY_WIDTH, deeper, width

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 import growkern
 from growkern import GrowthError
 from growkern.growth.source.distributed import bounds_of, wrong_pieces
-from growkern.train.distributed.checkpoint import load_weights
+from growkern.train.distributed.shards import load_weights
 from testbed.models import LLAMA, random_model
 from tests.shared.walks import walk
 

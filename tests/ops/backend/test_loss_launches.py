@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import growkern
 from bench.shared.time_model import LAUNCHES
-from growkern.ops.backend import custom_ops, scale
+from growkern.ops.backend import custom_ops
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import op as linear_op
@@ -52,7 +52,7 @@ def call(monkeypatch):
     monkeypatch.setattr(gemm, "_add_product", kernel("PRODUCT"))
     for module in (gemm, linear_op):
         monkeypatch.setattr(module, "gemm_dtype", lambda x: x.dtype)
-    monkeypatch.setattr(scale, "launch", kernel("SCALE"))
+    monkeypatch.setattr(linear_op, "launch", kernel("SCALE"))
     monkeypatch.setattr(on_triton, "launch", kernel("ROWS"))
 
     def called(chunks, teacher=True, **options):

@@ -18,13 +18,13 @@ from bench.shared.loss_measure import plain
 from growkern import Routing, expand, kl_mlm_loss, linear_kl_mlm_loss, topk_kl_mlm_loss
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
-from growkern.ops.backend import scale
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_on_triton
 from growkern.ops.loss.linear import gemm
 from growkern.ops.loss.linear import heads as heads_module
+from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes, held_rows
 from growkern.ops.loss.rows import once_on_triton
@@ -140,7 +140,7 @@ def launches_on(device):
     call = ExpandCall(made(8, 6), made(5, 4), **maps, col_noise=made(6))
     expand_on_triton(call)
     many.expand_many([call])
-    scale.scale_in_place(made(6), made(), by_triton=True)
+    linear_op.scale_in_place(made(6), made(), by_triton=True)
 
 
 @needs_triton
@@ -646,11 +646,11 @@ def test_the_last_backward_copies_no_gradient(by, factor):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 1024, 3000])
 def test_scaling_rounds_once(dtype, n, monkeypatch):
-    monkeypatch.setattr(scale, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(linear_op, "MOST_PROGRAMS", 2)
     x = torch.randn(n).to(dtype)
     for factor in (torch.tensor(1 / 3), torch.tensor(1.0)):
         actual = x.clone()
-        scale.scale_in_place(actual, factor, by_triton=True)
+        linear_op.scale_in_place(actual, factor, by_triton=True)
         exact = x.double() * factor.double()
         step = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-7
         assert ((actual.double() - exact).abs() <= step * exact.abs()).all()

@@ -13,7 +13,7 @@ import torch
 from growkern import DistributedOptions, GrowthError, shard
 from growkern.errors import GrowthWarning
 from growkern.growth.models import local_tensor
-from growkern.train.distributed.checkpoint import load_optimizer, load_weights
+from growkern.train.distributed.shards import load_optimizer, load_weights
 from growkern.train.safety import saving
 from growkern.train.safety.checkpoints import checkpoints_in, damage
 from growkern.train.safety.signals import Terminated

@@ -20,14 +20,19 @@ from growkern import (
     shard,
 )
 from growkern.growth.models import local_tensor
-from growkern.train.distributed.checkpoint import load_weights, weight_parts, write_parts
 from growkern.train.distributed.shard import (
     check_replicas,
     join_processes,
     leave_processes,
     make_mesh,
 )
-from growkern.train.distributed.shards import all_finite, largest_entry
+from growkern.train.distributed.shards import (
+    all_finite,
+    largest_entry,
+    load_weights,
+    weight_parts,
+    write_parts,
+)
 from growkern.train.rules import ON_SHARDS
 from testbed.parity import Case, differences, found_by, trainer_for, weights_of
 from testbed.tiny import Batches, arguments, build

@@ -9,7 +9,7 @@ import pytest
 import growkern
 from growkern import DataSection, GrowthError
 from growkern.files import matching_files
-from growkern.train.evaluation.from_file import read_arguments, section
+from growkern.train.evaluation.evaluate import read_arguments, section
 
 FILE = """
 [evaluate]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from growkern import TwoStageTrainer
 from growkern import run as train
-from growkern.train.loop import runs
+from growkern.train.loop import setup
 from testbed.forked_ranks import on_ranks
 from tests.train.growth.ranks import FILE
 from tests.train.run.test_run import workplace  # noqa: F401
@@ -40,7 +40,7 @@ PLACES = [(1, "step"), (2, "growth"), (3, "step"), (4, "growth"), (5, "step")]
 
 def kill_in(name, step, note):
     """Wrap a method of the trainer so that the last process is killed after it."""
-    owner = TwoStageTrainer if hasattr(TwoStageTrainer, name) else runs
+    owner = TwoStageTrainer if hasattr(TwoStageTrainer, name) else setup
     method = getattr(owner, name)
 
     def wrapped(self, *args, **options):

@@ -21,7 +21,7 @@ from growkern import (
     TwoStageTrainer,
 )
 from growkern.growth.optimizer.muon import CombinedOptimizer, Muon
-from growkern.train.distributed import checkpoint
+from growkern.train.distributed import shards
 from testbed.tiny import Batches, arguments, build, is_causal
 from tests.shared import walks
 from tests.train.growth.test_growing import GROWTH, STEPS, Watcher, trainer_in
@@ -248,9 +248,9 @@ def test_a_sharded_checkpoint_keeps_the_momentum(tmp_path):
     for p in named.values():
         p.grad = torch.ones_like(p)
     first.step()
-    checkpoint.write_parts(checkpoint.optimizer_parts(model, first), tmp_path)
-    checkpoint.save_groups(first, tmp_path)
-    checkpoint.load_optimizer(model, second, tmp_path)
+    shards.write_parts(shards.optimizer_parts(model, first), tmp_path)
+    shards.save_groups(first, tmp_path)
+    shards.load_optimizer(model, second, tmp_path)
     assert len(first.state) == len(named)
     for p, entry in first.state.items():
         assert second.state[p].keys() == entry.keys()

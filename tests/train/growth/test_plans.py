@@ -15,7 +15,7 @@ from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageTrain
 from growkern import run as train
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.plan import growth_plan
-from growkern.growth.record.recorded import growth_plan_of
+from growkern.growth.record.lineage import growth_plan_of
 from growkern.growth.source import source
 from growkern.train.safety.export import export
 from testbed.forked_ranks import on_ranks

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
-from growkern.train.loss.passes import check_stream, examples_in_last_sent
+from growkern.train.loss.batches import check_stream, examples_in_last_sent
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
 from tests.shared import walks

@@ -13,7 +13,7 @@ import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.train.dataset.load import TokenBlocks
-from growkern.train.loss.vocabulary import check_padding, check_tokenizers, check_vocabulary
+from growkern.train.loss.inheritance import check_padding, check_tokenizers, check_vocabulary
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from testbed.tiny import VOCAB, TinyTokenizer, arguments, batch, build

@@ -14,7 +14,7 @@ from growkern import GrowthError
 from growkern import run as train
 from growkern.cli.main import main as command
 from growkern.errors import GrowthWarning, human
-from growkern.train.run.messages import resume_command
+from growkern.train.run.start import resume_command
 from growkern.train.safety.checkpoints import checkpoints_in
 from testbed import warm
 from tests.train.run.test_run import RUN, workplace  # noqa: F401

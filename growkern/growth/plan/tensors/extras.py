@@ -77,7 +77,6 @@ def gathered_rows(
         role, _, space = axis.partition(":")
         if not extra[dim]:
             continue
-            continue
         if "|" in space or not space:
             result = _new_token(plan, task, name, weight, dim)
             continue

@@ -20,21 +20,19 @@ from torch import Tensor
 
 from growkern.growth.plan.axes import AxisMap, asleep, axis_maps, matrix_of, noise_seed
 from growkern.growth.plan.blueprint import COMPUTED, RANDOM, Blueprint, Part, Task
-from growkern.growth.plan.tensors.experts import (
-    add_noise,
-    drop_units,
-    is_dropped,
-    is_noisy,
-    put_to_sleep,
-)
 from growkern.growth.plan.tensors.extras import gathered_rows
 from growkern.growth.plan.tensors.norms import build_norm
 from growkern.growth.plan.tensors.untrained import (
+    add_noise,
     build_baseline,
     build_random,
     centroids_of,
     draw_untrained,
+    drop_units,
+    is_dropped,
+    is_noisy,
     old_entries_within,
+    put_to_sleep,
     untrained_places,
 )
 from growkern.growth.source import Read

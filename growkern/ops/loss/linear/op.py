@@ -4,6 +4,10 @@ Equations are numbered in `linear_kl_mlm_loss.py`. Shape letters used in this fi
 of the products (all with a term, and on a GPU also others), C rows of one chunk, G rows whose
 gradients one product makes, H width, V vocabulary, K teachers, W = 1 + K terms, T = 2 W numbers of
 a row that `terms` gives, S numbers of its state.
+
+The backward multiplies its gradients by the incoming scalar, in place, on the device that has it.
+The gradient of an output matrix may take gigabytes. A factor of 1, the usual one, moves none of
+them: the kernel reads the factor and ends. The host does not wait for it.
 """
 
 import contextlib
@@ -24,8 +28,8 @@ from growkern.ops.backend.custom_ops import (
     is_plain_call,
     refuse_second_derivative,
 )
+from growkern.ops.backend.launch import HAS_TRITON, jit, launch, tl
 from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
-from growkern.ops.backend.scale import scale_in_place
 from growkern.ops.loss.linear.gemm import GradientSums, gemm_dtype, project, row_counts
 from growkern.ops.loss.linear.heads import (
     Head,
@@ -53,6 +57,10 @@ from growkern.ops.loss.rows.state import (
     terms,
     weighted,
 )
+
+# elements of a block: 16 bytes of bfloat16 for each of 128 threads; as many programs as fit a GPU
+SCALED_BLOCK, MOST_PROGRAMS = 1024, 2048
+
 
 # ------------------------------------------------------------------------- chunk
 
@@ -482,3 +490,35 @@ def begun_rules(heads: Sequence[Head], settings: Settings) -> Rules:
 
 linear_kl_mlm_op.register_autograd(LINEAR_KL_MLM.backward, setup_context=setup_context)
 linear_kl_mlm_backward_op.register_autograd(refuse_second_derivative)
+
+
+@jit
+def scale_kernel(
+    x_ptr,  # (n,)  in and out
+    factor_ptr,  # ()
+    n,
+    BLOCK_N: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    if factor != 1:
+        # int64: a gradient may have more than 2**31 elements
+        first = tl.program_id(0).to(tl.int64) * BLOCK_N
+        # their number is no constant: each size of a small gradient would be compiled anew
+        for start in range(first, n, tl.num_programs(0) * BLOCK_N):
+            at = start + tl.arange(0, BLOCK_N)
+            x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+            # in the wider of both dtypes, rounded once
+            tl.store(x_ptr + at, (x * factor).to(x_ptr.dtype.element_ty), mask=at < n)
+
+
+def scale_in_place(x: Tensor, factor: Tensor, *, by_triton: bool) -> None:
+    """Multiply a contiguous tensor by a 0-d tensor on its device, float32 or float64.
+
+    `by_triton` says whether `x` is on a GPU with Triton, or Triton is interpreted.
+    """
+    if by_triton and HAS_TRITON and x.numel():
+        programs = min(-(-x.numel() // SCALED_BLOCK), MOST_PROGRAMS)
+        launch(scale_kernel, programs, x, x, factor, x.numel(), BLOCK_N=SCALED_BLOCK, num_warps=4)
+    elif not x.is_cpu or factor != 1:
+        # only a CPU is asked
+        x.mul_(factor)
