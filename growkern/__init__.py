@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
     from growkern.train.dataset.load import load_data as load_data
-    from growkern.train.dataset.options import DataSection as DataSection
+    from growkern.train.dataset.source import DataSection as DataSection
     from growkern.train.distributed.shard import DistributedOptions as DistributedOptions
     from growkern.train.distributed.shard import shard as shard
     from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport

@@ -70,7 +70,6 @@ PARTS = {
         "freeze",
     ),
     "growkern.train": (
-        "toml",
         "file_rules",
         "rules",
         "model",
@@ -103,8 +102,8 @@ PUBLIC_OPS = {
     "growkern.ops.adamw.factors.StatePart",
     "growkern.ops.adamw.factors.UpdateRule",
     "growkern.ops.adamw.op.adamw_step",
-    "growkern.ops.backend.choose.Backend",
-    "growkern.ops.backend.choose.describe_backends",
+    "growkern.ops.backend.native.Backend",
+    "growkern.ops.backend.native.describe_backends",
     "growkern.ops.expand.call.DTYPES",
     "growkern.ops.expand.call.Routing",
     "growkern.ops.expand.MOST_AMPLITUDE",
@@ -140,8 +139,8 @@ THIRD_PARTY = {
     "rooms": set(),
     "errors": {"rich"},
     "arguments": set(),
-    "files": {"tomli"},
-    "publish": {"filelock", "xxhash"},
+    "files": {"tomli", "xxhash"},
+    "publish": {"filelock"},
     # the last for type checkers alone
     "ops": {"torch", "triton", "typing_extensions"},
     # to ask for the tensors of a tower

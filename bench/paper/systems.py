@@ -32,7 +32,7 @@ from bench.paper.jobs import (
     with_training,
 )
 from bench.paper.settings import Setting
-from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.source import DataSection
 from growkern.train.run.file import ModelSection, OutputSection, Run
 
 

@@ -15,8 +15,7 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.errors import GrowthError, print_table, say
-from growkern.files import matching_files
-from growkern.train.toml import read_toml
+from growkern.files import matching_files, read_toml
 
 Model = Annotated[
     Path,

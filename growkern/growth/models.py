@@ -29,6 +29,28 @@ from growkern.families.model import ModelSpec
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# what a wrapper around a whole model calls it: torch.compile, DistributedDataParallel and
+# DataParallel, activation checkpointing
+INNER = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+# version 1 of FSDP
+FLATTENED = ("_fsdp_wrapped_module", "_flat_param")
+UNFLATTEN = "shard the model with torch.distributed.fsdp.fully_shard"
+# what to do with other modules around a model
+ADVICE = {
+    "FullyShardedDataParallel": f"it flattens parameters: {UNFLATTEN}",
+    "SentenceTransformer": "save it and give the directory, so that its other modules grow too",
+}
+# what to do with any other class
+OTHER = (
+    "pass the transformers.PreTrainedModel that it wraps; a model of a class of your own grows by "
+    "growkern.widen"
+)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -285,3 +307,27 @@ _READERS: dict[str, Callable[..., Initial]] = {
     "zeros_": lambda: Initial(0.0),
     "ones_": lambda: Initial(1.0),
 }
+
+
+def unwrapped(model: Any, role: str = "model") -> Any:
+    """The transformers model inside the wrappers of `INNER`; `role` names it: "source"."""
+    while not isinstance(model, transformers.PreTrainedModel):
+        kind = type(model).__name__
+        inner = getattr(model, INNER.get(kind, ""), None)
+        if inner is None:
+            advice = ADVICE.get(kind, OTHER)
+            raise GrowthError(f"{role} is a {kind}: {advice}")
+        model = inner
+    return model
+
+
+def refuse_flattened(name: str) -> None:
+    """Refuse a parameter that FSDP, version 1, has flattened."""
+    if any(part in name for part in FLATTENED):
+        raise GrowthError(f"{name} is flattened by FullyShardedDataParallel: {UNFLATTEN}")
+
+
+def class_of(module: Any) -> type:
+    """The class of a module; torch.distributed replaces it by a subclass when it shards."""
+    classes = type(module).__mro__
+    return next(c for c in classes if not c.__module__.startswith("torch.distributed."))

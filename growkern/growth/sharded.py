@@ -27,6 +27,7 @@ from growkern.errors import GrowthError
 from growkern.families.load import read_family
 from growkern.growth import models
 from growkern.growth.history import GROWN_KEY
+from growkern.growth.models import refuse_flattened, unwrapped
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan import (
     GrowthPlan,
@@ -45,12 +46,10 @@ from growkern.growth.source import (
     open_source,
     own_name,
     refuse_adapted,
-    refuse_flattened,
     refuse_nonfinite,
     refuse_overflow,
     refuse_unreadable,
     row_blocks,
-    unwrapped,
 )
 from growkern.ops.expand.many import Work, work_on
 

@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.files import check_format, read_json, stays_inside
+from growkern.files import ALGORITHM, check_format, checksum, read_json, stays_inside
 from growkern.package import version
 
 MANIFEST = "manifest.json"
@@ -29,8 +28,6 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # an entry has 100 bytes; a teacher cache of 1 TB has 4,000 files
 MOST_BYTES = 16_000_000
-ALGORITHM = "xxh3_128"
-BLOCK = 1 << 24
 
 # path inside the directory -> its size in bytes and its checksum
 Manifest = dict[str, tuple[int, str]]
@@ -144,26 +141,6 @@ def differences(directory: Path, weights: Iterable[str] = ()) -> Differences:
     left = (path for path in directory.rglob("*") if path.is_file() and path not in seen)
     uncovered = sorted(path.relative_to(directory).as_posix() for path in left)
     return Differences(count, tuple(wrong), tuple(uncovered))
-
-
-def copy_file(file: Path, copy: Path) -> str:
-    """Copy the contents of a file, read once; the checksum of what was read."""
-    with copy.open("wb") as opened:
-        return checksum(file, opened.write)
-
-
-def checksum(path: Path, use: Callable[[bytes], Any] | None = None) -> str:
-    """The checksum of a file, 32 hexadecimal digits; `use` gets each block that is read."""
-    # here: GPU machines that only run benchmarks may lack it
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-            if use is not None:
-                use(block)
-    return digest.hexdigest()
 
 
 # ------------------------------------------------------- what may be replaced

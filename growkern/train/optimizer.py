@@ -281,3 +281,19 @@ def bare(optimizer: Any) -> Optimizer:
     """The optimizer inside the wrapper of accelerate."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
+
+
+def products_of(optimizer: Optimizer) -> int:
+    """FLOPs of the products in the step that an optimizer is about to take, of all processes.
+
+    Parameters without a gradient take no step. AdamW has no products.
+    """
+    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    return sum(
+        products(p.shape, group["ns_steps"])
+        for part in parts
+        if isinstance(part, torch.optim.Muon)
+        for group in part.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    )

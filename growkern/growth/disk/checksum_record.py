@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.files import check_format, read_json, stays_inside
-from growkern.publish.manifest import ALGORITHM
+from growkern.files import ALGORITHM, check_format, read_json, stays_inside
 
 FORMAT = 1
 # an entry has 100 bytes; there is one for each tensor and file

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
+from growkern.files import ALGORITHM, checksum
 from growkern.growth.disk.checksum_record import FORMAT, read_checksums
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE, family_in
 from growkern.growth.source import (
@@ -31,7 +32,6 @@ from growkern.growth.source import (
     row_blocks,
     weight_files,
 )
-from growkern.publish.manifest import ALGORITHM, checksum
 
 # of the record
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)

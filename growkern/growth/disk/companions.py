@@ -30,7 +30,7 @@ from growkern.errors import GrowthError, warn
 from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
-from growkern.files import read_json
+from growkern.files import copy_file, read_json
 from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.plan import Blueprint
@@ -49,7 +49,6 @@ from growkern.growth.source import (
     refuse_misread,
     stays_in,
 )
-from growkern.publish.manifest import copy_file
 
 # the name of the fold, and what its config needs
 FOLD, DENSE = "growkern_fold", "sentence_transformers.models.Dense"

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from growkern.growth.optimizer.into import grow_optimizer_into
     from growkern.growth.optimizer.moments import growth_lr_multipliers
     from growkern.growth.optimizer.muon import CombinedOptimizer, GrowthMuon, Muon, products
-    from growkern.growth.optimizer.muon import products_of
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

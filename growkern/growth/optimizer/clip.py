@@ -24,11 +24,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from growkern.errors import GrowthError
-from growkern.growth.models import local_tensor
+from growkern.growth.models import local_tensor, unwrapped
 from growkern.growth.optimizer.adamw import factors_of
 from growkern.growth.optimizer.moments import EntryFactors, growth_lr_multipliers
 from growkern.growth.plan import GrowthPlan, PlanOfModel, check_plan
-from growkern.growth.source import unwrapped
 
 # elements that are squared and weighted at a time: the temporary tensor takes 4 MiB in float32
 ELEMENTS_AT_ONCE = 1 << 20

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
-from growkern.growth.models import local_tensor
+from growkern.growth.models import local_tensor, unwrapped
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.file import (
     can_be_mapped,
@@ -41,7 +41,7 @@ from growkern.growth.options import check_moments
 from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
 from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import local_part, named_tensors
-from growkern.growth.source import Stamps, format_of, unwrapped
+from growkern.growth.source import Stamps, format_of
 
 # the moment that Adam has with amsgrad alone
 LARGEST = "max_exp_avg_sq"

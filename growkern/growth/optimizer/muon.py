@@ -194,22 +194,6 @@ def products(shape: Sequence[int], ns_steps: int) -> int:
     return math.prod(stack) * ns_steps * (4 * m * m * n + 2 * m**3)
 
 
-def products_of(optimizer: Optimizer) -> int:
-    """FLOPs of the products in the step that an optimizer is about to take, of all processes.
-
-    Parameters without a gradient take no step. AdamW has no products.
-    """
-    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
-    return sum(
-        products(p.shape, group["ns_steps"])
-        for part in parts
-        if isinstance(part, torch.optim.Muon)
-        for group in part.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    )
-
-
 class _States(dict[Tensor, Any]):
     """The states of optimizers by parameter; a new one is put into the parameter's optimizer."""
 

@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from growkern.growth.source import FUNCTIONS, class_of
+from growkern.growth.models import class_of
+from growkern.growth.source import FUNCTIONS
 
 # layers that do nothing in evaluation mode
 IN_TRAINING = (nn.Identity, nn.Dropout, _DropoutNd)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from growkern.errors import GrowthError, reason
-from growkern.growth.source import class_of
+from growkern.growth.models import class_of
 from growkern.growth.space import cyclic
 
 # relative to the largest output

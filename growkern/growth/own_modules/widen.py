@@ -18,9 +18,10 @@ from torch.nn.parameter import is_lazy
 
 from growkern.arguments import check_kind, whole_number
 from growkern.errors import GrowthError, nearest, warn
+from growkern.growth.models import class_of
 from growkern.growth.own_modules import layers
 from growkern.growth.own_modules.trial import check_same_outputs
-from growkern.growth.source import class_of, refuse_computed
+from growkern.growth.source import refuse_computed
 from growkern.growth.space import copies as of_copies
 from growkern.growth.space import cyclic
 from growkern.ops.expand.call import Routing

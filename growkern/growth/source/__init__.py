@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from growkern.growth.source.formats import MOST_BYTES, Stamps, weight_files
     from growkern.growth.source.hub import hub_model, ID, is_hub_name, located, name_of
     from growkern.growth.source.hub import refuse_other_names
-    from growkern.growth.source.live import class_of, FUNCTIONS, QUANTISED, refuse_computed
-    from growkern.growth.source.live import refuse_flattened, unwrapped
+    from growkern.growth.source.live import FUNCTIONS, QUANTISED, refuse_computed
     from growkern.growth.source.loading import all_outputs, as_model, class_in, fits, Float64
     from growkern.growth.source.loading import image_shape, LARGEST, largest_difference, load_model
     from growkern.growth.source.loading import longest_of, random_inputs

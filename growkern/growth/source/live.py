@@ -1,4 +1,4 @@
-"""Models in memory: takes their wrappers off, and compares them with their own config.
+"""Compares models in memory with their own config.
 
 Growth builds the target from the config. Modules take values from the config when they are made. A
 config that was edited later describes another function than the model computes.
@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from growkern.errors import GrowthError, warn
 from growkern.families.model import ModelSpec
-from growkern.growth.models import is_dtensor, restore_buffers, untrained_model
+from growkern.growth.models import class_of, is_dtensor, restore_buffers, untrained_model
 from growkern.growth.source.refused import quantised_advice
 from growkern.growth.source.stored import own_name
 
@@ -31,22 +31,6 @@ NO_FUNCTION = {
 CHANGING_ROTARY = ("dynamic", "longrope")
 # dtypes that a model may have had before it was converted to a wider one
 NARROW = (torch.bfloat16, torch.float16)
-# what a wrapper around a whole model calls it: torch.compile, DistributedDataParallel and
-# DataParallel, activation checkpointing
-INNER = {
-    "OptimizedModule": "_orig_mod",
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-}
-# version 1 of FSDP
-FLATTENED = ("_fsdp_wrapped_module", "_flat_param")
-UNFLATTEN = "shard the model with torch.distributed.fsdp.fully_shard"
-# what to do with other modules around a model
-ADVICE = {
-    "FullyShardedDataParallel": f"it flattens parameters: {UNFLATTEN}",
-    "SentenceTransformer": "save it and give the directory, so that its other modules grow too",
-}
 # an activation may be one of these
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 # quantised modules of PyTorch
@@ -57,36 +41,6 @@ UNDO_HOOK = {
     "SpectralNorm": "torch.nn.utils.remove_spectral_norm({module})",
     "BasePruningMethod": "torch.nn.utils.prune.remove({module}, {name!r})",
 }
-
-# what to do with any other class
-OTHER = (
-    "pass the transformers.PreTrainedModel that it wraps; a model of a class of your own grows by "
-    "growkern.widen"
-)
-
-
-def unwrapped(model: Any, role: str = "model") -> Any:
-    """The transformers model inside the wrappers of `INNER`; `role` names it: "source"."""
-    while not isinstance(model, transformers.PreTrainedModel):
-        kind = type(model).__name__
-        inner = getattr(model, INNER.get(kind, ""), None)
-        if inner is None:
-            advice = ADVICE.get(kind, OTHER)
-            raise GrowthError(f"{role} is a {kind}: {advice}")
-        model = inner
-    return model
-
-
-def refuse_flattened(name: str) -> None:
-    """Refuse a parameter that FSDP, version 1, has flattened."""
-    if any(part in name for part in FLATTENED):
-        raise GrowthError(f"{name} is flattened by FullyShardedDataParallel: {UNFLATTEN}")
-
-
-def class_of(module: Any) -> type:
-    """The class of a module; torch.distributed replaces it by a subclass when it shards."""
-    classes = type(module).__mro__
-    return next(c for c in classes if not c.__module__.startswith("torch.distributed."))
 
 
 def refuse_computed(model: Any) -> None:

@@ -25,7 +25,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import ANY
 from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
-from growkern.growth.models import is_dtensor
+from growkern.growth.models import class_of, is_dtensor, refuse_flattened, unwrapped
 from growkern.growth.source import live, refused
 from growkern.growth.source.config import (
     check_values,
@@ -136,7 +136,7 @@ def open_source(
     if isinstance(source, (str, Path)):
         opened = _open_directory(Path(source), weights, family, dequantize)
     elif isinstance(source, nn.Module):
-        opened = _open_model(live.unwrapped(source, "source"), family)
+        opened = _open_model(unwrapped(source, "source"), family)
     else:
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
@@ -202,9 +202,9 @@ def _open_model(model: Any, family: Family | None) -> Source:
         family = plan.small.family.whole
     elif family is None and kind not in supported_families():
         refused.refuse_unknown(kind, model.config.to_dict())
-    spec = ModelSpec.of(model.config, live.class_of(model).__name__, family)
+    spec = ModelSpec.of(model.config, class_of(model).__name__, family)
     for name, _ in model.named_parameters():
-        live.refuse_flattened(name)
+        refuse_flattened(name)
     live.refuse_computed(model)
     state = {own_name(name): tensor for name, tensor in model.state_dict().items()}
     where = f"{spec.class_name} in memory"

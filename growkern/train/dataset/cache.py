@@ -27,17 +27,9 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError, warn
-from growkern.files import read_bounded, sync, sync_tree, write_whole
+from growkern.files import ALGORITHM, checksum, read_bounded, sync, sync_tree, write_whole
 from growkern.publish.calls import Held, Lock, delete, lock_file_of, move
-from growkern.publish.manifest import (
-    ALGORITHM,
-    MANIFEST,
-    checksum,
-    damage_of,
-    read_manifest,
-    why_kept,
-    write_manifest,
-)
+from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, why_kept, write_manifest
 from growkern.publish.workplace import check_space
 from growkern.train.objectives.language_modeling import SOURCE
 

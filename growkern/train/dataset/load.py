@@ -31,9 +31,15 @@ from growkern.train.dataset.cache import (
     from_first,
     user_cache,
 )
-from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.records import Reader, ReadingSettings, cut_rows
-from growkern.train.dataset.source import TEXT, DataSource, find_sources, plain_errors, text_records
+from growkern.train.dataset.source import (
+    TEXT,
+    DataSection,
+    DataSource,
+    find_sources,
+    plain_errors,
+    text_records,
+)
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.model import IGNORE_INDEX, head_of
 from growkern.train.objectives.language_modeling import (

@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
+from growkern.files import read_toml, to_dataclass
 from growkern.growth.source import is_hub_name, located
 from growkern.train.dataset.load import load_data
-from growkern.train.dataset.options import DataSection
-from growkern.train.dataset.source import find_sources
+from growkern.train.dataset.source import DataSection, find_sources
 from growkern.train.model import (
     IGNORE_INDEX,
     check_fits,
@@ -40,7 +40,6 @@ from growkern.train.model import (
 )
 from growkern.train.objectives.language_modeling import Collator, evaluation_collator
 from growkern.train.objectives.names import Objective
-from growkern.train.toml import read_toml, to_dataclass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

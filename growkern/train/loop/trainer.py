@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError
-from growkern.growth.optimizer import growth_clip_norm_, products_of
+from growkern.growth.optimizer import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shards import without_shared
 from growkern.train.growth import GrowthStep
@@ -40,7 +40,13 @@ from growkern.train.loss import (
 )
 from growkern.train.model import TwoStageConfig, evaluating, setting
 from growkern.train.objectives.language_modeling import evaluation_collator
-from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, bare, plan_of_steps
+from growkern.train.optimizer import (
+    OptimizerChoice,
+    OptimizerOptions,
+    bare,
+    plan_of_steps,
+    products_of,
+)
 from growkern.train.safety.saving import (
     EvaluationStopped,
     best_checkpoint,

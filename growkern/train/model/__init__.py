@@ -6,16 +6,16 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.train.model.contexts import evaluating, probing, setting
     from growkern.train.model.flops import is_experts, ModelCost, Sizes
     from growkern.train.model.forward import check_causal, document_starts, head_inputs, run_model
     from growkern.train.model.forward import teacher_inputs, unwrapped
     from growkern.train.model.head import align_labels, align_rows, check_head, head_options
     from growkern.train.model.head import head_swap, HeadInputs, IGNORE_INDEX, is_linear, projected
     from growkern.train.model.head import softcap_of, take_logits, teacher_options
-    from growkern.train.model.load import CAUSAL, check_directory, check_fits, has_tokenizer
-    from growkern.train.model.load import head_of, is_causal, load_language_model, load_tokenizer
-    from growkern.train.model.load import ModelSection, PRETRAINING, separator_of
+    from growkern.train.model.load import CAUSAL, check_directory, check_fits, evaluating
+    from growkern.train.model.load import has_tokenizer, head_of, is_causal, load_language_model
+    from growkern.train.model.load import load_tokenizer, ModelSection, PRETRAINING, probing
+    from growkern.train.model.load import separator_of, setting
     from growkern.train.model.sub_model import find_stacks, layer_stacks, model_depth, ModelPart
     from growkern.train.model.sub_model import text_model, TwoStageConfig
 # fmt: on

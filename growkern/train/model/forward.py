@@ -20,9 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import DataCollatorWithFlattening
 
 from growkern.errors import GrowthError
-from growkern.train.model.contexts import evaluating, no_zeros, parts_of, probing, without_cache
 from growkern.train.model.head import HeadInputs, head_swap, take_logits, tokens_to_try
-from growkern.train.model.load import positions_of
+from growkern.train.model.load import (
+    evaluating,
+    no_zeros,
+    parts_of,
+    positions_of,
+    probing,
+    without_cache,
+)
 
 # model -> what a probe found out: whether documents of a packed row stay apart
 _apart: WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = WeakKeyDictionary()

@@ -29,9 +29,8 @@ from growkern.growth.source import (
     scale_block,
 )
 from growkern.train.dataset.load import early_collator, open_data
-from growkern.train.dataset.options import DataSection
 from growkern.train.dataset.records import Reader
-from growkern.train.dataset.source import find_sources
+from growkern.train.dataset.source import DataSection, find_sources
 from growkern.train.distributed.shard import check_replicas, join_processes
 from growkern.train.growth import check_new_layers, later_sizes, on_meta, options_of
 from growkern.train.loop.callbacks import ExpertBalancing
@@ -41,13 +40,13 @@ from growkern.train.model import check_directory, check_fits, has_tokenizer, loa
 from growkern.train.objectives.language_modeling import Collator
 from growkern.train.objectives.names import Objective, choose
 from growkern.train.rules import check
-from growkern.train.run.arguments import (
+from growkern.train.run.directory import check_output
+from growkern.train.run.file import (
+    Run,
     check_best_metric,
     checked_arguments,
     training_arguments,
 )
-from growkern.train.run.directory import check_output
-from growkern.train.run.file import Run
 from growkern.train.safety.checkpoints import behind_link
 from growkern.train.safety.steps import StepOptions
 

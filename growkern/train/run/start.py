@@ -35,7 +35,7 @@ from growkern.growth.plan import GrowthPlan
 from growkern.publish.calls import locked
 from growkern.train.dataset.cache import from_first
 from growkern.train.dataset.load import describe_data, read_data
-from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.source import DataSection
 from growkern.train.distributed.shard import DistributedOptions, shard
 from growkern.train.growth import Size, grown_model, unfilled_model
 from growkern.train.loop.callbacks import ExpertBalancing, last_losses

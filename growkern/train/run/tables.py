@@ -16,11 +16,10 @@ from typing import Any, get_args
 
 from growkern.arguments import check_fields
 from growkern.errors import GrowthError, nearest
-from growkern.files import matching_files
+from growkern.files import matching_files, read_toml, to_dataclass
 from growkern.growth.options import GrowthKeywords
 from growkern.growth.source import config_directory, is_hub_name, refuse_other_names
 from growkern.rooms import doors
-from growkern.train.toml import read_toml, to_dataclass
 
 PACKAGE = Path(__file__).parents[2]
 SECTIONS = Path(__file__).with_name("file.py")

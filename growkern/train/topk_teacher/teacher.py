@@ -40,7 +40,6 @@ from growkern.train.objectives.language_modeling import (
     OuterCollator,
 )
 from growkern.train.rules import check
-from growkern.train.topk_teacher.http import check_url
 
 IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"
 # stand where the teacher has no row. No vocabulary has this id, and NaN is no log-prob: the loss
@@ -217,52 +216,6 @@ def keys_of(batch: dict[str, Any]) -> np.ndarray:
 
 
 # ----------------------------------------------------------------- training
-
-
-@dataclass(frozen=True)
-class TeacherSection:
-    """Section [teacher] of a run file. The run's tokenizer must begin with that of the teachers.
-
-    Args:
-        paths: checkpoint directories of the teachers. Or a table of the names in `data.train` and
-            one directory each: that teacher then teaches the rows of this source alone.
-        cache: directory that `growkern cache-teacher` wrote.
-        url: of a server of vLLM that runs the teacher, see `growkern.ServedTeacher`.
-        served_model: the name of the teacher on the server, if that has several.
-        k: tokens per row that the server is asked for.
-        vocab_size: tokens of the teacher on the server, if the run's tokenizer has more.
-
-    Raises:
-        GrowthError: not exactly one of paths, cache and url is given, or url and k apart, or
-            the url names no server.
-    """
-
-    paths: tuple[str, ...] | dict[str, str] = ()
-    cache: str | None = None
-    url: str | None = None
-    served_model: str | None = None
-    k: int | None = None
-    vocab_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check("teacher", self)
-        if self.url is not None:
-            check_url(self.url)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The sources of the teachers; empty if each teacher teaches all rows."""
-        return tuple(self.paths) if isinstance(self.paths, dict) else ()
-
-    @property
-    def directories(self) -> tuple[str, ...]:
-        """The checkpoint of each teacher that runs."""
-        return tuple(self.paths.values() if isinstance(self.paths, dict) else self.paths)
-
-    @property
-    def is_model(self) -> bool:
-        """Whether the teachers are models that run in the training processes."""
-        return bool(self.paths)
 
 
 def cache_arguments(schedule: InheritanceSchedule) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError, nearest
+from growkern.files import checksum
 from growkern.growth.disk import Journal
 from growkern.publish import workplace
-from growkern.publish.manifest import checksum, why_kept, write_manifest
+from growkern.publish.manifest import why_kept, write_manifest
 from growkern.train.loss import check_own_tokenizer, tokenizer_fingerprint
 from growkern.train.model import load_language_model
 from growkern.train.objectives.language_modeling import Collator

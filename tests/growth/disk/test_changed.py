@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 import growkern
 import growkern.growth.grow as grow_module
 from growkern import GrowthError
+from growkern.files import checksum
 from growkern.growth.disk.stream import Stream
 from growkern.growth.optimizer import file as optimizer_file
 from growkern.growth.source import formats, loading
-from growkern.publish.manifest import checksum
 from growkern.train.model.load import load_language_model
 from testbed.models import LLAMA, random_model
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 import growkern
 from growkern.errors import GrowthError, GrowthWarning
 from growkern.train.dataset.load import load_data
-from growkern.train.dataset.options import DataSection
+from growkern.train.dataset.source import DataSection
 from growkern.train.dataset.stream import PLACE, PlacingCollator, StreamReader, TokenStream
 from tests.train.dataset.data import CLS, SEP, ids_of, plain_rows, texts, tokenizer, write_jsonl
 

@@ -14,8 +14,7 @@ from growkern import run as train
 from growkern.publish.calls import locked
 from growkern.train.loop.callbacks import last_losses
 from growkern.train.run import directory as run_directory
-from growkern.train.run.arguments import training_arguments
-from growkern.train.run.file import load_runs
+from growkern.train.run.file import load_runs, training_arguments
 from growkern.train.run.resolve import resolve
 from testbed.tiny import VOCAB, build
 

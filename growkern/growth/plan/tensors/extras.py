@@ -21,7 +21,7 @@ They are computed from its rows:
 
 gamma belongs to the norm that the vector enters, n is the source's hidden size, and delta is the
 option `carry`. A norm that carries the mean multiplies extra coordinate k by 1 / (delta e_k)
-(`growth.plan.tensors.norms`). The coordinate then leaves as the mean of the norm's output.
+(`growth.plan.tensors.tensor`). The coordinate then leaves as the mean of the norm's output.
 """
 
 from __future__ import annotations
@@ -39,32 +39,22 @@ from growkern.growth.source import Read, row_blocks
 RowsOf = Callable[[int, int], Tensor]
 
 
-def gathered_rows(
+def extra_rows(
     plan: Blueprint,
     task: Task,
     name: str,
+    weight: Tensor,
     read: Read,
     extra: Sequence[bool],
     rows: Tensor,
 ) -> Tensor:
-    """The tensor that a block of the target is gathered from.
-
-    This is the source tensor `name` itself, an identity matrix if the source has no such tensor, or
-    the rows computed for extra coordinates and for new tokens.
+    """The rows that a block of extra coordinates or new tokens gathers, from a source tensor.
 
     Args:
-        extra: per axis, True if the block's target entries are extra ones or new tokens.
-        rows: source entries of the first axis that the block gathers, int64. Other rows of the
-            result may be undefined.
+        weight: the source tensor `name`.
+        extra, rows: as in `growth.plan.tensors.tensor`.
     """
-    if name == "identity":
-        sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
-        weight = torch.eye(*sizes, dtype=plan.source.dtype)
-    else:
-        weight = read(name)
-    if not any(extra):
-        return weight
-    dtype, layout, size = sum_dtype(plan, weight), plan.layout, plan.layout.stream_sizes[0]
+    dtype, layout, size = plan.sum_dtype(weight), plan.layout, plan.layout.stream_sizes[0]
     signs = torch.tensor(layout.space("stream").signs, dtype=torch.float64)
     delta, mean = plan.options.carry, torch.full((size,), 1 / size, dtype=torch.float64)
 
@@ -101,15 +91,10 @@ def gathered_rows(
     return result
 
 
-def sum_dtype(plan: Blueprint, source: Tensor) -> torch.dtype:
-    """The dtype of sums: no narrower than the target's, where they would be no sums any more."""
-    return torch.promote_types(source.dtype, plan.dtype)
-
-
 def _new_token(plan: Blueprint, task: Task, name: str, weight: Tensor, dim: int) -> Tensor:
     """The entry along axis `dim` that new tokens start with, see (1); that axis has length 1."""
     if dim:
-        return weight.double().mean(dim, keepdim=True).to(sum_dtype(plan, weight))
+        return weight.double().mean(dim, keepdim=True).to(plan.sum_dtype(weight))
     mean = torch.full((1, len(weight)), 1 / len(weight), dtype=torch.float64)
     key = ("mean", task.name, name)
     result = plan.cache.get(key, lambda: _sum_rows(plan, name, weight, mean))
@@ -146,7 +131,7 @@ def _weighted_sums(
     if dim == 0:
         return plan.cache.get(key, lambda: _sum_rows(plan, name, weight, functionals()))
     sums = plan.cache.get(
-        key, lambda: _ColumnSums(functionals(), len(weight), sum_dtype(plan, weight))
+        key, lambda: _ColumnSums(functionals(), len(weight), plan.sum_dtype(weight))
     )
     blocks = _blocks(weight)
     some = [blocks[i] for i in (wanted // blocks[0][1]).unique().tolist()]
@@ -155,12 +140,12 @@ def _weighted_sums(
 
 
 def _sum_rows(plan: Blueprint, name: str, weight: Tensor, functionals: Tensor) -> Tensor:
-    """Weighted sums over the rows of a tensor, in the dtype of `sum_dtype`."""
+    """Weighted sums over the rows of a tensor, in the dtype of `Blueprint.sum_dtype`."""
     total = torch.zeros(len(functionals), *weight.shape[1:], dtype=torch.float64)
     rows_of = _rows_of(plan, name, weight)
     for first, stop in _blocks(weight):
         total += torch.tensordot(functionals[:, first:stop], _wide(rows_of(first, stop)), dims=1)
-    return total.to(sum_dtype(plan, weight))
+    return total.to(plan.sum_dtype(weight))
 
 
 class _ColumnSums:
