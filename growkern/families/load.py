@@ -277,12 +277,6 @@ def own_family(where: str, table: Mapping[str, Any]) -> Family:
     return replace(parse_family(where, table), table=table)
 
 
-def dense_families(model_type: str) -> tuple[str, ...]:
-    """The families of dense models that can become such a mixture."""
-    dense = load_family(model_type).dense if model_type in supported_families() else None
-    return dense.of if dense else ()
-
-
 @cache
 def supported_families() -> tuple[str, ...]:
     """The model types that have a table, sorted."""

@@ -8,8 +8,8 @@ import pytest
 import growkern
 from growkern import GrowthError
 from growkern.publish.manifest import write_manifest
-from growkern.train.run import directory
-from growkern.train.run.directory import begin, is_ours
+from growkern.train.run import resolve
+from growkern.train.run.resolve import begin, is_ours
 
 OTHER = {"run": {"training": {"steps": 6}}, "inputs": {"data.train": "ab"}}
 MINE = {"run": {"training": {"steps": 5}}, "inputs": {"data.train": "ab"}}
@@ -122,13 +122,13 @@ def test_a_directory_that_is_emptied_can_be_emptied_again_after_every_kill(out, 
     for moves in range(20):
         left = iter(range(moves))
 
-        def move(path, place, real=directory.move, left=left):
+        def move(path, place, real=resolve.move, left=left):
             if next(left, None) is None:
                 raise KeyboardInterrupt
             real(path, place)
 
         with monkeypatch.context() as patched:
-            patched.setattr(directory, "move", move)
+            patched.setattr(resolve, "move", move)
             try:
                 begin(out, MINE)
                 break

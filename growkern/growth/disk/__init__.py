@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from growkern.growth.disk.companions import read_modules, write_modules
     from growkern.growth.disk.shards import lay_out, ShardLayout
     from growkern.growth.disk.staging import check_space, check_target, delete_staging, is_unedited
-    from growkern.growth.disk.staging import Journal, may_replace, read_card, refusing
-    from growkern.growth.disk.staging import STAMPED, stamped
+    from growkern.growth.disk.staging import Journal, may_replace, read_card, refusing, STAMPED
+    from growkern.growth.disk.staging import stamped
     from growkern.growth.disk.stream import Stream
 # fmt: on
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from growkern.growth.space.rules import is_undeclared, keep_choice, layers_of, period_of
     from growkern.growth.space.rules import refuse_unportable, rule_of, whole_depths
     from growkern.growth.space.spaces import copies, Space
-    from growkern.growth.space.upcycling import as_source_of, check_router_sizes, dense_model
-    from growkern.growth.space.upcycling import mixture_config, mixture_of, parts_of, taken_together
-    from growkern.growth.space.upcycling import upcycled, with_start
+    from growkern.growth.space.upcycling import as_source_of, check_router_sizes, dense_families
+    from growkern.growth.space.upcycling import dense_model, mixture_config, mixture_of, parts_of
+    from growkern.growth.space.upcycling import taken_together, upcycled, with_start
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -19,7 +19,7 @@ import transformers
 
 from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
-from growkern.families.load import dense_families, load_family, supported_families
+from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, unfollowed
 from growkern.growth.history import GROWN_KEY
@@ -365,3 +365,9 @@ def parts_of(view: ModelSpec) -> dict[str, Parts]:
         count, axis = experts if len(tensor.axes) > 2 else 0, int(is_output(tensor.row))
         result[tensor.name] = Parts(names, count, axis, view.shapes[tensor.name][axis])
     return result
+
+
+def dense_families(model_type: str) -> tuple[str, ...]:
+    """The families of dense models that can become such a mixture."""
+    dense = load_family(model_type).dense if model_type in supported_families() else None
+    return dense.of if dense else ()

@@ -38,8 +38,7 @@ from growkern.train.model import (
     run_model,
     take_logits,
 )
-from growkern.train.objectives.language_modeling import Collator, evaluation_collator
-from growkern.train.objectives.names import Objective
+from growkern.train.objectives.language_modeling import Collator, Objective, evaluation_collator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,10 +29,11 @@ from growkern.train.model import IGNORE_INDEX, separator_of
 from growkern.train.objectives.language_modeling import (
     DrawingCollator,
     check_probability,
+    check_spans,
     full_stops,
     pad_rows,
+    span_counts,
 )
-from growkern.train.objectives.names import check_spans, span_counts
 
 SENTINEL = "<extra_id_{}>"
 

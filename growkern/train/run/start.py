@@ -41,10 +41,18 @@ from growkern.train.growth import Size, grown_model, unfilled_model
 from growkern.train.loop.callbacks import ExpertBalancing, last_losses
 from growkern.train.loop.checks import check_switches, stages_in_steps, steps_per_epoch
 from growkern.train.loop.trainer import TwoStageTrainer
-from growkern.train.objectives.names import span_counts
-from growkern.train.run.directory import begin, has_steps_left, identity_of, is_finished, is_ours
+from growkern.train.objectives.language_modeling import span_counts
 from growkern.train.run.file import TrainingSection, load_runs
-from growkern.train.run.resolve import Checkpoint, ResolvedRun, resolve
+from growkern.train.run.resolve import (
+    Checkpoint,
+    ResolvedRun,
+    begin,
+    has_steps_left,
+    identity_of,
+    is_finished,
+    is_ours,
+    resolve,
+)
 from growkern.train.safety.checkpoints import last_checkpoint, step_of
 from growkern.train.safety.signals import SignalWatch
 from growkern.train.safety.staging import close_staging

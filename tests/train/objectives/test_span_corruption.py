@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from growkern import GrowthError
-from growkern.train.objectives.names import input_length, raw_length, span_counts
+from growkern.train.objectives.language_modeling import input_length, raw_length, span_counts
 from growkern.train.objectives.spans import SpanCorruptionCollator
 from tests.train.objectives.places import rows_of, tokenizer
 

@@ -13,7 +13,7 @@ from growkern import GrowthError
 from growkern import run as train
 from growkern.publish.calls import locked
 from growkern.train.loop.callbacks import last_losses
-from growkern.train.run import directory as run_directory
+from growkern.train.run import resolve as run_directory
 from growkern.train.run.file import load_runs, training_arguments
 from growkern.train.run.resolve import resolve
 from testbed.tiny import VOCAB, build

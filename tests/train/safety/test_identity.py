@@ -9,7 +9,7 @@ from growkern import GrowthError
 from growkern import run as train
 from growkern.train.dataset import cache as fingerprints
 from growkern.train.dataset.cache import MOST_READ, fingerprint
-from growkern.train.run.directory import changes
+from growkern.train.run.resolve import changes
 from testbed.tiny import build
 from tests.train.run.test_run import RUN, save_tokenizer, workplace  # noqa: F401
 
