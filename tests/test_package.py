@@ -82,13 +82,17 @@ def test_help_is_light(arguments):
     assert imported_by(arguments.split(), heavy) == []
 
 
-# a wrong path and a wrong option of every command; {bert} is a config without weights
+# wrong paths, options, types and values; {bert} is a config without weights
 WRONG = """
 plan nothere
 plan {bert} --method fip
 plan {bert} --hidden-size wide
+plan {bert} --wrong
+plan {bert} --ranks 0
 grow nothere new
 grow {bert} new --text nothere
+grow {bert} new --wrong
+grow {bert} new --depth wrong
 grow {bert} new --dtype float12
 grow {bert} new --memory-limit huge
 grow {bert} {full}
@@ -96,12 +100,14 @@ grow {bert} {grown}
 grow {bert} new --optimizer {bert}/config.json --moments old
 verify nothere new
 verify {bert} nothere
+verify {bert} {bert} --wrong
 verify nothere --checksums
 verify {bert} {bert} --lineage nothere
 family check nothere {bert}
 family draft nothere
 train nothere
 train {bert}
+train {key} --wrong
 train {key}
 train {type}
 train {value}
@@ -123,6 +129,7 @@ eval {bert} nothere.txt
 eval {bert} --text {bert}/*.txt
 plot nothere
 plot {bert}
+plot {bert} --wrong
 info --wrong
 """
 

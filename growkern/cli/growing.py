@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, make_dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -113,20 +114,29 @@ def growth_options() -> list[tuple[str, type, Any]]:
 
 
 class GrowthCommand(TyperCommand):
-    """A command with all growth options, whose function finds those that were given in `obj`."""
+    """A command with all growth options, whose function finds those that were given in `obj`.
 
-    def __init__(self, *args: Any, params: list[Any], **options: Any) -> None:
+    The options are made when they are asked for, because they need the tables of all families.
+    """
+
+    @cached_property
+    def growth(self) -> TyperCommand:
+        """The options as a command of their own, which puts them into a record."""
         fields_of = [(name, Annotated[kind | None, x], None) for name, kind, x in growth_options()]
         # typer reads the fields of a record as it reads the parameters of a function
         record = typer.Typer(add_completion=False)
         record.command()(make_dataclass("Growth", fields_of, kw_only=True))
-        self._growth: Any = get_command(record)
-        super().__init__(*args, params=[*params, *self._growth.params], **options)
+        return cast(TyperCommand, get_command(record))
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters of the function, then the growth options, then --help."""
+        own = super().get_params(ctx)
+        return [*self.params, *self.growth.params, *own[len(self.params) :]]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the function, which knows nothing of the growth options."""
-        given = {x.name: ctx.params.pop(x.name) for x in self._growth.params}
-        made = self._growth.callback(**given)
+        given = {x.name: ctx.params.pop(x.name) for x in self.growth.params}
+        made = cast(Any, self.growth.callback)(**given)
         ctx.obj = {name: value for name, value in vars(made).items() if value is not None}
         # wrong options are told before PyTorch is imported
         GrowthOptions.split_off(ctx.obj)

@@ -59,7 +59,7 @@ def _unknown_option(error: Any) -> str | None:
     word = name.strip("-").removesuffix("s")
     fields, is_known = _sizes_of_source()
     sizes = {f"--{field.replace('_', '-')}": size for field, size in fields.items()}
-    names = [option.opts[0] for option in error.ctx.command.params]
+    names = [option.opts[0] for option in error.ctx.command.get_params(error.ctx)]
     near = [x for x in names if sizes.get(x) == CALLED.get(word, "")]
     if len(word) > 2 and not near:
         near = [x for x in names if word in x and x.startswith("-")]
@@ -81,16 +81,17 @@ def _sizes_of_source() -> tuple[dict[str, str], bool]:
     """
     from growkern.families.family import growable_fields
     from growkern.families.load import load_family
+    from growkern.files import read_json
+    from growkern.growth.source.refused import MOST_BYTES
 
-    places = (Path(word) for word in sys.argv[1:])
-    place = next((x for x in places if os.path.isfile(x / "config.json")), None)
+    files = (Path(word) / "config.json" for word in sys.argv[1:])
+    file = next((x for x in files if os.path.isfile(x)), None)
     # an unknown option is named before a model that cannot be read
     with contextlib.suppress(GrowthError):
-        if place is not None:
-            # imports torch
-            from growkern.growth.source import read_config
-
-            return growable_fields(load_family(read_config(place).model_type)), True
+        if file is not None:
+            config = read_json(file, MOST_BYTES, "config")
+            kind = config.get("model_type") if isinstance(config, dict) else None
+            return growable_fields(load_family(kind)), True
     return growable_fields(load_family("llama")), False
 
 

@@ -18,7 +18,6 @@ from growkern.cli.app import (
 from growkern.errors import GrowthError, human, say
 from growkern.train.run import check_paths, read_tables
 from growkern.train.safety.checkpoints import exportable
-from growkern.train.topk_teacher.http import is_server
 
 # of the error of a data loader
 DEAD_WORKER = "DataLoader worker"
@@ -165,6 +164,8 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
+    from growkern.train.topk_teacher.http import is_server
+
     served = is_server(source)
     if not served:
         checkpoint_there(Path(source))

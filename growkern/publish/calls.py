@@ -16,8 +16,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from growkern.errors import GrowthError
 from growkern.files import write_all
 
@@ -215,6 +213,9 @@ class Lock:
             Held: somebody else has it.
             GrowthError: the file system has no locks.
         """
+        # it imports asyncio, which costs every command a tenth of its start
+        from filelock import FileLock, Timeout
+
         words = f"{os.getpid()} {socket.gethostname()} {doing}\n".encode()
         self.file = file
         # a lock that only a file stands for would outlive a killed process

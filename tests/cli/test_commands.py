@@ -587,6 +587,6 @@ def test_info_knows_a_source_tree_that_is_not_installed(monkeypatch):
 )
 def test_a_shell_completes_values(option, start, found):
     command = typer.main.get_command(app).commands["grow"]
-    parameter = next(one for one in command.params if option in one.opts)
     context = command.context_class(command)
+    parameter = next(one for one in command.get_params(context) if option in one.opts)
     assert [item.value for item in parameter.shell_complete(context, start)] == found
