@@ -81,16 +81,12 @@ def _sizes_of_source() -> tuple[dict[str, str], bool]:
     """
     from growkern.families.family import growable_fields
     from growkern.families.load import load_family
-    from growkern.files import read_json
-    from growkern.growth.source.refused import MOST_BYTES
+    from growkern.growth.source import model_type_of
 
-    files = (Path(word) / "config.json" for word in sys.argv[1:])
-    file = next((x for x in files if os.path.isfile(x)), None)
+    kind = next(filter(None, (model_type_of(Path(word)) for word in sys.argv[1:])), None)
     # an unknown option is named before a model that cannot be read
     with contextlib.suppress(GrowthError):
-        if file is not None:
-            config = read_json(file, MOST_BYTES, "config")
-            kind = config.get("model_type") if isinstance(config, dict) else None
+        if kind is not None:
             return growable_fields(load_family(kind)), True
     return growable_fields(load_family("llama")), False
 

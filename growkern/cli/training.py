@@ -16,6 +16,7 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.errors import GrowthError, human, say
+from growkern.growth.source import located
 from growkern.train.run import check_paths, read_tables
 from growkern.train.safety.checkpoints import exportable
 
@@ -179,16 +180,14 @@ def cache_teacher(
         "--tokenizer": tokenizer,
     }
     given = {name: value for name, value in of_run.items() if value is not None}
-    if run is not None and given:
+    if run and given:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
-    from growkern.growth.source import located
     from growkern.train.topk_teacher.write import cache_teacher as make
     from growkern.train.topk_teacher.write import check_options, check_place
 
     silence_transformers()
     # before the data is read, which may take hours. A run file is checked when it is read
-    hot = 1.0 if temperature is None else temperature
-    check_options(k, hot, rows or "labels", dtype, epochs, batch_size)
+    check_options(k, given.get("--temperature", 1.0), rows or "labels", dtype, epochs, batch_size)
     check_place(out.resolve(), overwrite)
     place = source if served else located(Path(source), revision)
     read = _of_texts(place, k, given) if run is None else _of_run(place, k, run)

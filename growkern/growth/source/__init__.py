@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from growkern.growth.source.loading import image_shape, LARGEST, largest_difference, load_model
     from growkern.growth.source.loading import longest_of, random_inputs
     from growkern.growth.source.parts import Assembled, files_of, Parts, Run, Stacked
-    from growkern.growth.source.refused import config_directory, METADATA_FILE, nearest_family
+    from growkern.growth.source.refused import config_directory, METADATA_FILE, model_type_of
+    from growkern.growth.source.refused import nearest_family
     from growkern.growth.source.refused import refuse_adapter_directory, refuse_adapters
     from growkern.growth.source.refused import scale_block, STATE_FILES
     from growkern.growth.source.source import open_source, refuse_unreadable, Source

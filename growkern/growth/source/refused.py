@@ -263,6 +263,12 @@ def _read(file: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def model_type_of(directory: Path) -> str | None:
+    """The model type in a checkpoint's config; None if there is none to be read."""
+    kind = _read(directory / CONFIG_FILE).get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
 def _class_of(directory: Path | None, default: str) -> str:
     names = _read(directory / CONFIG_FILE).get("architectures") if directory else None
     name = names[0] if isinstance(names, list) and names else default
