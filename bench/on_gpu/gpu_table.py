@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared.results import aside_of, read, table, with_commits
+from bench.shared.tables import early_small
 
 NOTHING = "not measured yet"
 Row = dict[str, Any]
@@ -103,7 +104,16 @@ def _checks_figure(rows: Sequence[Row]) -> str | None:
 
 
 def _early_figure(rows: Sequence[Row]) -> str | None:
-    return (_first(rows, what="early saving", system="grown") or {}).get("words")
+    """What is saved of a given size, and of its loss by the model that is never grown."""
+    found, plan = _first(rows, what="early saving", system="grown"), _first(rows, what="plan")
+    if not found or found["source counted"] is None:
+        return None
+    least = "at least " if found["words"].startswith("at least") else ""
+    return (
+        f"saved of a given size, source counted: {least}{found['source counted']:.1%}; its loss by "
+        f"the smaller model, never grown: at least {early_small(list(rows)):.0%} "
+        f"(early: {plan['tokens per parameter']:.2f} tokens per parameter)"
+    )
 
 
 def _family_figure(rows: Sequence[Row]) -> str | None:
@@ -117,9 +127,10 @@ def _family_figure(rows: Sequence[Row]) -> str | None:
 
     least = "at least " if found["at least"] else ""
     return (
-        f"both sizes: {least}{said('family')}; 12 x 384 with 12 x 256 counted: "
-        f"{said('given size, source counted')}, in one run: {said('given size, one run')}; its "
-        f"loss by 6 x 256, never grown: {said('given loss, never grown')} "
+        f"saved of a family: {least}{said('family')}; of a given size, 12 x 384 with 12 x 256 "
+        f"counted: {said('given size, source counted')}, in one run: "
+        f"{said('given size, one run')}; of a given loss by 6 x 256, never grown: "
+        f"{said('given loss, never grown')} "
         f"(early: {plan['tokens per parameter']:.1f} tokens per parameter)"
     )
 
@@ -165,7 +176,7 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
         (f"GPT-2 grown to 110 million parameters, seed {n}", f"gpt_110m_{n}", _early_figure)
         for n in (1, 2, 3)
     ),
-    ("FLOPs saved, GPT-2 of 12 x 256 and 12 x 384", "family", _family_figure),
+    ("a family of GPT-2, 12 x 256 and 12 x 384", "family", _family_figure),
 )
 
 
