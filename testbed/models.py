@@ -107,6 +107,7 @@ CORNERS = torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]])
 IMAGES = {
     "gemma3": (4, (1, 3, 8, 8), {}),
     "gemma4": (1, (1, 4, 48), {"image_position_ids": CORNERS}),
+    "llama4": (1, (1, 3, 8, 8), {}),
     "mistral3": (2, (1, 3, 8, 16), {"image_sizes": torch.tensor([[8, 16]])}),
     "qwen2_5_vl": (4, (16, 96), {"image_grid_thw": GRID}),
     "qwen3_vl": (4, (16, 96), {"image_grid_thw": GRID}),

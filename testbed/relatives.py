@@ -219,6 +219,16 @@ MPT = {
     **{"vocab_size": 50, "d_model": 12, "n_heads": 3, "n_layers": 2, "max_seq_len": 40},
     **{"layer_norm_epsilon": 1e-2, "pad_token_id": 0},
 }
+LLAMA4 = {
+    **{**LOCAL, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 13},
+    **{"attention_chunk_size": 5, "layer_types": ["chunked_attention", "full_attention"]},
+}
+# four patches become one token
+LLAMA4_TOWER = {
+    **{"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32},
+    **{"image_size": 8, "patch_size": 4, "vision_output_dim": 6, "projector_input_dim": 6},
+    "projector_output_dim": 6,
+}
 BY_KIND = {
     "sliding_attention": ROPE,
     "full_attention": {**ROPE, "rope_theta": 50000.0},
@@ -389,15 +399,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"attention_bias": True},
     ),
-    "llama4_text": (
-        "Llama4ForCausalLM",
-        {
-            **LOCAL,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 13,
-            "attention_chunk_size": 5,
-        },
-        {"attention_bias": True},
+    "llama4_text": ("Llama4ForCausalLM", LLAMA4, {"attention_bias": True}),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        {"text_config": LLAMA4, "vision_config": LLAMA4_TOWER, "image_token_index": IMAGE},
+        {},
     ),
     "minimax_m2": ("MiniMaxM2ForCausalLM", {**LOCAL, **HALF}, {}),
     "solar_open": (

@@ -29,7 +29,7 @@ from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.files import refuse_links_out
-from growkern.growth.source.refused import config_directory, refuse_unknown
+from growkern.growth.source.refused import config_directory, known_type, refuse_unknown
 
 # they say where a config lies, who wrote it, and the class, which a plan has beside its config
 NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures")
@@ -118,20 +118,6 @@ def load_config(directory: Path, data: dict[str, Any] | None = None) -> Any:
         )
     except Exception as error:
         raise GrowthError(f"{directory / 'config.json'}: {_last_line(error)}") from error
-
-
-def known_type(data: Mapping[str, Any]) -> Any:
-    """The model_type of a config's JSON; of its class, where transformers knows that alone.
-
-    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2".
-    """
-    kind, names = data.get("model_type"), data.get("architectures")
-    if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
-        return kind
-    cls = getattr(transformers, str(names[0]), None)
-    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    own = getattr(cls, "config_class", None) if is_model else None
-    return getattr(own, "model_type", kind)
 
 
 def check_config(

@@ -184,8 +184,9 @@ def _agree(buffer: Tensor, expected: Tensor) -> bool:
     if buffer.is_meta or is_dtensor(buffer) or buffer.shape != expected.shape:
         # of another shape: the model may have resized its own tables
         return True
+    wide = torch.complex128 if buffer.is_complex() else torch.float64
     # `model.to(dtype)` also casts buffers
-    return torch.allclose(buffer.cpu().double(), expected.to(buffer.dtype).double(), rtol=1e-6)
+    return torch.allclose(buffer.cpu().to(wide), expected.to(buffer.dtype).to(wide), rtol=1e-6)
 
 
 def _is_changed(module: nn.Module) -> bool:

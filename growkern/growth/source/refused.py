@@ -381,6 +381,22 @@ def refuse_adapters(model: Any, role: str) -> None:
         )
 
 
+def known_type(data: Mapping[str, Any]) -> Any:
+    """The model_type of a config's JSON; of its class, where transformers knows that alone.
+
+    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2".
+    """
+    import transformers
+
+    kind, names = data.get("model_type"), data.get("architectures")
+    if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
+        return kind
+    cls = getattr(transformers, str(names[0]), None)
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    own = getattr(cls, "config_class", None) if is_model else None
+    return getattr(own, "model_type", kind)
+
+
 def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:
     """Refuse the JSON of a config without a table; the error says what is known of such a model.
 
@@ -394,7 +410,7 @@ def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") ->
 def _what_it_is(model_type: str, config: Mapping[str, Any], place: str) -> str:
     """Clauses about a model without a table: what is in the way, and what may help."""
     within = config.get("text_config")
-    kind = within.get("model_type") if isinstance(within, Mapping) else None
+    kind = known_type(within) if isinstance(within, Mapping) else None
     if kind in supported_families():
         return f"its text_config is a {kind}, which has a table: grow that part by itself"
     shapes = _shapes_of(model_type, config)
