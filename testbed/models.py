@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from growkern.growth.models import restore_buffers
+from growkern.growth.outputs import image_shape
 from growkern.growth.record.compare import inverse
 from growkern.growth.record.lineage import origin_of
-from growkern.growth.source.loading import image_shape
 
 transformers.logging.set_verbosity_error()
 

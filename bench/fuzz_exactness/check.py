@@ -14,6 +14,7 @@ import transformers
 import growkern
 from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
 from bench.shared.harness import largest_error
+from growkern.growth.outputs import Float64, random_inputs
 from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.compare import planned_error, rounding_error
@@ -25,7 +26,6 @@ from growkern.growth.record.verdict import (
     measured_level,
     rounding,
 )
-from growkern.growth.source.loading import Float64, random_inputs
 from testbed.models import as_stored, eager, images, random_model
 
 # float32 shares of weights are rounded, and may be larger than the weights

@@ -346,7 +346,8 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     Returns:
         "tokens" and "labels", (rows, length) int64 each.
     """
-    from growkern.growth.source import longest_of, open_source
+    from growkern.growth.outputs import longest_of
+    from growkern.growth.source import open_source
     from growkern.train.dataset.load import pack_text
     from growkern.train.dataset.source import read_text
     from growkern.train.model import align_labels, load_tokenizer

@@ -51,12 +51,8 @@ from growkern.growth.record import (
     write_card,
     write_lineage,
 )
-from growkern.growth.source import (
-    check_names_and_shapes,
-    located,
-    refuse_overflow,
-    refuse_unreadable,
-)
+from growkern.growth.source import located, refuse_unreadable
+from growkern.growth.stored import check_names_and_shapes, refuse_overflow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -28,6 +29,11 @@ from growkern.families.model import ModelSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+# an activation may be one of these
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+# quantised modules of PyTorch
+QUANTISED = ("torch.ao.nn.", "torch.nn.quantized.")
 
 # what a wrapper around a whole model calls it: torch.compile, DistributedDataParallel and
 # DataParallel, activation checkpointing

@@ -29,9 +29,10 @@ from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
 from growkern.growth.grow import grow
 from growkern.growth.models import persistent_buffers, restore_buffers, tie, untrained_model
+from growkern.growth.outputs import Float64, random_inputs
 from growkern.growth.plan import OUTPUT_ERROR, PLAIN_ROTARY, has_errors
 from growkern.growth.record import PLANNED_ERROR, compare_outputs, measured_level, planned_error
-from growkern.growth.source import Float64, open_source, random_inputs, read_config
+from growkern.growth.source import open_source, read_config
 from growkern.growth.space import period_of
 
 # of the tiny model: layers, heads and groups of them, their entries, units, ids of tokens

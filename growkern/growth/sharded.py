@@ -40,15 +40,12 @@ from growkern.growth.plan import (
     plan_growth,
     refuse_idle_options,
 )
-from growkern.growth.source import (
-    Source,
-    located,
-    open_source,
+from growkern.growth.source import Source, located, open_source, refuse_unreadable
+from growkern.growth.stored import (
     own_name,
     refuse_adapted,
     refuse_nonfinite,
     refuse_overflow,
-    refuse_unreadable,
     row_blocks,
 )
 from growkern.ops.expand.many import Work, work_on

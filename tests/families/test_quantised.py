@@ -13,7 +13,7 @@ from growkern.errors import GrowthError
 from growkern.growth.disk import checksums
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
-from growkern.growth.source.stored import row_blocks
+from growkern.growth.stored import row_blocks
 from growkern.train.model.load import load_language_model
 from growkern.train.run.resolve import Checkpoint
 from testbed.models import random_model

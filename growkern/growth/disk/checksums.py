@@ -24,14 +24,8 @@ from growkern.errors import GrowthError
 from growkern.files import ALGORITHM, checksum
 from growkern.growth.disk.checksum_record import FORMAT, read_checksums
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE, family_in
-from growkern.growth.source import (
-    PIECE_BYTES,
-    StoredTensor,
-    header_reader,
-    open_source,
-    row_blocks,
-    weight_files,
-)
+from growkern.growth.source import header_reader, open_source, weight_files
+from growkern.growth.stored import PIECE_BYTES, StoredTensor, row_blocks
 
 # of the record
 NEVER_WITHOUT = ("config.json", LINEAGE_FILE)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from growkern.errors import GrowthError, warn
 from growkern.families.family import Family, inner
@@ -35,8 +36,6 @@ from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.plan import Blueprint
 from growkern.growth.source import (
-    CONFIG_FILE,
-    GENERATION_FILE,
     MODULES_FILE,
     MOST_BYTES,
     STATE_FILES,
@@ -125,7 +124,7 @@ def complete(
         fit_cache(model, generation)
         # written by transformers and not copied, so that `save_pretrained` gives the same bytes
         generation.save_pretrained(directory)
-        copied.pop(GENERATION_FILE, None)
+        copied.pop(GENERATION_CONFIG_NAME, None)
     return copied
 
 
@@ -246,7 +245,7 @@ def read_modules(plan: Blueprint) -> list[dict[str, Any]] | None:
         needs = kind == "Dense" or any(inside.suffix == ".bin" for inside in files)
         if needs and not (directory / path / WEIGHTS).is_file():
             raise GrowthError(f"{directory / path}: no {WEIGHTS}: save the model as safetensors")
-    config = read_json(file := directory / modules[1]["path"] / CONFIG_FILE, MOST_BYTES, "config")
+    config = read_json(file := directory / modules[1]["path"] / CONFIG_NAME, MOST_BYTES, "config")
     width = plan.layout.space(plan.small.output_space).source
     if not isinstance(config, dict) or width not in map(config.get, WIDTHS):
         raise GrowthError(f"{file}: its {WIDTHS[0]} is not the width of the model, {width}")
@@ -264,7 +263,7 @@ def write_modules(plan: Blueprint, modules: list[dict[str, Any]] | None, target:
         for file in (directory / module["path"]).glob("*"):
             if file.is_file() and not any(fnmatch(file.name, state) for state in STATE_FILES):
                 shutil.copyfile(file, target / module["path"] / file.name)
-    config = read_json(file := target / modules[1]["path"] / CONFIG_FILE, MOST_BYTES, "config")
+    config = read_json(file := target / modules[1]["path"] / CONFIG_NAME, MOST_BYTES, "config")
     _write(file, {k: space.target if k in WIDTHS else x for k, x in config.items()})
     if space.target != space.source:
         # a model that was grown before has one already
@@ -276,7 +275,7 @@ def write_modules(plan: Blueprint, modules: list[dict[str, Any]] | None, target:
         weight = torch.kron(modes, space.fold()).to(plan.dtype).contiguous()
         (target / name).mkdir()
         sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
-        _write(target / name / CONFIG_FILE, {**sizes, **PLAIN})
+        _write(target / name / CONFIG_NAME, {**sizes, **PLAIN})
         save_file({"linear.weight": weight}, target / name / WEIGHTS)
         modules = [*modules[:2], {"name": name, "path": name, "type": DENSE}, *modules[2:]]
     _write(target / MODULES_FILE, [{**module, "idx": i} for i, module in enumerate(modules)])

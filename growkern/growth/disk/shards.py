@@ -31,20 +31,13 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from growkern.errors import GrowthError
 from growkern.families.model import Names
 from growkern.files import no_collections, write_all
-from growkern.growth.source import (
-    INDEX_FILE,
-    MOST_TENSORS,
-    STORED_DTYPES,
-    Header,
-    Run,
-    Stacked,
-    Transposed,
-    weight_file,
-)
+from growkern.growth.source import Header, Run, Stacked, Transposed, weight_file
+from growkern.growth.stored import MOST_TENSORS, STORED_DTYPES
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class ShardLayout:
     def write_index(self, directory: Path) -> None:
         """Write the index file, if there are several files."""
         if self.index:
-            (directory / INDEX_FILE).write_text(self.index, encoding="utf-8")
+            (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(self.index, encoding="utf-8")
 
     def open(self, directory: Path, stack: ExitStack) -> dict[str, TargetFile]:
         """Make the files in a directory, with their first bytes; `stack` closes them."""

@@ -26,9 +26,8 @@ from growkern.growth.disk.checksums import checksum_pieces, checksum_rows
 from growkern.growth.disk.shards import Buffer, ShardLayout, TargetFile, write_rows
 from growkern.growth.disk.staging import Journal, Mark
 from growkern.growth.plan import Blueprint, Piece, build_tensor, part_reader, pieces_of
-from growkern.growth.source import (
-    Assembled,
-    Source,
+from growkern.growth.source import Assembled, Source
+from growkern.growth.stored import (
     entries_of,
     read_entries,
     refuse_nonfinite,

@@ -15,8 +15,8 @@ from transformers.initialization import no_init_weights
 from growkern.errors import GrowthError, reason
 from growkern.growth.draft.probe import shapes
 from growkern.growth.models import restore_buffers
+from growkern.growth.outputs import Float64
 from growkern.growth.own_table import randomize
-from growkern.growth.source import Float64
 
 # parameters of the small model
 MOST = 2e7

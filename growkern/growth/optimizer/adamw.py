@@ -33,7 +33,7 @@ from growkern.growth.optimizer.moments import (
 from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan import PlanOfModel
 from growkern.growth.sharded import local_part
-from growkern.growth.source import own_name
+from growkern.growth.stored import own_name
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.op import adamw_step
 

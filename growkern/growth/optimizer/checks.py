@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 from growkern.growth.plan import GrowthPlan
-from growkern.growth.source import StoredTensor
+from growkern.growth.stored import StoredTensor
 from growkern.ops.expand.call import DTYPES
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages

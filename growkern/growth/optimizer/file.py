@@ -47,7 +47,8 @@ from growkern.growth.optimizer.state import (
 )
 from growkern.growth.options import check_moments
 from growkern.growth.plan import FIXED_BYTES, GrowthPlan, Piece, Task
-from growkern.growth.source import Stamps, row_blocks
+from growkern.growth.source import Stamps
+from growkern.growth.stored import row_blocks
 
 OPTIMIZER_FILE = "optimizer.pt"
 ARCHIVE_START = b"PK\x03\x04"

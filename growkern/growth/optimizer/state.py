@@ -23,8 +23,9 @@ from growkern.growth.optimizer.checks import MOMENTS, MUON, NO_RULE, trained
 from growkern.growth.optimizer.moments import ReadEntries, grow_moment, starts_at_zero
 from growkern.growth.options import check_moments
 from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
-from growkern.growth.source import Parts, StoredTensor
+from growkern.growth.source import Parts
 from growkern.growth.space import parts_of
+from growkern.growth.stored import StoredTensor
 
 State = Mapping[str, Mapping[str, Any]]
 # (the source's state, task of the target parameter, moment, does it start at 0) -> the moment

@@ -13,8 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from growkern.growth.models import class_of
-from growkern.growth.source import FUNCTIONS
+from growkern.growth.models import FUNCTIONS, class_of
 
 # layers that do nothing in evaluation mode
 IN_TRAINING = (nn.Identity, nn.Dropout, _DropoutNd)

@@ -18,11 +18,7 @@ import torch
 from torch import Tensor
 
 from growkern.families.spec import SpaceSpec
-from growkern.growth.plan import bounds
-from growkern.growth.plan.axes import axis_maps
-from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task, affine_gain
-from growkern.growth.plan.bounds import values_of
-from growkern.growth.source import (
+from growkern.growth.outputs import (
     LARGEST,
     Float64,
     all_outputs,
@@ -31,6 +27,10 @@ from growkern.growth.source import (
     largest_difference,
     random_inputs,
 )
+from growkern.growth.plan import bounds
+from growkern.growth.plan.axes import axis_maps
+from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task, affine_gain
+from growkern.growth.plan.bounds import values_of
 from growkern.growth.space import (
     adds_up,
     are_asleep,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from transformers.utils import CONFIG_NAME
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
@@ -35,7 +36,7 @@ from growkern.growth.plan.pieces import estimate
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_checksum
-from growkern.growth.source import CONFIG_FILE, Source, located, open_source
+from growkern.growth.source import Source, located, open_source
 from growkern.growth.space import (
     check_kinds,
     check_router_sizes,
@@ -271,7 +272,7 @@ def plan(
     """
     options, dims = GrowthOptions.split_off({**how})
     place = located(source, revision, weights=False)
-    if isinstance(place, Path) and place.name == CONFIG_FILE and place.is_file():
+    if isinstance(place, Path) and place.name == CONFIG_NAME and place.is_file():
         place = place.parent
     own = None if family is None else read_family(family)
     opened = open_source(

@@ -14,7 +14,7 @@ from typing import Any
 from growkern.errors import GrowthError
 from growkern.growth.options import parse_size
 from growkern.growth.plan.blueprint import Blueprint, Task
-from growkern.growth.source import PIECE_BYTES, row_blocks
+from growkern.growth.stored import PIECE_BYTES, row_blocks
 from growkern.ops.expand.speed import cpu_bytes_per_second
 
 # more workers than this only wait for the disk; further cores share the rows of a piece

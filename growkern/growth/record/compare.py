@@ -25,6 +25,13 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from growkern.errors import GrowthError, reason
+from growkern.growth.outputs import (
+    all_outputs,
+    image_shape,
+    largest_difference,
+    longest_of,
+    random_inputs,
+)
 from growkern.growth.plan import (
     NEW_TOKENS,
     OUTPUT_ERROR,
@@ -49,14 +56,7 @@ from growkern.growth.record.lineage import (
     versions,
     without_times,
 )
-from growkern.growth.source import (
-    Source,
-    all_outputs,
-    image_shape,
-    largest_difference,
-    longest_of,
-    random_inputs,
-)
+from growkern.growth.source import Source
 from growkern.growth.space import Space
 from growkern.package import version
 

@@ -50,10 +50,9 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan import GrowthPlan, Task, affine_gain, is_dropped, plan_growth
 from growkern.growth.source import (
     Source,
-    check_config,
     check_layers,
+    checked_config,
     config_directory,
-    config_from,
     files_of,
     hub_model,
     name_of,
@@ -384,11 +383,11 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             {name: (old, new) for name, (old, new) in data["sizes"].items()},
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],
-            _read_config(file, data["source_config"], family),
-            _read_config(file, data["target_config"], family),
+            checked_config(file, data["source_config"], family),
+            checked_config(file, data["target_config"], family),
             History(records=history.history_from(file, data).records[1:]),
             family,
-            _read_config(file, data[DENSE], None) if DENSE in data else None,
+            checked_config(file, data[DENSE]) if DENSE in data else None,
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")
@@ -424,11 +423,6 @@ def own_family_of(lineage: str | Path | None) -> Family | None:
 
 def _no_record(file: Path, why: str) -> GrowthError:
     return GrowthError(f"{file}: not a growth record: {why}: give {RECORD}")
-
-
-def _read_config(file: Path, data: Any, family: Family | None) -> Any:
-    check_config(file, data, family=family)
-    return config_from(data)
 
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:

@@ -31,6 +31,7 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.families.spec import value_of
 from growkern.growth.models import on_cpu_by_default
+from growkern.growth.outputs import Float64, all_outputs, as_model, fits, random_inputs
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors
 from growkern.growth.record import compare, verdict
 from growkern.growth.record.compare import TensorGroup
@@ -42,16 +43,7 @@ from growkern.growth.record.lineage import (
     read_lineage_of,
 )
 from growkern.growth.record.verdict import Level
-from growkern.growth.source import (
-    Float64,
-    Source,
-    all_outputs,
-    as_model,
-    fits,
-    located,
-    open_source,
-    random_inputs,
-)
+from growkern.growth.source import Source, located, open_source
 from growkern.growth.space import as_source_of
 
 if TYPE_CHECKING:

@@ -289,6 +289,12 @@ def _of_value(name: str, value: Any) -> Iterator[str]:
         yield f"{name}={value}: at most {limits[name]}"
 
 
+def checked_config(file: Path, data: Any, family: Family | None = None) -> Any:
+    """The Hugging Face config of JSON data; one that makes no model is refused."""
+    check_config(file, data, family=family)
+    return config_from(data)
+
+
 def config_from(data: dict[str, Any]) -> Any:
     """The Hugging Face config of JSON data that `check_config` accepted."""
     try:

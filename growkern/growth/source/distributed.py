@@ -33,7 +33,7 @@ from growkern.errors import GrowthError
 from growkern.growth.source.files import WeightFile, weight_file
 from growkern.growth.source.pickles import UNREADABLE, brief, read_metadata, read_piece
 from growkern.growth.source.refused import METADATA_FILE
-from growkern.growth.source.stored import StoredTensor, consecutive
+from growkern.growth.stored import StoredTensor, consecutive
 
 # corners of the pieces of a tensor: a million pieces that are divided along two axes
 MOST_CORNERS = 1 << 22

@@ -33,7 +33,7 @@ from torch import Tensor
 from growkern.errors import GrowthError, warn
 from growkern.files import no_collections, parse_json, read_all, read_json, refuse_pointer
 from growkern.growth.source.refused import quantised_advice, refuse_directory
-from growkern.growth.source.stored import StoredTensor
+from growkern.growth.stored import MOST_TENSORS, STORED_DTYPES, StoredTensor
 
 # of the descriptors that a process may have
 SHARE = 4
@@ -134,27 +134,12 @@ class Transposed(StoredTensor):
 
 
 HANDLED = "growth handles F64, F32, F16 and BF16"
-# the integer types occur in buffers, which growth skips
-STORED_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    # 8-bit weights, which have scales
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 EIGHT_BITS = torch.float8_e4m3fn
 STORED_FLOATS = [d for d in STORED_DTYPES.values() if d.is_floating_point and d != EIGHT_BITS]
 # dtypes that only quantised weights have
 QUANTISED_DTYPES = ("F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4", "I8", "I16", "U16")
 # no tensor of a model has more axes, and no axis more entries
 MOST_AXES, MOST_ENTRIES = 8, 1 << 48
-# in one file
-MOST_TENSORS = 1 << 17
 # a name and its shard take about 100 bytes, and mixtures have 140,000 tensors
 MOST_INDEX_BYTES = 64_000_000
 

@@ -42,7 +42,7 @@ from growkern.growth.source.refused import (
     OTHER_WEIGHTS,
     STATE_FILES,
 )
-from growkern.growth.source.stored import BareTensor, StoredTensor
+from growkern.growth.stored import BareTensor, StoredTensor
 
 # on the Hub, bytes of a tensor that is read by itself
 MOST_READ = 1 << 20

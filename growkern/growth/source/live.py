@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,9 +17,16 @@ from torch.nn.utils import parametrize
 
 from growkern.errors import GrowthError, warn
 from growkern.families.model import ModelSpec
-from growkern.growth.models import class_of, is_dtensor, restore_buffers, untrained_model
+from growkern.growth.models import (
+    FUNCTIONS,
+    QUANTISED,
+    class_of,
+    is_dtensor,
+    restore_buffers,
+    untrained_model,
+)
 from growkern.growth.source.refused import quantised_advice
-from growkern.growth.source.stored import own_name
+from growkern.growth.stored import own_name
 
 # attributes that change no output in evaluation mode, or that transformers itself changes
 NO_FUNCTION = {
@@ -31,10 +37,6 @@ NO_FUNCTION = {
 CHANGING_ROTARY = ("dynamic", "longrope")
 # dtypes that a model may have had before it was converted to a wider one
 NARROW = (torch.bfloat16, torch.float16)
-# an activation may be one of these
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
-# quantised modules of PyTorch
-QUANTISED = ("torch.ao.nn.", "torch.nn.quantized.")
 # how to undo a change by torch.nn.utils, by the class of the hook that it registers
 UNDO_HOOK = {
     "WeightNorm": "torch.nn.utils.remove_weight_norm({module})",

@@ -23,7 +23,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import TensorSpec
 from growkern.files import read_all
 from growkern.growth.source.files import EIGHT_BITS, Header, Transposed, WeightFile, weight_file
-from growkern.growth.source.stored import (
+from growkern.growth.stored import (
     OTHER_CHECKPOINT,
     Filled,
     Read,

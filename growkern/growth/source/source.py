@@ -36,7 +36,7 @@ from growkern.growth.source.config import (
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, MODULES_FILE, Format, Stamps, format_of
 from growkern.growth.source.parts import Parts, dequantised, stacked
-from growkern.growth.source.stored import (
+from growkern.growth.stored import (
     Read,
     StoredTensor,
     check_names_and_shapes,

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from growkern.arguments import as_list, check_kind
 from growkern.errors import GrowthError
-from growkern.growth.source import QUANTISED
+from growkern.growth.models import QUANTISED
 from growkern.ops.loss.rows.inputs import LossParts, check_columns
 from growkern.ops.loss.rows.options import (
     IN_TRAINING,

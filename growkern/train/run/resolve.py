@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils import CONFIG_NAME
 
 from growkern.errors import GrowthError, reason, warn
 from growkern.files import PARTIAL, check_format, read_json, write_whole
@@ -27,7 +28,6 @@ from growkern.growth.history import History
 from growkern.growth.options import ROUTERS
 from growkern.growth.plan import GrowthPlan, plan_growth, refuse_idle_options
 from growkern.growth.source import (
-    CONFIG_FILE,
     Source,
     Stamps,
     class_in,
@@ -322,7 +322,7 @@ class Checkpoint:
     def of(cls, directory: Path) -> Checkpoint:
         """Open a directory."""
         check_directory(directory)
-        stamps = Stamps.of(config_directory(directory) / CONFIG_FILE)
+        stamps = Stamps.of(config_directory(directory) / CONFIG_NAME)
         config = read_config(directory, any_family=True)
         # takes the quantisation out of the config that it is given, and the weights need it
         scale_block(copy.deepcopy(config), directory, dequantize=True)
@@ -475,7 +475,7 @@ def _opened(run: Run, base: Path) -> tuple[Checkpoint, Source | None]:
     if not run.growths:
         return Checkpoint.of(place), None
     check_directory(place)
-    stamps = Stamps.of(config_directory(place) / CONFIG_FILE)
+    stamps = Stamps.of(config_directory(place) / CONFIG_NAME)
     dequantize = growth is not None and options_of(growth).dequantize
     # grown values are checked, not those of the source
     source = open_source(place, allow_nonfinite=True, dequantize=dequantize)

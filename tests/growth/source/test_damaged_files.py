@@ -13,7 +13,8 @@ from safetensors.torch import save, save_file
 
 import growkern
 from growkern.errors import GrowthWarning
-from growkern.growth.source.files import MOST_HEADER_BYTES, MOST_TENSORS, read_headers
+from growkern.growth.source.files import MOST_HEADER_BYTES, read_headers
+from growkern.growth.stored import MOST_TENSORS
 from testbed.models import LLAMA, random_model
 from tests.shared.walks import walk
 

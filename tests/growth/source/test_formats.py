@@ -9,7 +9,7 @@ import torch
 
 import growkern
 from growkern.growth.source import formats
-from growkern.growth.source.stored import StoredTensor
+from growkern.growth.stored import StoredTensor
 from testbed.models import GPT2, random_model
 
 SUFFIX, MODEL, OPTIMIZER = ".toy", "model.toy", "adam.toy"

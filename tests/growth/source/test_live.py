@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations, prune
 
 import growkern
 from growkern.errors import GrowthWarning
-from growkern.growth.source.loading import Float64
+from growkern.growth.outputs import Float64
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
 

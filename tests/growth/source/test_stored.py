@@ -5,7 +5,7 @@ import torch
 from torch.distributed import checkpoint
 
 from growkern.growth.source.source import open_source
-from growkern.growth.source.stored import StoredTensor
+from growkern.growth.stored import StoredTensor
 from testbed.models import LLAMA, random_model
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.plan.bounds import NEW_TOKEN_MARGIN
 from growkern.growth.plan.pieces import SUMMED_BYTES
-from growkern.growth.source import Read, row_blocks
+from growkern.growth.stored import Read, row_blocks
 
 RowsOf = Callable[[int, int], Tensor]
 

@@ -46,8 +46,8 @@ from growkern.growth.plan.tensors.untrained import (
     put_to_sleep,
     untrained_places,
 )
-from growkern.growth.source import Read
 from growkern.growth.space import Space, partial_sums, take_shares
+from growkern.growth.stored import Read
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.many import OneByOne, Work, work_on
 from growkern.ops.expand.op import expand

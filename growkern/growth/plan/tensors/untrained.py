@@ -49,8 +49,8 @@ from growkern.growth.models import Initial
 from growkern.growth.options import ROUTERS, GrowthOptions
 from growkern.growth.plan.axes import asleep, axis_maps
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
-from growkern.growth.source import Read
 from growkern.growth.space import depth_of_sleep, is_output, taken_together
+from growkern.growth.stored import Read
 
 # how long the rows are that part the tokens of an expert's copies, beside those of the router
 SPLIT = 4.0

@@ -20,6 +20,22 @@ from torch import Tensor
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
 
+# the integer types occur in buffers, which growth skips
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    # 8-bit weights, which have scales
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+# in one file
+MOST_TENSORS = 1 << 17
+
 # a source tensor by name; with numbers, those entries of its first axis alone
 Read = Callable[..., Tensor]
 
