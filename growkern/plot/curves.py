@@ -207,7 +207,9 @@ def savings_table(groups: Sequence[Group]) -> Table:
     seeds = max(len(group.curves) for group in groups)
     table = Table(
         title=f"FLOPs to the {of} of {groups[0].name}, {mark:.3f}",
-        caption="Ranges that overlap order nothing." if seeds > 1 else "One seed orders nothing.",
+        caption="Runs whose ranges overlap may differ by chance."
+        if seeds > 1
+        else "With one seed per run, small differences may be chance.",
     )
     for head in HEADS:
         table.add_column(head, justify="left" if head == "run" else "right")

@@ -353,11 +353,11 @@ def _describe_saving(directory: Path, training: TrainingSection) -> str:
     return f"{directory}, {often}; {last}"
 
 
-def _describe_model(model: Any, path: Path) -> str:
-    """The class of a model, its checkpoint, and its number of parameters."""
+def _describe_model(model: Any, path: Path, is_grown: bool) -> str:
+    """The class of a model, the checkpoint that it is or grows from, and its parameters."""
     count = sum(p.numel() for p in model.parameters())
-    name = type(model).__name__.removeprefix("FSDP")
-    return f"{name} from {path}, {human(count)} parameters"
+    name, origin = type(model).__name__.removeprefix("FSDP"), "grown from" if is_grown else "from"
+    return f"{name} {origin} {path}, {human(count)} parameters"
 
 
 def _labelled_share(data: DataSection) -> tuple[float, int | None]:
@@ -381,7 +381,9 @@ def header(
     flops = trainer.flops_per_step(sequences, data.sequence_length, *_labelled_share(data))
     dtype = str(run.model.dtype).removeprefix("torch.")
     lines = {
-        "model": _describe_model(trainer.model, run.model.directory),
+        "model": _describe_model(
+            trainer.model, run.model.directory, settings.first_growth is not None
+        ),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
         "objective": data.objective,
         "precision": f"{PRECISIONS[run.precision]}; the checkpoint is {dtype}",
