@@ -193,8 +193,8 @@ def family(setting: Setting) -> list[Line]:
     """Half, the same and one and a half times the width, each a product.
 
     All are trained from scratch, and as a chain: each is grown from the one before, which was
-    grown. The largest chooses from two rates at half of its steps, and grown it takes the rate of
-    the one before.
+    grown. The largest chooses from two rates at half of its steps. Its chain is by 'fresh', at the
+    rate of the one before, as the defaults end behind the middle size alone.
     """
     base = replace(setting.source, layers=2 * setting.source.layers)
     sizes = [
@@ -221,15 +221,18 @@ def family(setting: Setting) -> list[Line]:
         source=middle.target,
         target=large.target,
         source_steps=middle.steps,
-        source_rate=high,
+        source_rate=between,
         steps=large.steps,
     )
     scratch = [Line(one, "scratch", one.target.name, lengths=(1.0,)) for one in alone]
-    below, above = (
-        [Line(one, name, one.target.name, lengths=OF_CHAIN) for name in ("chained", "chained_copy")]
-        for one in (first, second)
-    )
-    above = [replace(line, like=like) for line, like in zip(above, below, strict=True)]
+    below = [
+        Line(first, name, middle.target.name, lengths=OF_CHAIN)
+        for name in ("chained", "chained_copy")
+    ]
+    above = [
+        Line(second, name, large.target.name, rate=between, lengths=(1.0,))
+        for name in ("chained_fresh", "chained_copy")
+    ]
     # what the chain does at its first growth, one change at a time
     changed = [
         Line(first, name, f"{middle.target.name} at {between:g}", rate=between, lengths=(1.0,))
