@@ -229,7 +229,7 @@ def load_family(model_type: str) -> Family:
     known = supported_families()
     if model_type not in known:
         raise GrowthError(
-            f"model_type {model_type!r} has no family table; supported: {', '.join(known)}"
+            f"model_type {model_type!r} has no family table{nearest(model_type, known)}"
         )
     table: Mapping[str, Any] = shipped_table(model_type)
     # where transformers is missing, tables can still be read
