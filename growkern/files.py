@@ -32,11 +32,11 @@ from growkern.errors import GrowthError, nearest
 T = TypeVar("T")
 
 # a run file has about 2,000 bytes; long lists of text files may be given as patterns
-MOST_BYTES = 256_000
+MOST_TOML_BYTES = 256_000
 # TOML has integers of 64 bits
 INTEGERS = range(-(1 << 63), 1 << 63)
-ALGORITHM = "xxh3_128"
-BLOCK = 1 << 24
+# of checksums of files, which are read in blocks
+ALGORITHM, BLOCK = "xxh3_128", 1 << 24
 
 # names that a pattern of text files may match; listing them takes half a second
 MOST_NAMES = 100_000
@@ -310,7 +310,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise GrowthError(f"{path} is a directory: give a file of settings (TOML)")
     try:
-        return parse_toml(read_bounded(path, MOST_BYTES, "run file").decode())
+        return parse_toml(read_bounded(path, MOST_TOML_BYTES, "run file").decode())
     except (ValueError, RecursionError) as error:
         why = str(error).removeprefix(f"{path}: ")
         raise GrowthError(f"cannot read {path} as TOML: {why}") from error
