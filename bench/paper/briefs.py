@@ -107,6 +107,7 @@ BRIEFS = {
                 f"BERT of {size}": (place,)
                 for size, place in {
                     "half the width and half the layers, 2,000": ("table3", "aki", "source 2x64"),
+                    "a quarter of the width, 2,000": ("ages", "aki", "source 4x32"),
                     "a quarter of the width, 6,000": ("ages", "aki", "source 4x32 of 6,000 steps"),
                 }.items()
             },

@@ -149,7 +149,7 @@ def diagnosis(setting: Setting) -> list[Line]:
     """
     start = setting.source
     whole = _paid(setting, replace(start, layers=2 * start.layers))
-    low, at_start, _ = whole.rates
+    low, at_start, high = whole.rates
     grown = _start(whole, start, "stack", 30)
     narrow = replace(whole.target, width=whole.target.width // 2, heads=whole.target.heads // 2)
     wider = replace(_start(whole, narrow, "stack", 30), rate=at_start)
@@ -163,6 +163,7 @@ def diagnosis(setting: Setting) -> list[Line]:
     ]
     lines = [
         Line(whole, "scratch", "equal FLOPs", rate=at_start),
+        Line(whole, "scratch", f"equal FLOPs at {high:g}", rate=high),
         Line(whole, "scratch_restarted", "equal FLOPs", rate=at_start),
         _never_grown(whole, start, at_start, ""),
         *(Line(fewer, "scratch", f"equal steps at {rate:g}", rate=rate) for rate in whole.rates),
