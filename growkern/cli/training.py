@@ -179,16 +179,16 @@ def cache_teacher(
         "--seed": seed,
         "--tokenizer": tokenizer,
     }
-    given = {name: value for name, value in of_run.items() if value is not None}
-    if run and given:
+    if (given := {name: value for name, value in of_run.items() if value is not None}) and run:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
     from growkern.train.topk_teacher.write import cache_teacher as make
     from growkern.train.topk_teacher.write import check_options, check_place
 
-    silence_transformers()
     # before the data is read, which may take hours. A run file is checked when it is read
-    check_options(k, given.get("--temperature", 1.0), rows or "labels", dtype, epochs, batch_size)
+    heat = 1.0 if temperature is None else temperature
+    check_options(k, heat, rows or "labels", dtype, epochs, batch_size)
     check_place(out.resolve(), overwrite)
+    silence_transformers()
     place = source if served else located(Path(source), revision)
     read = _of_texts(place, k, given) if run is None else _of_run(place, k, run)
     report = make(
