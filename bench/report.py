@@ -115,23 +115,21 @@ def aot_table(results: Path) -> str:
 
 
 def families(results: Path) -> str:
-    """The families: their norms, positions, classes and what is exact; then unusual sizes."""
+    """The families: what is exact, and their classes; then unusual sizes."""
     usual = growable_fields(load_family("llama"))
     lines: list[list[str]] = []
     by_sizes: dict[str, list[str]] = {}
     for model_type in supported_families():
         family = load_family(model_type)
-        norm = f"{family.norm.kind}, {family.norm.placement}"
         sizes = _beside(growable_fields(family), usual)
         ends = r"For(?=[A-Z])|(Encoder|Model)$"
         start = min((re.split(ends, name)[0] for name in family.classes), key=len)
         ends = ", ".join(name.removeprefix(start).removeprefix("For") for name in family.classes)
         exact = "any" if family.is_exact_in_any_width else "multiples"
-        positions = family.attention.positions
-        lines.append([f"`{model_type}`", norm, positions, exact, f"`{start}`: {ends}"])
+        lines.append([f"`{model_type}`", exact, f"`{start}`: {ends}"])
         if sizes:
             by_sizes.setdefault(sizes, []).append(f"`{model_type}`")
-    heads = ["`model_type`", "norms", "positions", "exact hidden sizes", "classes"]
+    heads = ["`model_type`", "exact hidden sizes", "classes"]
     kinds = [[", ".join(names), sizes] for sizes, names in by_sizes.items()]
     return table(heads, lines) + "\n\n" + table(["`model_type`", "sizes that grow"], kinds)
 
