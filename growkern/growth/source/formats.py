@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import islice
@@ -82,6 +82,8 @@ class Format(NamedTuple):
         read: (directory, model) -> the stored tensors, by their names there.
         read_header: the bytes of a file that list its tensors. The file is that of a tensor of
             `read`.
+        files: the names of a directory's files that hold the weights, and of the one that lists
+            them. A change while they are read is noticed.
         weights: patterns of the names of files that a loader may read as the model's weights.
         suffix: file extension of this format's weight files, which consist of such a header and of
             tensors. None: the format has no such files.
@@ -93,6 +95,7 @@ class Format(NamedTuple):
     recognises: Callable[[Path], bool]
     read: Callable[[Path, ModelSpec], Mapping[str, StoredTensor]]
     read_header: Callable[[Path], bytes]
+    files: Callable[[Path], Sequence[str]]
     weights: tuple[str, ...] = ()
     suffix: str | None = None
     read_optimizer: Callable[[Path, Mapping[str, str]], OptimizerState] | None = None
@@ -108,6 +111,15 @@ def _has_any(directory: Path) -> bool:
 def _read_safetensors(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
     # for a plan, only the config of a model on the Hub was downloaded
     return (read_remote_headers if lacks_weights(directory) else files.read_headers)(directory)
+
+
+def _safetensors_files(directory: Path) -> list[str]:
+    if (directory / files.WEIGHTS_FILE).is_file():
+        return [files.WEIGHTS_FILE]
+    # a damaged index is refused where it is read
+    with contextlib.suppress(GrowthError):
+        return [files.INDEX_FILE, *files.shard_names(directory)]
+    return [files.INDEX_FILE]
 
 
 def _has_no_weights(directory: Path) -> bool:
@@ -133,6 +145,10 @@ def _has_metadata(directory: Path) -> bool:
     return (directory / METADATA_FILE).is_file()
 
 
+def _distributed_files(directory: Path) -> list[str]:
+    return [METADATA_FILE, *(file.name for file in directory.glob("*.distcp"))]
+
+
 def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
     # imported here and below, because torch.distributed.checkpoint is slow to import
     from growkern.growth.source.distributed import read_distributed
@@ -154,6 +170,7 @@ DISTRIBUTED = Format(
     recognises=_has_metadata,
     read=_read_distributed,
     read_header=Path.read_bytes,
+    files=_distributed_files,
     read_optimizer=_read_distributed_optimizer,
 )
 # any other directory: `read` says which file is missing
@@ -161,6 +178,7 @@ SAFETENSORS = Format(
     recognises=_has_any,
     read=_read_safetensors,
     read_header=files.read_header_bytes,
+    files=_safetensors_files,
     weights=("*.safetensors", "*.safetensors.index.json"),
     suffix=".safetensors",
 )
@@ -320,7 +338,7 @@ def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
     """
     if not directory.is_dir():
         return
-    for name in _weights(directory):
+    for name in format_of(directory).files(directory):
         yield directory / name, True
     is_above = (directory / METADATA_FILE).is_file() and not (directory / CONFIG_FILE).is_file()
     place = directory.parent if is_above else directory
@@ -335,18 +353,6 @@ def _files(directory: Path) -> Iterator[tuple[Path, bool]]:
         # links that lead out are not followed
         if file.is_file() and files.stays_in(file, place):
             yield file, False
-
-
-def _weights(directory: Path) -> list[str]:
-    """The names of the files that hold the weights, and of the one that lists them."""
-    if _has_metadata(directory):
-        return [METADATA_FILE, *(file.name for file in directory.glob("*.distcp"))]
-    if (directory / files.WEIGHTS_FILE).is_file():
-        return [files.WEIGHTS_FILE]
-    # a damaged index is refused where it is read
-    with contextlib.suppress(GrowthError):
-        return [files.INDEX_FILE, *files.shard_names(directory)]
-    return [files.INDEX_FILE]
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_a_chain_spends_before_a_size_what_the_smaller_ones_cost_alone():
         parameters = setting.untrained(setting.target, seed=0).num_parameters()
         assert setting.target.name == size
         assert job.steps * setting.tokens / parameters == pytest.approx(20, rel=2e-3)
-    for system in ("chained", "chained_copy"):
+    for system in ("chained_fresh", "chained_copy"):
         *_, whole = jobs_of_seed(lines[system, "4x96"], 1, 1e-3)
         before = {job.system: job for job in all_needs(whole)}
         assert before.keys() == {"source", system} and whole.steps == alone["4x96"].steps
@@ -114,9 +114,9 @@ def test_a_chain_spends_before_a_size_what_the_smaller_ones_cost_alone():
             trained = job.setting.source if name == "source" else job.setting.target
             assert (trained.name, job.steps) == (size, alone[size].steps)
         # a middle size that was grown is one of its own line's runs
-        assert before[system].name in {
-            job.name for job in jobs_of_seed(lines[system, "4x64"], 1, whole.setting.source_rate)
-        }
+        rate = whole.setting.source_rate
+        of_line = jobs_of_seed(lines[system, f"4x64 at {rate:g}"], 1, rate)
+        assert before[system].name in {job.name for job in of_line}
 
 
 def test_the_frontier_shows_the_better_rate_beside_the_best_fixed_size(tmp_path):
@@ -136,7 +136,12 @@ def test_the_frontier_shows_the_better_rate_beside_the_best_fixed_size(tmp_path)
     assert len(by_name) == len(rows) / 2
     assert by_name["scratch, 4x64"] == ["0.0052", "3.000", "-", "-0.100"]
     assert by_name["scratch, 2x64, never grown"] == ["0.0052", "2.900", "+0.100", "-"]
-    assert by_name["stack at 70 %, from 2x64"] == ["0.0052", "3.100", "-0.100", "-0.200"]
+    assert by_name["stack at 70 %, moments reset, from 2x64"] == [
+        "0.0052",
+        "3.100",
+        "-0.100",
+        "-0.200",
+    ]
 
 
 def test_a_family_is_compared_with_each_size_alone_seed_by_seed(tmp_path):

@@ -52,6 +52,7 @@ TOY = formats.Format(
     weights=("*" + SUFFIX,),
     read=read_toy,
     read_header=Path.read_bytes,
+    files=lambda directory: [MODEL],
     suffix=SUFFIX,
     read_optimizer=read_toy_optimizer,
 )
@@ -81,8 +82,12 @@ def test_a_new_format_grows_verifies_and_is_recorded(sources, tmp_path):
     lineage = json.loads((tmp_path / "large_toy/lineage.json").read_text())
     assert list(lineage["source_files"]) == [MODEL]
     assert not (tmp_path / "large_toy" / MODEL).exists()  # the weights of another model
-    # a change of the source is seen
+    # a change of the source is seen, also while it is read
+    stamps = formats.Stamps.of(toy)
+    stamps.check()
     torch.save({k: v + 1 for k, v in torch.load(toy / MODEL).items()}, toy / MODEL)
+    with pytest.raises(growkern.GrowthError, match=MODEL):
+        stamps.check()
     assert not growkern.verify(toy, tmp_path / "large_toy").ok
 
 

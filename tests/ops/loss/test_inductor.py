@@ -86,7 +86,7 @@ CALLS = [
     (loss, option, number, taught)
     for loss in LOSSES
     for option in options_of(loss)
-    for number in range(len(VALUES.get(option, ())))
+    for number in range(len(VALUES[option]))
     for taught in (
         (True, False) if option in ALONE and (number == 0 or option != "alpha") else (True,)
     )
