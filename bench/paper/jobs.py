@@ -226,14 +226,11 @@ def layerwise(job: Job, source: str) -> dict[str, Any]:
     return {"model": _untrained(job), "growth": growth}
 
 
-def starting_small(
-    depth: str, share: float, *, rewarm: float = 0.0, alone: float = 0.0, **how: Any
-) -> Sections:
+def starting_small(depth: str, share: float, *, rewarm: float = 0.0, **how: Any) -> Sections:
     """An untrained source that grows to the target once, after `share` of the steps.
 
     Args:
         rewarm: share of the steps in which the rate then rises again.
-        alone: the same in which only the new layers train.
         how: options of `GrowthStep`. Its moments are grown, unless this says otherwise.
     """
 
@@ -243,7 +240,6 @@ def starting_small(
             sizes=job.setting.target_sizes(),
             seed=job.seed,
             rewarm_steps=round(rewarm * job.steps),
-            new_layers_steps=round(alone * job.steps),
             **({"depth": depth} if job.setting.target.layers > job.setting.source.layers else {}),
             **({"moments": "grow"} | how),
         )

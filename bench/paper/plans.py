@@ -158,7 +158,7 @@ def diagnosis(setting: Setting) -> list[Line]:
     after = fewer.variant("decayed", source=start, source_steps=before, source_rate=at_start)
     same = [
         *(f"{depth}_at_30" for depth in ("stack", "identity", "random", "interleave")),
-        *(f"stack_at_30_{name}" for name in ("reset", "rewarm", "alone", "growth_adamw", "decay")),
+        *(f"stack_at_30_{name}" for name in ("reset", "rewarm", "growth_adamw")),
         "identity_at_30_reset",
     ]
     lines = [
@@ -175,12 +175,6 @@ def diagnosis(setting: Setting) -> list[Line]:
         ),
         *(Line(after, name, "after a decay", rate=at_start) for name in ("fpi", "fpi_identity")),
         Line(after, "fpi", f"after a decay, at {low:g}", rate=low),
-        Line(
-            after.variant("twice", steps=after.steps // 2),
-            "fpi_twice",
-            "after a decay",
-            rate=at_start,
-        ),
     ]
     return [replace(line, parts=(), lengths=(1.0,)) for line in lines]
 

@@ -384,12 +384,6 @@ SYSTEMS = {
                 starting_small("stack", 0.3, rewarm=0.05),
             ),
             (
-                "alone",
-                "new layers alone",
-                "only new layers train for 5 % of the steps",
-                starting_small("stack", 0.3, alone=0.05),
-            ),
-            (
                 "growth_adamw",
                 "GrowthAdamW",
                 "trained with GrowthAdamW",
@@ -401,12 +395,6 @@ SYSTEMS = {
                 "trained with GrowthAdamW, which begins anew",
                 with_training(starting_small("stack", 0.3, moments="reset"), optimizer="auto"),
             ),
-            (
-                "decay",
-                "weight decay",
-                "the weight decay is 0.1, ten times the usual one",
-                with_training(starting_small("stack", 0.3), weight_decay=0.1),
-            ),
         )
     },
     # what a growth that resets the moments does to the optimizer, without the growth
@@ -416,11 +404,6 @@ SYSTEMS = {
         scratch,
         restart=0.3,
         **UNTRAINED,
-    ),
-    "fpi_twice": System(
-        "FPI, larger batch",
-        "FPI; the large model is trained with twice the rows in a step, and half of the steps",
-        with_training(grown("fpi"), accumulation=2),
     ),
     # a family: each size is grown from the grown one before it
     "chained": System(
