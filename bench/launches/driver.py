@@ -15,7 +15,7 @@ import torch
 from triton.runtime import driver
 
 from bench.launches.sources import TARGETS
-from growkern.ops.backend import native
+from growkern.ops.backend import choose
 from growkern.ops.loss.linear import gemm, heads
 from growkern.ops.loss.linear import op as linear_op
 from growkern.ops.loss.linear.heads import check_logits_dtype
@@ -124,7 +124,7 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[list[Launch]]:
     """
     launches: list[Launch] = []
     patches = [
-        mock.patch.object(native, "_interpreted", lambda: True),
+        mock.patch.object(choose, "_interpreted", lambda: True),
         mock.patch.object(linear_op, "may_ask", lambda device: False),
         mock.patch.object(heads, "check_logits_dtype", _logits_dtype),
         *(mock.patch.object(module, "gemm_dtype", _gemm_dtype) for module in (gemm, linear_op)),

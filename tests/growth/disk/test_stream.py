@@ -356,7 +356,8 @@ def test_sums_do_not_hang_on_where_the_file_keeps_what_they_add(size):
     """Matrix products add in an order that depends on the alignment of their operands."""
     rng = torch.Generator().manual_seed(size)
     value, functional = torch.randn(2, size, generator=rng, dtype=torch.float64)
-    plan = SimpleNamespace(source=SimpleNamespace(headers={}), dtype=torch.float64)
+    source = SimpleNamespace(headers={})
+    plan = SimpleNamespace(source=source, sum_dtype=lambda _value: torch.float64)
     sums = set()
     for offset in range(8):
         kept = torch.zeros(size + 8, dtype=torch.float64)[offset : offset + size].copy_(value)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from growkern.errors import GrowthWarning
-from growkern.ops.backend import native
-from growkern.ops.backend.native import choose_backend
+from growkern.ops.backend import choose, native
+from growkern.ops.backend.choose import choose_backend
 from tests.test_layers import ROOT
 
 OLD = "int growkern_abi() { return 3; }"
@@ -42,7 +42,7 @@ def test_a_library_of_other_sources_is_not_used(text, fresh, tmp_path):
         assert native.loaded() is None
     assert len(seen) == 1 and str(library) in native.reason() and "\n" not in native.reason()
     assert choose_backend(None, torch.device("cpu")) == "reference"
-    with pytest.raises(native.GrowthError, match="make setup"):
+    with pytest.raises(choose.GrowthError, match="make setup"):
         choose_backend("cpu", torch.device("cpu"))
 
 
@@ -67,7 +67,7 @@ def test_code_of_an_instruction_set_shares_no_template_of_the_standard_library(p
 
 def test_info_says_what_is_lost_without_the_library(fresh):
     fresh.setattr(native, "_candidates", lambda: [])
-    (found,) = (x for x in native.describe_backends() if x.name == "cpu")
+    (found,) = (x for x in choose.describe_backends() if x.name == "cpu")
     assert not found.live
     assert "install a C++17 compiler" in found.reason
     assert "growth, the losses and GrowthAdamW run in plain PyTorch" in found.reason

@@ -10,7 +10,7 @@ from torch import library
 
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
-from growkern.ops.backend.native import describe_backends
+from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand import MOST_ENTRIES, op
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
 from growkern.ops.expand.hashes import line_keys, signed

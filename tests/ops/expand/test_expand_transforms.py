@@ -7,7 +7,7 @@ from torch.autograd.functional import jacobian
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.native import describe_backends
+from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand.call import Routing
 from growkern.ops.expand.op import expand
 
