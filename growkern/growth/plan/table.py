@@ -142,6 +142,8 @@ def _maps(plan: Blueprint) -> Table:
     return maps
 
 
+# in the setting of measurements with as many tokens as a size is usually worth
+LATE = "20 tokens per parameter"
 # the question that a measurement answers, and what its share is one of
 QUESTIONS = {
     "family": "small and large are both wanted: of the large one's training",
@@ -163,7 +165,8 @@ def _measured(measured: Sequence[Mapping[str, str]], verbose: bool) -> Any:
         return table
     lines = [f"{what}, by what is wanted:"]
     for question, words in QUESTIONS.items():
-        figures = [row["figure"] for row in measured if row["question"] == question]
+        rows = [row for row in measured if row["question"] == question]
+        figures = [row["figure"] for row in rows]
         # "up to 35%", "38% ± 17%": the first number of each
         shares = [int(re.findall(r"-?\d+", x)[0]) for x in figures if "reached" not in x]
         missed = len(figures) - len(shares)
@@ -171,8 +174,11 @@ def _measured(measured: Sequence[Mapping[str, str]], verbose: bool) -> Any:
             lost = f", and in {missed} the loss was not reached" if missed else ""
             spread = f"{min(shares)}% to {max(shares)}%, {len(figures)} measurements{lost}"
             if len(figures) == 1:
-                spread = f"{shares[0]}%, 1 measurement"
+                spread = f"{figures[0]}, 1 measurement ({rows[0]['citation']})"
             lines.append(f"  {words}: {spread}")
+        # nearly all others are of a few tokens per parameter
+        if late := [row["figure"] for row in rows if LATE in row["setting"]]:
+            lines.append(f"    of these with {LATE}: {', '.join(late)}")
     lines.append(
         "  any size will do: a smaller model, trained longer, was ahead where it was tried"
     )

@@ -301,6 +301,9 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
     assert human(plan.flops_per_token("source") * 1e10) in shown
     assert human((plan.flops_per_token() + plan.flops_per_token("source") / 10) * 1e11) in shown
     assert "-22% to 75%, 41 measurements, and in 11 " in shown and "17% ± 20%" not in shown
+    # those that a training of so many tokens is like, and a bound as a bound
+    late = [r["figure"] for r in plan.measurements() if "20 tokens per parameter" in r["setting"]]
+    assert len(late) == 3 and ", ".join(late) in shown and "up to 35%, 1 measurement" in shown
     assert all(f"note: {line}" in shown for line in plan.advice(1e11, 1e10))
     assert "-22% to 75%" not in str(plan) and "note" not in str(plan)
     console.print(plan.table(tokens=1e11, verbose=True))
