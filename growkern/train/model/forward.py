@@ -176,8 +176,9 @@ def check_documents(role: str, model: Any, inputs: Mapping[str, Any]) -> None:
     known, kind = _apart.setdefault(model, {}), (min(2, len(tokens)), *several)
     if kind not in known:
         # one row and two, on every rank: a rank whose last batch is shorter would wait for the
-        # others, which gather a sharded model's parameters with it
-        for rows in (1, 2):
+        # others, which gather a sharded model's parameters with it. Ends of documents for flash
+        # attention lie in one row, and two rows of them would be no batch
+        for rows in (kind[0],) if "cu_seq_lens_q" in inputs else (1, 2):
             meet = _documents_meet(model, inputs, tokens.device, rows, len(positions_ABS))
             if meet is not None:
                 shown = (rows, *several)

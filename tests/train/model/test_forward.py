@@ -192,6 +192,18 @@ def test_flash_attention_of_several_packed_rows_is_probed_by_itself():
         run_model("model", model, two)
 
 
+def test_ends_of_documents_are_probed_in_one_row():
+    """Two rows of them are no batch: the kernels of flash attention would read beyond the end."""
+    model, seen = build("llama"), []
+    model.model.register_forward_pre_hook(
+        lambda _module, _args, given: seen.append(given["input_ids"].shape[0]), with_kwargs=True
+    )
+    texts = [{"input_ids": x} for x in TEXTS]
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts)
+    run_model("model", model, {name: x for name, x in batch.items() if name != "labels"})
+    assert len(seen) > 1 and set(seen) == {1}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_configs_and_modes_are_as_before_also_after_an_error(fails):
     kind, sizes = CLASSES["qwen3_vl"]
