@@ -189,7 +189,7 @@ def family(setting: Setting) -> list[Line]:
 
     All are trained from scratch, and as a chain: each is grown from the one before, which was
     grown. The largest chooses from two rates at half of its steps. Its chain is by 'fresh', at the
-    rate of the one before, as the defaults end behind the middle size alone.
+    rate that it chose, as the defaults end behind the middle size alone.
     """
     base = replace(setting.source, layers=2 * setting.source.layers)
     sizes = [
@@ -225,7 +225,7 @@ def family(setting: Setting) -> list[Line]:
         for name in ("chained", "chained_copy")
     ]
     above = [
-        Line(second, name, large.target.name, rate=between, lengths=(1.0,))
+        Line(second, name, large.target.name, rate=low, lengths=(1.0,))
         for name in ("chained_fresh", "chained_copy")
     ]
     # what the chain does at its first growth, one change at a time
