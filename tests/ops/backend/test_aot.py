@@ -145,7 +145,7 @@ def test_the_committed_table_is_what_these_kernels_compile_to(compiled, tmp_path
     # NVRTC is told by the first two numbers of its version: the third may differ in a digit
     here = {"triton": triton.__version__, "nvrtc": nvrtc.nvrtc_version()}
     if document["machine"] == here | {"nvrtc": here["nvrtc"] or document["machine"]["nvrtc"]}:
-        # a fingerprint also changes where the same code moved in its file
+        # a fingerprint also changes with the code that reads machine code
         written, now = (
             [{k: v for k, v in row.items() if k != "fingerprint"} for row in rows]
             for rows in (document["rows"], compiled[1])
