@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from growkern.errors import GrowthError, human, warn
 from growkern.families.family import inner
@@ -28,18 +29,30 @@ from growkern.growth.plan.exactness import advanced_kinds
 from growkern.growth.plan.target import unread_in
 from growkern.growth.space import computed_head_dim, is_undeclared, period_of, rule_of, whole_depths
 
-FIELDS = ("axes", "question", "figure", "setting", "citation", "date")
+# the questions that a saving answers, and what each share is one of
+QUESTIONS = {
+    "family": "small and large are both wanted: of both trainings, added up",
+    "size": "only the large one is wanted: of its training",
+    "existing": "the small one exists, by papers: of the large one's training",
+}
+FIELDS = ("axes", "question", "figure", "tokens", "setting", "citation", "date")
 
 
-def measurements(plan: Blueprint) -> tuple[dict[str, str], ...]:
-    """The measurements of growth along the axes of a plan, each with `FIELDS`."""
+def measurements(plan: Blueprint) -> tuple[dict[str, Any], ...]:
+    """The measurements of growth along the axes of a plan: one for each question, with `FIELDS`."""
     old, new = plan.layout.stream_sizes
     wider, layers = new > old, plan.small.family.stacks.values()
     deeper = any(plan.large.size(key) > plan.small.size(key) for key in layers)
     axes = {"width": wider, "depth": deeper, "both": wider and deeper}
     file = Path(__file__).with_name("measurements.toml")
     rows = parse_toml(file.read_text(encoding="utf-8"))["measurement"]
-    return tuple({name: row[name] for name in FIELDS} for row in rows if axes[row["axes"]])
+    return tuple(
+        {name: {**row, "question": question, "figure": row[question]}.get(name) for name in FIELDS}
+        for row in rows
+        if axes[row["axes"]]
+        for question in QUESTIONS
+        if question in row
+    )
 
 
 def warnings_of(

@@ -102,11 +102,13 @@ class GrowthPlan(Blueprint):
         """Memory, disk, time and FLOPs; see `growkern.growth.plan.pieces.estimate`."""
         return estimate(self, ranks, tokens, source_tokens)
 
-    def measurements(self) -> tuple[dict[str, str], ...]:
+    def measurements(self) -> tuple[dict[str, Any], ...]:
         """What growth along these axes saved where it was measured, in papers and by us.
 
-        Each has a figure, the share of the FLOPs of training from scratch that was saved at the
-        same loss, with its setting, citation and date.
+        Each has a question and a figure: the share of the FLOPs of training from scratch that was
+        saved to the same loss. For "family" it is a share of both trainings, added up; for "size"
+        of the large model's, with the small one's as a cost; for "existing" without it. "tokens"
+        is a number per parameter, None where it is not known. Setting, citation and date follow.
         """
         return measurements(self)
 

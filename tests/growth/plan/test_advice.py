@@ -14,12 +14,12 @@ from rich.console import Console
 
 import growkern
 import growkern.growth.plan.advice
-from bench.paper.compare import committed, is_early, mean_and_half, runs_of, saved
+from bench.paper.compare import Share, committed, mean_and_half, runs_of, share
 from bench.paper.plans import TABLES, lines_of
 from bench.shared.results import RESULTS
 from growkern.errors import human
 from growkern.files import parse_toml
-from growkern.growth.plan.advice import FIELDS
+from growkern.growth.plan.advice import FIELDS, QUESTIONS
 from growkern.ops.backend import native
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import find_stacks
@@ -245,34 +245,72 @@ def rows_of_measurements():
 
 
 def line_and_base(run):
-    """A measurement's runs, and those from scratch, each by seed."""
+    """The lines of a measurement and of training from scratch, and the runs of both by seed."""
     table, system, *labels = run
     lines = lines_of(table, "tiny")
-    return [
-        runs_of(next(x for x in lines if (x.system, x.label) == wanted), COMMITTED)
+    found = [
+        next(x for x in lines if (x.system, x.label) == wanted)
         for wanted in zip((system, TABLES[table].baseline), labels, strict=True)
     ]
+    return found, [runs_of(line, COMMITTED) for line in found]
 
 
 def test_figures_of_ours_are_those_of_their_runs():
     for own in (row for row in rows_of_measurements() if row["citation"] == "own runs"):
-        grown, scratch = line_and_base(own["run"])
-        shares = [saved(runs, scratch[seed]) for seed, runs in grown.items()]
-        mean, half = (100 * x for x in mean_and_half(shares))
-        missed, expected = sum(map(math.isnan, shares)), f"{mean:.0f}% ± {half:.0f}%"
-        if missed:
-            expected = f"not reached by {missed} of 3"
-        elif any(is_early(runs, scratch[seed]) for seed, runs in grown.items()):
-            expected = f"at least {mean:.0f}%"
-        assert len(shares) == 3 and own["figure"] == expected, own
+        (line, base), (grown, scratch) = line_and_base(own["run"])
         counts_all = all(runs[-1]["source flops"] == 0 for runs in grown.values())
-        assert own["question"] == ("size" if counts_all else "family")
+        assert own.keys() & set(QUESTIONS) == {"size"} | (set() if counts_all else {"family"})
+        for question in own.keys() & set(QUESTIONS):
+            shares = [share(question, x, Share(0.0), scratch[seed]) for seed, x in grown.items()]
+            values = [100 * x.value for x in shares]
+            mean, half = mean_and_half(values)
+            missed, expected = sum(map(math.isnan, values)), f"{mean:.0f}% ± {half:.0f}%"
+            if missed:
+                expected = f"not reached by {missed} of 3"
+            elif any(x.bound for x in shares):
+                expected = f"at least {sum(values) / 3:.0f}%"
+            assert len(shares) == 3 and own[question] == expected, own
+        with torch.device("meta"):
+            parameters = line.setting.untrained(line.setting.target, seed=0).num_parameters()
+        tokens = base.setting.steps * base.setting.tokens / parameters
+        assert own["tokens"] == pytest.approx(tokens, abs=0.05)
+
+
+def test_a_family_is_both_trainings_added_up():
+    """Truth: the committed rows of one line, by name, and arithmetic alone."""
+    family, size = [], []
+    for seed in (1, 2, 3):
+        (flops, losses), (small, _), (large, ends) = (
+            [
+                [COMMITTED[name.format(seed)][key][-1] for name in names]
+                for key in ("flops", "losses")
+            ]
+            for names in (
+                [f"tiny-gpt/fpi_padded-{n}-0.003-seed{{}}" for n in (500, 1000, 2000)],
+                ["tiny-gpt/source-2000-0.003-seed{}"],
+                ["tiny-gpt/scratch-2000-0.003-seed{}"],
+            )
+        )
+        at = next(i for i in (1, 2) if losses[i] <= ends[0])
+        part = (losses[at - 1] - ends[0]) / (losses[at - 1] - losses[at])
+        needed = flops[at - 1] + part * (flops[at] - flops[at - 1])
+        both = small[0] + large[0]
+        family.append(100 * (both - small[0] - needed) / both)
+        size.append(100 * (large[0] - small[0] - needed) / large[0])
+    (told,) = [
+        x for x in rows_of_measurements() if x.get("run") == ["table5", "fpi_padded", "", ""]
+    ]
+    for question, shares in (("family", family), ("size", size)):
+        mean = sum(shares) / 3
+        # the 97.5 % point of Student's t with 2 degrees of freedom
+        half = 4.3027 * (sum((x - mean) ** 2 for x in shares) / 2 / 3) ** 0.5
+        assert told[question] == f"{mean:.0f}% ± {half:.0f}%"
 
 
 def test_no_line_that_was_run_is_left_out():
     """Also those that saved nothing: of the tables of a method, every one that grows a model."""
     known = [
-        {r["name"] for runs in line_and_base(row["run"])[0].values() for r in runs}
+        {r["name"] for runs in line_and_base(row["run"])[1][0].values() for r in runs}
         for row in rows_of_measurements()
         if "run" in row
     ]
@@ -300,14 +338,21 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
     assert human(plan.flops_per_token() * 1e11) in shown
     assert human(plan.flops_per_token("source") * 1e10) in shown
     assert human((plan.flops_per_token() + plan.flops_per_token("source") / 10) * 1e11) in shown
-    assert "-22% to 75%, 41 measurements, and in 11 " in shown and "17% ± 20%" not in shown
-    # those that a training of so many tokens is like, and a bound as a bound
-    late = [r["figure"] for r in plan.measurements() if "20 tokens per parameter" in r["setting"]]
-    assert len(late) == 3 and ", ".join(late) in shown and "up to 35%, 1 measurement" in shown
+    # a bound as a bound
+    assert "7% to ≥ 55%, 35 measurements; 11 " in shown and "13% ± 16%" not in shown
+    assert "≥ -45% to ≥ 42%, 36 measurements; 11 " in shown
+    # those with tokens per parameter like these first
+    late = [r["figure"] for r in plan.measurements() if r["tokens"] == 20]
+    assert len(late) == 6 and shown.count(", ".join(late[::2])) == 2
+    assert f"at 20 tokens per parameter (yours: {human(1e11 / plan.parameters())})" in shown
+    few = 5 * plan.parameters()
+    console.print(plan.table(tokens=few))
+    near = console.file.getvalue().removeprefix(shown)
+    assert "tokens per parameter (yours: 5)" in near and "at 20 tokens" not in near
     assert all(f"note: {line}" in shown for line in plan.advice(1e11, 1e10))
-    assert "-22% to 75%" not in str(plan) and "note" not in str(plan)
+    assert "measurements" not in str(plan) and "note" not in str(plan)
     console.print(plan.table(tokens=1e11, verbose=True))
-    assert "17% ± 20%" in console.file.getvalue()
+    assert "13% ± 16%" in console.file.getvalue()
     plan = growkern.plan(meta("LlamaForCausalLM", **BIG), intermediate_size=8192)
     console.print(plan.table(tokens=1e11))
     assert "neither in a paper nor by us" in console.file.getvalue()
