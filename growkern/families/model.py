@@ -33,14 +33,14 @@ class ModelSpec:
         family: the table, without the parts that this class does not use (`Family.of_class`).
         class_name: the model class in transformers, such as "BertForMaskedLM".
         untied: tensors with values of their own that the config calls tied (`ties_by_value`).
-        dense_model: the dense model that this mixture shows (`growkern.growth.space.upcycling`).
+        of_one_ffn: the experts are those of a dense FFN, among which no router chooses yet.
     """
 
     family: Family
     config: Any
     class_name: str
     untied: frozenset[str] = frozenset()
-    dense_model: ModelSpec | None = None
+    of_one_ffn: bool = False
 
     @classmethod
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
@@ -64,7 +64,7 @@ class ModelSpec:
 
     def with_config(self, config: Any) -> ModelSpec:
         """The same class with another config of the same family."""
-        other = replace(self, config=config, dense_model=None)
+        other = replace(self, config=config, of_one_ffn=False)
         if "tower" in vars(self) and not self.family.computes:
             # it never grows
             vars(other)["tower"] = self.tower
@@ -247,8 +247,8 @@ class ModelSpec:
         """Every tensor of the state dict, in the table's order, tied ones included."""
         tensors: dict[str, TensorSpec] = {}
         for tensor in self._bound_rows():
-            # a dense model has no router; of alternative rows the first that holds wins
-            if self.dense_model is None or tensor.fallback is None:
+            # of alternative rows the first that holds wins
+            if not self.of_one_ffn or tensor.fallback is None:
                 tensors.setdefault(tensor.name, tensor)
         return tuple(tensors.values())
 

@@ -405,7 +405,7 @@ def test_a_directory_becomes_a_mixture(tmp_path, monkeypatch):
     assert relative_error(source.double(), eager(loaded.double())) < 1e-12
     checked = growkern.verify(tmp_path / "dense", tmp_path / "moe")
     assert checked.ok and checked.level == "exact"
-    assert growkern.growth_plan_of(tmp_path / "moe").small.dense_model is not None
+    assert growkern.growth_plan_of(tmp_path / "moe").upcycling is not None
 
 
 def test_moments_are_shared_by_the_experts(tmp_path):

@@ -147,7 +147,7 @@ def _refuse_rectified(what: str, group: Mapping[str, Any]) -> None:
 
 def trained(plan: GrowthPlan) -> ModelSpec:
     """The model whose parameters the optimizer has: a dense one, if that becomes a mixture."""
-    return plan.small.dense_model or plan.small
+    return plan.source.stored.spec
 
 
 def check_entries(plan: GrowthPlan, state: Mapping[str, Any]) -> None:

@@ -67,7 +67,6 @@ from growkern.growth.plan import (
     old_entries,
 )
 from growkern.growth.record import plan_of_source, unknown_growth
-from growkern.growth.space import adds_nothing
 from growkern.ops.expand.op import expand
 
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule
@@ -259,7 +258,8 @@ def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
         return True
     if moments == "grow" and not has_known_gradient(plan, task):
         return True
-    is_beside = plan.small.dense_model is not None and adds_nothing(task.tensor.row, plan.options)
+    upcycling = plan.upcycling
+    is_beside = upcycling is not None and upcycling.adds_nothing(task.tensor.row)
     return is_beside or moments == "reset" or is_new(plan, task)
 
 

@@ -24,7 +24,6 @@ from growkern.growth.optimizer.moments import ReadEntries, grow_moment, starts_a
 from growkern.growth.options import check_moments
 from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
 from growkern.growth.source import Parts
-from growkern.growth.space import parts_of
 from growkern.growth.stored import StoredTensor
 
 State = Mapping[str, Mapping[str, Any]]
@@ -174,7 +173,7 @@ class ShownMoment:
 
 def shown_state(plan: GrowthPlan, state: State) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The state of the tensors that a mixture has in place of a dense model's FFN."""
-    for name, part in parts_of(plan.small).items():
+    for name, part in plan.source.parts.items():
         entries = [state[own] for own in part.names if own in state]
         if len(entries) < len(part.names):
             continue
@@ -249,7 +248,7 @@ def _default_names(plan: GrowthPlan, groups: int) -> list[list[str]]:
 def _target_names(plan: GrowthPlan, source: Sequence[Sequence[str]]) -> list[list[str]]:
     """The target's parameter names in model order, each in the group of its source."""
     group_of = {name: number for number, names in enumerate(source) for name in names}
-    parts, small = parts_of(plan.small), trained(plan)
+    parts, small = plan.source.parts, trained(plan)
     first = {name: part.names[0] for name, part in parts.items()}
     sources = {task.name: first.get(task.source, task.source) for task in plan.tasks}
     by_rank: dict[int, int] = {}

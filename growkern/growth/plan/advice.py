@@ -119,7 +119,7 @@ def uses(plan: Blueprint) -> dict[str, tuple[bool, str]]:
         "depth": (bool(changed & layers), "new layers, and their number stays"),
         "symmetry": (options.symmetry == "none" or widened, wide),
         "scheme": (copied, "the methods fpi and aki"),
-        **dict.fromkeys(("router", "drop"), (plan.small.dense_model is not None, becoming)),
+        **dict.fromkeys(("router", "drop"), (plan.upcycling is not None, becoming)),
     }
 
 

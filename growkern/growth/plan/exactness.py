@@ -32,13 +32,11 @@ from growkern.growth.plan.axes import axis_maps
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task, affine_gain
 from growkern.growth.plan.bounds import values_of
 from growkern.growth.space import (
-    adds_up,
-    are_asleep,
-    are_split,
+    Upcycling,
     copies_of,
     depth_of_sleep,
-    has_pairs,
     way_of,
+    way_of_experts,
 )
 
 # measures of `growkern.verify`: the largest difference of an output over the largest output (where
@@ -236,9 +234,8 @@ def _asked(what: str, why: str) -> Finding:
 def _with_change(plan: Blueprint, result: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Say how far all changes together move the outputs where a choice of experts is new."""
     spaces = plan.small.family.mixtures
-    is_new = plan.small.dense_model or any(
-        are_split(s, plan.small, plan.large.size) for s in spaces
-    )
+    ways = {way_of_experts(s, plan.small, plan.large.size) for s in spaces}
+    is_new = not ways.isdisjoint(("ffn", "split"))
     if not (is_new and any(finding.level == "changed" for finding in result)):
         return result
     change = measured_change(plan)
@@ -269,7 +266,7 @@ def measured_change(plan: Blueprint) -> float | None:
         spec=plan.large,
         dtypes=plan.dtypes,
         read=lambda name, *_: build_tensor(plan, tasks[name]),
-        dense_source=None,
+        upcycling=None,
     )
     dtype = torch.float64 if plan.parameters() <= LARGEST else torch.float32
     tokens = random_inputs(plan.source)
@@ -370,11 +367,12 @@ def _heads_under_norm(plan: Blueprint) -> Iterator[Finding]:
 
 def _experts(plan: Blueprint) -> Iterator[Finding]:
     for space in plan.small.mixtures:
-        if plan.small.dense_model:
-            yield from _upcycled(plan, space)
-        elif are_asleep(space, plan.small, plan.large.size):
+        way = way_of_experts(space, plan.small, plan.large.size)
+        if plan.upcycling:
+            yield from _upcycled(plan, plan.upcycling, space)
+        elif way == "asleep":
             yield _asleep(plan, space)
-        elif are_split(space, plan.small, plan.large.size):
+        elif way == "split":
             old, new = plan.layout.sizes(str(space.size))
             what = f"{plan.small.family.config_field(str(space.size))} {old} -> {new}"
             why = (
@@ -388,7 +386,7 @@ def _experts(plan: Blueprint) -> Iterator[Finding]:
             yield Finding("exact", what, why)
 
 
-def _upcycled(plan: Blueprint, space: SpaceSpec) -> Iterator[Finding]:
+def _upcycled(plan: Blueprint, upcycling: Upcycling, space: SpaceSpec) -> Iterator[Finding]:
     """A dense model that becomes a mixture."""
     options, (parts, count) = plan.options, plan.layout.sizes(str(space.size))
     each = "a copy" if parts == 1 else f"one of {parts} parts"
@@ -399,15 +397,14 @@ def _upcycled(plan: Blueprint, space: SpaceSpec) -> Iterator[Finding]:
         why = "the expert that all tokens share computes the dense FFN"
     elif parts > 1:
         why = f"the router chooses whole copies, and outputs count {parts} times"
-    if options.shared_expert == "zero" and not adds_up(plan.small):
-        # the weights of chosen experts do not add up to 1
-        chosen, dense = plan.large.size(str(space.chosen)), plan.small.family.dense
+    if options.shared_expert == "zero" and upcycling.free_weights:
+        chosen = plan.large.size(str(space.chosen))
         loses = f"{chosen} of {count} experts have that share of the weight, so outputs count more"
-        field = f"{dense and dense.renormalised}=False"
+        field = f"{upcycling.free_weights}=False"
         is_equal = options.router == "zero"
         yield Finding("exact", field, loses) if is_equal else _asked(field, f"on average {loses}")
         why = "the weights of all experts add up to 1"
-    if has_pairs(options):
+    if upcycling.has_pairs:
         why += "; noise cancels in pairs of copies, which are chosen together"
     yield Finding("exact", what, why)
     if options.drop and options.shared_expert == "zero":

@@ -39,7 +39,6 @@ from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_c
 from growkern.growth.source import Source, located, open_source
 from growkern.growth.space import (
     check_kinds,
-    check_router_sizes,
     layers_of,
     mixture_config,
     mixture_of,
@@ -326,8 +325,8 @@ def plan_growth(
         return _plan_for(opened, options, large, dtype)
 
     made = made_to_fit(opened.spec, dims, target_config, make)
-    if opened.dense_source is not None:
-        check_router_sizes(made.small, made.large, options)
+    if made.upcycling:
+        made.upcycling.check_sizes(made.large)
     if judged or MARK not in given.router:
         check_centroids(made)
     if judged:
@@ -344,7 +343,7 @@ def as_mixture(
 
     Of `dims` the fields are taken out that decide which layers become mixtures.
     """
-    if opened.spec.dense_model is not None:
+    if opened.upcycling:
         return opened, options
     if not options.to and target_config is not None:
         options = replace(options, to=mixture_of(opened.spec, target_config))

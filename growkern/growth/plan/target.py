@@ -83,7 +83,7 @@ def finish_target(
     for space in small.mixtures:
         value = getattr(small.text, str(space.averaged), None)
         # every copy of an expert adds as much to that loss as the expert did; a dense FFN adds none
-        if value and not small.dense_model:
+        if value and not small.of_one_ffn:
             setattr(text, str(space.averaged), value / copies_of(space, small, large))
     for name, key in family.classes[small.class_name].repeats.items():
         above, _, field = name.rpartition(".")
@@ -381,7 +381,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
             most = family.largest(key)
             raise GrowthError(f"{field}={new} is larger than in any model; at most {most}")
     # a mixture of one expert is new too
-    if not small.dense_model and all(small.size(key) == large.size(key) for key in fields.values()):
+    if not small.of_one_ffn and all(small.size(key) == large.size(key) for key in fields.values()):
         raise GrowthError(f"nothing grows: give a larger {', '.join(fields)}")
     check_copies(small, large)
     for heads in family.query_heads if family.forces_head_dim else ():

@@ -58,7 +58,7 @@ from growkern.growth.source import (
     name_of,
     read_config,
 )
-from growkern.growth.space import Layer, Space, dense_model, upcycled, with_start
+from growkern.growth.space import Layer, Space, class_that_became, upcycled
 from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version
 
@@ -262,7 +262,7 @@ def record_of(plan: GrowthPlan) -> dict[str, Any]:
         **(plan.to_dict() if "findings" in vars(plan) else plan.summary()),
         **({} if (table := plan.small.family.table) is None else {TABLE_KEY: table}),
         "source_config": config_dict(plan.small.config),
-        **({} if (dense := plan.small.dense_model) is None else {DENSE: config_dict(dense.config)}),
+        **({DENSE: config_dict(plan.source.stored.config)} if plan.upcycling else {}),
         "target_config": config_dict(plan.large.config),
         "source_dtype": str(plan.source.dtype).removeprefix("torch."),
         "maps": spaces_of(plan),
@@ -342,12 +342,10 @@ class Lineage:
     family: Family | None = None  # the table of one's own that the growth used
     dense_config: Any = None
 
-    def shown(self, spec: ModelSpec) -> ModelSpec:
-        """The source's `spec`, with the dense model that it shows."""
-        if self.dense_config is None:
-            return spec
-        family = with_start(spec.family, self.options)
-        return replace(spec, family=family, dense_model=dense_model(self.dense_config, spec))
+    def shown(self, source: Source) -> Source:
+        """The source as the growth counts it: a dense model as a mixture of one copy."""
+        is_dense = self.dense_config is not None
+        return upcycled(source, self.source_config, self.options) if is_dense else source
 
 
 def read_lineage(path: Path) -> Lineage:
@@ -427,18 +425,17 @@ def _no_record(file: Path, why: str) -> GrowthError:
 
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     """Make the plan of a lineage again, for this source."""
-    dense = lineage.dense_config
+    before = lineage.dense_config
     for name, (size, _) in lineage.sizes.items():
-        own = size if dense is None else getattr(dense, name, None)
+        own = size if before is None else getattr(before, name, None)
         other = value_of(source.spec.text, name, None)
         # a field may have the size once for each layer
         if other not in (own, None) and not (isinstance(other, list) and {*other} == {own}):
             raise GrowthError(
                 f"{lineage.file}: made from a model with {name}={own}, this source has {other}"
             )
-    if dense is not None:
-        source = upcycled(source, lineage.source_config, lineage.options)
-    return plan_growth(source, lineage.options, {}, lineage.target_config, lineage.dtype)
+    shown = lineage.shown(source)
+    return plan_growth(shown, lineage.options, {}, lineage.target_config, lineage.dtype)
 
 
 # --------------------------------------------------------- without the source
@@ -512,13 +509,15 @@ def recorded_plan(lineage: Lineage) -> GrowthPlan:
     """The plan of a lineage, made without the source. Its findings cannot be asked for."""
     name = lineage.data.get("model_class")
     small = ModelSpec.of(lineage.source_config, str(name), lineage.family)
-    small = lineage.shown(small).with_own_heads(lineage.data["tensors"])
+    if (config := lineage.dense_config) is not None:
+        small = ModelSpec.of(config, class_that_became(config, small))
+    small = small.with_own_heads(lineage.data["tensors"])
     dtypes = {name: lineage.source_dtype for name in small.shapes if name not in small.ties}
 
     def read(name: str) -> Tensor:
         raise GrowthError(f"{lineage.file} has no weights: {name} is in the source")
 
-    source = Source(small, dtypes, read, history=lineage.earlier)
+    source = lineage.shown(Source(small, dtypes, read, history=lineage.earlier))
     plan = plan_growth(
         source, lineage.options, {}, lineage.target_config, lineage.dtype, judged=False
     )

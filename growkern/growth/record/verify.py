@@ -44,7 +44,6 @@ from growkern.growth.record.lineage import (
 )
 from growkern.growth.record.verdict import Level
 from growkern.growth.source import Source, located, open_source
-from growkern.growth.space import as_source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,7 +168,8 @@ def verify(
                 "the grown model has no growth_plan: pass the model that grow() returned or a "
                 "directory made by grow_checkpoint()"
             )
-        plan = dataclasses.replace(own, source=as_source_of(own.small, opened, own.options))
+        shown = own.upcycling.of(opened) if own.upcycling else opened
+        plan = dataclasses.replace(own, source=shown)
     for whose, model in (("source", opened), ("grown model", opened_grown)):
         notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)

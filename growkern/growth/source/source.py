@@ -72,9 +72,8 @@ class Source:
     warned: tuple[str, ...] = field(default=(), repr=False)
     # of the files of `directory`, before they were read
     stamps: Stamps | None = field(default=None, repr=False)
-    # the dense model that this mixture shows, and the tensors made of its own
-    dense_source: Source | None = field(default=None, repr=False)
-    parts: Mapping[str, Parts] = field(default_factory=dict, repr=False)
+    # the `Upcycling` (`growkern.growth.space`) of a mixture that stands for a dense model
+    upcycling: Any = field(default=None, repr=False)
 
     def __deepcopy__(self, memo: Any) -> Source:
         # tensors are only read: copies of a grown model share the source in its plan
@@ -91,8 +90,13 @@ class Source:
 
     @property
     def stored(self) -> Source:
-        """What files or a model in memory hold: the dense model that a mixture shows, or this."""
-        return self.dense_source or self
+        """What files or a model in memory hold: the dense model behind a mixture, or this."""
+        return self.upcycling.dense if self.upcycling else self
+
+    @property
+    def parts(self) -> Mapping[str, Parts]:
+        """The tensors that are made of those of `stored`."""
+        return self.upcycling.parts if self.upcycling else {}
 
     @property
     def config(self) -> Any:

@@ -20,7 +20,7 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec, holds
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space import maps
-from growkern.growth.space.rules import is_output, keep_choice, output_scale, sleeping_map
+from growkern.growth.space.rules import keep_choice, sleeping_map
 from growkern.growth.space.spaces import (
     CARRY_UNITS,
     LINEAR_PAIR_ACTIVATIONS,
@@ -36,6 +36,7 @@ from growkern.growth.space.spaces import (
     with_carry_units,
     within_head,
 )
+from growkern.growth.space.upcycling import Upcycling, is_output
 
 # a layer of the source: its number, or "stack.number" in models with several stacks
 Layer = int | str | None
@@ -51,6 +52,7 @@ class Layout:
         dtypes: dtype of the source's weights and of the target's weights.
         layers: per size that counts layers, the source layer of every target layer, and which
             layers were inserted.
+        upcycling: how a mixture came about, if the source is a dense model.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Layout:
         options: GrowthOptions,
         dtypes: tuple[torch.dtype, torch.dtype],
         layers: Mapping[str, tuple[Sequence[int], Set[int]]],
+        upcycling: Upcycling | None = None,
     ) -> None:
         self.small, self.large, self.family = small, large, small.family
         self.options, self.dtypes, self.layers = options, dtypes, layers
+        self.upcycling = upcycling
         self._spaces: dict[tuple[str, Layer], Space] = {}
 
     def space(self, name: str, layer: Layer = None) -> Space:
@@ -209,8 +213,8 @@ class Layout:
         Some models round that root to the dtype of their weights, so this rounds it too. The
         result is 1 if the table's row names no such factor.
         """
-        if self.small.dense_model and isinstance(row, Row) and is_output(row):
-            return output_scale(self.small, self.large, row)
+        if self.upcycling and isinstance(row, Row) and is_output(row):
+            return self.upcycling.output_scale(self.large, row)
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
         inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")

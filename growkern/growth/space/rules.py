@@ -38,54 +38,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, UnfitError
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Dense, Row, SpaceSpec, condition_of, is_met
+from growkern.families.spec import SpaceSpec, condition_of, is_met
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.depth import way_of
 from growkern.growth.space.maps import pair_step
 
-
-def is_output(row: Row) -> bool:
-    """True for the matrices made of a dense FFN's that write its output."""
-    return bool(row.dense) and "write:stream" in row.axes
-
-
-def adds_nothing(row: Row, options: GrowthOptions) -> bool:
-    """True for the matrices of experts that are beside those which compute the dense FFN."""
-    return bool(row.dense) and (len(row.axes) > 2) == (options.shared_expert == "dense")
-
-
-def has_pairs(options: GrowthOptions) -> bool:
-    """True if noise makes the copies of a dense FFN differ in pairs."""
-    return options.symmetry == "noise" and options.shared_expert == "zero"
-
-
-def adds_up(view: ModelSpec) -> bool:
-    """False if the chosen experts, of a mixture that was dense, keep their weights of a softmax."""
-    own = view.family.dense or Dense(())
-    return own.renormalised is None or bool(getattr(view.fields, own.renormalised))
-
-
-def output_scale(view: ModelSpec, large: ModelSpec, row: Row) -> float:
-    """The factor of an `is_output` matrix that a dense model becomes.
-
-    Each of c experts that an FFN was split into has a weight of 1/c, and the model may multiply
-    their outputs with a factor. In a softmax over E experts, the k chosen ones have k/E together on
-    average.
-    """
-    own = view.family.dense or Dense(())
-    if len(row.axes) == 2:
-        return 1 / own.shared
-    factor = 1.0 if own.routed is None else getattr(view.fields, own.routed)
-    if not adds_up(view):
-        (space,) = view.family.mixtures
-        factor *= large.size(str(space.chosen)) / large.size(str(space.size))
-    return float(view.size(str(view.family.mixtures[0].size)) / factor)
+Experts: TypeAlias = Literal["whole", "asleep", "split", "ffn"]
 
 
 def check_copies(small: ModelSpec, large: ModelSpec) -> None:
@@ -108,35 +73,32 @@ def check_copies(small: ModelSpec, large: ModelSpec) -> None:
                 )
 
 
-def are_asleep(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> bool:
-    """True if new experts sleep: a bias can do that, and as many are chosen as before.
+def way_of_experts(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> Experts:
+    """How the experts of the target come about.
 
-    `size` gives a size of the target, or the source's if it is not known yet.
+    `size` gives a size of the target, or the source's if it is not known yet. Where new experts
+    could share tokens, only a caller who asks for as many chosen ones as before gets that.
+
+    Returns:
+        "split": copies share the tokens of their expert, (2), as many are chosen as before.
+        "asleep": they sleep instead, as a bias can do that, (1).
+        "ffn": of a dense model's FFN, see `growkern.growth.space.upcycling`.
+        "whole": all copies of an expert are chosen together.
     """
-    chosen = (str(space.chosen), *space.groups[1:])
-    if (
-        space.asleep is None
-        or small.dense_model
-        or size(str(space.size)) == small.size(str(space.size))
-    ):
-        return False
-    return all(size(key) == small.size(key) for key in chosen)
-
-
-def are_split(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> bool:
-    """True if new experts share the tokens of their source's, (2): as many are chosen as before.
-
-    `size` as in `are_asleep`. Only a caller who asks for that number gets it.
-    """
+    if small.of_one_ffn:
+        return "ffn"
     old, new = small.size(str(space.size)), size(str(space.size))
-    if space.asleep is not None or space.groups or small.dense_model or new == old or new % old:
-        return False
-    return size(str(space.chosen)) == small.size(str(space.chosen))
+    chosen = (str(space.chosen), *space.groups[1:])
+    if new == old or any(size(key) != small.size(key) for key in chosen):
+        return "whole"
+    if space.asleep is not None:
+        return "asleep"
+    return "whole" if space.groups or new % old else "split"
 
 
 def keep_choice(space: SpaceSpec, small: ModelSpec, size: Callable[[str], int]) -> bool:
     """True if there are more experts and as many are chosen as before."""
-    return are_asleep(space, small, size) or are_split(space, small, size)
+    return way_of_experts(space, small, size) in ("asleep", "split")
 
 
 def sleeping_map(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> tuple[Tensor, Tensor]:
@@ -178,8 +140,8 @@ def followers(
     """
     known = asked or {}
     size: Callable[[str], int] = lambda key: known.get(key, model.size(key))  # noqa: E731
-    is_asked = str(space.chosen) in known and are_split(space, model, size)
-    if are_asleep(space, model, size) or is_asked:
+    way = way_of_experts(space, model, size)
+    if way == "asleep" or (way == "split" and str(space.chosen) in known):
         return ()
     several = bool(space.groups) and model.size(space.groups[0]) > 1
     return (str(space.chosen), *(space.groups if several else ()))
@@ -202,8 +164,8 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
                 f"that fit: {field}={new - new % old} or {new - new % old + old}. Leave out "
                 f"{names}, which will fit then{_or_asleep(space, small, large)}"
             )
-        if small.dense_model:
-            # its experts are one FFN: see `growkern.growth.space.upcycling`
+        if small.of_one_ffn:
+            # the router chooses among copies in any number
             continue
         copied = followers(space, small)
         for key in others:
@@ -219,7 +181,7 @@ def check_experts(small: ModelSpec, large: ModelSpec) -> None:
 def _or_asleep(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> str:
     """The end of an error message: new experts can sleep instead, if there are any."""
     grows = large.size(str(space.size)) > small.size(str(space.size))
-    if space.asleep is None or small.dense_model or not grows:
+    if space.asleep is None or small.of_one_ffn or not grows:
         return ""
     kept = (str(space.chosen), *space.groups[1:])
     fit = " and ".join(f"{small.family.config_field(key)}={small.size(key)}" for key in kept)

@@ -12,7 +12,8 @@ parts of one copy are equal: the router then takes all of them or none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import transformers
@@ -21,11 +22,11 @@ from growkern.errors import GrowthError, nearest
 from growkern.families.family import Family
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Row, unfollowed
+from growkern.families.spec import Dense, Row, TensorSpec, unfollowed
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Assembled, Parts, Source
-from growkern.growth.space.rules import adds_nothing, has_pairs, is_output, layers_of
+from growkern.growth.space.rules import layers_of
 
 # fields that say what a config is of
 NAMES = ("model_type", "architectures", "transformers_version")
@@ -96,64 +97,16 @@ def mixture_config(
     return config
 
 
-def with_start(family: Family, options: GrowthOptions) -> Family:
-    """The table of a mixture of which some experts add nothing at first: their outputs are zero.
-
-    Either those that a router chooses or the one that all tokens share computes the dense FFN.
-    """
-
-    def started(row: Row) -> Row:
-        is_zero = is_output(row) and adds_nothing(row, options)
-        return replace(row, dense=(), fallback="zero") if is_zero else row
-
-    return replace(
-        family, tensors={n: (*map(started, rows),) for n, rows in family.tensors.items()}
-    )
-
-
-def taken_together(view: ModelSpec, options: GrowthOptions) -> int:
-    """How many experts have equal rows in the router, so that it takes all of them or none.
-
-    They are the parts of one copy of the FFN; with noise those of two, between which it cancels.
-    """
-    return view.size(str(view.family.mixtures[0].size)) * (1 + has_pairs(options))
-
-
-def check_router_sizes(view: ModelSpec, large: ModelSpec, options: GrowthOptions) -> None:
-    """Refuse a router that would take a part of the experts that belong together."""
-    together = taken_together(view, options)
-    if together == 1:
-        return
-    (space,) = view.family.mixtures
-    why = _why_together(together, options)
-    for key in (str(space.size), str(space.chosen)):
-        if (size := large.size(key)) % together:
-            field = view.family.config_field(key)
-            raise GrowthError(f"{field}={size}: {why}: give a multiple of {together}")
-    if options.router == "zero":
-        # rows of 0 would tie all experts
-        raise GrowthError(
-            f"router='zero' does not keep experts together: {why}. Leave it out, or give experts "
-            "of the FFN's width, without noise"
-        )
-
-
-def _why_together(together: int, options: GrowthOptions) -> str:
-    why = f"{together} experts belong together, the parts of an FFN"
-    if has_pairs(options):
-        why += ", in pairs of copies whose noise cancels (symmetry='noise')"
-    return why
-
-
 def upcycled(source: Source, config: Any, options: GrowthOptions) -> Source:
     """A dense source as the mixture of `mixture_config`, if that has all that the source has."""
     small = source.spec
-    family = with_start(_sibling(small, options), options)
+    family = _with_start(_sibling(small, options), options)
     name = _class_like(family, small)
     if name is None:
         raise GrowthError(f"{small.class_name}: a {family.model_type} has no class with its head")
-    view = replace(ModelSpec.of(config, name, family), dense_model=small, untied=small.untied)
-    parts = parts_of(view)
+    view = replace(ModelSpec.of(config, name, family), of_one_ffn=True, untied=small.untied)
+    upcycling = Upcycling(source, view, options)
+    parts = upcycling.parts
     used = {name for part in parts.values() for name in part.names} | view.shapes.keys()
     for tensor in (t for t in small.own_tensors if t.name not in used):
         when = f"config.{tensor.row.when}: " if tensor.row.when else ""
@@ -163,23 +116,160 @@ def upcycled(source: Source, config: Any, options: GrowthOptions) -> Source:
         for t in view.own_tensors
     }
     read = Assembled(source.read, parts)
+    return replace(source, spec=view, dtypes=dtypes, read=read, keys={}, upcycling=upcycling)
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """How the experts of a mixture come about, which a dense model becomes.
+
+    Attributes:
+        dense: the dense model.
+        spec: the mixture of one copy of its FFN, of which all target experts are copies.
+        options: those of the growth.
+    """
+
+    dense: Source
+    spec: ModelSpec
+    options: GrowthOptions
+
+    def of(self, dense: Source) -> Source:
+        """Another opened source with the sizes of `dense`, as the same mixture."""
+        return upcycled(dense, self.spec.config, self.options)
+
+    @property
+    def _splits(self) -> int:
+        """How many experts one copy of the FFN is split into."""
+        return self.spec.size(str(self.spec.family.mixtures[0].size))
+
+    @cached_property
+    def parts(self) -> dict[str, Parts]:
+        """The mixture's tensors that are made of the dense FFN's."""
+        small, view = self.dense.spec, self.spec
+        prefix, result = small.family.classes[small.class_name].prefix, {}
+        for tensor in (t for t in view.own_tensors if t.row.dense):
+            names = tuple(prefix + x.replace("{l}", str(tensor.layer)) for x in tensor.row.dense)
+            count, axis = self._splits if len(tensor.axes) > 2 else 0, int(is_output(tensor.row))
+            result[tensor.name] = Parts(names, count, axis, view.shapes[tensor.name][axis])
+        return result
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if noise makes the copies of the FFN differ in pairs."""
+        return _has_pairs(self.options)
+
+    @property
+    def together(self) -> int:
+        """How many experts have equal rows in the router, so that it takes all of them or none.
+
+        They are the parts of one copy of the FFN; with noise those of two, between which it
+        cancels.
+        """
+        return self._splits * (1 + self.has_pairs)
+
+    @property
+    def free_weights(self) -> str:
+        """The config field that says that chosen experts keep their weights of a softmax, or "".
+
+        Their weights then do not add up to 1.
+        """
+        name = self._table.renormalised or ""
+        return "" if not name or getattr(self.spec.fields, name) else name
+
+    @property
+    def _table(self) -> Dense:
+        return self.spec.family.dense or Dense(())
+
+    def is_router(self, tensor: TensorSpec) -> bool:
+        """True for the matrix that chooses experts, which the dense model lacks."""
+        mixtures = [f"write:{space.name}" for space in self.spec.family.mixtures]
+        return len(tensor.axes) == 2 and tensor.axes[0] in mixtures
+
+    def is_copied(self, row: Row) -> bool:
+        """True for the matrices of experts that are copies of the FFN's."""
+        return bool(row.dense) and len(row.axes) == 3
+
+    def adds_nothing(self, row: Row) -> bool:
+        """True for the matrices of experts that are beside those which compute the FFN."""
+        return _adds_nothing(row, self.options)
+
+    def output_scale(self, large: ModelSpec, row: Row) -> float:
+        """The factor of an `is_output` matrix.
+
+        Each of c experts that the FFN was split into has a weight of 1/c, and the model may
+        multiply their outputs with a factor. In a softmax over E experts, the k chosen ones have
+        k/E together on average.
+        """
+        if len(row.axes) == 2:
+            return 1 / self._table.shared
+        routed = self._table.routed
+        factor = 1.0 if routed is None else getattr(self.spec.fields, routed)
+        if self.free_weights:
+            (space,) = self.spec.family.mixtures
+            factor *= large.size(str(space.chosen)) / large.size(str(space.size))
+        return float(self._splits / factor)
+
+    def check_sizes(self, large: ModelSpec) -> None:
+        """Refuse a router that would take a part of the experts that belong together."""
+        together = self.together
+        if together == 1:
+            return
+        (space,) = self.spec.family.mixtures
+        why = _why_together(together, self.options)
+        for key in (str(space.size), str(space.chosen)):
+            if (size := large.size(key)) % together:
+                field = self.spec.family.config_field(key)
+                raise GrowthError(f"{field}={size}: {why}: give a multiple of {together}")
+        if self.options.router == "zero":
+            # rows of 0 would tie all experts
+            raise GrowthError(
+                f"router='zero' does not keep experts together: {why}. Leave it out, or give "
+                "experts of the FFN's width, without noise"
+            )
+
+
+def is_output(row: Row) -> bool:
+    """True for the matrices made of a dense FFN's that write its output."""
+    return bool(row.dense) and "write:stream" in row.axes
+
+
+def _adds_nothing(row: Row, options: GrowthOptions) -> bool:
+    return bool(row.dense) and (len(row.axes) > 2) == (options.shared_expert == "dense")
+
+
+def _has_pairs(options: GrowthOptions) -> bool:
+    return options.symmetry == "noise" and options.shared_expert == "zero"
+
+
+def _why_together(together: int, options: GrowthOptions) -> str:
+    why = f"{together} experts belong together, the parts of an FFN"
+    if _has_pairs(options):
+        why += ", in pairs of copies whose noise cancels (symmetry='noise')"
+    return why
+
+
+def _with_start(family: Family, options: GrowthOptions) -> Family:
+    """The table of a mixture of which some experts add nothing at first: their outputs are zero.
+
+    Either those that a router chooses or the one that all tokens share computes the dense FFN.
+    """
+
+    def started(row: Row) -> Row:
+        is_zero = is_output(row) and _adds_nothing(row, options)
+        return replace(row, dense=(), fallback="zero") if is_zero else row
+
     return replace(
-        source, spec=view, dtypes=dtypes, read=read, keys={}, dense_source=source, parts=parts
+        family, tensors={n: (*map(started, rows),) for n, rows in family.tensors.items()}
     )
 
 
-def as_source_of(small: ModelSpec, opened: Source, options: GrowthOptions) -> Source:
-    """An opened source as a growth from `small` reads it."""
-    return opened if small.dense_model is None else upcycled(opened, small.config, options)
-
-
-def dense_model(config: Any, view: ModelSpec) -> ModelSpec:
-    """The dense model of this config that becomes a mixture."""
+def class_that_became(config: Any, mixture: ModelSpec) -> str:
+    """The class of the dense model with this config that became a mixture."""
     family = load_family(config.model_type)
-    name = _class_like(family, view)
-    if name is None or family.model_type not in dense_families(view.family.model_type):
-        raise GrowthError(f"no {family.model_type} becomes a {view.class_name}")
-    return ModelSpec.of(config, name, family)
+    name = _class_like(family, mixture)
+    if name is None or family.model_type not in dense_families(mixture.family.model_type):
+        raise GrowthError(f"no {family.model_type} becomes a {mixture.class_name}")
+    return name
 
 
 def _class_like(family: Family, model: ModelSpec) -> str | None:
@@ -255,7 +345,7 @@ def _set_sizes(
     setattr(config, width, whole // parts)
     for key in shared:
         _set_shared(config, family, key, whole, options, asked)
-    copies = 1 + has_pairs(options)
+    copies = 1 + _has_pairs(options)
     together = parts * copies
     count, chosen = (asked[field] for field in fields)
     # other values are refused with the other sizes
@@ -350,21 +440,6 @@ def _parts_of(whole: int, asked: Any, field: str) -> int:
             f"{' and '.join(str(whole // n) for n in sorted(near, reverse=True))}"
         )
     return parts
-
-
-def parts_of(view: ModelSpec) -> dict[str, Parts]:
-    """The tensors of a mixture that are made of a dense model's FFN."""
-    small = view.dense_model
-    if small is None:
-        return {}
-    prefix = small.family.classes[small.class_name].prefix
-    experts = view.size(str(view.family.mixtures[0].size))
-    result = {}
-    for tensor in (t for t in view.own_tensors if t.row.dense):
-        names = tuple(prefix + x.replace("{l}", str(tensor.layer)) for x in tensor.row.dense)
-        count, axis = experts if len(tensor.axes) > 2 else 0, int(is_output(tensor.row))
-        result[tensor.name] = Parts(names, count, axis, view.shapes[tensor.name][axis])
-    return result
 
 
 def dense_families(model_type: str) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ from growkern.growth.models import Initial
 from growkern.growth.options import ROUTERS, GrowthOptions
 from growkern.growth.plan.axes import asleep, axis_maps
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
-from growkern.growth.space import depth_of_sleep, is_output, taken_together
+from growkern.growth.space import Upcycling, depth_of_sleep, is_output
 from growkern.growth.stored import Read
 
 # how long the rows are that part the tokens of an expert's copies, beside those of the router
@@ -190,7 +190,8 @@ def build_random(
 
     A new router has equal rows for the experts that it takes together.
     """
-    experts = taken_together(plan.small, plan.options) if is_router(plan, task) else 1
+    upcycling = plan.upcycling
+    experts = upcycling.together if upcycling and upcycling.is_router(task.tensor) else 1
     if experts == 1:
         return build(part, out)
     rows = torch.arange(task.shape[0])[part[0]] // experts
@@ -198,13 +199,6 @@ def build_random(
     numbers = torch.empty(drawn.stop - drawn.start, *out.shape[1:], dtype=out.dtype)
     build((drawn, *part[1:]), numbers)
     return out.copy_(numbers[rows - drawn.start])
-
-
-def is_router(plan: Blueprint, task: Task) -> bool:
-    """True for the router of a mixture that was a dense model."""
-    mixtures = [f"write:{space.name}" for space in plan.small.family.mixtures]
-    axes = task.tensor.axes
-    return plan.small.dense_model is not None and len(axes) == 2 and axes[0] in mixtures
 
 
 def philox_key(plan: Blueprint, *which: object) -> int:
@@ -263,11 +257,13 @@ def with_checksum(options: GrowthOptions) -> GrowthOptions:
 
 def centroids_of(plan: Blueprint, task: Task) -> Tensor | None:
     """The rows that a router gets, (copies of the FFN, hidden size); None: they are random."""
-    is_new = task.source_layer is None
-    if plan.options.router in ROUTERS or is_new or not is_router(plan, task):
+    upcycling, is_new = plan.upcycling, task.source_layer is None
+    if plan.options.router in ROUTERS or is_new or not upcycling:
+        return None
+    if not upcycling.is_router(task.tensor):
         return None
     layer = str(task.source_layer).rpartition(".")[2]
-    return plan.cache.get(("centroids", layer), lambda: _read(plan, layer))
+    return plan.cache.get(("centroids", layer), lambda: _read(plan, upcycling, layer))
 
 
 def check_centroids(plan: Blueprint) -> None:
@@ -297,7 +293,7 @@ def _checksum(file: Path) -> str:
         ) from error
 
 
-def _read(plan: Blueprint, layer: str) -> Tensor:
+def _read(plan: Blueprint, upcycling: Upcycling, layer: str) -> Tensor:
     """The rows of a source layer in float64."""
     file, key = plan.options.router.partition(MARK)[0], f"layers.{layer}"
     try:
@@ -306,7 +302,7 @@ def _read(plan: Blueprint, layer: str) -> Tensor:
     except (OSError, safetensors.SafetensorError) as error:
         raise GrowthError(f"router={file!r}: cannot read {key!r}: {error}") from error
     (space,) = plan.small.family.mixtures
-    copies = plan.large.size(str(space.size)) // taken_together(plan.small, plan.options)
+    copies = plan.large.size(str(space.size)) // upcycling.together
     wanted = (copies, plan.small.size("stream"))
     if rows.shape != wanted or not rows.isfinite().all():
         raise GrowthError(
@@ -319,14 +315,8 @@ def _read(plan: Blueprint, layer: str) -> Tensor:
 
 def is_dropped(plan: Blueprint, task: Task) -> bool:
     """True for the matrices of experts of which units are drawn again."""
-    return bool(plan.options.drop) and _is_of_copies(plan, task)
-
-
-def _is_of_copies(plan: Blueprint, task: Task) -> bool:
-    """True for the matrices of experts that are copies of a dense FFN."""
-    return (
-        plan.small.dense_model is not None and bool(task.tensor.row.dense) and len(task.shape) == 3
-    )
+    upcycling = plan.upcycling
+    return bool(plan.options.drop and upcycling and upcycling.is_copied(task.tensor.row))
 
 
 def drop_units(
@@ -398,14 +388,16 @@ def _draw(
 
 def is_noisy(plan: Blueprint, task: Task) -> bool:
     """True for the matrices that noise makes differ between two copies of an FFN."""
-    is_noise = plan.options.symmetry == "noise"
-    return is_noise and _is_of_copies(plan, task) and is_output(task.tensor.row)
+    row, upcycling = task.tensor.row, plan.upcycling
+    is_noise = plan.options.symmetry == "noise" and is_output(row)
+    return bool(is_noise and upcycling and upcycling.is_copied(row))
 
 
 def add_noise(plan: Blueprint, task: Task, part: Part, out: Tensor) -> None:
     """Add noise to a part of a tensor of experts; arguments as in `drop_units`."""
-    numbers = task.ranges(part)[0]
-    together = taken_together(plan.small, plan.options)
+    numbers, upcycling = task.ranges(part)[0], plan.upcycling
+    assert upcycling is not None
+    together = upcycling.together
     for number, matrix in zip(numbers, out, strict=True):
         pair, place = divmod(number, together)
         copy, which = divmod(place, together // 2)
