@@ -6,15 +6,13 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.growth.space.depth import way_of
     from growkern.growth.space.layout import Layer, Layout
-    from growkern.growth.space.maps import cyclic, generator, pair_step, partial_sums, rank_in_group
-    from growkern.growth.space.maps import rotary_entries, take_shares
     from growkern.growth.space.rules import check_copies, check_kinds, computed_head_dim, copies_of
     from growkern.growth.space.rules import depth_of_sleep, followers, is_undeclared, keep_choice
     from growkern.growth.space.rules import layers_of, period_of, refuse_unportable, rule_of
-    from growkern.growth.space.rules import way_of_experts, whole_depths
-    from growkern.growth.space.spaces import copies, Space
+    from growkern.growth.space.rules import way_of, way_of_experts, whole_depths
+    from growkern.growth.space.spaces import copies, cyclic, generator, pair_step, partial_sums
+    from growkern.growth.space.spaces import rank_in_group, rotary_entries, Space, take_shares
     from growkern.growth.space.upcycling import class_that_became, dense_families, is_output
     from growkern.growth.space.upcycling import mixture_config, mixture_of, upcycled, Upcycling
 # fmt: on

@@ -19,19 +19,24 @@ from torch import Tensor
 from growkern.families.model import ModelSpec
 from growkern.families.spec import Row, SpaceSpec, holds
 from growkern.growth.options import GrowthOptions
-from growkern.growth.space import maps
 from growkern.growth.space.rules import keep_choice, sleeping_map
 from growkern.growth.space.spaces import (
     CARRY_UNITS,
     LINEAR_PAIR_ACTIVATIONS,
     Space,
+    balanced,
     copies,
+    cyclic,
     direct_sum,
     extended,
+    generator,
+    grouped_heads,
     normed,
     outer_product,
+    rank_in_group,
     signed_split,
     tied_output,
+    uniform,
     weighted,
     with_carry_units,
     within_head,
@@ -165,13 +170,13 @@ class Layout:
         """The index map that the options ask for, (target,) int64."""
         if self.options.scheme == "paper":
             key = ("map", spec.kind, spec.heads or spec.size, layer)
-            rng = maps.generator(self.options.seed, *key)
-            return maps.uniform(source, target, rng)
+            rng = generator(self.options.seed, *key)
+            return uniform(source, target, rng)
         if self.options.maps == "balanced" and spec.kind != "heads":
             # the spaces before and after an inner norm have one map
-            rng = maps.generator(self.options.seed, "map", spec.size or spec.name, layer)
-            return maps.balanced(source, target, rng)
-        return maps.cyclic(source, target)
+            rng = generator(self.options.seed, "map", spec.size or spec.name, layer)
+            return balanced(source, target, rng)
+        return cyclic(source, target)
 
     def _split(
         self, name: str, layer: Layer, index: Tensor, where: Tensor | None = None
@@ -179,7 +184,7 @@ class Layout:
         """Deviations of the copies' shares, as `signed_split` makes them; None without "split"."""
         if self.options.symmetry != "split" or not len(index):
             return None
-        return signed_split(index, maps.generator(self.options.seed, "split", name, layer), where)
+        return signed_split(index, generator(self.options.seed, "split", name, layer), where)
 
     def _stream(self, spec: SpaceSpec, _layer: Layer) -> Space:
         source, target = self.stream_sizes
@@ -233,7 +238,7 @@ class Layout:
         if heads in ("q_heads", keys) and keys in self.family.config:
             q_sizes, kv_sizes = self.sizes("q_heads"), self.sizes(keys)
             if kv_sizes != q_sizes:
-                q_map, kv_map = maps.grouped_heads(q_sizes[0], kv_sizes[0], q_sizes[1], kv_sizes[1])
+                q_map, kv_map = grouped_heads(q_sizes[0], kv_sizes[0], q_sizes[1], kv_sizes[1])
                 return q_map if heads == "q_heads" else kv_map
             # every query head has its own key head, so both follow one map
             heads = "q_heads"
@@ -288,7 +293,7 @@ class Layout:
         # whole copies in every scheme: a router takes all copies of an expert or none
         source, target = self.sizes(str(spec.size))
         if not keep_choice(spec, self.small, self.large.size):
-            return copies(maps.cyclic(source, target), source)
+            return copies(cyclic(source, target), source)
         index, awake = sleeping_map(spec, self.small, self.large)
         return replace(copies(index, source), read=awake.double())
 
@@ -348,7 +353,7 @@ class Layout:
         if size not in self.untrained_sizes:
             return torch.zeros(len(index), dtype=torch.bool)
         heads = self.head_map("q_heads", layer) if size == "kv_heads" else index
-        is_copy = maps.rank_in_group(heads) > 0
+        is_copy = rank_in_group(heads) > 0
         return is_copy.view(len(index), -1).all(1)
 
     def untrained_units(self, name: str) -> Tensor:

@@ -26,7 +26,8 @@ The copies j with the largest n_j x all come first if that is larger than the ot
 the logits of the chosen experts differ. Then those of the source are chosen, with its weights.
 Elsewhere a token reaches others, so this is no exact growth.
 
-Layers repeat in whole periods of their kinds, where they have several. Some runtimes compute what
+A `Way` adds layers. `way_of` finds it by the value of the option `depth`. Layers repeat in whole
+periods of their kinds, where they have several. Some runtimes compute what
 transformers reads from the config: head_dim, or the kind of a layer. A family's table says which,
 in [runtimes], and `portable` keeps to that.
 """
@@ -35,10 +36,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,8 +48,7 @@ from growkern.errors import GrowthError, UnfitError
 from growkern.families.model import ModelSpec
 from growkern.families.spec import SpaceSpec, condition_of, is_met
 from growkern.growth.options import GrowthOptions
-from growkern.growth.space.depth import way_of
-from growkern.growth.space.maps import pair_step
+from growkern.growth.space.spaces import pair_step
 
 Experts: TypeAlias = Literal["whole", "asleep", "split", "ffn"]
 
@@ -199,6 +199,92 @@ def _check_groups(space: SpaceSpec, small: ModelSpec, large: ModelSpec) -> None:
             f"new experts sleep behind the {old} of each of the source's {groups} groups; nearest "
             f"sizes that fit: {field}={low} or {low + more}"
         )
+
+
+class Way:
+    """A way to add layers: copies next to their layer that compute as they did there."""
+
+    # what happens to layers, for the plan's sentence; None: new ones add nothing
+    verb: str | None = "repeated"
+    # new layers begin as the class draws them
+    is_untrained = False
+
+    def pick(self, old: int, new: int) -> list[int]:
+        """The source layer, or period of layers, of each of `new` ones."""
+        return [layer * old // new for layer in range(new)]
+
+    def layers(self, old: int, new: int) -> list[int] | None:
+        """The source layer of every target layer; None: by whole periods of `pick`."""
+        return None
+
+    def inserted(self, layers: Sequence[int]) -> set[int]:
+        """The target layers that repeat a source layer and do not compute it."""
+        return set()
+
+    def count(self) -> int | None:
+        """The number of layers that the option itself asks for."""
+        return None
+
+
+class Stack(Way):
+    """The whole stack again, above itself, then the top layers (bert2BERT, Algorithm 1)."""
+
+    verb = "stacked"
+
+    def pick(self, old: int, new: int) -> list[int]:
+        whole, rest = divmod(new, old)
+        return [*range(old)] * whole + [*range(old - rest, old)]
+
+
+class Identity(Way):
+    """Blocks that add nothing yet, behind the layer that they copy."""
+
+    verb = None
+
+    def inserted(self, layers: Sequence[int]) -> set[int]:
+        first = {layer: i for i, layer in reversed([*enumerate(layers)])}
+        return {i for i, layer in enumerate(layers) if first[layer] != i}
+
+
+class Untrained(Identity):
+    """Layers as the class draws them."""
+
+    is_untrained = True
+
+
+@dataclass(frozen=True)
+class Listed(Way):
+    """The source layer of every target layer, as the user lists them."""
+
+    listed: tuple[int, ...]
+    verb = "arranged by a list"
+
+    def layers(self, old: int, new: int) -> list[int] | None:
+        if new != len(self.listed):
+            raise GrowthError(
+                f"depth lists {len(self.listed)} layers, but the target has {new}: list as many, "
+                "or leave out their number"
+            )
+        if beyond := [layer for layer in self.listed if not 0 <= layer < old]:
+            raise GrowthError(
+                f"depth lists layer {beyond[0]}: the source has 0 to {old - 1}: list these"
+            )
+        if lost := sorted({*range(old)} - {*self.listed}):
+            raise UnfitError(f"depth leaves out layer {lost[0]}, which would be lost: list it too")
+        if old == new:
+            raise GrowthError("depth lists the layers in another order: list more than there are")
+        return [*self.listed]
+
+    def count(self) -> int | None:
+        return len(self.listed)
+
+
+WAYS = {"identity": Identity(), "stack": Stack(), "interleave": Way(), "random": Untrained()}
+
+
+def way_of(depth: Any) -> Way:
+    """The way of a value of the option `depth`."""
+    return Listed(depth) if isinstance(depth, tuple) else WAYS[depth]
 
 
 def layers_of(small: ModelSpec, large: ModelSpec, key: str, options: GrowthOptions) -> list[int]:

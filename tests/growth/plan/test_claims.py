@@ -12,7 +12,7 @@ import transformers
 import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.record.verdict import measured_level
-from growkern.growth.space import maps
+from growkern.growth.space.spaces import grouped_heads
 from testbed.families import BART, FAMILIES, ROTARY, T5
 from testbed.models import BERT, GPT2, LLAMA, fold_back, outputs, random_model, relative_error
 
@@ -302,7 +302,7 @@ def test_query_heads_are_lost_only_where_no_map_can_keep_them(q, kv, q_new, kv_n
     choices = itertools.product(range(kv), repeat=kv_new)
     possible = any(all(c.count(g) * group_new >= group for g in range(kv)) for c in choices)
     try:
-        maps.grouped_heads(q, kv, q_new, kv_new)
+        grouped_heads(q, kv, q_new, kv_new)
     except growkern.GrowthError:
         assert not possible
     else:

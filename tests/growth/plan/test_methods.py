@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth.space import maps
+from growkern.growth.space.rules import WAYS
 from testbed.models import BERT, GPT2, LLAMA, random_model, relative_error
 
 D, HEADS, FFN, HEAD_DIM, LAYERS = 12, 3, 20, 4, 3
@@ -190,9 +190,9 @@ def test_random_has_the_statistics_of_an_untrained_model():
 
 
 def test_layer_maps():
-    assert maps.stack(6, 14) == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 4, 5]
-    assert maps.interleave(6, 14) == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
-    assert maps.stack(3, 3) == maps.interleave(3, 3) == [0, 1, 2]
+    assert WAYS["stack"].pick(6, 14) == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 4, 5]
+    assert WAYS["interleave"].pick(6, 14) == [0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5, 5]
+    assert WAYS["stack"].pick(3, 3) == WAYS["interleave"].pick(3, 3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from growkern.growth.plan.axes import axis_map
 from growkern.growth.plan.growth_plan import plan
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.space import maps
-from growkern.growth.space.maps import partial_sums, take_shares
-from growkern.growth.space.spaces import signed_split
+from growkern.growth.space.spaces import counts, partial_sums, signed_split, take_shares
 from growkern.ops.backend.launch import HAS_TRITON
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.shared.walks import walk
@@ -30,7 +28,7 @@ def every_number(dtype):
 def shares_of(index, seed):
     """Shares of a map as a growth draws them, and how they are taken."""
     rng = torch.Generator().manual_seed(seed)
-    share = (1 + signed_split(index, rng)) / maps.counts(index, int(index.max()) + 1)
+    share = (1 + signed_split(index, rng)) / counts(index, int(index.max()) + 1)
     return share, partial_sums(index, share, torch.ones(len(index), dtype=torch.bool))
 
 
