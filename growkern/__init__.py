@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from growkern.train.distributed.shard import shard as shard
     from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport
     from growkern.train.evaluation.evaluate import evaluate as evaluate
-    from growkern.train.growth import GrowthStep as GrowthStep
     from growkern.train.loop.callbacks import ExpertBalancing as ExpertBalancing
+    from growkern.train.loop.growing import GrowthStep as GrowthStep
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.inherited import inherited_loss as inherited_loss

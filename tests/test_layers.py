@@ -77,7 +77,6 @@ PARTS = {
         "model",
         "distributed",
         "optimizer",
-        "growth",
         "objectives",
         "dataset",
         "loss",

@@ -32,7 +32,7 @@ from growkern.growth.source.source import open_source
 from growkern.ops.backend import native
 from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.distributed.shards import create_optimizer_state
-from growkern.train.growth import grown_model
+from growkern.train.loop.growing import grown_model
 from growkern.train.loop.trainer import TwoStageTrainer
 
 SOURCE = {

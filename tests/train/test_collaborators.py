@@ -12,9 +12,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from growkern import GrowthError, LossOptions
 from growkern.errors import GrowthWarning
 from growkern.train.distributed.shards import Shards
-from growkern.train.growth import GrowthStep
 from growkern.train.loop.callbacks import LoopCallback
-from growkern.train.loop.growing import GrowthInRun
+from growkern.train.loop.growing import GrowthInRun, GrowthStep
 from growkern.train.loop.meter import Meter
 from growkern.train.loop.objective import WHOLE, Objective
 from growkern.train.loss.batches import Batches, LabelledSteps, unchanged_random_state

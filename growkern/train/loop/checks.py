@@ -29,7 +29,7 @@ from growkern.train.distributed.shard import (
     is_sharded,
     refuse_replicas,
 )
-from growkern.train.growth import GrowthStep, check_order
+from growkern.train.loop.growing import GrowthStep, check_order
 from growkern.train.loss import (
     InheritanceSchedule,
     LossOptions,

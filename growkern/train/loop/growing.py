@@ -1,45 +1,47 @@
-"""The growths inside a run.
+"""The growths of a run: at which steps the model grows, and how the larger models are built.
 
-Before each growth the trainer saves a checkpoint of the smaller model. The larger model, its
-optimizer and everything else continue from that checkpoint. A run that is killed after it and
-resumed takes the same way, and so gets the same bits as a run that was never interrupted.
+`GrowthStep` is [growth] of a run file and an argument of `growkern.TwoStageTrainer`. A grown model
+is built in place: on the meta device, then sharded, then filled part by part.
+
+Before each growth inside the run the trainer saves a checkpoint of the smaller model. The larger
+model, its optimizer and everything else continue from that checkpoint. A run that is killed after
+it and resumed takes the same way, and so gets the same bits as a run that was never interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import transformers
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import SchedulerType
+from transformers import PreTrainedConfig, SchedulerType
 from transformers.trainer import SCHEDULER_NAME
 
+from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, check_steps
 from growkern.errors import GrowthError, warn
+from growkern.families.model import ModelSpec
 from growkern.growth.disk import complete_config
-from growkern.growth.history import history_of
+from growkern.growth.history import History, history_of
+from growkern.growth.models import local_tensor, materialise, restore_buffers
 from growkern.growth.optimizer import grow_optimizer_into
-from growkern.growth.plan import GrowthPlan
-from growkern.growth.record import keep_lineage, misfit
-from growkern.growth.sharded import free_gathered
-from growkern.train.distributed.shard import DistributedOptions
+from growkern.growth.options import DEFAULT_DEPTH, ROUTERS, GrowthOptions, Moments
+from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
+from growkern.growth.record import growth_plan_of, keep_lineage, misfit
+from growkern.growth.sharded import device_of, fill, free_gathered, named_tensors, plan_into
+from growkern.growth.source import Source, open_source
+from growkern.train.distributed.shard import DistributedOptions, shard
 from growkern.train.distributed.shards import sources_of
-from growkern.train.growth import (
-    GrowthStep,
-    Size,
-    grown_model,
-    new_part,
-    plan_before,
-    rewarmed,
-    sizes_of_run,
-    unfilled_model,
-)
 from growkern.train.model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
 from growkern.train.safety.checkpoints import MANIFEST, step_of
@@ -47,6 +49,304 @@ from growkern.train.safety.saving import Saver
 
 # a rate below this share of its peak before is called low; the peak is looked for in so many parts
 LEAST_RATE, PARTS = 0.9, 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthStep(GrowthOptions):
+    """A growth at the start of a run or inside it, without a detour over the disk.
+
+    Inside a run the weights, the learning-rate schedule, the order of the data and all counts go
+    on, and the optimizer's state if `moments` says so. StackBERT (Gong et al. 2019) is a list of
+    these. With `new_layers_steps` the list is MSLT (Yang et al. 2020).
+
+    The other fields are those of `growkern.growth.options.GrowthOptions`.
+
+    Args:
+        sizes: the sizes of the large model by the names of its config. In a run file they may also
+            stand beside the other keys, as in `num_hidden_layers = 12`. `mlp_only_layers` is a
+            list.
+        at_step: optimizer steps that come before this growth; 0 is the start of the run.
+        source: directory of the checkpoint that is grown, at the start only; or a model on the Hub,
+            ORGANISATION/NAME.
+        revision: branch, tag or commit of a source on the Hub.
+        moments: "grow" and "old_slices" grow the optimizer's state, see
+            `growkern.grow_optimizer_into`. "reset" starts it at zero. With stacked layers that
+            ended at a lower loss than grown moments.
+        optimizer: the state of the source's optimizer, at the start only: the `optimizer.pt` of a
+            Trainer or a directory with one, or a directory of `torch.distributed.checkpoint`.
+        rewarm_steps: inside a run, optimizer steps after the growth in which the learning rate
+            rises from near 0 to that of its schedule again.
+        rate_factor: inside a run, factor of all learning rates from this growth on. Those of
+            several growths are multiplied.
+        new_layers_steps: inside a run, optimizer steps after the growth in which only the layers
+            above those of the smaller model train, together with the head.
+
+    Inside a run the depth "auto" is "stack", and at its start "identity".
+
+    Raises:
+        GrowthError: a value is unknown or out of range, or the values contradict each other.
+    """
+
+    LIMITS: ClassVar[dict[str, Limit]] = {
+        **GrowthOptions.LIMITS,
+        **dict.fromkeys(("at_step", "rewarm_steps", "new_layers_steps"), NOT_NEGATIVE),
+        "rate_factor": POSITIVE,
+    }
+
+    sizes: dict[str, int | tuple[int, ...]]
+    at_step: int = 0
+    source: str | None = None
+    revision: str | None = None
+    moments: Moments = "reset"
+    optimizer: str | None = None
+    rewarm_steps: int = 0
+    rate_factor: float = 1.0
+    new_layers_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.at_step and self.depth == "auto":
+            object.__setattr__(self, "depth", "stack")
+        super().__post_init__()
+        if not self.sizes:
+            raise GrowthError("a growth needs sizes, such as num_hidden_layers = 12")
+        check_rules("growth", self)
+
+    @property
+    def grows_moments(self) -> bool:
+        """Whether the optimizer's state grows too."""
+        return self.moments != "reset"
+
+    def inside(self, base: Path) -> GrowthStep:
+        """The same growth; the file of a new router lies in a folder."""
+        return self if self.router in ROUTERS else replace(self, router=str(base / self.router))
+
+    def options(self) -> dict[str, Any]:
+        """The fields of `GrowthOptions`."""
+        return {field.name: getattr(self, field.name) for field in fields(GrowthOptions)}
+
+
+def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
+    """Check the growths of a run against each other."""
+    places = [step.at_step for step in growth]
+    for before, after in pairwise(places):
+        if after <= before:
+            raise GrowthError(
+                f"a growth at step {after} follows one at step {before}: give them in the order of "
+                "their steps"
+            )
+    if places and places[-1] >= steps:
+        raise GrowthError(
+            f"the growth at step {places[-1]} would come after the run, which has {steps} steps"
+        )
+    for step, end in zip(growth, [*places[1:], steps], strict=False):
+        at, start = f"the growth at step {step.at_step}:", step.at_step
+        given = {f"{at} rewarm_steps": step.rewarm_steps}
+        check_steps(steps - start, given, "steps that the run has left")
+        alone = {f"{at} new_layers_steps": step.new_layers_steps}
+        check_steps(end - start, alone, "steps to the next growth or the end of the run")
+
+
+def check_new_layers(growth: Sequence[GrowthStep], sizes: Sequence[Size]) -> None:
+    """Check that growths whose new layers train alone add some, for the sizes after each."""
+    for step, size in zip(growth, sizes, strict=True):
+        old, new = zip(*layers_of(size), strict=True)
+        before, after = (" and ".join(map(str, layers)) for layers in (old, new))
+        check_rules("new layers", step=step, old=old, new=new, before=before, after=after)
+
+
+def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthStep]) -> float:
+    """The learning rate at an optimizer step, which each growth may lower, and let rise again.
+
+    From a growth at step g on, the rate of the schedule, a factor of the peak rate, is multiplied
+    by `rate_factor`. With R `rewarm_steps` it is also multiplied by (t - g + 1) / (R + 1) at the
+    steps t = g ... g + R - 1.
+    """
+    factor = rate(step)
+    for before in growth:
+        since = step - before.at_step
+        factor *= before.rate_factor if since >= 0 else 1.0
+        if 0 <= since < before.rewarm_steps:
+            factor *= (since + 1) / (before.rewarm_steps + 1)
+    return factor
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size that a model has during a run. The model that the run begins with has no plan."""
+
+    config: PreTrainedConfig
+    plan: GrowthPlan | None
+
+
+def new_part(step: int, growth: GrowthStep, size: Size) -> ModelPart | None:
+    """The part that trains after a growth while its `new_layers_steps` last; None later."""
+    if step >= growth.at_step + growth.new_layers_steps:
+        return None
+    layers = layers_of(size)
+    return ModelPart(max(new for _, new in layers), tuple(new - old for old, new in layers))
+
+
+def layers_of(size: Size) -> list[tuple[int, int]]:
+    """The layers before and after the growth to a size, of each stack in the order of the model."""
+    if size.plan is None:
+        raise ValueError("a run begins with this size, without a growth")
+    keys = size.plan.small.family.stacks.values()
+    return [(size.plan.small.size(key), size.plan.large.size(key)) for key in keys]
+
+
+def sizes_of_run(
+    model: Any,
+    growth: Sequence[GrowthStep],
+    check: Callable[[Any], None] = lambda model: None,
+    planned: Sequence[GrowthPlan] | None = None,
+) -> list[Size]:
+    """The sizes of a model during a run, from its config alone.
+
+    Args:
+        check: gets a model on the meta device after each growth, and raises a GrowthError if the
+            run cannot train such a model.
+        planned: the same growths, if they were planned already.
+    """
+    config, dtype = copy.deepcopy(model.config), next(model.parameters()).dtype
+    small = ModelSpec.of(config, type(model).__name__.removeprefix("FSDP"))
+    if growth:
+        tensors = named_tensors(model)
+        for head, owner in small.ties.items():
+            # of a config alone the head would be tied
+            if tensors[head] is not tensors[owner]:
+                raise GrowthError(
+                    f"{head} and {owner} are two tensors, which growth inside a run would tie: "
+                    "grow the model before the run, with growkern grow"
+                )
+    start = Size(config, plan_before(model))
+    return [start, *later_sizes(small, history_of(model), dtype, growth, check, planned)]
+
+
+def plan_before(model: Any) -> GrowthPlan | None:
+    """The last growth of a model, if its record can be read."""
+    try:
+        return growth_plan_of(model)
+    except GrowthError:
+        # whoever needs it says so: `train.optimizer.choose`
+        return None
+
+
+def later_sizes(
+    small: ModelSpec,
+    history: History,
+    dtype: torch.dtype,
+    growth: Sequence[GrowthStep],
+    check: Callable[[Any], None] = lambda model: None,
+    planned: Sequence[GrowthPlan] | None = None,
+) -> list[Size]:
+    """The sizes after each growth inside a run, each planned against the one before."""
+    sizes = []
+    for number, step in enumerate(growth, start=1):
+        known = None if planned is None else planned[number - 1]
+        try:
+            made = _plan_of_config(small, history, step, dtype, check, known)
+        except GrowthError as error:
+            which = f"growth {number} of {len(growth)} inside the run, the growth at step"
+            raise GrowthError(f"{which} {step.at_step}: {error}") from error
+        sizes.append(Size(made.target_config, made))
+        small, history = made.large, History(made)
+    return sizes
+
+
+def _plan_of_config(
+    small: ModelSpec,
+    history: History,
+    growth: GrowthStep,
+    dtype: torch.dtype,
+    check: Callable[[Any], None],
+    planned: GrowthPlan | None,
+) -> GrowthPlan:
+    """The plan of a growth whose source has no weights yet. It has no findings."""
+
+    def read(name: str) -> Tensor:
+        raise GrowthError(f"{name} has no values before the run reaches step {growth.at_step}")
+
+    dtypes = {name: dtype for name in small.shapes if name not in small.ties}
+    source = Source(small, dtypes, read, history=history)
+    if planned is None:
+        sizes, options = dict(growth.sizes), options_of(growth)
+        made = plan_growth(source, options, sizes, dtype=dtype, judged=False)
+        if not uses(made)["depth"][0]:
+            # nobody chose the depth that growths in a run have
+            made = replace(made, options=replace(made.options, depth=DEFAULT_DEPTH))
+    else:
+        made = with_source(planned, source, dtype)
+    model = on_meta(made.large.class_name, made.target_config, dtype)
+    # what would be refused when the growth comes is refused now
+    plan_into(model, source, made.options, made)
+    check(model)
+    return made
+
+
+def options_of(growth: GrowthStep) -> GrowthOptions:
+    """The options of a growth, without its place in a run."""
+    return GrowthOptions(**growth.options())
+
+
+def grown_model(
+    planned: GrowthPlan,
+    options: DistributedOptions,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+    source: Path | None = None,
+) -> Any:
+    """A grown model, sharded if the options say so. All processes call this.
+
+    Args:
+        planned: the growth; its source is open, unless it was planned before the run.
+        source: a checkpoint of the run, inside a run.
+    """
+    made = planned
+    if source is not None:
+        # its config counts: transformers and callbacks change that of a model in training
+        made = with_source(planned, open_source(source, allow_nonfinite=True), dtype)
+        # not part of a checkpoint
+        for name in ("_attn_implementation", "_experts_implementation"):
+            setattr(made.target_config, name, getattr(planned.target_config, name))
+    model = shard(on_meta(made.large.class_name, made.target_config, dtype), options, mesh)
+    fill(model, plan_into(model, made.source, made.options, made))
+    if source is not None:
+        # the checkpoint will be deleted, and a resumed run does not know it
+        made_of = replace(made.source, history=planned.source.history, directory=None)
+        model.growth_plan = replace(made, source=made_of)
+    return model
+
+
+def unfilled_model(
+    class_name: str,
+    size: Size,
+    options: DistributedOptions,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+) -> Any:
+    """A model whose weights are 0, to be loaded from a checkpoint. All processes call this.
+
+    It has the class of the model that the run began with, unless that became a mixture.
+    """
+    name = class_name if size.plan is None else size.plan.large.class_name
+    model = shard(on_meta(name, size.config, dtype), options, mesh)
+    if size.plan is not None:
+        model.growth_plan = size.plan
+    device = torch.device("cpu") if options.cpu_offload else device_of(named_tensors(model))
+    materialise(model, device)
+    restore_buffers(model)
+    for tensor in named_tensors(model).values():
+        # the probes of the trainer run the model before its checkpoint is loaded
+        local_tensor(tensor).zero_()
+    return model
+
+
+def on_meta(class_name: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A model of a class of transformers without memory."""
+    with torch.device("meta"):
+        cls = getattr(transformers, class_name)
+        # transformers changes the config that it is given
+        return cls._from_config(copy.deepcopy(config), dtype=dtype)
 
 
 class Former(NamedTuple):

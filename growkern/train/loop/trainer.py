@@ -26,9 +26,8 @@ from growkern.errors import GrowthError
 from growkern.growth.optimizer import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed.shards import without_shared
-from growkern.train.growth import GrowthStep
 from growkern.train.loop import checks, setup
-from growkern.train.loop.growing import complete_directory
+from growkern.train.loop.growing import GrowthStep, complete_directory
 from growkern.train.loop.setup import make_collaborators, prepare
 from growkern.train.loss import (
     Batches,

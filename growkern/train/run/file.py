@@ -56,7 +56,7 @@ from growkern.files import to_dataclass
 from growkern.ops.loss.rows.options import LABEL_OPTIONS
 from growkern.train.dataset.source import MOST, DataSection
 from growkern.train.distributed.shard import DistributedOptions
-from growkern.train.growth import GrowthStep, check_order
+from growkern.train.loop.growing import GrowthStep, check_order
 from growkern.train.loss import InheritanceSchedule, LossOptions, Taught
 from growkern.train.model import ModelSection, TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice

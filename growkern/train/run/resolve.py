@@ -46,9 +46,9 @@ from growkern.train.dataset.load import early_collator, open_data
 from growkern.train.dataset.records import Reader
 from growkern.train.dataset.source import DataSection, find_sources
 from growkern.train.distributed.shard import check_replicas, join_processes
-from growkern.train.growth import check_new_layers, later_sizes, on_meta, options_of
 from growkern.train.loop.callbacks import ExpertBalancing
 from growkern.train.loop.checks import TrainerSettings, check_together, choose_precision
+from growkern.train.loop.growing import check_new_layers, later_sizes, on_meta, options_of
 from growkern.train.loss import check_tokenizers
 from growkern.train.model import check_directory, check_fits, has_tokenizer, load_tokenizer
 from growkern.train.objectives.language_modeling import Collator, Objective, choose

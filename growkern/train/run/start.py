@@ -37,9 +37,9 @@ from growkern.train.dataset.cache import from_first
 from growkern.train.dataset.load import describe_data, read_data
 from growkern.train.dataset.source import DataSection
 from growkern.train.distributed.shard import DistributedOptions, shard
-from growkern.train.growth import Size, grown_model, unfilled_model
 from growkern.train.loop.callbacks import ExpertBalancing, last_losses
 from growkern.train.loop.checks import check_switches, stages_in_steps, steps_per_epoch
+from growkern.train.loop.growing import Size, grown_model, unfilled_model
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.objectives.language_modeling import span_counts
 from growkern.train.run.file import TrainingSection, load_runs

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.growth.optimizer.state import known_names
-from growkern.train.growth import GrowthStep, sizes_of_run
+from growkern.train.loop.growing import GrowthStep, sizes_of_run
 from testbed.models import random_model
 
 SIZES = {

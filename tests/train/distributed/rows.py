@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from growkern import TwoStageTrainer
 from growkern.train.distributed.shard import DistributedOptions, make_mesh, shard
-from growkern.train.growth import GrowthStep
+from growkern.train.loop.growing import GrowthStep
 from growkern.train.run import start as module
 from testbed.tiny import Batches, arguments, build
 

@@ -17,7 +17,7 @@ from transformers import (
 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
-from growkern.train.growth import new_part, sizes_of_run
+from growkern.train.loop.growing import new_part, sizes_of_run
 from growkern.train.model.sub_model import ModelPart, layer_stacks
 from testbed.tiny import VOCAB, Batches, build
 from tests.shared import walks
