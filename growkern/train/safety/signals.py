@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
@@ -180,12 +181,14 @@ def guard_workers(loader: Any) -> Any:
     inner = getattr(loader, "base_dataloader", loader)
     if not getattr(inner, "num_workers", 0):
         return loader
-    make_iterator = inner._get_iterator
+    # A loader that refers to itself waits for garbage collection, which closes its queues first.
+    # Its workers would then miss the word to end, and each would be waited for 5 seconds.
+    make_iterator, itself = type(inner)._get_iterator, weakref.ref(inner)
 
     def guarded() -> Any:
         # a process inherits this, so that there is no moment at which a signal could end it
         with _blocked():
-            return make_iterator()
+            return make_iterator(itself())
 
     inner._get_iterator = guarded
     inner.worker_init_fn = partial(_start, before=inner.worker_init_fn)

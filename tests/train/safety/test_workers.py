@@ -1,10 +1,12 @@
 """Processes that load data survive the signals that end a run, and end with their loader."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,18 @@ def test_the_workers_own_start_still_runs():
     assert [int(size) for size in guard_workers(loader)] == [100] * 4
     assert guard_workers(plain := DataLoader(Sizes())) is plain
     assert plain.worker_init_fn is None
+
+
+def test_a_guarded_loader_is_freed_at_once():
+    """Garbage collection closes the queues of persistent workers before it tells them to end."""
+    loader = guard_workers(DataLoader(Numbers(), num_workers=1, persistent_workers=True))
+    pid, itself = int(next(iter(loader))), weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader
+        assert itself() is None and not is_alive(pid)
+    finally:
+        gc.enable()
 
 
 def main(folder):
