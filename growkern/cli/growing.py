@@ -198,6 +198,7 @@ def plan(
             "advice": made.advice(tokens, source_tokens),
             "divides": made.divides(),
             "portability": made.portability(),
+            "needs": made.needs,
         }
         print_json({**made.to_dict(), **more})
     else:

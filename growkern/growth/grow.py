@@ -262,7 +262,7 @@ def grow_checkpoint(
             family=family,
             **how,
         )
-        refuse_unreadable(grown.source)
+        refuse_unreadable(grown.source.stored)
         _warn_of_changes(grown)
         return grown
 

@@ -75,6 +75,12 @@ def make_mxfp4(whole, packed):
     say_quantised(packed, quant_method="mxfp4")
 
 
+def same_summary(plan, other):
+    """Whether two plans are the same but for the options, of which one has `dequantize`."""
+    one, two = ({**x.to_dict(), "options": 0} for x in (plan, other))
+    return one == two
+
+
 def say_quantised(directory, **how):
     file = directory / "config.json"
     config = json.loads(file.read_text())
@@ -88,8 +94,12 @@ def say_quantised(directory, **how):
 def test_a_quantised_source_grows_as_what_it_stands_for(make, sizes, tmp_path, monkeypatch):
     whole, packed = tmp_path / "whole", tmp_path / "packed"
     make(whole, packed)
+    planned, truth = (growkern.plan(directory, **sizes) for directory in (packed, whole))
+    assert "--dequantize" in planned.needs and not truth.needs
+    assert "--dequantize" in str(planned)
+    assert same_summary(planned, truth) and planned.dtype == truth.dtype
     with pytest.raises(GrowthError, match=r"is quantised .*dequantize=True \(--dequantize\)"):
-        growkern.plan(packed, **sizes)
+        growkern.grow_checkpoint(packed, tmp_path / "grown", **sizes)
     # a teacher may be quantised
     truth, read = (load_model(directory).state_dict() for directory in (whole, packed))
     assert all(torch.equal(read[name], x) for name, x in truth.items())
@@ -115,9 +125,12 @@ def test_quantised_sources_that_are_refused(tmp_path):
     state = make_fp8(whole, packed)
     name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
 
-    def why(**how):
+    def why(planned=True):
         with pytest.raises(GrowthError) as refused:
-            growkern.plan(packed, dequantize=True, hidden_size=24)
+            growkern.grow(packed, dequantize=True, hidden_size=24)
+        if planned:
+            needs = growkern.plan(packed, dequantize=True, hidden_size=24).needs
+            assert needs == str(refused.value)
         return str(refused.value)
 
     say_quantised(packed, quant_method="gptq")
@@ -125,13 +138,16 @@ def test_quantised_sources_that_are_refused(tmp_path):
     say_quantised(packed, quant_method="fp8", weight_block_size=[0, 8])
     assert "weight_block_size is [0, 8]" in why()
     say_quantised(packed, quant_method="fp8", weight_block_size=None)
-    assert "scales of the shape []" in why()
+    assert "scales of the shape []" in why(planned=False)
     say_quantised(packed, quant_method="fp8", weight_block_size=(8, 8))
-    assert "its weight needs scales of the shape [2, 3]" in why()
+    assert "its weight needs scales of the shape [2, 3]" in why(planned=False)
     say_quantised(packed, quant_method="fp8", weight_block_size=BLOCK)
     del state[name]
     save_file(state, packed / "model.safetensors", metadata={"format": "pt"})
-    assert f"{name} is missing" in why()
+    assert f"{name} is missing" in why(planned=False)
+    # files of another tool under the same method
+    say_quantised(packed, quant_method="fp8", quant_algo="MIXED_PRECISION")
+    assert "quantised (fp8 MIXED_PRECISION)" in why() and "--dequantize" not in why()
 
 
 def test_only_the_rows_of_a_piece_are_computed(tmp_path):
@@ -179,7 +195,6 @@ def test_a_second_file_that_says_quantised_is_refused(name, tmp_path):
     random_model("Qwen3ForCausalLM", ROTARY, dtype=torch.bfloat16).save_pretrained(tmp_path)
     (tmp_path / name).write_text("{}")
     for read in (
-        lambda: growkern.plan(tmp_path, hidden_size=24),
         lambda: growkern.grow(tmp_path, hidden_size=24),
         # a teacher, or the model of a run
         lambda: load_language_model(tmp_path),
@@ -187,9 +202,9 @@ def test_a_second_file_that_says_quantised_is_refused(name, tmp_path):
     ):
         with pytest.raises(GrowthError, match=name):
             read()
+    assert name in growkern.plan(tmp_path, hidden_size=24).needs
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(GrowthError, match=name):
-        growkern.plan(tmp_path, hidden_size=24)
+    assert name in growkern.plan(tmp_path, hidden_size=24).needs
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
@@ -204,16 +219,16 @@ def test_a_bare_config_that_says_quantised_anywhere(key, nested, tmp_path):
     owner[key] = {"quant_method": "compressed-tensors"}
     config["architectures"] = [class_name]
     file.write_text(json.dumps(config))
-    with pytest.raises(GrowthError, match="compressed-tensors"):
-        growkern.plan(tmp_path, intermediate_size=64)
+    of_quantised = growkern.plan(tmp_path, intermediate_size=64)
+    assert "compressed-tensors" in of_quantised.needs
     owner[key] = {"quant_method": "fp8", "weight_block_size": [4, 8]}
     file.write_text(json.dumps(config))
-    with pytest.raises(GrowthError, match="fp8"):
-        growkern.plan(tmp_path, intermediate_size=64)
+    assert "fp8" in growkern.plan(tmp_path, intermediate_size=64).needs
     plan = growkern.plan(tmp_path, intermediate_size=64, dequantize=True)
     assert key not in json.dumps(plan.target_config.to_dict())
     # as a model that was never quantised
     del owner[key]
     file.write_text(json.dumps(config))
     whole = growkern.plan(tmp_path, intermediate_size=64)
-    assert plan.target_config.to_dict() == whole.target_config.to_dict()
+    for other in (plan, of_quantised):
+        assert other.target_config.to_dict() == whole.target_config.to_dict()

@@ -91,6 +91,14 @@ class GrowthPlan(Blueprint):
         return all(finding.level == "exact" for finding in self.findings)
 
     @property
+    def needs(self) -> str:
+        """What growing needs instead of this source, as where its weights are quantised.
+
+        "" if nothing: the source can be grown.
+        """
+        return self.source.stored.needs
+
+    @property
     def rounds_weights(self) -> bool:
         """True if weights are rounded to another dtype, or as they are scaled in 16 bits."""
         return any(finding.measure == WEIGHT_ERROR for finding in self.findings)
@@ -173,7 +181,7 @@ class GrowthPlan(Blueprint):
             self.estimate(ranks, tokens, source_tokens),
             ranks,
             self.measurements(),
-            (*self.portability(), *self.advice(tokens, source_tokens)),
+            (*filter(None, [self.needs]), *self.portability(), *self.advice(tokens, source_tokens)),
             verbose,
         )
 
@@ -258,7 +266,8 @@ def plan(
         source: a `transformers.PreTrainedModel`, a checkpoint directory (the config and the
             safetensors headers are read, and norm weights where a bound needs them), a config.json
             without weights, or a model on the Hub, `ORGANISATION/NAME`, of which only parts of the
-            weights are downloaded.
+            weights are downloaded. Of quantised weights that growth does not read, the config is
+            enough; `needs` of the plan says what growing takes.
         target_config: the target's config; or give its sizes by the config's own names
             (`hidden_size=1024`, `n_embd=...`, `num_hidden_layers=...`).
         dtype: dtype of the grown weights; default the source's.

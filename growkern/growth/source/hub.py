@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from growkern.errors import GrowthError
-from growkern.growth.source.refused import OTHER_WEIGHTS, STATE_FILES, refuse_files
+from growkern.growth.source.refused import (
+    KINDS,
+    OTHER_WEIGHTS,
+    QUANTISED,
+    STATE_FILES,
+    refuse_files,
+)
 
 # of a model; the Hub refuses other characters
 ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
@@ -86,7 +92,7 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
         refuse_other_names(str(source))
     # unlike Path.exists this takes names of any length
     if is_name and not os.path.exists(source) and is_hub_name(str(source)):
-        return _download(str(source), revision, LEFT_OUT if weights else (*LEFT_OUT, WEIGHTS))
+        return _download(str(source), revision, weights)
     if revision is not None:
         given = str(source) if is_name else f"a {type(source).__name__}"
         raise GrowthError(
@@ -98,7 +104,7 @@ def located(source: Any, revision: str | None = None, *, weights: bool = True) -
     model = hub_model(Path(source))
     if weights and model and lacks_weights(Path(source)):
         # the snapshot of a plan
-        return _download(model.id, model.commit, LEFT_OUT)
+        return _download(model.id, model.commit, weights)
     return Path(source)
 
 
@@ -113,7 +119,7 @@ def refuse_other_names(name: str) -> None:
         raise GrowthError(f"{name}: give {at[1]} --revision {at[2]} (in Python revision={at[2]!r})")
 
 
-def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Path:
+def _download(name: str, revision: str | None, weights: bool) -> Path:
     # imported here, as most growths do not need it
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
@@ -129,12 +135,14 @@ def _download(name: str, revision: str | None, left_out: tuple[str, ...]) -> Pat
         failure = error
     else:
         names = {file.rfilename for file in info.siblings or ()}
-        refuse_files(name, {file for file in names if "/" not in file})
+        # a plan reads no weights
+        kinds = [kind for kind in KINDS if weights or kind is not QUANTISED]
+        refuse_files(name, {file for file in names if "/" not in file}, kinds=kinds)
     try:
         directory = snapshot_download(
             name,
             revision=revision,
-            ignore_patterns=list(left_out),
+            ignore_patterns=[*LEFT_OUT, *(() if weights else (WEIGHTS,))],
             local_files_only=failure is not None,
         )
     except Exception as error:

@@ -100,6 +100,15 @@ class Kind(NamedTuple):
     model_class: str = "AutoModel"
 
 
+QUANTISED = Kind(
+    "quantised weights, by {file}",
+    (
+        *("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        "quantization_config.json",
+    ),
+    True,  # config.json may say nothing of it
+    "grow the checkpoint that they were made from, and quantise the result",
+)
 KINDS = (
     Kind(
         "adapters of PEFT, not a whole model",
@@ -109,15 +118,7 @@ KINDS = (
         "from peft import {peft_class} as M; "
         "M.from_pretrained({place!r}).merge_and_unload().save_pretrained({new!r})",
     ),
-    Kind(
-        "quantised weights, by {file}",
-        (
-            *("hf_quant_config.json", "quantize_config.json", "quant_config.json"),
-            "quantization_config.json",
-        ),
-        True,  # config.json may say nothing of it
-        "grow the checkpoint that they were made from, and quantise the result",
-    ),
+    QUANTISED,
     Kind(
         "only pickled weights (*.bin)",
         ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
@@ -209,14 +210,19 @@ def config_directory(directory: Path) -> Path:
     return file.parent
 
 
-def refuse_files(place: str, names: Collection[str], directory: Path | None = None) -> None:
+def refuse_files(
+    place: str,
+    names: Collection[str],
+    directory: Path | None = None,
+    kinds: Iterable[Kind] = KINDS,
+) -> None:
     """Refuse a source whose files show that it is of a kind that cannot be grown.
 
     `place` names it in the message: a directory, or an id on the Hub. In `directory` its configs
     can be read, if it is here.
     """
     is_whole = any(fnmatch(name, pattern) for name in names for pattern in WHOLE)
-    for kind in KINDS:
+    for kind in kinds:
         files = [n for n in sorted(names) for pattern in kind.files if fnmatch(n, pattern)]
         if not files or (is_whole and not kind.always):
             continue
@@ -320,8 +326,10 @@ def quantisation_of(config: Any) -> tuple[str, dict[str, Any]]:
         return "", {}
     settings = getattr(*where)
     values = settings if isinstance(settings, dict) else vars(settings)
-    method = values.get("quant_method") or values.get("quant_algo") or UNNAMED
-    return str(getattr(method, "value", method)), values
+    method, own = (values.get(name) for name in ("quant_method", "quant_algo"))
+    # files with an algorithm of its own differ from others of the method
+    names = [str(getattr(name, "value", name)) for name in (method, own) if name]
+    return " ".join(names) or UNNAMED, values
 
 
 def refuse_quantised(config: Any, place: str = "") -> None:
@@ -344,22 +352,33 @@ def scale_block(config: Any, directory: Path, *, dequantize: bool) -> tuple[int,
     refused, and all of them without `dequantize`.
     """
     method, values = quantisation_of(config)
-    where, place = _where_quantised(config), str(directory)
-    if where is None:
+    if not method:
         # a second file may say it
         beside = config_directory(directory)
-        names = {name for kind in KINDS if kind.always for name in kind.files} - {ADAPTER_FILE}
-        refuse_files(place, [n for n in names if (beside / n).is_file()], beside)
+        names = [name for name in QUANTISED.files if (beside / name).is_file()]
+        refuse_files(str(directory), names, beside)
         return None
+    block = _block_of(values, str(directory)) if method == "fp8" else ()
     if not dequantize or method not in READ:
-        refuse_quantised(config, place)
+        refuse_quantised(config, str(directory))
+    leave_out_quantisation(config)
+    return block
+
+
+def leave_out_quantisation(config: Any) -> None:
+    """Turn the config of a quantised model into that of the numbers its weights stand for."""
+    where = _where_quantised(config)
+    if where is None:
+        return
     import torch
 
     delattr(*where)
-    # the numbers that the weights stand for; a config may name none
+    # a config may name none
     config.dtype = config.dtype or torch.bfloat16
-    if method == "mxfp4":
-        return ()
+
+
+def _block_of(values: Mapping[str, Any], place: str) -> tuple[int, int]:
+    """The rows and columns that share a scale of fp8."""
     block = values.get("weight_block_size")
     if block is None:
         return 0, 0

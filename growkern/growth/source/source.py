@@ -74,6 +74,7 @@ class Source:
     stamps: Stamps | None = field(default=None, repr=False)
     # the `Upcycling` (`growkern.growth.space`) of a mixture that stands for a dense model
     upcycling: Any = field(default=None, repr=False)
+    needs: str = ""  # what growth needs instead, where this is enough for a plan alone
 
     def __deepcopy__(self, memo: Any) -> Source:
         # tensors are only read: copies of a grown model share the source in its plan
@@ -130,7 +131,8 @@ def open_source(
 
     Args:
         allow_nonfinite: False: reading a tensor with NaN or Inf raises a GrowthError.
-        weights: False: a directory may hold a config alone, as a plan needs no more.
+        weights: False: a directory may hold a config alone, or quantised weights that growth does
+            not read, as a plan needs no more.
         family: a table of one's own; default: that of the growth which made the directory, or the
             package's.
         dequantize: whether a directory may hold weights in fp8 or mxfp4.
@@ -152,11 +154,8 @@ def open_source(
 
 def refuse_unreadable(source: Source) -> None:
     """Refuse a source whose weights have no values here to grow."""
-    if source.format == BARE:
-        raise GrowthError(
-            f"{source.directory}: a config without weights, which is enough for a plan alone: give "
-            "a directory with its safetensors files as well"
-        )
+    if source.needs:
+        raise GrowthError(source.needs)
     for name in source.dtypes if source.directory is None else ():
         tensor = source.read(name)
         if is_dtensor(tensor):
@@ -240,8 +239,14 @@ def _open_directory(
 ) -> Source:
     stamps = Stamps.of(directory)
     beside = config_directory(directory)
-    spec, keys, block = _read_spec(directory, family or family_in(beside), dequantize)
-    format = format_of(directory, weights=weights)
+    own = family or family_in(beside)
+    spec, keys, block, needs = _read_spec(directory, own, dequantize, weights)
+    format = BARE if needs else format_of(directory, weights=weights)
+    if format == BARE and not needs:
+        needs = (
+            f"{directory}: a config without weights, which is enough for a plan alone: give "
+            "a directory with its safetensors files as well"
+        )
     found_headers = dequantised(format.read(directory, spec), block, str(directory))
     for part in (keys, *(x for x in keys.values() if isinstance(x, dict))):
         for name in refused.QUANTISATION:
@@ -262,27 +267,39 @@ def _open_directory(
     shapes = {name: headers[raw].shape for name, raw in names.items()}
     check_names_and_shapes(spec, shapes, str(directory))
     spec = check_ties(spec, names.keys(), lambda name: headers[names[name]].read())
-    own = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
-    for name, header in own.items():
+    stored = {name: headers[raw] for name, raw in names.items() if name not in spec.ties}
+    for name, header in stored.items():
         if header.dtype not in STORED_FLOATS:
             raise GrowthError(f"{header.file}: {name} has dtype {header.dtype}; {HANDLED}")
-    dtypes = {name: header.dtype for name, header in own.items()}
+    dtypes = {name: header.dtype for name, header in stored.items()}
     return Source(
-        *(spec, dtypes, partial(_read_stored, own), directory, format, own),
+        *(spec, dtypes, partial(_read_stored, stored), directory, format, stored),
         generation=read_generation(beside, keys),
         history=history_in(beside, spec.config),
         keys=keys,
         stamps=stamps,
+        needs=needs,
     )
 
 
 def _read_spec(
-    directory: Path, family: Family | None, dequantize: bool
-) -> tuple[ModelSpec, dict[str, Any], tuple[int, ...] | None]:
-    """The model that config.json describes, the JSON object of that file, and `scale_block`."""
+    directory: Path, family: Family | None, dequantize: bool, weights: bool
+) -> tuple[ModelSpec, dict[str, Any], tuple[int, ...] | None, str]:
+    """The model that config.json describes, the JSON object of that file, and `scale_block`.
+
+    The last is what growth needs instead of quantised weights that it does not read. It is "" if it
+    reads them; with `weights` others are refused.
+    """
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)
-    block = refused.scale_block(config, directory, dequantize=dequantize)
+    block, needs = None, ""
+    try:
+        block = refused.scale_block(config, directory, dequantize=dequantize)
+    except GrowthError as error:
+        if weights:
+            raise
+        needs = str(error)
+        refused.leave_out_quantisation(config)
     if not config.architectures:
         # a class without a head would leave out the one in the files
         some_class = max(family.classes, key=lambda name: bool(family.classes[name].heads))
@@ -292,7 +309,7 @@ def _read_spec(
         )
     spec = ModelSpec.of(config, config.architectures[0], family)
     check_values(directory / "config.json", spec)
-    return spec, keys, block
+    return spec, keys, block, needs
 
 
 def _canonical_names(

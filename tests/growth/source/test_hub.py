@@ -252,6 +252,17 @@ def test_a_model_that_cannot_be_grown_is_refused_before_a_download(server, small
     assert [path for _, path, _ in server.asked] == ["/api/models/acme/pickled"]
 
 
+def test_a_quantised_model_is_planned_without_its_weights(server, small):
+    server.models["acme/packed"] = {"main": small}
+    (small / "hf_quant_config.json").write_text("{}")
+    assert "hf_quant_config.json" in growkern.plan("acme/packed", hidden_size=24).needs
+    assert not any("safetensors" in path and "index" not in path for _, path, _ in server.asked)
+    before = len(server.asked)
+    with pytest.raises(growkern.GrowthError, match=r"acme/packed holds quantised weights"):
+        growkern.grow("acme/packed", hidden_size=24)
+    assert len(server.asked) == before + 1
+
+
 def test_the_command_line(server, tmp_path):
     """With the environment that its users set."""
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}

@@ -20,7 +20,7 @@ from testbed.models import BERT, GPT2, LLAMA, random_model
 def advice_of(source, **sizes):
     """The message, and the code of its command."""
     with pytest.raises(growkern.GrowthError) as refused:
-        growkern.plan(source, **sizes)
+        growkern.grow(source, **sizes)
     text = str(refused.value)
     assert "\n" not in text
     found = re.search(r"python -c .*", text)
@@ -184,10 +184,11 @@ def test_quantised_checkpoints(tmp_path, method):
     "settings, method", [({"quant_algo": "NVFP4"}, "NVFP4"), ({"bits": 4}, "quant_method")]
 )
 def test_a_checkpoint_that_names_no_method_is_quantised_too(tmp_path, settings, method):
-    config = {"model_type": "gpt2", "quantization_config": settings}
+    names = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    config = {**names, "quantization_config": settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(growkern.GrowthError, match=rf"quantised \([\w ]*{method}\)"):
-        growkern.plan(tmp_path, n_embd=24)
+        growkern.grow(tmp_path, n_embd=1536)
 
 
 def test_a_model_in_memory_with_quantised_weights():
