@@ -124,8 +124,9 @@ PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
 def say(line: object, file: TextIO | None = None) -> None:
-    """Print one line; default: to standard output."""
-    print(clean(str(line), kept=""), file=file)
+    """Print one line at once; default: to standard output."""
+    # a file would get it when 8 KiB are full, which takes a run minutes
+    print(clean(str(line), kept=""), file=file, flush=True)
 
 
 def print_table(table: Any, console: Any = None, **options: Any) -> None:

@@ -128,6 +128,7 @@ class OptimizerMaker:
     """
 
     plan: GrowthPlan | None = None
+    _why = ""
 
     def __init__(
         self,
@@ -165,6 +166,30 @@ class OptimizerMaker:
             warn(f"trains with {name}, because {lost}")
         # random weights have no source whose steps the copies could take
         self.plan = None if plan is None or plan.options.is_baseline else plan
+        asked = _other_optimizer(self._args, self._given)
+        if self._choice != "auto":
+            self._why = f"optimizer is {self._choice!r}"
+        elif self.plan is not None:
+            changes = self.plan.size_changes().items()
+            sizes = (f"{name} {old} -> {new}" for name, (old, new) in changes if old != new)
+            self._why = f"the model was grown ({', '.join(sizes)})"
+        elif plan is not None:
+            self._why = f"method {plan.options.method!r} begins with random weights"
+        else:
+            self._why = lost or asked or "the model was not grown"
+
+    def described(self) -> str:
+        """The optimizer of the model, and of those that it grows to inside the run, and why."""
+        own = _other_optimizer(self._args, self._given)
+
+        def name(prefix: str) -> str:
+            if self._choice == "muon":
+                return f"{prefix}Muon for the matrices of the blocks, {prefix}AdamW for all else"
+            return OptimizerNames(self._args.optim).value if own else f"{prefix}AdamW"
+
+        now = f"{name('Growth' if self.plan else '')}, because {self._why}"
+        follows = self._grows and self.plan is None and self._choice != "adamw" and not own
+        return f"{now}; {name('Growth')} once it has grown" if follows else now
 
     def _growth_of(self, model: Any) -> tuple[GrowthPlan | None, str]:
         """The growth that the steps of a model may follow, or why they cannot if it was grown."""

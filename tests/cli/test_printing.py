@@ -16,7 +16,7 @@ from growkern import GrowthError, errors
 from growkern.cli import main
 from growkern.errors import GrowthWarning, clean
 from growkern.growth.plan.table import as_text
-from growkern.train.run.start import print_lines
+from growkern.train.run.banner import print_lines
 from testbed.models import LLAMA, random_model
 
 # a title, a cleared screen, eight-bit codes, another direction of writing, a new line

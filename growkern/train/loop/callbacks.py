@@ -1,19 +1,16 @@
-"""The callbacks of a trainer: they follow the training loop, balance experts, and show progress."""
+"""The callbacks of a trainer that follow the training loop, and balance experts."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers import TrainerCallback
 
-from growkern.errors import GrowthError, warn
+from growkern.errors import GrowthError
 from growkern.train.distributed.shards import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import ExpertCounts, Meter
@@ -24,8 +21,6 @@ from growkern.train.optimizer import bare
 from growkern.train.safety.saving import Saver
 from growkern.train.safety.steps import StepWatch
 from growkern.train.topk_teacher.teacher import TopKCollator
-
-LABEL_LOSS, OBJECTIVE, VALIDATION_LOSS = "label loss", "objective", "validation loss"
 
 
 class LoopCallback(TrainerCallback):
@@ -188,103 +183,3 @@ class ExpertBalancing(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Watch the model no longer."""
         self.stop()
-
-
-def shown(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a log line for people: the label loss first, under a name of its own.
-
-    The loss that is trained on mixes the label loss and the KL divergence with shares that change.
-    So it may rise while the model improves. Here it is the "objective".
-    """
-    if "mlm" not in logs:
-        return dict(logs)
-    rest = {name: value for name, value in logs.items() if name not in ("mlm", "loss")}
-    return {LABEL_LOSS: logs["mlm"], OBJECTIVE: logs["loss"], **rest}
-
-
-def last_losses(history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """The last label loss of a run, and the last loss on the validation data if it has any.
-
-    A loss of another step than the last one is printed with its step.
-    """
-    losses = []
-    for name, text in {"mlm": LABEL_LOSS, "eval_loss": VALIDATION_LOSS}.items():
-        lines = [line for line in history if name in line]
-        if lines:
-            place = "" if lines[-1]["step"] == step else f" at step {lines[-1]['step']}"
-            losses.append(f"{text} {lines[-1][name]:.4f}{place}")
-    return ", ".join(losses)
-
-
-class _Named(TrainerCallback):
-    """Gives the display beside it, a callback of transformers, log lines as `shown` makes them."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show a log line."""
-        super().on_log(args, state, control, logs=shown(logs or {}), **kwargs)
-
-
-class NamedProgress(_Named, ProgressCallback):
-    """The bar of transformers, with log lines that name the label loss."""
-
-
-class NamedPrinter(_Named, PrinterCallback):
-    """The log lines without a bar, under the same names."""
-
-
-class SafeTensorBoard(TensorBoardCallback):
-    """transformers' callback. When a log cannot be written it warns once and writes no more."""
-
-    def __init__(self, tb_writer: Any = None) -> None:
-        super().__init__(tb_writer)
-        self._failed = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the log."""
-        _expect_failing_writers()
-        self._try(super().on_train_begin, args, state, control, **kwargs)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write a line."""
-        self._try(super().on_log, args, state, control, logs=logs, **kwargs)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the log."""
-        self._try(super().on_train_end, args, state, control, **kwargs)
-
-    def _try(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self._failed:
-            return
-        try:
-            work(*args, **kwargs)
-        except OSError as error:
-            self._failed, self.tb_writer = True, None
-            warn(f"no more TensorBoard logs are written ({error}); training continues")
-
-
-def _expect_failing_writers() -> None:
-    """Print no traceback when the thread that writes the log fails: the next call raises that."""
-    before = threading.excepthook
-    if getattr(before, "expects_failing_writers", False):
-        return
-
-    def hook(failure: Any) -> None:
-        is_writer = type(failure.thread).__name__ == "_AsyncWriterThread"
-        if not (is_writer and issubclass(failure.exc_type, OSError)):
-            before(failure)
-
-    hook.expects_failing_writers = True  # type: ignore[attr-defined]
-    threading.excepthook = hook
-
-
-def use_own_displays(trainer: Any) -> None:
-    """Replace the callbacks of a trainer that print log lines or write them for TensorBoard."""
-    board = trainer.pop_callback(TensorBoardCallback)
-    if board is not None:
-        trainer.add_callback(SafeTensorBoard(board.tb_writer))
-    named = {ProgressCallback: NamedProgress, PrinterCallback: NamedPrinter}
-    # a notebook has another bar, and the user's may be a subclass
-    for callback in list(trainer.callback_handler.callbacks):
-        if type(callback) in named:
-            trainer.remove_callback(callback)
-            trainer.add_callback(named[type(callback)]())

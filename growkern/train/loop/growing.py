@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,7 +30,7 @@ from transformers import PreTrainedConfig, SchedulerType
 from transformers.trainer import SCHEDULER_NAME
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, check_steps
-from growkern.errors import GrowthError, warn
+from growkern.errors import GrowthError, human, warn
 from growkern.families.model import ModelSpec
 from growkern.growth.disk import complete_config
 from growkern.growth.history import History, history_of
@@ -356,6 +357,7 @@ class Former(NamedTuple):
     distribution: DistributedOptions
     mesh: DeviceMesh | None
     generation: Any
+    parameters: int
 
     @classmethod
     def of(cls, model: Any) -> Former:
@@ -378,6 +380,7 @@ class Former(NamedTuple):
             ),
             parameter.device_mesh if isinstance(parameter, DTensor) else None,
             model.generation_config if model.can_generate() else None,
+            sum(p.numel() for p in model.parameters()),
         )
 
 
@@ -396,6 +399,7 @@ class GrowthInRun:
         self.source: Path | None = None
         self.ends_here = self._stops = False
         self.sizes: list[Size] = []
+        self._began, self._parameters = 0.0, 0
         self._class_name = type(model).__name__.removeprefix("FSDP")
 
     def plan(
@@ -445,12 +449,26 @@ class GrowthInRun:
 
     def grow(self, checkpoint: Path, old: Former) -> Any:
         """The next larger model, grown from a checkpoint of the smaller one."""
+        self._began, self._parameters = time.monotonic(), old.parameters
         source, _ = sources_of(checkpoint)
         planned = self.sizes[self.grown + 1].plan
         assert planned is not None
         model = grown_model(planned, old.distribution, old.dtype, old.mesh, source)
         self.grown, self.source = self.grown + 1, checkpoint
         return model
+
+    def _changes(self) -> dict[str, tuple[Any, Any]]:
+        """The sizes that the last growth changed, before and after it."""
+        planned = self.sizes[self.grown].plan
+        assert planned is not None
+        return {x: (old, new) for x, (old, new) in planned.size_changes().items() if old != new}
+
+    def described(self, parameters: int) -> str:
+        """The growth that was just made, in words; `parameters`: of the larger model."""
+        sizes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self._changes().items())
+        counts = f"{human(self._parameters)} -> {human(parameters)} parameters"
+        seconds = time.monotonic() - self._began
+        return f"the model grew: {sizes}; {counts}; in {seconds:.1f} s"
 
     def event(self, history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """What the first log line after a growth says of it; {} for any other line.
@@ -461,10 +479,8 @@ class GrowthInRun:
         lines = [line for line in history if "loss" in line]
         if not self.grown or any(line.get("growth") == self.grown for line in reversed(lines)):
             return {}
-        planned, last = self.sizes[self.grown].plan, lines[-1] if lines else {}
-        assert planned is not None
-        changes = planned.size_changes().items()
-        sizes = {f"growth/{field}": new for field, (old, new) in changes if old != new}
+        last = lines[-1] if lines else {}
+        sizes = {f"growth/{name}": new for name, (_, new) in self._changes().items()}
         before = {"growth/loss_before": last.get("mlm", last["loss"])} if last else {}
         return {"growth": self.grown, **sizes, **before}
 

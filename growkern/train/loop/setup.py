@@ -21,7 +21,7 @@ from growkern.errors import GrowthError, warn
 from growkern.growth.history import GROWN_KEY
 from growkern.train.distributed.shard import is_sharded, prime
 from growkern.train.distributed.shards import Shards
-from growkern.train.loop.callbacks import LoopCallback, use_own_displays
+from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.checks import (
     TrainerSettings,
     check_accelerator,
@@ -32,6 +32,7 @@ from growkern.train.loop.checks import (
     length_of_run,
     stages_in_steps,
 )
+from growkern.train.loop.display import use_own_displays
 from growkern.train.loop.growing import Former, GrowthInRun, check_new_layers
 from growkern.train.loop.meter import Meter, memory_and_peak
 from growkern.train.loop.objective import Objective, add_up

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from growkern import GrowthError
 from growkern import run as train
 from growkern.publish.calls import locked
-from growkern.train.loop.callbacks import last_losses
+from growkern.train.loop.display import last_losses
 from growkern.train.run import resolve as run_directory
 from growkern.train.run.file import load_runs, training_arguments
 from growkern.train.run.resolve import resolve
@@ -79,9 +79,10 @@ def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
     both = (lines[0]["mlm"] + lines[0]["kl"]) / 2
     assert lines[0]["alpha"] == 0.5 and lines[0]["loss"] == pytest.approx(both, rel=1e-4)
     for line in lines:
-        shown = f"{{'label loss': '{line['mlm']:.4g}', 'objective': '{line['loss']:.4g}', "
+        objective = f", objective {line['loss']:.4f}" if line["alpha"] else ""
+        shown = f"step {line['step']} of 6: label loss {line['mlm']:.4f}{objective}, rate "
         assert said.count(shown) == 1
-    assert "'mlm'" not in said and "'loss'" not in said
+    assert "mlm" not in said and "flops" not in said
 
 
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)

@@ -308,14 +308,14 @@ def test_a_run_that_is_ended_by_a_signal_goes_on_where_it_was(workplace):  # noq
     (workplace / "run.toml").write_text(text.replace("eval_every = 3", "eval_every = 1000"))
     process = start(workplace)
     out = ""
-    while "'label loss'" not in out:
+    while "label loss" not in out:
         line = process.stdout.readline()
         assert line, process.stderr.read()
         out += line
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 143, errors
-    assert out.index("to resume") < out.index("'label loss'")
+    assert out.index("to resume") < out.index("label loss")
     file, output = workplace / "run.toml", workplace / "out"
     said = [line for line in errors.splitlines() if "SIG" in line]
     pattern = r"(\w+) after step (\d+): saved in (\S+); to resume: growkern train (\S+)"

@@ -1,0 +1,143 @@
+"""What a run prints before its first step and after its last one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from growkern.errors import clean, human
+from growkern.train.dataset.load import describe_data
+from growkern.train.dataset.source import DataSection
+from growkern.train.loop.display import last_losses
+from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.train.objectives.language_modeling import span_counts
+from growkern.train.run.file import Run, TrainingSection
+from growkern.train.run.resolve import ResolvedRun
+from growkern.train.safety.checkpoints import step_of
+
+PRECISIONS = {
+    "fp32": "float32",
+    "bf16": "bfloat16 autocast over float32 weights",
+    "fp16": "float16 autocast over float32 weights",
+    "pure-bf16": "bfloat16 weights and optimizer state",
+}
+
+
+def print_lines(lines: Mapping[str, str]) -> None:
+    """Print names and values, one pair per line, on a terminal and in a file alike."""
+    console = Console()
+    width = max(map(len, lines)) + 2
+    for name, value in lines.items():
+        # one line each, so that paths can be copied and lines can be searched
+        text = Text.assemble((f"{name:<{width}}", "bold"), clean(value, kept=""))
+        console.print(text, soft_wrap=True)
+
+
+def _describe_device(device: torch.device, processes: int) -> str:
+    """The device of a process and the number of processes."""
+    name = str(device)
+    if device.type == "cuda":
+        name = f"{device.type} ({torch.cuda.get_device_name(device)})"
+    return f"{name}, {processes} process{'es' if processes > 1 else ''}"
+
+
+def _describe_saving(directory: Path, training: TrainingSection) -> str:
+    """Where checkpoints go, how often, and how many are kept."""
+    when = [f"every {training.save_every} steps"] if training.save_every else []
+    when += [f"every {training.save_minutes:g} minutes"] if training.save_minutes else []
+    often, kept = " and ".join((*when, "at the end")), training.keep_checkpoints
+    last = "the last checkpoint is kept" if kept == 1 else f"the last {kept} checkpoints are kept"
+    return f"{directory}, {often}; {last}"
+
+
+def _describe_model(trainer: TwoStageTrainer, run: ResolvedRun) -> str:
+    """The class of the model, the checkpoint that it is or grows from, and its parameters."""
+    count = sum(p.numel() for p in trainer.model.parameters())
+    name, growth = type(trainer.model).__name__.removeprefix("FSDP"), run.settings.first_growth
+    origin = "from" if growth is None else "grown from"
+    if growth is not None and growth.is_baseline:
+        origin = f"method {growth.method!r}, larger than"
+    return f"{name} {origin} {run.model.directory}, {human(count)} parameters"
+
+
+def _describe_growths(settings: Run, done: int) -> str:
+    """The growths inside a run, of which those before step `done` are made."""
+    texts = []
+    for step in settings.later_growths:
+        sizes = ", ".join(f"{name} {size}" for name, size in step.sizes.items())
+        made = " (done)" if step.at_step < done else ""
+        texts.append(f"at step {step.at_step} to {sizes}{made}")
+    return "; ".join(texts)
+
+
+def _describe_logs(run: ResolvedRun) -> str:
+    """How often the run logs, and where."""
+    others = "".join(f" and {name}" for name in run.arguments.report_to)
+    every = run.settings.training.log_every
+    return f"every {every} steps; all values go to trainer_state.json of each checkpoint{others}"
+
+
+def _labelled_share(data: DataSection) -> tuple[float, int | None]:
+    """The share of tokens with a label, and the tokens per row of a decoder beside an encoder.
+
+    Labels of a decoder are its tokens.
+    """
+    if data.objective == "span_corruption":
+        return 1.0, span_counts(data.row_length, data.share, data.mean_span_length).target
+    if data.objective in ("denoising", "pairs"):
+        return 1.0, data.sequence_length
+    return (1.0 if data.objective == "clm" else data.share), None
+
+
+def header(
+    run: ResolvedRun, trainer: TwoStageTrainer, checkpoint: Path | None, command: str
+) -> dict[str, str]:
+    """The lines that describe a run before its first step."""
+    settings, training, data = run.settings, run.settings.training, run.data
+    sequences = training.batch_size * training.accumulation
+    flops = trainer.flops_per_step(sequences, data.sequence_length, *_labelled_share(data))
+    tokens = training.steps * sequences * data.sequence_length
+    each = f"{sequences} x {data.sequence_length}"
+    dtype = str(run.model.dtype).removeprefix("torch.")
+    lines = {
+        "model": _describe_model(trainer, run),
+        "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
+        "objective": data.objective,
+        "precision": f"{PRECISIONS[run.precision]}; the checkpoint is {dtype}",
+        "optimizer": trainer.optimizers.described(),
+        "device": _describe_device(run.arguments.device, run.arguments.world_size),
+        "steps": f"{training.steps}, of {each} tokens, {human(tokens)} in all",
+        "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
+        "saves": _describe_saving(run.output, training),
+        "logs": _describe_logs(run),
+        "to stop": "Ctrl-C or SIGTERM: the step ends and is saved",
+        "to resume": command,
+    }
+    if settings.later_growths:
+        done = 0 if checkpoint is None else step_of(checkpoint)
+        lines["growth"] = _describe_growths(settings, done)
+    if settings.trainer:
+        given = (f"{name} = {json.dumps(value)}" for name, value in settings.trainer.items())
+        lines["trainer"] = ", ".join(given)
+    if checkpoint is not None:
+        lines["resumes"] = f"from {checkpoint}"
+    return lines
+
+
+def end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
+    """Where the model is, and what to do next."""
+    step = trainer.state.global_step
+    lines = {
+        "finished": f"{step} steps, {last_losses(trainer.state.log_history, step)}",
+        "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
+        "next": f"growkern plot {shlex.quote(str(output))}",
+    }
+    if trainer.steps.skipped:
+        lines["skipped"] = f"{trainer.steps.skipped} steps that were not finite"
+    return lines
