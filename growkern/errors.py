@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import sys
 import unicodedata
 import warnings
@@ -77,7 +78,12 @@ class FunctionChangedWarning(GrowthWarning):
 
 
 def warn(message: str, category: type[GrowthWarning] = GrowthWarning) -> None:
-    """Warn at the user's line that called this package, however many calls lie between."""
+    """Warn at the user's line that called this package, however many calls lie between.
+
+    Of several processes that a launcher started, the first one warns: all of them do the same work.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
     frame: FrameType | None = sys._getframe(1)
     place = frame
     while frame is not None:

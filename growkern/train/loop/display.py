@@ -117,7 +117,7 @@ class _Lines(TrainerCallback):
 class Lines(_Lines, PrinterCallback):
     """The lines alone. After `SILENCE` without one, the run says that it is alive."""
 
-    _said = _batches = 0
+    _said, _batches = 0.0, 0
 
     def show(self, line: str) -> None:
         """Print a line."""
