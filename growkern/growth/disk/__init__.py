@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from growkern.growth.disk.checksums import write_checksums
     from growkern.growth.disk.companions import complete, complete_config, copy_companions
     from growkern.growth.disk.companions import read_modules, write_modules
-    from growkern.growth.disk.shards import lay_out, ShardLayout
     from growkern.growth.disk.staging import check_space, check_target, delete_staging, is_unedited
     from growkern.growth.disk.staging import Journal, may_replace, read_card, refusing, STAMPED
     from growkern.growth.disk.staging import stamped
-    from growkern.growth.disk.stream import Stream
+    from growkern.growth.disk.stream import lay_out, ShardLayout, Stream
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,7 +32,6 @@ from growkern.families.family import Family, inner
 from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.files import copy_file, read_json
-from growkern.growth.disk.shards import ShardLayout
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.plan import Blueprint
 from growkern.growth.source import (
@@ -48,6 +47,9 @@ from growkern.growth.source import (
     refuse_misread,
     stays_in,
 )
+
+if TYPE_CHECKING:
+    from growkern.growth.disk.stream import ShardLayout
 
 # the name of the fold, and what its config needs
 FOLD, DENSE = "growkern_fold", "sentence_transformers.models.Dense"

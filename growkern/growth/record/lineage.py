@@ -22,7 +22,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import safetensors
 import torch
@@ -36,7 +36,6 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import value_of
 from growkern.files import check_format, read_json
 from growkern.growth import history
-from growkern.growth.disk import ShardLayout
 from growkern.growth.history import (
     EARLIER,
     LINEAGE_FILE,
@@ -61,6 +60,9 @@ from growkern.growth.source import (
 from growkern.growth.space import Layer, Space, class_that_became, upcycled
 from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
 from growkern.package import version
+
+if TYPE_CHECKING:
+    from growkern.growth.disk import ShardLayout
 
 TABLES = ("options", "settings", "sizes", "maps", "tensors", "versions")
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)

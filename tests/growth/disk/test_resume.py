@@ -11,8 +11,8 @@ import torch
 
 import growkern
 from growkern.growth.disk import stream
-from growkern.growth.disk.shards import ShardLayout, TargetFile
 from growkern.growth.disk.staging import staging
+from growkern.growth.disk.stream import ShardLayout, TargetFile
 from growkern.growth.plan import growth_plan, pieces
 from growkern.growth.plan.exactness import Finding
 from growkern.growth.source import formats

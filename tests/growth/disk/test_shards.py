@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth.disk import shards
-from growkern.growth.disk.shards import BLOCK_BYTES, Buffer, TargetFile
+from growkern.growth.disk import stream
+from growkern.growth.disk.stream import BLOCK_BYTES, Buffer, TargetFile
 from testbed.models import LLAMA, random_model
 
 SIZE = 40 * BLOCK_BYTES + 123
@@ -19,14 +19,14 @@ CUTS = [0, 7, 8, 3000, 5000, 9 * BLOCK_BYTES, 20 * BLOCK_BYTES, 33 * BLOCK_BYTES
 
 @pytest.fixture(autouse=True)
 def blocks_are_enough(monkeypatch):
-    monkeypatch.setattr(shards, "LEAST_DIRECT_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(stream, "LEAST_DIRECT_BYTES", BLOCK_BYTES)
 
 
 @pytest.fixture
 def direct(monkeypatch):
     """Sizes of the writes that went past the cache."""
     sizes, descriptors = [], set()
-    open_direct, pwrite = shards._open_direct, os.pwrite
+    open_direct, pwrite = stream._open_direct, os.pwrite
 
     def watch_open(path):
         descriptor = open_direct(path)
@@ -39,7 +39,7 @@ def direct(monkeypatch):
             sizes.append(done)
         return done
 
-    monkeypatch.setattr(shards, "_open_direct", watch_open)
+    monkeypatch.setattr(stream, "_open_direct", watch_open)
     monkeypatch.setattr(os, "pwrite", watch_write)
     return sizes
 
@@ -58,7 +58,7 @@ def write_file(path, content, room=None):
 
 
 def can_write_direct(path):
-    descriptor = shards._open_direct(path)
+    descriptor = stream._open_direct(path)
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is not None
@@ -113,7 +113,7 @@ def test_a_disk_that_wants_other_blocks(tmp_path, content, monkeypatch):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return pwrite(file, data, at)
 
-    monkeypatch.setattr(shards, "_open_direct", open_plain)
+    monkeypatch.setattr(stream, "_open_direct", open_plain)
     monkeypatch.setattr(os, "pwrite", refusing)
     write_file(tmp_path / "file", content)
     assert (tmp_path / "file").read_bytes() == content.numpy().tobytes()
@@ -165,8 +165,8 @@ def test_a_grown_checkpoint_is_the_same_past_the_cache(tmp_path, direct):
 
 
 def test_a_file_with_more_tensors_than_growth_reads_is_refused(monkeypatch):
-    monkeypatch.setattr(shards, "MOST_TENSORS", 2)
+    monkeypatch.setattr(stream, "MOST_TENSORS", 2)
     shapes = {name: (4,) for name in "abc"}
-    assert shards.lay_out(shapes, dict.fromkeys(shapes, torch.float32), 32).sizes
+    assert stream.lay_out(shapes, dict.fromkeys(shapes, torch.float32), 32).sizes
     with pytest.raises(growkern.GrowthError, match=r"would hold 3 tensors.*smaller max_shard_size"):
-        shards.lay_out(shapes, dict.fromkeys(shapes, torch.float32), 1000)
+        stream.lay_out(shapes, dict.fromkeys(shapes, torch.float32), 1000)

@@ -9,7 +9,7 @@ import transformers
 import growkern
 from growkern.families.model import ModelSpec
 from growkern.growth.disk.checksums import verify_checksums
-from growkern.growth.disk.shards import lay_out
+from growkern.growth.disk.stream import lay_out
 from growkern.growth.record.lineage import (
     FORMAT,
     config_dict,
