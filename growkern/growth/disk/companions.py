@@ -36,7 +36,6 @@ from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.plan import Blueprint
 from growkern.growth.source import (
     MODULES_FILE,
-    MOST_BYTES,
     STATE_FILES,
     Source,
     beside_weights,
@@ -45,7 +44,6 @@ from growkern.growth.source import (
     read_generation,
     refuse_links_out,
     refuse_misread,
-    stays_in,
 )
 
 if TYPE_CHECKING:
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
 # the name of the fold, and what its config needs
 FOLD, DENSE = "growkern_fold", "sentence_transformers.models.Dense"
 PLAIN = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+# of a list of modules, or of the config of one
+MOST_BYTES = 1_000_000
 WEIGHTS, WIDTHS = "model.safetensors", ("word_embedding_dimension", "embedding_dimension")
 
 
@@ -64,12 +64,12 @@ def companions(directory: Path) -> Iterator[Path]:
     directory is a snapshot of. Other links could end at anybody's file: a warning names them.
     """
     for file in beside_weights(directory):
-        if not stays_in(file, directory):
-            warn(
-                f"{file} links to {os.path.realpath(file)}, outside of the checkpoint: left out; "
-                "replace the link by the file itself"
-            )
-        elif file.is_file():
+        try:
+            refuse_links_out(file, directory)
+        except GrowthError as error:
+            warn(f"left out: {error}")
+            continue
+        if file.is_file():
             yield file
 
 

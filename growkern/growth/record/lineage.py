@@ -49,11 +49,8 @@ from growkern.growth.options import GrowthOptions
 from growkern.growth.plan import GrowthPlan, Task, affine_gain, is_dropped, plan_growth
 from growkern.growth.source import (
     Source,
-    check_layers,
     checked_config,
     config_directory,
-    files_of,
-    hub_model,
     name_of,
     read_config,
 )
@@ -221,7 +218,7 @@ def source_files(source: Source) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     if source.format is None:
         return result
-    for name in sorted(set().union(*map(files_of, source.headers.values()))):
+    for name in sorted(source.files):
         file = Path(name)
         header = source.format.read_header(file)
         result[file.name] = {
@@ -280,7 +277,7 @@ def lineage_text(
 
     `files` are `source_files` before the growth. `trained` says that the weights changed since.
     """
-    source, on_hub = plan.source.directory, hub_model(plan.source.directory)
+    source, on_hub = plan.source.directory, plan.source.on_hub
     lineage = {
         "format": FORMAT,
         **record_of(plan),
@@ -372,9 +369,7 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             if not isinstance(data.get(name, {}), dict):
                 raise ValueError(f"{name} is a {type(data[name]).__name__}")
         family = history.family_from(file, data)
-        configs = ("source_config", "target_config", *({DENSE} & data.keys()))
-        for name in configs:
-            check_layers(file, data[name], len(data["tensors"]))
+        tensors = len(data["tensors"])
         return Lineage(
             file,
             data,
@@ -383,11 +378,11 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
             {name: (old, new) for name, (old, new) in data["sizes"].items()},
             DTYPES[data["dtype"]],
             DTYPES[data["source_dtype"]],
-            checked_config(file, data["source_config"], family),
-            checked_config(file, data["target_config"], family),
+            checked_config(file, data["source_config"], tensors, family),
+            checked_config(file, data["target_config"], tensors, family),
             History(records=history.history_from(file, data).records[1:]),
             family,
-            checked_config(file, data[DENSE]) if DENSE in data else None,
+            checked_config(file, data[DENSE], tensors) if DENSE in data else None,
         )
     except GrowthError as error:
         why = str(error).removeprefix(f"{file}: ")

@@ -30,7 +30,7 @@ from growkern.growth.record.lineage import (
     source_files,
     write_lineage,
 )
-from growkern.growth.source import ID, MODULES_FILE, hub_model, is_same, name_of
+from growkern.growth.source import MODULES_FILE, is_hub_name, is_same, name_of
 
 # every card of a growth has this tag
 TAG = "growkern"
@@ -59,7 +59,7 @@ def _place(plan: GrowthPlan) -> str:
     directory = plan.source.directory or Path(name)
     if (plan.source.directory is not None or name) and directory.is_dir():
         return name_of(directory)
-    return name if ID.fullmatch(name) else ""
+    return name if is_hub_name(name) else ""
 
 
 def _choices(plan: GrowthPlan, settings: GrowthSettings) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _choices(plan: GrowthPlan, settings: GrowthSettings) -> dict[str, Any]:
 def command(plan: GrowthPlan, settings: GrowthSettings) -> str:
     """The command that grows the same model from the same source."""
     words = ["growkern", "grow", source_name(plan), "TARGET"]
-    if on_hub := hub_model(plan.source.directory):
+    if on_hub := plan.source.on_hub:
         words += ["--revision", on_hub.commit]
     for name, value in _choices(plan, settings).items():
         words.append(f"--{name.replace('_', '-')}")
@@ -120,7 +120,8 @@ def card_text(plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool) 
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
     kept["tags"] = sorted({*_listed(kept.get("tags")), TAG})
-    if ID.fullmatch(name):
+    # no directory or class has such a name
+    if "/" in name:
         kept["base_model"] = name
     library = "sentence-transformers" if is_sentence else "transformers"
     data = ModelCardData(library_name=library, **kept)

@@ -289,8 +289,9 @@ def _of_value(name: str, value: Any) -> Iterator[str]:
         yield f"{name}={value}: at most {limits[name]}"
 
 
-def checked_config(file: Path, data: Any, family: Family | None = None) -> Any:
-    """The Hugging Face config of JSON data; one that makes no model is refused."""
+def checked_config(file: Path, data: Any, tensors: int, family: Family | None = None) -> Any:
+    """The Hugging Face config of a model's JSON data; one that makes no model is refused."""
+    check_layers(file, data, tensors)
     check_config(file, data, family=family)
     return config_from(data)
 

@@ -35,7 +35,8 @@ from growkern.growth.source.config import (
 )
 from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bits
 from growkern.growth.source.formats import BARE, MODULES_FILE, Format, Stamps, format_of
-from growkern.growth.source.parts import Parts, dequantised, stacked
+from growkern.growth.source.hub import HubModel, hub_model
+from growkern.growth.source.parts import Parts, dequantised, files_of, stacked
 from growkern.growth.stored import (
     Read,
     StoredTensor,
@@ -98,6 +99,16 @@ class Source:
     def parts(self) -> Mapping[str, Parts]:
         """The tensors that are made of those of `stored`."""
         return self.upcycling.parts if self.upcycling else {}
+
+    @property
+    def files(self) -> set[str]:
+        """The files that hold its tensors."""
+        return set().union(*map(files_of, self.headers.values()))
+
+    @property
+    def on_hub(self) -> HubModel | None:
+        """The model on the Hub that `directory` is a snapshot of."""
+        return hub_model(self.directory)
 
     @property
     def config(self) -> Any:
