@@ -361,12 +361,6 @@ def test_verify_fails_where_the_function_was_lost_unasked(sizes, class_name, how
     assert not report.ok and report.level == "changed" and re.search(named, report.failure)
 
 
-def test_verify_accepts_a_change_that_was_asked_for():
-    source = random_model("BartForConditionalGeneration", {**BART, "eos_token_id": 1})
-    report = growkern.verify(source, growkern.grow(source, d_model=24, method="aki"))
-    assert report.ok and report.level == "changed"
-
-
 @pytest.mark.parametrize("std", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_to_16_bits_is_held_against_a_rounded_source(dtype, std):

@@ -1,7 +1,5 @@
 """The grown model computes what the source computes: float64, against Hugging Face itself."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -50,15 +48,6 @@ def test_a_small_gain_takes_the_eps_out_of_post_norm_identity_blocks(eps):
             growkern.plan(source, **{**how, "identity_gain": gain})
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("hidden, heads", [(16, 4), (20, 5), (28, 7), (32, 8)])
-def test_uneven_bert_encoder_carries_the_mean(hidden, heads, seed):
-    source = random_model("BertModel", BERT, seed=seed)
-    grown = growkern.grow(source, hidden_size=hidden, intermediate_size=40, carry=1e-2)
-    assert grown.config.num_attention_heads == heads
-    assert relative_error(source, grown) <= 1e-6
-
-
 def test_carry_error_is_quadratic_and_naive_padding_is_far_worse():
     source = random_model("BertModel", BERT)
     sizes = {"hidden_size": 20, "intermediate_size": 40}
@@ -86,16 +75,6 @@ def test_where_the_mean_cannot_be_carried_the_plan_says_so(config, growth, why):
     assert 1e-4 < relative_error(source, grown) < 0.6
 
 
-def test_only_sizes_that_change_are_named():
-    source = random_model("LlamaForCausalLM", LLAMA)
-    for how in ({"depth": "stack", "num_hidden_layers": 4}, {"intermediate_size": 40}):
-        lines = [finding.line() for finding in growkern.plan(source, **how).findings]
-        (field,) = how.keys() - {"depth"}
-        size = how[field]
-        assert len(lines) == 1 and f" -> {size}" in lines[0], lines
-        assert "12 -> 12" not in lines[0]
-
-
 def test_uneven_mlm_head_is_called_changed_and_its_encoder_is_not():
     source = random_model("BertForMaskedLM", BERT)
     grown = growkern.grow(source, hidden_size=20, intermediate_size=40, carry=1e-2)
@@ -109,18 +88,6 @@ def test_uneven_mlm_head_is_called_changed_and_its_encoder_is_not():
     stream = grown.growth_plan.layout.space("stream")
     wide = outputs(grown.bert)["last_hidden_state"][..., :12] / stream.write[:12]
     assert ((wide - hidden).abs().max() / hidden.abs().max()).item() <= 1e-6
-
-
-def test_source_is_left_alone():
-    source = random_model("GPT2LMHeadModel", GPT2)
-    before = {name: t.clone() for name, t in source.state_dict().items()}
-    config = source.config.to_dict()
-    grown = growkern.grow(source, n_embd=24, n_layer=3)
-    for parameter in grown.parameters():
-        parameter.data.zero_()
-    for name, tensor in source.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-    assert source.config.to_dict() == config
 
 
 def test_same_seed_same_model_other_seed_other_noise():
@@ -160,24 +127,6 @@ def test_pairs_that_turn_below_a_norm_keep_one_scale(head_dim):
     source = random_model("HunYuanDenseV1ForCausalLM", sizes)
     grown = growkern.grow(source, head_dim=head_dim)
     assert relative_error(source, grown) < 1e-7
-
-
-def test_every_weight_matters():
-    """The comparison can fail: 1 % on any single kind of tensor is visible."""
-    source = random_model("LlamaForCausalLM", LLAMA)
-    grown = growkern.grow(source, hidden_size=20, **GQA)
-    kinds = {}
-    for task in grown.growth_plan.tasks:
-        kinds.setdefault(task.tensor.template, task.name)
-    # a bias on all keys of a head shifts every score alike: softmax does not see it,
-    # except through rotary positions
-    for name in itertools.chain(kinds.values()):
-        parameter = grown.get_parameter(name)
-        with torch.no_grad():
-            kept = parameter.clone()
-            parameter *= 1.01
-            assert relative_error(source, grown) > 1e-6, name
-            parameter.copy_(kept)
 
 
 @pytest.mark.parametrize("symmetry", ["none", "routing", "split"])

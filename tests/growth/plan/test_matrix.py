@@ -215,13 +215,6 @@ def test_float16_has_numbers_too_small_to_halve(symmetry):
     assert is_exact == grown.growth_plan.exact == (symmetry in ("routing", "split"))
 
 
-def test_depth_alone_rounds_nothing():
-    class_name, sizes = FAMILIES["llama"]
-    source = random_model(class_name, sizes, dtype=torch.bfloat16)
-    plan = growkern.plan(source, num_hidden_layers=4, depth="identity")
-    assert plan.exact, plan.findings
-
-
 def test_llama3_frequencies_stay_with_larger_heads(tmp_path):
     rope = {
         "rope_type": "llama3",

@@ -135,11 +135,6 @@ def test_whole_steps_of_pairs_leave_theta(small, large):
     assert before == after
 
 
-def test_other_sizes_of_heads_change_theta():
-    plan = growkern.plan(model("LlamaForCausalLM", head_dim=6), head_dim=8)
-    assert plan.large.config.rope_parameters != plan.small.config.rope_parameters
-
-
 def test_portable_refuses_another_theta():
     for name in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM"):
         with pytest.raises(growkern.GrowthError, match="would change rope_theta"):
@@ -189,26 +184,6 @@ def test_whole_periods_are_added_where_they_fit(name, config, layers, depth):
         growkern.plan(source, portable=True, num_hidden_layers=layers + 1)
 
 
-def test_runtimes_that_compute_the_kinds_of_layers_are_named():
-    kinds = ["sliding_attention", "full_attention"] * 3
-    source = model("GptOssForCausalLM", torch.float32, layer_types=kinds, head_dim=8)
-    (line,) = said(source, "no longer repeats", num_hidden_layers=7)
-    assert "every 2 layers: vLLM and llama.cpp give wrong outputs" in line
-
-
-def test_pattern_keys_are_said_in_one_line():
-    source = model("Gemma3ForCausalLM", layer_types=EVERY_3 * 2)
-    source.config.sliding_window_pattern = source.config._sliding_window_pattern = 3
-    (line,) = said(source, "config.json", num_hidden_layers=11)
-    assert line == (
-        "left out of config.json, as no value describes the new layers: sliding_window_pattern=3, "
-        "_sliding_window_pattern=3"
-    )
-    (line,) = said(source, "config.json", num_hidden_layers=8)
-    assert "sliding_window_pattern 3 -> 4" in line
-    assert not said(source, "config.json", hidden_size=64)
-
-
 def test_a_period_that_is_not_over_cannot_be_repeated():
     source = model("Gemma3ForCausalLM", num_hidden_layers=4)
     with pytest.raises(growkern.GrowthError, match="less than one period of 6 layers"):
@@ -241,11 +216,6 @@ def test_portable_is_recorded(tmp_path):
     assert growkern.verify(tmp_path / "small", tmp_path / "big").ok
 
 
-def test_portable_is_a_flag():
-    with pytest.raises(growkern.GrowthError, match="portable"):
-        growkern.plan(model("LlamaForCausalLM"), hidden_size=64, portable="yes")
-
-
 @pytest.mark.parametrize(
     ("name", "field"),
     [
@@ -264,13 +234,6 @@ def test_layers_that_are_left_out_are_not_counted(name, field):
     assert getattr(grown.config, field) == 0
     assert getattr(source.config, field) == 1
     assert not said(grown, "second token", hidden_size=64)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"])
-def test_families_with_such_layers_name_their_fields(name):
-    family = load_family(name)
-    assert family.ignored
-    assert family.unread
 
 
 @torch.no_grad()

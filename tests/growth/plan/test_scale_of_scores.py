@@ -106,10 +106,3 @@ def test_another_value_is_refused(scalar):
     config.head_dim, config.query_pre_attn_scalar = 8, scalar
     with pytest.raises(growkern.GrowthError, match="query_pre_attn_scalar"):
         growkern.plan(source, target_config=config)
-
-
-def test_moments_and_folding_follow(tmp_path):
-    source = gemma("Gemma3ForCausalLM", torch.float32)
-    source.save_pretrained(tmp_path / "small")
-    growkern.grow_checkpoint(tmp_path / "small", tmp_path / "big", head_dim=8, progress=False)
-    assert growkern.verify(tmp_path / "small", tmp_path / "big").ok

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth.plan.tensors.tensor import build_tensor
 from testbed.families import FAMILIES
 from testbed.models import (
     BERT,
@@ -99,26 +98,6 @@ def test_every_new_entry_gets_a_gradient_of_its_own():
     rows = torch.nn.functional.normalize(gradient, dim=1)
     alike = (rows @ rows.t()).fill_diagonal_(0).abs()
     assert gradient.norm(dim=1).min() > 0 and alike.max() < 0.999
-
-
-@pytest.mark.parametrize(
-    "class_name, sizes", [("GPT2LMHeadModel", GPT2), ("LlamaForCausalLM", LLAMA)]
-)
-def test_parts_are_the_whole_bit_for_bit(class_name, sizes):
-    source = random_model(class_name, sizes, dtype=torch.float32)
-    field = "n_embd" if class_name.startswith("GPT2") else "hidden_size"
-    plan = growkern.plan(source, method="aki", **{field: 40})
-    for task in plan.tasks:
-        whole = build_tensor(plan, task)
-        for dim, size in enumerate(task.shape):
-            # cuts inside the old entries, and inside each repetition of the new ones
-            cuts = [slice(i, i + 5) for i in range(0, size, 5)]
-            every = [slice(None)] * whole.ndim
-            parts = [
-                build_tensor(plan, task, part=[*every[:dim], cut, *every[dim + 1 :]])
-                for cut in cuts
-            ]
-            assert torch.equal(torch.cat(parts, dim), whole), task.name
 
 
 def test_behind_blocks_it_is_close_if_asked():
