@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import os
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.families.family import is_met
 from growkern.families.model import ModelSpec
-from growkern.growth.disk import stream
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
@@ -109,22 +106,6 @@ def test_layers_keep_their_kind(options, layers, sparse):
     grown = growkern.grow(source, num_hidden_layers=layers, depth="identity")
     assert relative_error(source, grown) < 1e-12
     assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == sparse
-
-
-def test_conditions_on_layers_read_the_config():
-    config = SimpleNamespace(
-        dense=[0, 3], step=2, first=3, kinds=["full", "linear", "full", "linear"]
-    )
-    met = {
-        "in:dense": [0, 3],
-        "not in:dense": [1, 2],
-        "every:step": [1, 3],
-        "from:first": [3],
-        "is:kinds=linear": [1, 3],
-        "not is:kinds=linear": [0, 2],
-    }
-    for text, layers in met.items():
-        assert [layer for layer in range(4) if is_met(text, layer, config)] == layers, text
 
 
 def test_a_layer_of_another_kind_is_not_copied():
@@ -301,32 +282,6 @@ def test_files_with_other_experts_than_the_config_are_refused(change, why, tmp_p
     damage(tmp_path, change)
     with pytest.raises(GrowthError, match=why):
         growkern.plan(tmp_path, num_experts=8)
-
-
-def test_a_grown_expert_can_be_verified_and_resumed(tmp_path, monkeypatch):
-    source = qwen3_moe(torch.float32)
-    source.save_pretrained(tmp_path / "small")
-    writes, write = [], stream.write_rows
-
-    def stops(*args):
-        writes.append(args)
-        if len(writes) > 12:
-            raise KeyboardInterrupt
-        write(*args)
-
-    monkeypatch.setattr(stream, "write_rows", stops)
-    with pytest.raises(KeyboardInterrupt):
-        growkern.grow_checkpoint(tmp_path / "small", tmp_path / "large", progress=False, **SIZES)
-    monkeypatch.undo()
-    report = growkern.grow_checkpoint(
-        tmp_path / "small", tmp_path / "large", progress=False, **SIZES
-    )
-    assert report.bytes_kept
-    grown = growkern.grow(source, **SIZES)
-    loaded = type(source).from_pretrained(tmp_path / "large")
-    for name, tensor in grown.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-    assert growkern.verify(tmp_path / "small", tmp_path / "large").ok
 
 
 def test_a_bias_that_selects_experts_stays_in_float32(tmp_path):

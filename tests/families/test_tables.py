@@ -105,25 +105,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("model_type, sizes, options", CASES)
-def test_table_predicts_every_tensor_and_shape(model_type, sizes, options):
+def test_table_predicts_every_tensor_shape_and_tie(model_type, sizes, options):
     family = load_family(model_type)
     config = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
     for class_name in family.classes:
         with torch.device("meta"):
             model = getattr(transformers, class_name)(config)
         actual = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        assert ModelSpec(family, config, class_name).shapes == actual, class_name
-
-
-@pytest.mark.parametrize("model_type, sizes, options", CASES)
-def test_table_knows_which_tensors_are_tied(model_type, sizes, options):
-    family = load_family(model_type)
-    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **options})
-    for class_name in family.classes:
-        with torch.device("meta"):
-            model = getattr(transformers, class_name)(config)
-        ties = ModelSpec(family, config, class_name).ties
-        assert ties == dict(model.all_tied_weights_keys), class_name
+        spec = ModelSpec(family, config, class_name)
+        assert spec.shapes == actual, class_name
+        assert spec.ties == dict(model.all_tied_weights_keys), class_name
 
 
 def test_every_table_is_covered():
@@ -185,6 +176,15 @@ def bert_table():
     return parse_toml((resources.files("growkern.families") / "bert.toml").read_text())
 
 
+def bert_with(path, value):
+    """The table of BERT with another value at this path."""
+    table = inner = bert_table()
+    for key in path[:-1]:
+        inner = inner.setdefault(key, {})
+    inner[path[-1]] = value
+    return table
+
+
 @pytest.mark.parametrize(
     "path, message",
     [
@@ -196,13 +196,8 @@ def bert_table():
     ],
 )
 def test_unknown_keys_are_refused(path, message):
-    table = bert_table()
-    inner = table
-    for key in path[:-1]:
-        inner = inner.setdefault(key, {})
-    inner[path[-1]] = 1
     with pytest.raises(GrowthError, match=message):
-        parse_family("bert.toml", table)
+        parse_family("bert.toml", bert_with(path, 1))
 
 
 @pytest.mark.parametrize(
@@ -214,13 +209,8 @@ def test_unknown_keys_are_refused(path, message):
     ids=".".join,
 )
 def test_an_empty_list_removes_no_part_that_a_family_needs(path):
-    table = bert_table()
-    inner = table
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = []
     with pytest.raises(GrowthError, match=rf"bert.toml.{'.'.join(path)}: \[\] must be a t"):
-        parse_family("bert.toml", table)
+        parse_family("bert.toml", bert_with(path, []))
 
 
 @pytest.mark.parametrize(
@@ -235,13 +225,8 @@ def test_an_empty_list_removes_no_part_that_a_family_needs(path):
     ],
 )
 def test_unknown_values_are_refused(path, value):
-    table = bert_table()
-    inner = table
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
     with pytest.raises(GrowthError, match=f"'{value}'; (did you mean|allowed)"):
-        parse_family("bert.toml", table)
+        parse_family("bert.toml", bert_with(path, value))
 
 
 def test_a_head_has_parts_one_after_another():
@@ -256,20 +241,14 @@ def test_a_head_has_parts_one_after_another():
 
 
 def test_undefined_stack_is_refused():
-    table = bert_table()
-    table["classes"]["BertModel"]["stacks"] = ["decoder"]
     with pytest.raises(GrowthError, match="BertModel uses 'decoder'"):
-        parse_family("bert.toml", table)
+        parse_family("bert.toml", bert_with(("classes", "BertModel", "stacks"), ["decoder"]))
 
 
 def test_undefined_space_is_refused():
-    table = bert_table()
-    table["tensors"]["trunk"]["embeddings.word_embeddings.weight"]["axes"] = [
-        "vocab",
-        "write:strem",
-    ]
+    path = ("tensors", "trunk", "embeddings.word_embeddings.weight", "axes")
     with pytest.raises(GrowthError, match="did you mean 'stream'"):
-        parse_family("bert.toml", table)
+        parse_family("bert.toml", bert_with(path, ["vocab", "write:strem"]))
 
 
 def test_an_unknown_family_is_told_the_nearest_name():

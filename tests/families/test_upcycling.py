@@ -108,17 +108,6 @@ def test_a_dense_model_becomes_an_exact_mixture(name, shared):
         assert any(tensor.any() for tensor in outputs) == (shared == "zero")
 
 
-def test_whole_copies_are_chosen_in_any_number():
-    source = dense("Mistral")
-    grown = growkern.grow(source, to="mixtral", **sizes_of("mixtral", 5, 3))
-    assert grown.growth_plan.exact
-    assert relative_error(source, eager(grown)) < 1e-12
-    rows = grown.model.layers[0].mlp.gate.weight
-    assert len(rows.unique(dim=0)) == 5
-    # the config of Mixtral has another default
-    assert grown.config.rope_parameters == source.config.rope_parameters
-
-
 @pytest.mark.parametrize("name, width", [("Llama", 16), ("Qwen3", 16), ("Qwen3", 8)])
 def test_one_copy_of_the_ffn_alone_is_a_mixture(name, width):
     kind, more = PAIRS[name]
