@@ -1,6 +1,5 @@
 """A teacher's cached rows: the files on disk, their readers, and the state after a kill."""
 
-import errno
 import json
 import os
 import pickle
@@ -10,7 +9,6 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch.utils.data import DataLoader
@@ -520,46 +518,24 @@ def test_a_shard_is_compared_once_in_all_processes(tmp_path, monkeypatch):
     assert len(compared) == 2 + len(shards)
 
 
-def test_a_cache_without_checksums_is_refused(tmp_path):
-    make(tmp_path / "c")
-    (tmp_path / "c" / "manifest.json").unlink()
-    with pytest.raises(GrowthError, match=r"manifest\.json"):
-        TeacherCache(tmp_path / "c")
-
-
 @pytest.mark.parametrize(
     "text",
-    ["{}", "[]", '{"format": 1, "algorithm": "md5", "files": {}}', "{", '{"files": {"../x": {}}}'],
+    [
+        None,
+        "{}",
+        "[]",
+        '{"format": 1, "algorithm": "md5", "files": {}}',
+        "{",
+        '{"files": {"../x": {}}}',
+    ],
 )
 def test_a_manifest_that_says_nothing_is_refused(tmp_path, text):
     make(tmp_path / "c")
-    (tmp_path / "c" / "manifest.json").write_text(text)
-    with pytest.raises(GrowthError, match=r"manifest\.json: not "):
+    (tmp_path / "c" / "manifest.json").unlink()
+    if text is not None:
+        (tmp_path / "c" / "manifest.json").write_text(text)
+    with pytest.raises(GrowthError, match=r"manifest\.json"):
         TeacherCache(tmp_path / "c")
-
-
-def test_the_checksums_of_a_resumed_cache_are_those_of_a_cache_made_at_once(tmp_path, monkeypatch):
-    make(tmp_path / "once", shard_bytes=300)
-    write, files = writer.write_tensors, []
-
-    def full(file, tensors):
-        files.append(file.name)
-        if len(files) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(file, tensors)
-
-    monkeypatch.setattr(writer, "write_tensors", full)
-    with pytest.raises(GrowthError, match="No space left"):
-        make(tmp_path / "c", shard_bytes=300)
-    make(tmp_path / "c", shard_bytes=300)
-    assert files.count(files[0]) == 1
-    for file in (tmp_path / "once").iterdir():
-        assert (tmp_path / "c" / file.name).read_bytes() == file.read_bytes()
-    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())["files"]
-    for name, entry in manifest.items():
-        raw = (tmp_path / "c" / name).read_bytes()
-        assert entry == {"bytes": len(raw), "checksum": xxhash.xxh3_128(raw).hexdigest()}
-    assert len(manifest) == len(list((tmp_path / "c").iterdir())) - 1
 
 
 @pytest.mark.parametrize(
