@@ -25,6 +25,7 @@ def grown():
         *(("routing", "1"), ("carry", "x"), ("identity_gain", None), ("identity_gain", [1])),
         *((name, 3) for name in ("method", "depth", "scheme", "symmetry", "aki", "maps")),
         *(("method", None), ("symmetry", ["noise"]), ("depth", torch.ones(2))),
+        *((name, value) for name in ("portable", "dequantize") for value in ("yes", 1, None)),
     ],
 )
 def test_every_option_is_checked_by_its_type(option, value):

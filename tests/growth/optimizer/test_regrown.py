@@ -53,8 +53,6 @@ def everywhere(model):
     return [{"params": list(model.named_parameters()), "weight_decay": 0.1}]
 
 
-
-
 def grown(model, optimizer, sizes, **how):
     """The grown model and its optimizer, with the grown state."""
     large = growkern.grow(model, **{**EVEN, **how, **sizes})
