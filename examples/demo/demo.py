@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,12 @@ def run(directory: Path, preset: Preset, seed: int) -> None:
         if code := app(words, prog_name="growkern", standalone_mode=False):
             sys.exit(code)
     curves = {
-        kind: [asdict(read_curve(folder / name)) for folder in folders for name in names]
+        # a name says what a run is
+        kind: [
+            asdict(replace(read_curve(folder / name), settings={}))
+            for folder in folders
+            for name in names
+        ]
         for kind, names in (("sources", ["small"]), ("curves", RUNS))
     }
     result = {"seeds": list(seeds), "machine": collect(), **curves}

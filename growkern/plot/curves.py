@@ -12,8 +12,8 @@ With F(r, l) the FLOPs at which run r first reaches loss l,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ MOST_BYTES = 100_000_000
 # of FLOPs, and of anything else in a log
 MOST = 1e40
 NOT_REACHED = "not reached"
+# the file with the settings of a run, and what a log line puts before new sizes
+RUN_FILE, SIZE = "run.json", "growth/"
+# of the settings by which runs are told apart, and of a value; files and seeds are not shown
+MOST_KEYS, LONGEST = 3, 40
+# a teacher comes and goes with the inheritance
+UNSHOWN = ("teacher", "path", "paths", "source", "tokenizer", "train", "validation", "seed")
 KEYS = ("start_loss", "flops", "flops_saved", "flops_saved_with_small_model")
 HEADS = ("run", "start\nloss", "FLOPs\nto mark", "FLOPs\nsaved", "small model\ncounted")
 
@@ -39,7 +45,9 @@ class Curve:
     """The losses of a run, with the steps and the FLOPs so far at which they were measured.
 
     `validation` says whether these are validation losses. Steps ascend. `growths` has the FLOPs at
-    which the model grew inside the run. `finished` says whether the run came to its end.
+    which the model grew inside the run, and `grown` the new sizes. `finished` says whether the run
+    came to its end. `last` has its last step, and the steps that it was to have. `settings` are
+    those of its run file.
     """
 
     name: str
@@ -49,6 +57,17 @@ class Curve:
     validation: bool = True
     growths: tuple[float, ...] = ()
     finished: bool = True
+    grown: tuple[str, ...] = ()
+    last: tuple[int, int] = (0, 0)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """How far an unfinished run is; empty if it is finished."""
+        done, steps = self.last
+        if self.finished:
+            return ""
+        return f"unfinished: step {done} of {steps}" if steps else "unfinished"
 
 
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
@@ -84,16 +103,19 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     directory = Path(directory)
     file = log_of(directory)
     try:
-        history = read_json(file, MOST_BYTES, "log")["log_history"]
-        curve = curve_of(history, name or directory.resolve().name)
-        curve = replace(curve, finished=file.parent == directory)
+        state = read_json(file, MOST_BYTES, "log")
+        curve = curve_of(state["log_history"], name or directory.resolve().name)
+        last = state.get("global_step", 0), state.get("max_steps", 0)
+        settings = _settings_of(directory / RUN_FILE)
+        finished = file.parent == directory
+        curve = replace(curve, finished=finished, last=last, settings=settings)
         for step, loss in zip(curve.steps, curve.losses, strict=True):
             if isinstance(loss, float) and not math.isfinite(loss):
                 raise GrowthError(
                     f"{file}: the loss at step {step} is {loss}: the run diverged, and a curve "
                     "needs numbers"
                 )
-        for number in (*curve.steps, *curve.flops, *curve.losses, *curve.growths):
+        for number in (*curve.steps, *curve.flops, *curve.losses, *curve.growths, *last):
             # integers of a file may be too large for a float
             if isinstance(number, str) or not abs(float(number)) <= MOST:
                 raise ValueError(f"{str(number)[:20]} is no number of a log")
@@ -108,25 +130,69 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
     return curve
 
 
+def _settings_of(file: Path) -> dict[str, Any]:
+    """The sections of a run's file; none without the record of them."""
+    found = read_json(file, MOST_BYTES, "run marker") if file.is_file() else {}
+    settings = found.get("run") if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def differences(curves: Sequence[Curve]) -> list[str]:
+    """What tells the settings of runs apart, in a few words for each; none if one is not known."""
+    found: list[list[str]] = [[] for _ in curves]
+    sections = dict.fromkeys(name for curve in curves for name in curve.settings)
+    for section in sections if all(curve.settings for curve in curves) else ():
+        values: list[Any] = [curve.settings.get(section) for curve in curves]
+        if section in UNSHOWN:
+            continue
+        if any(value is None for value in values):
+            rows = [("no" if value is None else "with", section) for value in values]
+            _add_differing(rows, found)
+        elif all(isinstance(value, dict) for value in values):
+            for key in dict.fromkeys(key for value in values for key in value):
+                if key not in UNSHOWN:
+                    _add_differing([(key, _short(value.get(key))) for value in values], found)
+    return [", ".join(words[:MOST_KEYS]) for words in found]
+
+
+def _add_differing(rows: Sequence[tuple[str, str]], found: Sequence[list[str]]) -> None:
+    if len(set(rows)) > 1:
+        for words, row in zip(found, rows, strict=True):
+            words.append(" ".join(row))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items())[:LONGEST]
+    return str(value)[:LONGEST]
+
+
 def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     """Make a curve from the lines of a log. A step that a resumed run logged twice counts once."""
     validation = any("eval_loss" in line for line in history)
     # with a teacher, "loss" includes the KL term; only "mlm" can be compared with other runs
     keys = ("eval_loss",) if validation else ("mlm", "loss")
     points: dict[int, tuple[float, float]] = {}
-    growths: dict[int, float] = {}
+    growths: dict[int, tuple[float, str]] = {}
     flops_before = 0.0
     for line in history:
         # the first line of the grown model; the line before is that of its growth
         if "growth" in line:
-            growths[line["growth"]] = flops_before
+            sizes = [
+                f"{name.removeprefix(SIZE)} {size}"
+                for name, size in line.items()
+                if name.startswith(SIZE) and name != f"{SIZE}loss_before"
+            ]
+            growths[line["growth"]] = flops_before, "\n".join(sizes)
         flops_before = line.get("flops", flops_before)
         key = next((key for key in keys if key in line), None)
         if key is not None and "flops" in line:
             points[line["step"]] = line["flops"], line[key]
     steps = tuple(sorted(points))
     flops, losses = (tuple(points[step][i] for step in steps) for i in (0, 1))
-    return Curve(name, steps, flops, losses, validation, tuple(growths.values()))
+    at = tuple(cost for cost, _ in growths.values())
+    grown = tuple(sizes for _, sizes in growths.values())
+    return Curve(name, steps, flops, losses, validation, at, grown=grown)
 
 
 @dataclass(frozen=True)
@@ -137,6 +203,22 @@ class Group:
     curves: tuple[Curve, ...]
     marks: tuple[float, ...]  # the loss that each curve is to reach
     sources: tuple[Curve, ...] = ()  # of the small model that they started from
+    about: str = ""  # what tells its settings from those of the others
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its runs came to their end."""
+        return all(curve.finished for curve in self.curves)
+
+    @property
+    def last_loss(self) -> str:
+        """What its last loss is, in words."""
+        return "final loss" if self.finished else "last loss so far"
+
+    @property
+    def state(self) -> str:
+        """How far its first unfinished run is; empty if all are finished."""
+        return next(filter(None, (curve.state for curve in self.curves)), "")
 
     @property
     def before(self) -> float:
@@ -145,7 +227,9 @@ class Group:
 
     @property
     def label(self) -> str:
-        return plain(self.name) + (f" ({len(self.curves)} runs)" if len(self.curves) > 1 else "")
+        runs = [f"{len(self.curves)} runs"] if len(self.curves) > 1 else []
+        more = ", ".join([*runs, *filter(None, (self.about, self.state))])
+        return plain(f"{self.name} ({more})" if more else self.name)
 
     def mean(self) -> tuple[np.ndarray, np.ndarray]:
         """FLOPs and all losses, (points,) and (runs, points), where all of the runs have some."""
@@ -189,21 +273,23 @@ def groups_of(
     # does: beyond that point a lower mark would not be reached
     end = float(Group("", tuple(reference), ()).mean()[1].mean(0)[-1])
     ends = [curve.losses[-1] for curve in reference]
+    about = differences([runs[0] for runs in by_name.values()])
     return [
         Group(
             name,
             tuple(runs),
             tuple(ends) if paired else (end,) * len(runs),
             () if runs is reference else tuple(sources),
+            words,
         )
-        for name, runs in by_name.items()
+        for (name, runs), words in zip(by_name.items(), about, strict=True)
     ]
 
 
 def savings_table(groups: Sequence[Group]) -> Table:
     """A table of what the runs cost and saved, with a row per name."""
     mark = float(np.mean(groups[0].marks))
-    of = "mean final loss" if len(groups[0].curves) > 1 else "final loss"
+    of = ("mean " if len(groups[0].curves) > 1 else "") + groups[0].last_loss
     seeds = max(len(group.curves) for group in groups)
     table = Table(
         title=f"FLOPs to the {of} of {groups[0].name}, {mark:.3f}",
@@ -249,7 +335,8 @@ def _numbers(group: Group, reference: Group) -> list[list[float]]:
         full = [cost for cost, _ in reference.reached()]
     else:
         full = [reference.cost() or 0.0] * len(costs)
-    if group is reference or not all(full):
+    # a control that is not finished has no final loss
+    if group is reference or not all(full) or not reference.finished:
         return [starts, costs, [], []]
     saved = [1 - cost / whole for cost, whole in zip(costs, full, strict=True)]
     counted = [x - group.before / whole for x, whole in zip(saved, full, strict=True)]

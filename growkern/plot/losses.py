@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import Curve, Group, groups_of, read_curve
+from growkern.plot.curves import Curve, Group, first_crossing, groups_of, read_curve
 from growkern.plot.figure import (
     GREY,
     SMALL,
@@ -41,12 +41,14 @@ ONE_LOSS = "one loss only: to see a curve, set eval_every or log_every lower und
 BEYOND = (
     "the small model ends below the mark: too short a training for the savings to mean anything"
 )
-UNFINISHED = "the run that sets the mark is not finished: the savings will change"
+UNFINISHED = "the run that sets the mark is not finished, so nothing is said of savings yet"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
 FAR_START = 4.0
 # zoom in if that leaves out at least this share of the height
 LEAST_ZOOM = 0.35
+# of the sizes beside a growth, and the share of the width that they take
+MOST_SIZES, ROOM = 4, 0.2
 
 
 def plot_runs(
@@ -106,11 +108,14 @@ def draw(
     mark = float(np.mean(marks))
     unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
     _draw_curves(axes, groups, sources, unit)
+    _draw_growths(axes, groups, unit)
     if below:
         _draw_costs(bars, groups, unit)
     scale = f" (1e{round(math.log10(unit))})" if unit > 1 else ""
     start = ", starting with the small model's" if sources else ""
     bars.set_xlabel(f"training FLOPs{scale}, teacher included{start}", fontsize=TEXT)
+    # beside others a run is named by its bar
+    title = title or ("" if below else groups[0].label)
     axes.set_title("\n".join(filter(None, [title, *notes_on(groups)])), fontsize=TEXT, loc="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()
@@ -118,7 +123,7 @@ def draw(
     figure.set_layout_engine("none")
     of = f"{plain(groups[0].name)}{', mean' if len(groups[0].curves) > 1 else ''}"
     if below:
-        draw_mark(axes, mark, f"mark: final loss of {of}, {mark:.3f}")
+        draw_mark(axes, mark, f"mark: {groups[0].last_loss} of {of}, {mark:.3f}")
     overview(axes)
     curves_drawn = curves_in(axes)
     label_ends(axes, curves_drawn[: -len(groups)])
@@ -137,7 +142,7 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
         notes.append(ONE_LOSS)
     if any(source.losses[-1] <= mark for group in groups for source in group.sources):
         notes.append(BEYOND)
-    if len(groups) > 1 and not all(curve.finished for curve in groups[0].curves):
+    if len(groups) > 1 and not groups[0].finished:
         notes.append(UNFINISHED)
     return notes
 
@@ -171,16 +176,14 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7}
         named = {"label": plain(group.name), "gid": "curve"}
         axes.plot(flops / unit, losses.mean(0), **line, **marked, **named)
-        grown = sorted({x for curve in group.curves for x in curve.growths})
-        for cost in grown:
-            at = (group.before + cost) / unit
-            axes.axvline(at, color=style.color, linestyle=":", linewidth=1.0, gid="growth")
-            place = {"xycoords": ("data", "axes fraction"), "va": "top", "fontsize": SMALL}
-            axes.annotate(" grows", (at, 1), color=style.color, **place)
         # a single group has nothing to compare with
-        for cost, mark in group.reached() if len(groups) > 1 else ():
-            point = {"marker": style.marker, "color": style.color, "markersize": 9}
-            axes.plot([(group.before + cost) / unit], [mark], markeredgecolor="white", **point)
+        for curve, mark in zip(group.curves, group.marks, strict=True) if len(groups) > 1 else ():
+            cost = first_crossing(curve.flops, curve.losses, mark)
+            if cost is not None:
+                point = {"marker": style.marker, "color": style.color, "markersize": 9}
+                # a curve may begin below the mark
+                at = [(group.before + cost) / unit], [min(mark, curve.losses[0])]
+                axes.plot(*at, markeredgecolor="white", **point)
     kind = "validation loss" if groups[0].curves[0].validation else "training loss"
     has_band = any(len(group.curves) > 1 for group in groups)
     band = "; line: mean of the runs, band: min to max" if has_band else ""
@@ -190,6 +193,35 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
     axes.set_ylim(*loss_limits(groups, sources))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
+    """A line where a model grew, with its new sizes at the end of the line that is free."""
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    marks = []
+    for number, group in enumerate(groups):
+        # runs of one name grow alike
+        curve = group.curves[0]
+        grown = curve.grown or ("",) * len(curve.growths)
+        for cost, sizes in zip(curve.growths, grown, strict=True):
+            level = float(np.interp(cost, curve.flops, curve.losses))
+            at = (group.before + cost) / unit
+            marks.append((at, (level - low) / (high - low), sizes, style_of(number).color))
+    last, used = {0: left, 1: left}, {0: 0, 1: 0}
+    for at, level, sizes, color in sorted(marks):
+        axes.axvline(at, color=color, linestyle=":", linewidth=1.0, gid="growth")
+        end = 1 if level < 0.6 else 0
+        words = ["grows to", *sizes.split("\n")[:MOST_SIZES]] if sizes else ["grows"]
+        # below, or above, those of a growth shortly before
+        skipped = used[end] if at - last[end] < ROOM * (right - left) else 0
+        last[end], used[end] = at, skipped + len(words)
+        is_late = at - left > (1 - ROOM) * (right - left)
+        text = "\n".join([*[""] * skipped, *words] if end else [*words, *[""] * skipped])
+        axes.annotate(
+            text, (at, end), xycoords=("data", "axes fraction"), xytext=(-4 if is_late else 4, 0),
+            textcoords="offset points", va="top" if end else "bottom", color=color,
+            ha="right" if is_late else "left", fontsize=SMALL, gid="growth",
+        )  # fmt: skip
 
 
 def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[float, float]:
@@ -239,7 +271,14 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
         marked = {"marker": style.marker, "markevery": [1], "markersize": 4.5}
         axes.plot([0.005, 0.025, 0.045], [number - 0.2] * 3, **line, **marked)
         words = _saved(group, cost, reference) if number else "reference"
-        said = {"s": f"{group.label}: {words}", "fontsize": SMALL, "va": "center", "gid": "cost"}
+        # a control that is not finished has no final loss
+        words = words if groups[0].finished or not number else ""
+        said = {
+            "s": ": ".join(filter(None, (group.label, words))),
+            "fontsize": SMALL,
+            "va": "center",
+            "gid": "cost",
+        }
         axes.text(0.055, number - 0.2, **said, **kept)
     before = any(group.before for group in groups)
     hatched = "; hatched: the small model's training (grey curve)" if before else ""

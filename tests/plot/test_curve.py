@@ -5,7 +5,7 @@ import math
 import pytest
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import Curve, curve_of, first_crossing, read_curve
+from growkern.plot.curves import Curve, curve_of, differences, first_crossing, read_curve
 from tests.plot.runs import HISTORY, write_run
 
 
@@ -40,7 +40,24 @@ def test_without_validation_the_plain_loss_is_the_curve():
 def test_a_growth_is_where_its_last_line_before_is():
     lines = [{"step": i, "loss": 5.0 - i, "flops": 10.0 * i} for i in range(1, 5)]
     lines[2] |= {"growth": 1, "growth/hidden_size": 8}
-    assert curve_of(lines, "run").growths == (20.0,)
+    lines[2] |= {"growth/loss_before": 3.0, "growth/num_hidden_layers": 4}
+    found = curve_of(lines, "run")
+    assert found.growths == (20.0,) and found.grown == ("hidden_size 8\nnum_hidden_layers 4",)
+
+
+def test_runs_are_told_apart_by_the_settings_in_which_they_differ():
+    def run(name, rate, seed, teacher):
+        training = {"learning_rate": rate, "batch_size": 8, "seed": seed}
+        settings = {"training": training, "inheritance": teacher, "teacher": teacher}
+        return Curve(name, (1,), (1.0,), (2.0,), settings=settings)
+
+    runs = [run("a", 0.1, 0, None), run("b", 0.2, 1, {"rate": 0.5})]
+    said = ["learning_rate 0.1, no inheritance", "learning_rate 0.2, with inheritance"]
+    assert differences(runs) == said
+    assert differences(runs[:1]) == [""]
+    # of a run without a record nothing is known
+    bare = Curve("c", (1,), (1.0,), (2.0,))
+    assert differences([runs[0], bare]) == ["", ""]
 
 
 def test_reads_a_run_that_is_not_finished(tmp_path):

@@ -276,3 +276,24 @@ def test_a_mark_of_an_unfinished_run_gets_a_sentence(tmp_path):
     part, out = tmp_path / "part", tmp_path / "a.png"
     assert notes_on(plot_runs([part, whole], out)) == [UNFINISHED]
     assert notes_on(plot_runs([whole, part], out)) == notes_on(plot_runs([part], out)) == []
+
+
+def test_an_unfinished_run_is_named_with_its_step_and_nothing_is_said_of_savings(
+    tmp_path, monkeypatch
+):
+    state = {"global_step": 12, "max_steps": 40}
+    grown = {"step": 12, "eval_loss": 5.0, "flops": 120.0, "growth": 1, "growth/hidden_size": 96}
+    for place, lines in (("part/checkpoint-12", [grown]), ("whole", [])):
+        (tmp_path / place).mkdir(parents=True)
+        text = json.dumps(state | {"log_history": [*HISTORY, *lines]})
+        (tmp_path / place / "trainer_state.json").write_text(text)
+    runs = [tmp_path / "part", tmp_path / "whole"]
+    alone = drawn(monkeypatch, lambda: plot_runs(runs[:1], tmp_path / "a.png"))
+    assert alone.axes[0].get_title("left") == "part (unfinished: step 12 of 40)"
+    assert texts(alone, "growth") == ["grows to\nhidden_size 96"]
+    both = drawn(monkeypatch, lambda: plot_runs(runs, tmp_path / "a.png"))
+    assert texts(both, "cost")[0] == "part (unfinished: step 12 of 40): reference"
+    assert "saved" not in "".join(texts(both)) and "more" not in "".join(texts(both))
+    assert savings_cells(plot_runs(runs, tmp_path / "a.png"))[1][3:] == ["-", "-"]
+    # the other way round the control is finished
+    assert savings_cells(plot_runs(runs[::-1], tmp_path / "a.png"))[1][3] == "0%"
