@@ -227,13 +227,18 @@ def run_step(loss, student, *rest):
         x.grad = None
 
 
-def plain(student, teacher, labels, alpha):
+def plain(student, teacher, labels, alpha, linear=F.linear):
     """The loss as one writes it without a library: all logits, then both losses in float32."""
-    logits = [F.linear(*head) for head in (student, teacher)]
+    logits = [linear(*head) for head in (student, teacher)]
     z, u = (x if x.dtype == torch.float64 else x.float() for x in logits)
     mlm = F.cross_entropy(z, labels)
     kl = F.kl_div(z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="batchmean")
     return (1 - alpha) * mlm + alpha * kl
+
+
+def plain_float32(student, teacher, labels, alpha):
+    """`plain` with logits that are made in float32, from factors that are widened first."""
+    return plain(student, teacher, labels, alpha, lambda x, w: F.linear(x.float(), w.float()))
 
 
 def growkern(student, teacher, labels, alpha, **options):

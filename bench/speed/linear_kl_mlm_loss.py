@@ -60,14 +60,8 @@ class Float32Logits(torch.autograd.Function):
         return dz @ weight, dz.t() @ hidden
 
 
-def plain_float32(student, teacher, labels, alpha):
-    """`plain` with logits that are not rounded to bfloat16: the gradient that one wants."""
-    z, u = (Float32Logits.apply(*head) for head in (student, teacher))
-    mlm = F.cross_entropy(z, labels)
-    kl = F.kl_div(z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="batchmean")
-    return (1 - alpha) * mlm + alpha * kl
-
-
+# `plain` with logits that are not rounded to bfloat16: the gradient that one wants
+plain_float32 = partial(plain, linear=Float32Logits.apply)
 # as plain PyTorch has them; for float32 heads the default may be float64
 growkern_float32 = partial(growkern, logits_dtype=torch.float32)
 # float64 products, too
