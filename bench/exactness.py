@@ -73,13 +73,16 @@ def _logits_error(source: Any, grown: Any) -> float:
 
 
 def asleep(model: ModelSpec) -> dict[str, dict[str, int]]:
-    """New experts that sleep: one in each group of the source, and in as many groups again."""
+    """New experts that sleep: one in each group of the source, and in as many groups again.
+
+    A router without groups has all in one.
+    """
     result = {}
     for space in (space for space in model.family.mixtures if space.asleep):
-        experts, groups = str(space.size), space.groups[0]
-        old, count = model.size(experts), model.size(groups)
-        result["asleep"] = {experts: old + count}
-        result["asleep in groups"] = {experts: 2 * old, groups: 2 * count}
+        experts, old = str(space.size), model.size(str(space.size))
+        result["asleep"] = {experts: old + (model.size(space.groups[0]) if space.groups else 1)}
+        for groups in space.groups[:1]:
+            result["asleep in groups"] = {experts: 2 * old, groups: 2 * model.size(groups)}
     return result
 
 

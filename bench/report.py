@@ -19,7 +19,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bench.on_gpu.gpu_table import gpu_table, gpus
 from bench.paper.briefs import (
@@ -45,10 +44,11 @@ from bench.paper.page import write_page
 from bench.paper.plans import lines_of
 from bench.shared import tables
 from bench.shared.harness import parser_of
-from bench.shared.pictures import READABLE, demo_table, draw_demo, draw_early, draw_units
+from bench.shared.pictures import READABLE, demo_table, draw_demo, draw_early
 from bench.shared.results import RESULTS, ROOT, cell, read, table, take, with_commits
 from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
+from growkern.plot.curves import first_crossing
 from growkern.plot.figure import COLORS, GREY, new_figure
 from growkern.train import rules
 
@@ -239,34 +239,51 @@ def _curves(rows: Mapping[str, Row]) -> dict[str, Points]:
 
 
 def draw_family(results: Path) -> list[Path]:
-    """Draw the README's picture: losses of the family, and where grown units come from."""
+    """Draw the README's picture: what two sizes cost together, grown and from scratch."""
     if not (rows := committed(results)):
         return []
-    figure = new_figure(4.4)
-    _draw_losses(figure.add_axes((0.07, 0.15, 0.52, 0.70)), _curves(rows))
-    draw_units(figure)
-    figure.savefig(results / "readme.png")
-    return [results / "readme.png"]
-
-
-def _draw_losses(axes: Any, curves: Mapping[str, Points]) -> None:
-    for name, color, dashes, words, place in (
-        ("small", GREY, "-", "small model, going on", (2.6, 3.24)),
-        ("scratch", "black", (0, (4, 2)), "large model, from scratch", (6.4, 3.74)),
-        ("grown", COLORS[1], "-", "large model, grown", (10.6, 3.52)),
+    figure = new_figure(4.6)
+    axes = figure.add_axes((0.075, 0.13, 0.9, 0.78))
+    curves = _curves(rows)
+    # both sizes are wanted, so that the small one is paid for in any case
+    (paid, begun), *_ = curves["grown"]
+    curves["scratch"] = [(paid + flops, loss) for flops, loss in curves["scratch"]]
+    curves["trained on"] = [(x, y) for x, y in curves["small"] if x >= paid]
+    curves["small"] = [(x, y) for x, y in curves["small"] if x <= paid]
+    for name, color, dashes, width, words, place in (
+        ("trained on", GREY, ":", 2, "the small model, never grown", (8.4, 3.15)),
+        ("small", GREY, "-", 3, "the small model", (1.7, 4.12)),
+        ("scratch", "black", (0, (4, 2)), 3, "the large model, from scratch", (8.5, 3.92)),
+        ("grown", COLORS[1], "-", 3, "the large model,\ngrown from the small one", (3.2, 3.28)),
     ):
         x, y = zip(*((flops / 1e12, loss) for flops, loss in curves[name]), strict=True)
-        axes.plot(x, y, color=color, linestyle=dashes, marker="o", linewidth=2.5)
+        axes.plot(x, y, color=color, linestyle=dashes, marker="o", markersize=7, linewidth=width)
         axes.text(*place, words, color=color, fontsize=READABLE)
-    mark = curves["scratch"][-1][1]
-    axes.axhline(mark, color="black", linestyle=":", linewidth=1)
+    whole, mark = curves["scratch"][-1]
+    needed = first_crossing(*zip(*curves["grown"], strict=True), mark) or whole
+    arrow = {"arrowstyle": "<->", "color": COLORS[2], "linewidth": 2.5, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", (needed / 1e12, mark), (whole / 1e12, mark), arrowprops=arrow)
+    (saved,) = savings(rows, GROWN, ("family",), (SMALL,))
+    for words, at, place, color in (
+        (f"same loss,\n{saved} fewer FLOPs", ((needed + whole) / 2e12, mark), (11.8, 3.62), 2),
+        ("growth keeps the loss", (paid / 1e12, begun), (4.3, 3.74), 1),
+    ):
+        line = {"arrowstyle": "-", "color": COLORS[color]}
+        style = {"color": COLORS[color], "fontsize": READABLE}
+        axes.annotate(words, at, place, arrowprops=line, **style)
     axes.set_ylim(3.1, 4.3)
-    axes.set_xlabel("training FLOPs, 1e12, the small model's included", fontsize=READABLE)
+    axes.set_xlim(0, 16.2)
+    axes.set_xlabel(
+        "training FLOPs of both models, 1e12 (points: ends of runs, three seeds)", fontsize=READABLE
+    )
+    axes.set_ylabel("validation loss", fontsize=READABLE)
     axes.tick_params(labelsize=READABLE - 2)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    words = "validation loss at the ends of runs, three seeds;\ndotted: where scratch ends"
+    words = "Two sizes of GPT-2 are wanted: is the large one cheaper from scratch, or grown?"
     axes.set_title(words, fontsize=READABLE, loc="left")
+    figure.savefig(results / "readme.png")
+    return [results / "readme.png"]
 
 
 BLOCKS = {

@@ -1,18 +1,14 @@
-"""Draws the demo's curves, those of a GPU and the units of a growth; makes the demo's table."""
+"""Draws the demo's curves and those of a GPU. Says where the units of a growth come from."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import transformers
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from bench.shared import tables
 from bench.shared.results import read, table
-from growkern import plan
 from growkern.errors import GrowthError
 from growkern.growth.history import LINEAGE_FILE
 from growkern.growth.plan.growth_plan import GrowthPlan
@@ -95,36 +91,9 @@ def draw_demo(results: Path) -> list[Path]:
     return [results / "demo.png"]
 
 
-def draw_units(figure: Any) -> None:
-    """The units of a tiny GPT-2 grown with the defaults, in the colours of their sources."""
-    sizes = {"vocab_size": 8, "n_positions": 8, "bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(**sizes, n_embd=4, n_layer=1, n_head=2, n_inner=6)
-    small = transformers.GPT2LMHeadModel(config)
-    panels = unit_panels(plan(small, n_embd=8, n_head=4, n_inner=9))
-    names = {"n_embd": "hidden units", "n_head": "heads", "n_inner": "neurons"}
-    figure.text(0.65, 0.87, "where each unit comes from", fontsize=READABLE)
-    for i, panel in enumerate(panels):
-        axes = figure.add_axes((0.65, 0.60 - 0.245 * i, 0.33, 0.2))
-        axes.set_xlim(0, panel.sources.shape[1])
-        axes.set_ylim(2.1, 0)
-        axes.axis("off")
-        axes.text(0, -0.12, names[panel.title], fontsize=READABLE - 1)
-        for top, sources in ((0.0, range(panel.count)), (1.1, panel.sources[0].tolist())):
-            for x, source in enumerate(sources):
-                is_new = source == NOTHING
-                color = "white" if is_new else COLORS[1 + source % (len(COLORS) - 1)]
-                box = Rectangle((x + 0.04, top), 0.92, 0.95, facecolor=color, edgecolor=GREY)
-                axes.add_patch(box)
-                words = "0" if is_new else "abcdef"[source]
-                middle = (x + 0.5, top + 0.5)
-                axes.text(*middle, words, ha="center", va="center", fontsize=READABLE - 2)
-
-
 # ---------------------------------------------------- where units come from
 
 NOTHING = -1
-# rows of a panel whose layers have maps of their own
-MOST_ROWS = 12
 
 
 class Units(NamedTuple):
@@ -191,55 +160,3 @@ def units_of(plan: GrowthPlan, space: str, stack: str, layer: int) -> Units:
     if plan.options.method == "aki" and is_own and number != max(plan.layer_maps[stack]):
         is_next = layout.next_layer_units(space).reshape(len(source), -1)[:, 0]
     return Units(source, is_next)
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One kind of units, with the source unit of each: one row per layer, or one for all."""
-
-    title: str
-    count: int
-    sources: np.ndarray  # `NOTHING` for new ones
-    is_next: np.ndarray  # which come from the next source layer (AKI)
-    labels: tuple[str, ...]
-
-
-def unit_panels(plan: GrowthPlan) -> list[Panel]:
-    """The panels of hidden units, heads, neurons and experts."""
-    panels, seen = [], set()
-    for name in plan.maps():
-        spec = plan.small.family.spaces[name]
-        # keys and values are arranged as the queries are, unless there are fewer of them
-        if spec.kind not in ("stream", "heads", "units", "experts") or spec.size == "stream":
-            continue
-        what = (spec.kind, spec.heads or spec.size)
-        if what in seen:
-            continue
-        seen.add(what)
-        field = "stream" if spec.kind == "stream" else str(spec.heads or spec.size)
-        old, _ = plan.layout.sizes(field)
-        # the name of the size as users know it, such as `num_attention_heads`
-        title = plan.small.family.config_field(field)
-        panels.append(_panel(plan, name, title, old))
-    return panels
-
-
-def _panel(plan: GrowthPlan, name: str, title: str, old: int) -> Panel:
-    first = next(iter(plan.layer_maps))
-    stack = next((s for s in plan.layer_maps if s and name.startswith(s)), first)
-    layers = range(len(plan.layer_maps[stack]))
-    origins = [units_of(plan, name, stack, layer) for layer in layers]
-    sources = np.array([units.source.numpy() for units in origins])
-    is_next = np.array([units.is_next.numpy() for units in origins])
-    # layers that are all alike are one row
-    pairs = [(s.tobytes(), n.tobytes()) for s, n in zip(sources, is_next, strict=True)]
-    firsts = [i for i, pair in enumerate(pairs) if pair not in pairs[:i]]
-    if len(firsts) == 1:
-        rows, labels = [0], ["grown"]
-    elif len(layers) <= MOST_ROWS:
-        rows, labels = list(layers), [f"layer {i}" for i in layers]
-    else:
-        rows = np.linspace(0, len(layers) - 1, MOST_ROWS).round().astype(int).tolist()
-        labels = [f"layer {i}" for i in rows]
-        title = f"{title}, {MOST_ROWS} of {len(layers)} layers"
-    return Panel(title, old, sources[rows], is_next[rows], tuple(labels))
