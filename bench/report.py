@@ -147,22 +147,10 @@ def _beside(sizes: Collection[str], usual: Collection[str]) -> str:
     return "" if not (less or more) else f"{text}; and {listed(more)}" if more else text
 
 
-def measured(results: Path) -> str:
-    """The table of the README: what growth and its loss cost, and what training saves."""
+def speed(results: Path) -> str:
+    """The README's table of what the loss and growth cost."""
     grown = tables.rows_of(results, "grow_checkpoint")
-    losses = tables.rows_of(results, "linear_kl_mlm_loss")
-    lines = [*_saved(committed(results)), *tables.early_saving(results)]
-    if losses:
-        errors = {
-            row["provider"]: row.get("gradient error")
-            for row in losses
-            if row["shape"].startswith("2048x") and row["dtype"] == "bfloat16"
-        }
-        what = "gradient error in bfloat16, of a student that moved 5 % away from its teacher"
-        others = f"plain PyTorch: {errors['plain']:.0%}, with `torch.compile`: "
-        others += f"{errors['torch.compile']:.0%}"
-        lines.append([what, f"{errors['growkern']:.2%}", others])
-    lines += tables.measured_on_gpus(results)
+    lines = [*tables.gradient_errors(results), *tables.measured_on_gpus(results)]
     if grown:
         row = max(grown[:3], key=lambda row: row["target GB"])
         what = f"growing a Llama to {row['target GB']:.2f} GB, disk to disk, 2 cores"
@@ -172,27 +160,25 @@ def measured(results: Path) -> str:
     return with_commits(made, tables.on_gpus(results))
 
 
-def _saved(rows: dict[str, Row]) -> list[list[str]]:
-    """What training saves, by the three questions, beside a model that is never grown."""
-    place, sizes = ("table5", "fpi_padded", ""), [Size(4, 64, 4)]
+def saved(results: Path) -> str:
+    """The README's table of what growth saves, by the three questions."""
+    rows, place, sizes = committed(results), GROWN, [SMALL]
     family, size, loss = savings(rows, place, tuple(QUESTIONS), sizes)
     (copied,) = savings(rows, ("table5", "direct_copy", ""), ("family",), sizes)
-    (alone,) = never_grown(rows, NeverGrown(GPT2, sizes[0]), ("loss",))
-    one, narrow, muon = (
-        savings(rows, ("one_run", "stack_at_70", f"from {line}"), ("size",), ())[0]
-        for line in ("4x64, 8x64, adamw", "4x32, 8x32, adamw", "4x64, 8x64, muon")
+    (alone,) = never_grown(rows, NeverGrown(GPT2, SMALL), ("loss",))
+    late, fresh = (
+        savings(rows, ("family", *line), ("family",), ())[0].replace("not", "nothing: not")
+        for line in (("chained", "4x64"), ("chained_fresh", "4x64 at 0.0052"))
     )
-    what = "training FLOPs saved for"
-    return [
-        [f"{what} a family: GPT-2 of 4 x 64 and 4 x 128", family, f"`direct_copy`: {copied}"],
-        [f"{what} a given size: 4 x 128 alone", size, "the small model counts as a cost"],
-        [f"{what} a given loss, that of 4 x 128", loss, f"4 x 64, never grown: {alone}"],
-        [
-            f"{what} a given size: Qwen3 of 8 x 64, one run that starts with 4 layers",
-            one,
-            f"8 x 32: {narrow}; with Muon: {muon}",
-        ],
+    lines = [
+        ["a family: GPT-2 of 4 x 64 and 4 x 128", "2", family, f"a plain copy: {copied}"],
+        ["a family: Qwen3 of 4 x 32 and 4 x 64", "20", late, f'`method="fresh"`: {fresh}'],
+        ["a given size: GPT-2 of 4 x 128", "2", size, "the small model counts as a cost"],
+        ["a given loss: that of GPT-2 4 x 128", "2", loss, f"4 x 64, never grown: {alone}"],
+        *tables.early_saving(results),
     ]
+    heads = ["you want", "tokens per parameter", "training FLOPs saved", "beside it"]
+    return table(heads, lines)
 
 
 SMALL, GROWN = Size(4, 64, 4), ("table5", "fpi_padded", "")
@@ -280,14 +266,15 @@ def draw_family(results: Path) -> list[Path]:
     axes.tick_params(labelsize=READABLE - 2)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    words = "Two sizes of GPT-2 are wanted: is the large one cheaper from scratch, or grown?"
+    words = "Two sizes of GPT-2 wanted, 2 tokens per parameter: is the large one cheaper grown?"
     axes.set_title(words, fontsize=READABLE, loc="left")
     figure.savefig(results / "readme.png")
     return [results / "readme.png"]
 
 
 BLOCKS = {
-    "measured": measured,
+    "saved": saved,
+    "speed": speed,
     "demo": demo_table,
     "saving": family_saving,
     "diagnosis": diagnosis_text,
@@ -313,7 +300,7 @@ BLOCKS = {
 }
 # blocks that are tables of savings
 SAVINGS = {
-    "measured",
+    "saved",
     "demo",
     "diagnosis",
     "family",

@@ -74,7 +74,7 @@ def test_the_readme_quotes_the_headline_without_peers(tmp_path, monkeypatch):
     changed = "have changed since the GPU figures of commit"
     assert changed not in tables.headline(tmp_path)
     results.write(whole, document(rows=[ours, ours | {"provider": "liger jsd"}]))
-    pages = (tables.headline(tmp_path), report.measured(tmp_path))
+    pages = (tables.headline(tmp_path), report.speed(tmp_path))
     assert [row[1][:5] for row in tables.measured_on_gpus(tmp_path)] == ["50 ms", "45 ms"]
     for text in pages:
         assert "abc" in text and "def" in text and f"{changed} abc.**" in text

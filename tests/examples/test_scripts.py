@@ -143,8 +143,8 @@ LEFT_OUT = {"__init__"} | (
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in LEFT_OUT)
 # these work on a checkpoint of the user's; test_finetune.py calls the other one
 TOOLS = {"centroids", "finetune"}
-# and this one needs four processes
-TRAINING = [path for path in EXAMPLES if path.stem not in TOOLS | {"mesh_2d"}]
+# and these need several processes
+TRAINING = [path for path in EXAMPLES if path.stem not in TOOLS | {"mesh_2d", "two_gpus"}]
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
@@ -191,6 +191,12 @@ def test_the_example_of_shards_learns_on_two_processes():
     output = torchrun(2, FOLDER / "fsdp2.py")
     ((first, last),) = re.findall(r"loss ([\d.]+) -> ([\d.]+) in \d+ steps", output)
     assert float(last) < 0.8 * float(first)
+
+
+def test_the_check_of_two_gpus_says_right_on_two_processes():
+    path = FOLDER / "two_gpus.py"
+    assert len(path.read_text().splitlines()) <= 40
+    assert float(re.findall(r"^right: weights differ by (\S+)$", torchrun(2, path), re.M)[0]) > 0
 
 
 def test_the_example_of_three_kinds_of_parallelism_learns_on_four_processes(tmp_path):
