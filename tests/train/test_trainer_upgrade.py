@@ -47,7 +47,6 @@ CALLED = {
     "_save_rng_state": "output_dir",
     "_save_scaler": "output_dir",
 }
-MOST_OVERRIDDEN, MOST_PRIVATE = 24, 14
 # private attributes that are no methods
 ATTRIBUTES = {"_globalstep_last_logged", "_loss_shifts_labels", "_tr_loss", "_train_batch_size"}
 # of growkern's trainer alone

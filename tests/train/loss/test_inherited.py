@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-import growkern
 from growkern import GrowthError, count_labels, inherited_loss
 from growkern.train.model.sub_model import layer_stacks, text_model
 from testbed.forked_ranks import on_ranks
@@ -173,10 +172,6 @@ def test_what_cannot_be_trained_is_refused():
         inherited_loss(student, None, {"input_ids": batch()["input_ids"]})
     with pytest.raises(GrowthError, match="neither a masked nor a causal"):
         inherited_loss(student.bert, None, batch())
-
-
-def test_the_public_names():
-    assert {"inherited_loss", "count_labels", "LossOptions"} <= set(dir(growkern))
 
 
 # ------------------------------------------------------------------ refused

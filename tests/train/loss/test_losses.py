@@ -91,14 +91,6 @@ def test_section_loss_of_a_run_file_has_the_declared_options():
         assert LIMITS[name].inside(default) and not LIMITS[name].inside(float("nan"))
 
 
-PACKAGE, KERNELS = generate.ROOT / "growkern", generate.HEADER.parent
-OWNERS = ("call", "maths", "options", "loss", "inheritance", "schedule", "x")
-
-
-def decorators(node):
-    return getattr(node, "decorator_list", ())
-
-
 def test_an_unknown_keyword_is_refused_as_by_python():
     with pytest.raises(TypeError, match=r"inherited_loss\(\) got an unexpected .* 'z_los'"):
         inherited_loss(None, None, {}, z_los=0.1)

@@ -58,26 +58,6 @@ def test_loss_and_gradients_are_those_of_transformers(objective, tmp_path):
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
 
-def definition(model, batch):
-    """Equations of the paper, token by token, in plain words."""
-    masked = batch["input_ids"] != batch["original_ids"]
-    logits = model.generator(input_ids=batch["input_ids"]).logits
-    corrupted, mlm = batch["original_ids"].clone(), []
-    for b, s in masked.nonzero().tolist():
-        p = logits[b, s].softmax(-1)
-        mlm.append(-p[batch["original_ids"][b, s]].log())
-        # the token into whose share of [0, 1) the random number falls
-        below, u = 0.0, batch["uniforms"][b, s].item()
-        for token, share in enumerate(p.tolist()):
-            if below <= u < below + share:
-                corrupted[b, s] = token
-            below += share
-    replaced = corrupted != batch["original_ids"]
-    score = model.discriminator(input_ids=corrupted).logits.sigmoid()
-    detection = -torch.where(replaced, score, 1 - score).log()
-    return sum(mlm) / len(mlm) + 50 * detection.mean(), corrupted
-
-
 # ---------------------------------------------------------------------- FLOPs
 
 
