@@ -109,18 +109,6 @@ def test_a_new_format_may_hold_an_optimizer(sources):
     assert any(x.abs().max() > 0 for x in grown[0])
 
 
-def test_other_code_names_no_format():
-    """Of growth, only what writes the target and what explains itself to users may."""
-    growth = Path(growkern.__file__).parent / "growth"
-    for name in (
-        *("record/lineage.py", "record/compare.py", "optimizer/into.py"),
-        *("disk/checksums.py", "disk/companions.py"),
-    ):
-        text = (growth / name).read_text()
-        assert "METADATA_FILE" not in text and '".safetensors"' not in text
-        assert "source.distributed" not in text and "read_header_bytes" not in text
-
-
 def test_formats_of_directories(sources, tmp_path):
     _, plain, toy = sources
     assert formats.format_of(toy) is TOY and formats.format_of(plain) is formats.SAFETENSORS
