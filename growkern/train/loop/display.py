@@ -94,7 +94,9 @@ class _Lines(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a log line."""
-        if not state.is_world_process_zero or "train_runtime" in (logs or {}):
+        logs = logs or {}
+        # the last line of Trainer has times alone
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
         losses = losses_of(logs)
         # the first line after a growth compares

@@ -60,10 +60,10 @@ def _describe_model(trainer: TwoStageTrainer, run: ResolvedRun) -> str:
     """The class of the model, the checkpoint that it is or grows from, and its parameters."""
     count = sum(p.numel() for p in trainer.model.parameters())
     name, growth = type(trainer.model).__name__.removeprefix("FSDP"), run.settings.first_growth
-    origin = "from" if growth is None else "grown from"
-    if growth is not None and growth.is_baseline:
-        origin = f"method {growth.method!r}, larger than"
-    return f"{name} {origin} {run.model.directory}, {human(count)} parameters"
+    origin = f"from {run.model.directory}"
+    if growth is not None:
+        origin = f"grown {origin} by method {growth.method!r}"
+    return f"{name} {origin}, {human(count)} parameters"
 
 
 def _describe_growths(settings: Run, done: int) -> str:
