@@ -491,6 +491,23 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**BIASES, "mamba_rms_norm": False, "mamba_proj_bias": True, "mamba_d_ssm": 24},
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED, {"attention_bias": True}),
+    "kimi_k25": (
+        "Kimi_K25ForConditionalGeneration",
+        {
+            "text_config": {
+                **{k: v for k, v in INDEXED.items() if not k.startswith(("index_", "layer_"))},
+                "model_type": "deepseek_v3",
+            },
+            "vision_config": {
+                **{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2},
+                **{"num_attention_heads": 2, "patch_size": 2},
+                **{"pos_emb_height": 4, "pos_emb_width": 4},
+            },
+            **{"projection_hidden_size": 8, "image_token_id": IMAGE, "video_token_id": 48},
+            "tie_word_embeddings": False,
+        },
+        {},
+    ),
     "glm_moe_dsa": ("GlmMoeDsaForCausalLM", INDEXED, {"attention_bias": True}),
     "cohere2_moe": (
         "Cohere2MoeForCausalLM",

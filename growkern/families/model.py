@@ -9,7 +9,7 @@ import copy
 import fnmatch
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,8 @@ class ModelSpec:
         class_name: the model class in transformers, such as "BertForMaskedLM".
         untied: tensors with values of their own that the config calls tied (`ties_by_value`).
         of_one_ffn: the experts are those of a dense FFN, among which no router chooses yet.
+        stored: name -> shape of the tensors of rows `as_stored`, where files name them otherwise
+            than the class.
     """
 
     family: Family
@@ -41,6 +43,7 @@ class ModelSpec:
     class_name: str
     untied: frozenset[str] = frozenset()
     of_one_ffn: bool = False
+    stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
@@ -99,7 +102,21 @@ class ModelSpec:
             raise GrowthError(
                 f"transformers cannot build {self.class_name} with this config: {reason(error)}"
             ) from error
-        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        state = model.state_dict().items()
+        return self.as_stored({name: tuple(tensor.shape) for name, tensor in state})
+
+    def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+        """The tensors of the class, with those that `stored` has in the place of the same tower."""
+        if not self.stored:
+            return shapes
+        return {n: s for n, s in shapes.items() if not self.is_as_stored(n)} | {**self.stored}
+
+    def is_as_stored(self, name: str) -> bool:
+        """Whether a tensor of this name is of a row `as_stored`."""
+        prefix_of = self.family.classes[self.class_name].prefix_of
+        rows = self.family.rows_of(self.class_name)
+        names = (prefix_of(part) + row.name for part, row, _ in rows if row.as_stored)
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
 
     def size(self, key: str) -> int:
         """The size called `key` in [config]."""

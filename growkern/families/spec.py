@@ -428,6 +428,7 @@ class Row:
     transposed: bool = False
     alone: bool = False
     computed: bool = False
+    as_stored: bool = False
     dense: tuple[str, ...] = ()
 
     def uses(self, stack: str) -> tuple[set[str], set[str]]:

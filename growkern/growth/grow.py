@@ -132,7 +132,7 @@ def grow(
             family=family,
             **how,
         )
-        refuse_unreadable(grown.source.stored)
+        refuse_unreadable(grown.source.stored, in_memory=True)
         # a config that transformers cannot build must fail before any work
         _shapes(grown)
         _warn_of_changes(grown)
@@ -190,7 +190,7 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
 
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
     """The shape of every target tensor, in the order of the model's `state_dict`."""
-    shapes = class_shapes(grown.large, grown.dtype)
+    shapes = grown.large.as_stored(class_shapes(grown.large, grown.dtype))
     check_names_and_shapes(grown.large, shapes, grown.large.class_name)
     own = {task.name for task in grown.tasks}
     return {name: shape for name, shape in shapes.items() if name in own}

@@ -121,7 +121,7 @@ def grow_into(
     if missing not in get_args(Missing):
         raise GrowthError(f"missing is {missing!r}{nearest(str(missing), get_args(Missing))}")
     opened = _opened(source, revision, family, dequantize=options.dequantize)
-    refuse_unreadable(opened)
+    refuse_unreadable(opened, in_memory=True)
     grown = plan_into(model, opened, options, missing=missing)
     written = fill(
         model, grown, device=device, allow_nonfinite=allow_nonfinite, backend=backend,

@@ -113,9 +113,12 @@ def load_config(directory: Path, data: dict[str, Any] | None = None) -> Any:
             data, _ = read(directory, local_files_only=True)
         if known_type(data) != data.get("model_type"):
             return config_from(data)
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True
         )
+        if config.architectures:
+            config.architectures = [*map(_known_class, config.architectures)]
+        return config
     except Exception as error:
         raise GrowthError(f"{directory / 'config.json'}: {_last_line(error)}") from error
 
@@ -313,6 +316,20 @@ def _with_floats(data: Any) -> Any:
         values = {key: _with_floats(value) for key, value in data.items()}
         return values if tagged is None else float(tagged)
     return [*map(_with_floats, data)] if isinstance(data, list) else data
+
+
+def _known_class(name: Any) -> Any:
+    """The name that transformers has for a class, where it differs by underscores and case alone.
+
+    Kimi K2.5's own code has a KimiK25ForConditionalGeneration, and transformers a Kimi_K25For...
+    """
+
+    def bare(name: Any) -> str:
+        return str(name).replace("_", "").lower()
+
+    if isinstance(name, str) and not hasattr(transformers, name):
+        return next((own for own in dir(transformers) if bare(own) == bare(name)), name)
+    return name
 
 
 def _last_line(error: Exception) -> str:

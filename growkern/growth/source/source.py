@@ -8,6 +8,7 @@ read; tensors are memory-mapped one at a time.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from growkern.growth.source.formats import BARE, MODULES_FILE, Format, Stamps, f
 from growkern.growth.source.hub import HubModel, hub_model
 from growkern.growth.source.parts import Parts, dequantised, files_of, stacked
 from growkern.growth.stored import (
+    OTHER_CHECKPOINT,
     Read,
     StoredTensor,
     check_names_and_shapes,
@@ -163,8 +165,14 @@ def open_source(
     return dataclasses.replace(opened, read=partial(_read_checked, opened.read, set()))
 
 
-def refuse_unreadable(source: Source) -> None:
-    """Refuse a source whose weights have no values here to grow."""
+def refuse_unreadable(source: Source, *, in_memory: bool = False) -> None:
+    """Refuse a source whose weights have no values here to grow, or that only files can have."""
+    if in_memory and source.spec.stored:
+        raise GrowthError(
+            f"{source.directory}: transformers makes other tensors of {min(source.spec.stored)} "
+            "when it loads them: use grow_checkpoint (growkern grow), or give the model that "
+            f"{source.class_name}.from_pretrained makes"
+        )
     if source.needs:
         raise GrowthError(source.needs)
     for name in source.dtypes if source.directory is None else ():
@@ -265,6 +273,7 @@ def _open_directory(
     refuse_adapted(found_headers, str(directory))
     refuse_eight_bits(found_headers)
     headers = stacked(spec, found_headers, str(directory))
+    spec = _with_towers(spec, headers, directory)
     check_number_of_tensors(spec, len(headers), str(directory))
     if not (beside / MODULES_FILE).is_file():
         # sentence-transformers reads the body alone
@@ -321,6 +330,28 @@ def _read_spec(
     spec = ModelSpec.of(config, config.architectures[0], family)
     check_values(directory / "config.json", spec)
     return spec, keys, block, needs
+
+
+def _with_towers(
+    model: ModelSpec, headers: Mapping[str, StoredTensor], directory: Path
+) -> ModelSpec:
+    """The model with the towers of the files, where transformers makes others of their tensors."""
+    if not any(row.as_stored for _, row, _ in model.family.rows_of(model.class_name)):
+        return model
+    own = {n: shape for n, shape in model.tower.items() if model.is_as_stored(n)}
+    found = {}
+    for raw, header in headers.items():
+        names = spellings(model, own_name(raw))
+        if name := next(filter(model.is_as_stored, names), None):
+            found[name] = header.shape
+    counts = [sum(map(math.prod, shapes.values())) for shapes in (found, own)]
+    if counts[0] != counts[1]:
+        first = min(found or own)
+        raise GrowthError(
+            f"{directory}: {first} and its tower have {counts[0]} numbers in the files, but "
+            f"{counts[1]} by the config: {OTHER_CHECKPOINT}"
+        )
+    return model if found.keys() == own.keys() else dataclasses.replace(model, stored=found)
 
 
 def _canonical_names(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.growth import sharded
-from testbed.models import image_inputs, random_model, relative_error
+from testbed.models import as_stored, eager, image_inputs, random_model, relative_error
 from testbed.relatives import RELATIVES
 
 HOW = {"hidden_size": 24, "num_hidden_layers": 3, "depth": "identity", "progress": False}
@@ -118,3 +118,37 @@ def test_a_sharded_model_is_filled_from_distributed_files(model_type, tmp_path, 
     growkern.grow_into(model, tmp_path)
     found = model.state_dict()
     assert all(torch.equal(x, found[name]) for name, x in grown.state_dict().items())
+
+
+def test_a_tower_that_transformers_makes_others_of_stays_as_its_files_have_it(tmp_path):
+    """Published files of Kimi K2.5, with the names of its own code."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    model = random_model(*RELATIVES["kimi_k25"][:2])
+    model.save_pretrained(small)
+    # transformers writes the layers of the text as the tower's
+    text = ("language_model.model.blocks.", "language_model.model.layers.")
+    state = load_file(small / "model.safetensors")
+    state = {n.replace(*text).removeprefix("model."): x for n, x in state.items()}
+    save_file(state, small / "model.safetensors", metadata={"format": "pt"})
+    file = small / "config.json"
+    config = json.loads(file.read_text())
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config["text_config"]["model_type"] = "kimi_k2"
+    file.write_text(json.dumps(config))
+    tensors = grown(small, large)
+    assert growkern.verify(small, large).ok
+    tower = [name for name in state if name.startswith("vision_tower.")]
+    assert any("wqkv" in name for name in tower)
+    assert all(torch.equal(tensors[name], state[name]) for name in tower)
+    after = json.loads((large / "config.json").read_text())
+    assert after["architectures"] == config["architectures"]
+    assert after["text_config"]["model_type"] == "kimi_k2"
+    loaded = eager(type(model).from_pretrained(large, dtype=torch.float64)).eval()
+    loaded.growth_plan = growkern.plan(small, **{k: v for k, v in HOW.items() if k != "progress"})
+    assert relative_error(model, as_stored(loaded, large)) <= 1e-12
+    with pytest.raises(growkern.GrowthError, match="grow_checkpoint"):
+        growkern.grow(small, hidden_size=24)
+    state.pop(tower[0])
+    save_file(state, small / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(growkern.GrowthError, match=r"vision_tower.* numbers in the files"):
+        growkern.plan(small, hidden_size=24)
