@@ -309,6 +309,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file."""
     if path.is_dir():
         raise GrowthError(f"{path} is a directory: give a file of settings (TOML)")
+    if not path.exists():
+        raise GrowthError(
+            f"{path.absolute()}: no such file: give a file of settings (TOML), such as one of "
+            "examples/run_files"
+        )
     try:
         return parse_toml(read_bounded(path, MOST_TOML_BYTES, "run file").decode())
     except (ValueError, RecursionError) as error:

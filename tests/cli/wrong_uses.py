@@ -130,7 +130,7 @@ WRITING = [
 ]
 
 TRAINING = [
-    Use("train not-there.toml", ("not-there.toml",)),
+    Use("train not-there.toml", ("/not-there.toml", "such as")),
     Use("train {text}", ("text", "TOML")),
     Use("train {bert}", ("directory", "TOML")),
     Use("train {run}", ("'stepz'", "'steps'"), ("steps = 2", "stepz = 2")),

@@ -375,7 +375,8 @@ def compare_outputs(
     result = {OUTPUT_ERROR: _largest_difference(new, old, failing, least)}
     if predicts_tokens(plan.small):
         log_p, log_q = old.log_softmax(-1), new.log_softmax(-1)
-        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+        # rounding may make the sum of a row negative, which no divergence is
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0.0)
         result["KL (nats)"] = divergence.masked_fill(failing.any(-1), 0.0).mean().item()
         result["top-1 agreement"] = (old.argmax(-1) == new.argmax(-1)).double().mean().item()
         if whole.shape[-1] > old.shape[-1]:

@@ -567,6 +567,14 @@ def test_verify_reports_the_size_of_a_planned_gap(source, tmp_path):
     assert report.outputs["KL (nats)"] > 1e-3
 
 
+def test_rounding_makes_no_divergence_negative(source, tmp_path):
+    grow(source, tmp_path / "grown")
+    for seed in range(4):
+        tokens = torch.randint(3, 40, (2, 8), generator=torch.Generator().manual_seed(seed))
+        found = growkern.verify(source, tmp_path / "grown", tokens=tokens).outputs
+        assert 0 <= found["KL (nats)"] < 1e-12
+
+
 def test_verify_needs_a_record_that_fits(source, tmp_path):
     grow(source, tmp_path / "grown")
     save_source(tmp_path / "other", num_hidden_layers=1)
