@@ -112,10 +112,9 @@ class GrowthPlan(Blueprint):
     def measurements(self) -> tuple[dict[str, Any], ...]:
         """What growth along these axes saved where it was measured, in papers and by us.
 
-        Each has a question and a figure: the share of the FLOPs of training from scratch that was
-        saved to the same loss. For "family" it is a share of both trainings, added up; for "size"
-        of the large model's, with the small one's as a cost; for "existing" without it. "tokens"
-        is a number per parameter, None where it is not known. Setting, citation and date follow.
+        Each has a figure: the share of the FLOPs of training from scratch that was saved to the
+        same loss. By its question these are both models' ("family"), or the large one's, with the
+        small one as a cost ("size") or without ("existing"). "tokens" are per parameter, or None.
         """
         return measurements(self)
 
