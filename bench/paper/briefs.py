@@ -168,6 +168,11 @@ STUDIES = {
                 ("each grown from the one before", "chained"),
                 ("the same, `direct_copy`", "chained_copy"),
             )
+        }
+        | {
+            "the same, `fresh`": tuple(
+                ("family", "chained_fresh", x) for x in ("4x64 at 0.0052", "4x96")
+            )
         },
         {
             "4 x 32, never grown": tuple(

@@ -225,7 +225,7 @@ def family(setting: Setting) -> list[Line]:
         for name in ("chained", "chained_copy")
     ]
     above = [
-        Line(second, name, large.target.name, rate=low, lengths=OF_CHAIN)
+        Line(second, name, large.target.name, rate=low, lengths=(1.0,))
         for name in ("chained_fresh", "chained_copy")
     ]
     # what the chain does at its first growth, one change at a time
