@@ -233,6 +233,7 @@ BY_KIND = {
     "sliding_attention": ROPE,
     "full_attention": {**ROPE, "rope_theta": 50000.0},
 }
+PARTIAL_BY_KIND = {kind: {**rope, "partial_rotary_factor": 0.5} for kind, rope in BY_KIND.items()}
 
 # model type -> class with a vocabulary head, sizes, options of a second source
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -404,6 +405,17 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Llama4ForConditionalGeneration",
         {"text_config": LLAMA4, "vision_config": LLAMA4_TOWER, "image_token_index": IMAGE},
         {},
+    ),
+    # sliding layers have twice as many key heads
+    "mimo_v2_flash": (
+        "MiMoV2FlashForCausalLM",
+        {
+            **{**ROTARY, **KINDS, "head_dim": 8, "v_head_dim": 5, "num_attention_heads": 12},
+            **{k: v for k, v in GROUPS.items() if k != "first_k_dense_replace"},
+            **{"num_key_value_heads": 3, "rms_norm_eps": 1e-2, "rope_parameters": PARTIAL_BY_KIND},
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        {"attention_bias": True, "norm_topk_prob": False},
     ),
     "minimax_m2": ("MiniMaxM2ForCausalLM", {**LOCAL, **HALF}, {}),
     "solar_open": (

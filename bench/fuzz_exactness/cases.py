@@ -107,8 +107,8 @@ def draw(seed: int, number: int) -> Case:
     class_name = rng.choice(sorted(family.classes))
     own = _source_sizes(rng, family)
     for field, key in family.classes[class_name].repeats.items():
-        # the config computes those that have no field
-        if (repeated := family.config[key].field) is not None:
+        # the config computes those that have no field, and others keep their values
+        if (repeated := family.config[key].field) in own:
             own[field] = own[repeated]
     ties = {TIED: own.pop(TIED)} if TIED in own else {}
     sizes = with_sizes(family, SOURCES[model_type][1], own) | ties

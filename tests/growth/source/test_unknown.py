@@ -32,7 +32,6 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
         ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
         ("kimi_linear", {}, "table; it has layers of gated delta attention; nearest: "),
-        ("mimo_v2_flash", {}, r"layers whose self_attn\.k_proj\.weight differ in shape; nearest: "),
         ("deepseek_v4", {}, r"it has several residual streams .*nearest: deepseek_v3"),
         ("step3p7", {}, r"it has a gate on every attention head; nearest: "),
         # none of these: a tensor without a rule
