@@ -234,7 +234,10 @@ def family(setting: Setting) -> list[Line]:
         for name in ("chained", "chained_copy", "chained_fresh", "fpi_padded", "fpi", "aki")
     ]
     # each after the baseline of its size
-    return [*scratch[:2], *below, *changed, scratch[2], *above]
+    lower = Line(
+        middle, "scratch", f"{middle.target.name} at {between:g}", rate=between, lengths=(1.0,)
+    )
+    return [*scratch[:2], lower, *below, *changed, scratch[2], *above]
 
 
 def frontier(setting: Setting) -> list[Line]:

