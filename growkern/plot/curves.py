@@ -211,6 +211,12 @@ class Group:
         return all(curve.finished for curve in self.curves)
 
     @property
+    def is_beyond(self) -> bool:
+        """Whether a small model ends below a mark, so that the training was too short to judge."""
+        ends = [source.losses[-1] for source in self.sources]
+        return any(end <= float(np.mean(self.marks)) for end in ends)
+
+    @property
     def last_loss(self) -> str:
         """What its last loss is, in words."""
         return "final loss" if self.finished else "last loss so far"
@@ -336,7 +342,8 @@ def _numbers(group: Group, reference: Group) -> list[list[float]]:
     else:
         full = [reference.cost() or 0.0] * len(costs)
     # a control that is not finished has no final loss
-    if group is reference or not all(full) or not reference.finished:
+    judged = reference.finished and not group.is_beyond
+    if group is reference or not all(full) or not judged:
         return [starts, costs, [], []]
     saved = [1 - cost / whole for cost, whole in zip(costs, full, strict=True)]
     counted = [x - group.before / whole for x, whole in zip(saved, full, strict=True)]

@@ -38,9 +38,7 @@ NO_VALIDATION = (
     "set validation or validation_split under [data]"
 )
 ONE_LOSS = "one loss only: to see a curve, set eval_every or log_every lower under [training]"
-BEYOND = (
-    "the small model ends below the mark: too short a training for the savings to mean anything"
-)
+BEYOND = "the small model ends below the mark: the training is too short to say anything of savings"
 UNFINISHED = "the run that sets the mark is not finished, so nothing is said of savings yet"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
@@ -136,11 +134,10 @@ def draw(
 def notes_on(groups: Sequence[Group]) -> list[str]:
     """What a reader of the curves and of their savings has to know, in sentences."""
     curves = [curve for group in groups for curve in group.curves]
-    mark = float(np.mean(groups[0].marks))
     notes = [] if curves[0].validation else [NO_VALIDATION]
     if curves[0].validation and all(len(curve.steps) == 1 for curve in curves):
         notes.append(ONE_LOSS)
-    if any(source.losses[-1] <= mark for group in groups for source in group.sources):
+    if any(group.is_beyond for group in groups):
         notes.append(BEYOND)
     if len(groups) > 1 and not groups[0].finished:
         notes.append(UNFINISHED)
@@ -272,7 +269,8 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
         axes.plot([0.005, 0.025, 0.045], [number - 0.2] * 3, **line, **marked)
         words = _saved(group, cost, reference) if number else "reference"
         # a control that is not finished has no final loss
-        words = words if groups[0].finished or not number else ""
+        judged = groups[0].finished and not group.is_beyond
+        words = words if judged or not number else ""
         said = {
             "s": ": ".join(filter(None, (group.label, words))),
             "fontsize": SMALL,

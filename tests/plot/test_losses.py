@@ -123,6 +123,9 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
         monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
     )
     assert BEYOND in figure.axes[0].get_title("left")
+    assert "saved" not in "".join(texts(figure, "cost"))
+    groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
+    assert savings_cells(groups)[1][3:] == ["-", "-"]
     with pytest.raises(GrowthError, match="scratch first"):
         draw([GROWN], tmp_path / "a.png", sources=[SMALL])
 
