@@ -111,13 +111,17 @@ def check_output(output: Path, models: list[Path], texts: dict[str, list[Path]])
 
 
 def is_ours(output: Path, identity: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the output directory holds this run (True) or may be made new (False)."""
+    """Whether the output directory holds this run (True) or may be made new (False).
+
+    What `identity` leaves out counts as unchanged.
+    """
     # a process that was killed at its start leaves no more than these
     begun = (LOCK_FILE, PARTIAL.format(name=MARKER))
     names = [path.name for path in output.iterdir()] if output.is_dir() else []
     if all(any(fnmatch(name, pattern) for pattern in begun) for name in names):
         return False
     before = _marked(output)
+    identity = {**before, **identity}
     if before == identity:
         return True
     if not overwrite:
@@ -429,7 +433,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
     of_words = locate(base, *run.words)
     inputs = {run.checkpoint: model.directory}
     inputs |= {name: teacher.directory for name, teacher in zip(names, teachers, strict=True)}
-    inputs |= _other_inputs(run, base, of_words)
+    inputs |= other_inputs(run, base, of_words)
     output = behind_link(base / run.output.directory)
     kept = [base / run.data.cache] if run.data.cache else []
     check_output(output, [*inputs.values(), *kept], texts)
@@ -482,7 +486,7 @@ def _opened(run: Run, base: Path) -> tuple[Checkpoint, Source | None]:
     return Checkpoint(place, source.config, stamps), source
 
 
-def _other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:
+def other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:
     """What a run reads besides models and texts, by the names in the file."""
     growth = run.first_growth
     routers = [step.router for step in run.growths if step.router not in ROUTERS]

@@ -38,6 +38,7 @@ from growkern.train.loop.growing import Size, grown_model, unfilled_model
 from growkern.train.loop.trainer import TwoStageTrainer
 from growkern.train.run.banner import end, header, print_lines
 from growkern.train.run.file import load_runs
+from growkern.train.run.generations import check_generations
 from growkern.train.run.resolve import (
     Checkpoint,
     ResolvedRun,
@@ -92,7 +93,9 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     with SignalWatch(f"stopped; to resume: {command}"), bars:
         check_switches()
         result, base = None, path.parent
-        for settings in load_runs(path):
+        runs = load_runs(path)
+        check_generations(runs, base, overwrite=overwrite)
+        for settings in runs:
             resolved = resolve(settings, base, progress=progress)
             result = _train(resolved, command, overwrite=overwrite, progress=progress)
         return result

@@ -437,3 +437,53 @@ paths = ["out/generation-1"]
     with pytest.raises(GrowthError, match=r"generation 3: .*\[inheritance\] has no key 'rat'"):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "other").exists()
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_a_generation_that_another_began_from_stays_as_it_is(workplace):
+    file, out = workplace / "run.toml", workplace / "out"
+
+    def write(steps, last=None, size=16):
+        sections = RUN.split("[two_stage]")[0].replace('[model]\npath = "model"\n', "")
+        schedule = f'steps = {steps}\nschedule = "constant_with_warmup"'
+        text = sections.replace("steps = 6", schedule, 1) + '[output]\ndirectory = "out"\n'
+        text += '[[generation]]\n[generation.model]\npath = "teacher"\n'
+        if last:
+            text += '[[generation]]\n[generation.growth]\nsource = "out/generation-1"\n'
+            text += f"hidden_size = {size}\n[generation.training]\nsteps = {last}\n"
+        file.write_text(text)
+
+    def bytes_in_out():
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    # as long as the next one has not begun
+    for steps, last in ((3, None), (4, None), (4, 4)):
+        write(steps, last)
+        assert train(file, progress=False).global_step == 4 if last else steps
+    before = bytes_in_out()
+    assert {path.parent.name for path in before} > {"generation-1", "generation-2"}
+    both = r"generation-2 began from the result of .*generation-1, .* to 6 steps"
+    for settings, match in (
+        ((6, 6), both),
+        ((6, 4), both),
+        ((4, 3), r"steps is 3, but .*generation-2.* has 4"),
+        ((4, 4, 24), r"generation-2 holds another run \(growth.sizes"),
+    ):
+        write(*settings)
+        with pytest.raises(GrowthError, match=match):
+            train(file, progress=False)
+        assert bytes_in_out() == before, match
+    # what stands in the way of the later one does so before the first one is trained on
+    write(6, 6)
+    thesis = out / "generation-2" / "thesis.txt"
+    thesis.write_text("mine")
+    with pytest.raises(GrowthError, match=r"generation-2 must not be deleted: thesis\.txt"):
+        train(file, overwrite=True, progress=False)
+    thesis.unlink()
+    assert bytes_in_out() == before
+    # the last one may be longer, and all of them are made anew on demand
+    write(4, 6)
+    assert train(file, progress=False).global_step == 6
+    write(6, 5)
+    assert train(file, overwrite=True, progress=False).global_step == 5
+    assert train(file, progress=False) is None
