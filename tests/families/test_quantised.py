@@ -96,7 +96,10 @@ def test_a_quantised_source_grows_as_what_it_stands_for(make, sizes, tmp_path, m
     make(whole, packed)
     planned, truth = (growkern.plan(directory, **sizes) for directory in (packed, whole))
     assert "--dequantize" in planned.needs and not truth.needs
-    assert "--dequantize" in str(planned)
+    first, other = (str(plan).splitlines()[0] for plan in (planned, truth))
+    assert first.endswith("--dequantize: " + other.split(":")[0])
+    assert first.startswith("cannot grow") and make.__name__.removeprefix("make_") in first
+    assert str(growkern.plan(packed, dequantize=True, **sizes)).splitlines()[0] == other
     assert same_summary(planned, truth) and planned.dtype == truth.dtype
     with pytest.raises(GrowthError, match=r"is quantised .*dequantize=True \(--dequantize\)"):
         growkern.grow_checkpoint(packed, tmp_path / "grown", **sizes)
@@ -131,6 +134,10 @@ def test_quantised_sources_that_are_refused(tmp_path):
         if planned:
             needs = growkern.plan(packed, dequantize=True, hidden_size=24).needs
             assert needs == str(refused.value)
+            # the option that was given does not help, and neither does it without
+            for given in (True, False):
+                text = str(growkern.plan(packed, dequantize=given, hidden_size=24))
+                assert text.startswith("cannot grow") and "--dequantize" not in text
         return str(refused.value)
 
     say_quantised(packed, quant_method="gptq")
@@ -204,6 +211,9 @@ def test_a_second_file_that_says_quantised_is_refused(name, tmp_path):
             read()
     assert name in growkern.plan(tmp_path, hidden_size=24).needs
     (tmp_path / "model.safetensors").unlink()
+    assert str(growkern.plan(tmp_path, hidden_size=24)).startswith(
+        "cannot grow as it is: quantised"
+    )
     assert name in growkern.plan(tmp_path, hidden_size=24).needs
 
 
@@ -221,6 +231,7 @@ def test_a_bare_config_that_says_quantised_anywhere(key, nested, tmp_path):
     file.write_text(json.dumps(config))
     of_quantised = growkern.plan(tmp_path, intermediate_size=64)
     assert "compressed-tensors" in of_quantised.needs
+    assert "compressed-tensors weights" in str(of_quantised).splitlines()[0]
     owner[key] = {"quant_method": "fp8", "weight_block_size": [4, 8]}
     file.write_text(json.dumps(config))
     assert "fp8" in growkern.plan(tmp_path, intermediate_size=64).needs

@@ -182,6 +182,7 @@ class GrowthPlan(Blueprint):
             self.measurements(),
             (*filter(None, [self.needs]), *self.portability(), *self.advice(tokens, source_tokens)),
             verbose,
+            self.source.stored.way,
         )
 
 

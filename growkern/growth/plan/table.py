@@ -44,13 +44,19 @@ def plan_table(
     measured: Sequence[Mapping[str, Any]],
     notes: Sequence[str],
     verbose: bool = False,
+    way: str = "",
 ) -> Group:
-    """Whether a growth is exact, what it costs (`numbers` of `estimate`), why, and notes."""
+    """Whether a growth is exact, what it costs (`numbers` of `estimate`), why, and notes.
+
+    `way` says instead of which weights the source can grow from others, if it cannot from its own.
+    """
     # the worst one decides the answer
     by_level = sorted(findings, key=lambda part: list(LEVELS).index(part.level), reverse=True)
     level = by_level[0].level if by_level else "exact"
     style, meaning = LEVELS[level]
     answer = Text.assemble((level, f"bold {style}"), f": the large model{meaning}")
+    if way:
+        answer = Text.assemble(("cannot grow as it is", "bold red"), f": {way}: {level}")
     parts: list[Any] = [answer, _sizes(plan, numbers)]
     allowed = (f"{DIVISORS[kind][0]} {new}" for kind, (_, new) in divides(plan).items())
     parts += [Text(f"divides by: {'; '.join(allowed)}"), *_growing(numbers, verbose)]
@@ -170,8 +176,9 @@ def _measured(measured: Sequence[Mapping[str, Any]], mine: float, verbose: bool)
             near = [row for row in rows if _distance(mine, row) <= max(nearest, math.log(2))]
             few, many = (f(row["tokens"] for row in near) for f in (min, max))
             at = f"{few:g}" if few == many else f"{few:g} to {many:g}"
-            at += f" tokens per parameter (yours: {human(mine)})"
-            lines += [f"  {words}", f"    at {at}: {_spread(near)}"]
+            where = "at" if nearest <= math.log(2) else "none within a factor of 2; nearest, at"
+            at = f"{where} {at} tokens per parameter (yours: {human(mine)})"
+            lines += [f"  {words}", f"    {at}: {_spread(near)}"]
             words = "  all"
         if rows:
             lines.append(f"  {words}: {_spread(rows)}")

@@ -8,6 +8,7 @@ files, quantised checkpoints by their config and by the dtypes of their tensors.
 
 from __future__ import annotations
 
+import copy
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
@@ -363,6 +364,18 @@ def scale_block(config: Any, directory: Path, *, dequantize: bool) -> tuple[int,
         refuse_quantised(config, str(directory))
     leave_out_quantisation(config)
     return block
+
+
+def way_around(config: Any, directory: Path) -> str:
+    """Which weights growth cannot read as they are, and what it can instead, in a few words."""
+    method, _ = quantisation_of(config)
+    kind = method if method and method != UNNAMED else "quantised"
+    try:
+        readable = scale_block(copy.deepcopy(config), directory, dequantize=True) is not None
+    except GrowthError:
+        readable = False
+    way = "with --dequantize" if readable else "from the full-precision checkpoint"
+    return f"{kind} weights; {way}"
 
 
 def leave_out_quantisation(config: Any) -> None:

@@ -78,6 +78,7 @@ class Source:
     # the `Upcycling` (`growkern.growth.space`) of a mixture that stands for a dense model
     upcycling: Any = field(default=None, repr=False)
     needs: str = ""  # what growth needs instead, where this is enough for a plan alone
+    way: str = ""  # the same of quantised weights, in a few words
 
     def __deepcopy__(self, memo: Any) -> Source:
         # tensors are only read: copies of a grown model share the source in its plan
@@ -259,7 +260,7 @@ def _open_directory(
     stamps = Stamps.of(directory)
     beside = config_directory(directory)
     own = family or family_in(beside)
-    spec, keys, block, needs = _read_spec(directory, own, dequantize, weights)
+    spec, keys, block, needs, way = _read_spec(directory, own, dequantize, weights)
     format = BARE if needs else format_of(directory, weights=weights)
     if format == BARE and not needs:
         needs = (
@@ -299,26 +300,27 @@ def _open_directory(
         keys=keys,
         stamps=stamps,
         needs=needs,
+        way=way,
     )
 
 
 def _read_spec(
     directory: Path, family: Family | None, dequantize: bool, weights: bool
-) -> tuple[ModelSpec, dict[str, Any], tuple[int, ...] | None, str]:
+) -> tuple[ModelSpec, dict[str, Any], tuple[int, ...] | None, str, str]:
     """The model that config.json describes, the JSON object of that file, and `scale_block`.
 
-    The last is what growth needs instead of quantised weights that it does not read. It is "" if it
-    reads them; with `weights` others are refused.
+    The last two are what growth needs instead of quantised weights that it does not read, in full
+    and in a few words. They are "" if it reads them; with `weights` others are refused.
     """
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)
-    block, needs = None, ""
+    block, needs, way = None, "", ""
     try:
         block = refused.scale_block(config, directory, dequantize=dequantize)
     except GrowthError as error:
         if weights:
             raise
-        needs = str(error)
+        needs, way = str(error), refused.way_around(config, directory)
         refused.leave_out_quantisation(config)
     if not config.architectures:
         # a class without a head would leave out the one in the files
@@ -329,7 +331,7 @@ def _read_spec(
         )
     spec = ModelSpec.of(config, config.architectures[0], family)
     check_values(directory / "config.json", spec)
-    return spec, keys, block, needs
+    return spec, keys, block, needs, way
 
 
 def _with_towers(

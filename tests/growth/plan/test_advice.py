@@ -330,10 +330,20 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
     assert late == ["not reached by 3 of 3"] * 2 + ["not reached by 2 of 3"] * 6
     assert shown.count("4 measurements; 4 ") == 2
     assert f"at 20 tokens per parameter (yours: {human(1e11 / plan.parameters())})" in shown
-    few = 5 * plan.parameters()
-    console.print(plan.table(tokens=few))
-    near = console.file.getvalue().removeprefix(shown)
-    assert "tokens per parameter (yours: 5)" in near and "at 20 tokens" not in near
+    for mine in (1.5, 5.0, 9.0, 30.0, 50.0):
+        before = len(console.file.getvalue())
+        console.print(plan.table(tokens=mine * plan.parameters()))
+        near = console.file.getvalue()[before:]
+        lines = [line for line in near.splitlines() if f"parameter (yours: {human(mine)})" in line]
+        known = {}
+        for row in plan.measurements():
+            if row["tokens"]:
+                known.setdefault(row["question"], []).append(row["tokens"])
+        for line, tokens in zip(lines, known.values(), strict=True):
+            nearest = min(tokens, key=lambda x: max(x / mine, mine / x))
+            is_near = mine / 2 <= nearest <= 2 * mine
+            assert ("none within a factor of 2" in line) is not is_near
+            assert is_near or f" {nearest:g} tokens" in line
     assert all(f"note: {line}" in shown for line in plan.advice(1e11, 1e10))
     assert "measurements" not in str(plan) and "note" not in str(plan)
     console.print(plan.table(tokens=1e11, verbose=True))
