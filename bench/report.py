@@ -163,14 +163,17 @@ def speed(results: Path) -> str:
 def saved(results: Path) -> str:
     """The README's table of what growth saves, by the three questions."""
     rows, place, sizes = committed(results), GROWN, [SMALL]
-    family, size, loss = savings(rows, place, tuple(QUESTIONS), sizes)
-    (copied,) = savings(rows, ("table5", "direct_copy", ""), ("family",), sizes)
+    family, size, loss, existing = savings(rows, place, tuple(QUESTIONS), sizes)
+    copied, copied_later = savings(
+        rows, ("table5", "direct_copy", ""), ("family", "existing"), sizes
+    )
     (alone,) = never_grown(rows, NeverGrown(GPT2, SMALL), ("loss",))
     late, fresh = (
         savings(rows, ("family", *line), ("family",), ())[0].replace("not", "nothing: not")
         for line in (("chained", "4x64"), ("chained_fresh", "4x64 at 0.0052"))
     )
     lines = [
+        ["4 x 128 of GPT-2: 4 x 64 exists", "2", existing, f"a plain copy: {copied_later}"],
         ["a family: GPT-2 of 4 x 64 and 4 x 128", "2", family, f"a plain copy: {copied}"],
         ["a family: Qwen3 of 4 x 32 and 4 x 64", "20", late, f'`method="fresh"`: {fresh}'],
         ["a given size: GPT-2 of 4 x 128", "2", size, "the small model counts as a cost"],
@@ -187,12 +190,14 @@ Points = Sequence[tuple[float, float]]
 
 def family_saving(results: Path) -> str:
     """The first sentences of the README that have a number."""
-    saved, large = savings(committed(results), GROWN, ("family", "size"), (SMALL,))
+    asked = ("family", "size", "existing")
+    saved, large, later = savings(committed(results), GROWN, asked, (SMALL,))
     return (
         f"Two GPT-2, 4 x 64 and 4 x 128 (layers x width), take {saved} fewer "
         "training FLOPs if the large one is grown\nfrom the small one than if both are trained "
-        "from scratch to the same losses. All training of both counts.\n"
-        f"If only the large one is wanted, growth saves {large}."
+        "from scratch to the same losses. The training of both is counted.\n"
+        f"If the small one exists already, growth saves {later} of the large one's training.\n"
+        f"If only the large one is wanted and nothing exists, it saves {large}."
     )
 
 

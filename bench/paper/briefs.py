@@ -62,7 +62,8 @@ class Brief(NamedTuple):
     alone: Mapping[str, tuple[NeverGrown | None, ...]]
 
 
-ALL = tuple(QUESTIONS)
+# the last question has another control: nothing is trained but the large model
+ALL = ("family", "size", "loss")
 
 
 def _of_families(system: str, families: str = "BERT GPT-2") -> tuple[Where | None, ...]:
@@ -80,7 +81,7 @@ GPT2, BERT = ("table5", "scratch", ""), ("table2", "scratch", "")
 BRIEFS = {
     "methods": Brief(
         "method",
-        dict.fromkeys(FAMILIES, ALL),
+        dict.fromkeys(FAMILIES, (*ALL, "existing")),
         {
             '`fpi`, `stream="padded"`': _of_families("fpi_padded"),
             '`fpi`, `stream="copies"`': _of_families("fpi"),
@@ -234,7 +235,8 @@ def savings(
         return [text_of([Share(saved(*x)) for x in pairs.values()], SEEDS)] * len(questions)
     setting, texts = line.setting, []
     for question in questions:
-        if question == "family" and not any(own[-1]["source flops"] for own, _ in pairs.values()):
+        needs_source = question in ("family", "existing")
+        if needs_source and not any(own[-1]["source flops"] for own, _ in pairs.values()):
             texts.append("-")
             continue
         shares = []

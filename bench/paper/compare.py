@@ -240,7 +240,13 @@ def _said(text: Text) -> str:
 #     family   (s + w - s - g) / (s + w)    small and large are both wanted
 #     size     (w - s - g) / w              only the large one is wanted, and nothing is there
 #     loss     (b - s - g) / b              any size will do
-QUESTIONS = {"family": "a family", "size": "a given size", "loss": "a given loss"}
+#     existing (w - g) / w                  the small one is there, and its training is not counted
+QUESTIONS = {
+    "family": "a family",
+    "size": "a given size",
+    "loss": "a given loss",
+    "existing": "the small one exists",
+}
 
 
 def check_savings(name: str, text: str) -> str:
@@ -339,6 +345,8 @@ def share(question: str, runs: Runs, best: Share, base: Runs) -> Share:
         return Share(1 - left / (1 - best.value), bound or ("≤" if best.bound else ""))
     if question == "size":
         return Share(saved(runs, base, with_source=True), bound)
+    if question == "existing":
+        return Share(saved(runs, base), bound)
     source = (runs[-1]["source flops"] - base[-1]["source flops"]) / base[-1]["flops"][-1]
     return Share(saved(runs, base) / (1 + source), bound)
 
