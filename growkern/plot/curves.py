@@ -285,7 +285,7 @@ def groups_of(
             name,
             tuple(runs),
             tuple(ends) if paired else (end,) * len(runs),
-            () if runs is reference else tuple(sources),
+            () if runs is reference and len(by_name) > 1 else tuple(sources),
             words,
         )
         for (name, runs), words in zip(by_name.items(), about, strict=True)

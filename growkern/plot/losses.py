@@ -4,7 +4,7 @@ The mark is the final loss of the reference, the first run. Runs of one name are
 they are drawn as their mean, with a band from the lowest to the highest loss. Runs of equal seeds
 are compared with each other: each has the final loss of its own seed's reference as its mark. If
 the run of the small model is given, every other run starts after it: its FLOPs are part of what
-they cost.
+they cost. Runs of a single name are compared with none, and then start after it too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def draw(
     Args:
         curves: at least one. Those of one name are seeds of one setup.
         out: file to write; its name ends with a format of matplotlib.
-        sources: of the small model, one per seed, that all but the reference started from.
+        sources: of the small model, one per seed, that all but the reference started from. Curves
+            of a single name have no reference: they started from it.
         paired: whether the curves of each name have the same seeds in the same order. The mark of
             each is then the final loss of the reference of its seed.
 
@@ -94,8 +95,6 @@ def draw(
     if len({curve.validation for curve in drawn}) != 1:
         raise GrowthError("give runs that all have a validation loss, or runs that all have none")
     groups = groups_of(curves, sources, paired)
-    if sources and len(groups) < 2:
-        raise GrowthError("give the run from scratch first, and then the runs of grown models")
     below = 0.5 + 0.42 * len(groups) if len(groups) > 1 else 0.0
     figure = new_figure(5.4 + below, layout="constrained")
     if below:
@@ -137,7 +136,7 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
     notes = [] if curves[0].validation else [NO_VALIDATION]
     if curves[0].validation and all(len(curve.steps) == 1 for curve in curves):
         notes.append(ONE_LOSS)
-    if any(group.is_beyond for group in groups):
+    if len(groups) > 1 and any(group.is_beyond for group in groups):
         notes.append(BEYOND)
     if len(groups) > 1 and not groups[0].finished:
         notes.append(UNFINISHED)

@@ -1,6 +1,7 @@
 """The picture of losses: its data, its limits, and names that cover nothing."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -126,8 +127,22 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     assert "saved" not in "".join(texts(figure, "cost"))
     groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
     assert savings_cells(groups)[1][3:] == ["-", "-"]
-    with pytest.raises(GrowthError, match="scratch first"):
-        draw([GROWN], tmp_path / "a.png", sources=[SMALL])
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_grown_model_alone_starts_after_the_small_one(seeds, tmp_path, monkeypatch):
+    """Without a run from scratch, nothing is said of savings, whatever the small model reached."""
+    for small in (SMALL, dataclasses.replace(SMALL, losses=(8.0, 0.5))):
+        call = functools.partial(draw, [GROWN] * seeds, tmp_path / "a.png", sources=[small])
+        (axes,) = drawn(monkeypatch, call).axes
+        groups = call()
+        found = {line.get_label(): line for line in axes.lines if line.get_gid() == "curve"}
+        assert tuple(found["small model"].get_xdata()) == small.flops
+        after = [small.flops[-1] + x for x in GROWN.flops]
+        assert list(found["grown"].get_xdata()) == pytest.approx(after)
+        assert not {text.get_gid() for text in axes.texts} & {"mark", "cost"}
+        assert "saved" not in axes.get_title("left") and notes_on(groups) == []
+        assert savings_cells(groups)[0][3:] == ["-", "-"]
 
 
 def test_the_early_fall_is_in_an_overview_alone(tmp_path, monkeypatch):
