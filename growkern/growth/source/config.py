@@ -327,8 +327,10 @@ def _known_class(name: Any) -> Any:
     def bare(name: Any) -> str:
         return str(name).replace("_", "").lower()
 
-    if isinstance(name, str) and not hasattr(transformers, name):
-        return next((own for own in dir(transformers) if bare(own) == bare(name)), name)
+    # `hasattr` would import the class and its modelling code
+    known = dir(transformers)
+    if isinstance(name, str) and name not in known:
+        return next((own for own in known if bare(own) == bare(name)), name)
     return name
 
 
