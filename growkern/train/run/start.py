@@ -94,7 +94,9 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
         check_switches()
         result, base = None, path.parent
         runs = load_runs(path)
-        check_generations(runs, base, overwrite=overwrite)
+        # a single one is checked with its inputs, which says more
+        if len(runs) > 1:
+            check_generations(runs, base, overwrite=overwrite)
         for settings in runs:
             resolved = resolve(settings, base, progress=progress)
             result = _train(resolved, command, overwrite=overwrite, progress=progress)
