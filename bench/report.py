@@ -50,7 +50,6 @@ from growkern.families.family import growable_fields
 from growkern.families.load import load_family, supported_families
 from growkern.plot.curves import first_crossing
 from growkern.plot.figure import COLORS, GREY, new_figure
-from growkern.train import rules
 
 # the README and the pages of the documentation
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -285,7 +284,6 @@ BLOCKS = {
     "diagnosis": diagnosis_text,
     "family": family_text,
     "families": families,
-    "rules": lambda results: rules.table(),
     "expand": tables.expand,
     "grow-checkpoint": tables.grow_checkpoint,
     "grow-process": tables.grow_process,
@@ -295,7 +293,6 @@ BLOCKS = {
     "gpu": gpu_table,
     "early": tables.early,
     "headline": tables.headline,
-    "predicted": tables.predicted,
     "linear-loss": tables.linear_loss,
     "beside-compile": tables.beside_compile,
     "drift": tables.drift,

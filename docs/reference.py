@@ -28,8 +28,8 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "boolean"}
 HEAD = """# Every key of a run file
 
 `growkern train` reads these keys from a TOML file. [Training](training.md) shows a whole file and
-explains the sections. Some settings [do not go together](training.md#what-does-not-go-together).
-In Python each section is a class of the same fields. This page is generated from them.
+explains the sections. In Python each section is a class of the same fields. This page is generated
+from them.
 
 `[[growth]]` repeats the section `[growth]`, for a model that grows several times. `[[generation]]`
 holds the sections of one of several runs, such as `[generation.model]`.

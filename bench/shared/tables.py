@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared import time_model
 from bench.shared.inputs import DRIFT
 from bench.shared.results import quotable, table, with_commits
 
@@ -339,12 +338,6 @@ def growth_adamw(results: Path) -> str:
     threads = document.get("machine", {}).get("threads", "?")
     head = [f"a step over a GPT-2 of 2 layers x 768, {threads} threads"]
     return table([*head, "times AdamW(fused=True)", "extra memory, MiB"], lines)
-
-
-def predicted(results: Path) -> str:
-    """The table of what a GPU should take. It is computed, not measured, and reads no results."""
-    heads = ["GPU", "loss of bfloat16 heads", "GEMMs, ms", "whole loss, times the GEMMs"]
-    return table(heads, time_model.predicted())
 
 
 # ----------------------------------------------- growth to 110 million parameters

@@ -103,18 +103,6 @@ def estimate(
     return Estimate(-(-N // chunk), products, gemms, passes, memory)
 
 
-def predicted() -> list[list[str]]:
-    """Rows of a table: for each GPU and shape, milliseconds of the GEMMs and of the whole loss."""
-    lines = []
-    for gpu in COPY:
-        for shape in SHAPES:
-            made = estimate(shape, gpu=gpu)
-            words = "{} rows, V {}, widths {} and {}".format(*shape)
-            share = made.seconds / made.gemms
-            lines.append([gpu, words, f"{1e3 * made.gemms:.2f}", f"{share:.2f}"])
-    return lines
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument(

@@ -306,7 +306,7 @@ def facts_of(rule):
 
 
 def test_the_facts_of_a_rule_are_found():
-    rule = rules.Rule("a", "", "", lambda x: x.b and any(x.c for _ in "d"), "{x.e} {x.f.g}", "")
+    rule = rules.Rule("a", lambda x: x.b and any(x.c for _ in "d"), "{x.e} {x.f.g}", "")
     assert facts_of(rule) == {"b", "c", "e", "f"}
 
 
