@@ -138,6 +138,7 @@ class Family:
     under: str | None = None
     activation: str | None = None
     softcap: str | None = None
+    also: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     renamed: str | None = None

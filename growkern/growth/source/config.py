@@ -29,7 +29,7 @@ from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
 from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.files import refuse_links_out
-from growkern.growth.source.refused import config_directory, known_type, refuse_unknown
+from growkern.growth.source.refused import config_directory, known_class, known_type, refuse_unknown
 
 # they say where a config lies, who wrote it, and the class, which a plan has beside its config
 NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures")
@@ -117,7 +117,7 @@ def load_config(directory: Path, data: dict[str, Any] | None = None) -> Any:
             directory, trust_remote_code=False, local_files_only=True
         )
         if config.architectures:
-            config.architectures = [*map(_known_class, config.architectures)]
+            config.architectures = [*map(known_class, config.architectures)]
         return config
     except Exception as error:
         raise GrowthError(f"{directory / 'config.json'}: {_last_line(error)}") from error
@@ -304,6 +304,8 @@ def config_from(data: dict[str, Any]) -> Any:
     try:
         kind = known_type(data)
         data = _with_floats({**data, "model_type": kind})
+        if names := data.get("architectures"):
+            data["architectures"] = [*map(known_class, names)]
         return transformers.CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:
         raise GrowthError(_last_line(error)) from error
@@ -316,22 +318,6 @@ def _with_floats(data: Any) -> Any:
         values = {key: _with_floats(value) for key, value in data.items()}
         return values if tagged is None else float(tagged)
     return [*map(_with_floats, data)] if isinstance(data, list) else data
-
-
-def _known_class(name: Any) -> Any:
-    """The name that transformers has for a class, where it differs by underscores and case alone.
-
-    Kimi K2.5's own code has a KimiK25ForConditionalGeneration, and transformers a Kimi_K25For...
-    """
-
-    def bare(name: Any) -> str:
-        return str(name).replace("_", "").lower()
-
-    # `hasattr` would import the class and its modelling code
-    known = dir(transformers)
-    if isinstance(name, str) and name not in known:
-        return next((own for own in known if bare(own) == bare(name)), name)
-    return name
 
 
 def _last_line(error: Exception) -> str:

@@ -13,11 +13,12 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from growkern.errors import GrowthError
-from growkern.families.load import load_family, supported_families
+from growkern.families.load import load_family, shipped_table, supported_families
 from growkern.files import read_json
 from growkern.package import DOCS
 
@@ -416,17 +417,37 @@ def refuse_adapters(model: Any, role: str) -> None:
 def known_type(data: Mapping[str, Any]) -> Any:
     """The model_type of a config's JSON; of its class, where transformers knows that alone.
 
-    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2".
+    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2". MiMo-7B is another,
+    whose class is one of a table by the key `also`.
     """
     import transformers
 
     kind, names = data.get("model_type"), data.get("architectures")
     if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
         return kind
-    cls = getattr(transformers, str(names[0]), None)
+    cls = getattr(transformers, str(known_class(names[0])), None)
     is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     own = getattr(cls, "config_class", None) if is_model else None
     return getattr(own, "model_type", kind)
+
+
+def known_class(name: Any) -> Any:
+    """The name that transformers has for a class of `architectures`; the name itself if none.
+
+    Either they differ by underscores and case alone, as KimiK25ForConditionalGeneration of Kimi
+    K2.5's own code and Kimi_K25ForConditionalGeneration, or a table has the name in `also`.
+    """
+    import transformers
+
+    def bare(name: str) -> str:
+        return name.replace("_", "").lower()
+
+    # `hasattr` would import the class and its modelling code
+    known = dir(transformers)
+    if not isinstance(name, str) or name in known:
+        return name
+    also = (shipped_table(kind).get("also", {}).get(name) for kind in supported_families())
+    return next(chain((own for own in known if bare(own) == bare(name)), filter(None, also)), name)
 
 
 def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:

@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.growth.source.refused import refuse_unknown
+from testbed.families import FAMILIES
 from testbed.models import random_model
 from testbed.relatives import RELATIVES
 
@@ -68,12 +69,29 @@ def test_a_model_in_memory_is_described_too():
         growkern.plan(model, d_model=24)
 
 
-def test_such_a_model_grows_like_its_class_and_keeps_its_own_name(tmp_path):
-    class_name, sizes, _ = RELATIVES["deepseek_v3"]
+@pytest.mark.parametrize(
+    ("class_name", "sizes", "own"),
+    [
+        (*RELATIVES["deepseek_v3"][:2], {"model_type": "kimi_k2"}),
+        (
+            *FAMILIES["qwen2"],
+            {
+                "model_type": "mimo",
+                "architectures": ["MiMoForCausalLM"],
+                "num_nextn_predict_layers": 1,
+            },
+        ),
+    ],
+)
+def test_such_a_model_grows_like_its_class_and_keeps_its_own_name(class_name, sizes, own, tmp_path):
     random_model(class_name, sizes).save_pretrained(tmp_path / "known")
     shutil.copytree(tmp_path / "known", tmp_path / "other")
-    file = tmp_path / "other" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "kimi_k2"}))
+    file, weights = (tmp_path / "other" / name for name in ("config.json", "model.safetensors"))
+    known_type = json.loads(file.read_text())["model_type"]
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    if "architectures" in own:
+        second = {"model.mtp_layers.0.input_proj.weight": torch.randn(12, 24)}
+        save_file({**load_file(weights), **second}, weights, {"format": "pt"})
     for name in ("known", "other"):
         where = tmp_path / name, tmp_path / f"{name}-grown"
         growkern.grow_checkpoint(*where, hidden_size=sizes["hidden_size"] * 2, progress=False)
@@ -83,6 +101,8 @@ def test_such_a_model_grows_like_its_class_and_keeps_its_own_name(tmp_path):
     assert known.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in known.items())
     grown = tmp_path / "other-grown"
-    assert json.loads((grown / "config.json").read_text())["model_type"] == "kimi_k2"
+    # other software would look for weights that are left out
+    expected = {**own, "num_nextn_predict_layers": 0} if "architectures" in own else own
+    assert expected.items() <= json.loads((grown / "config.json").read_text()).items()
     assert growkern.verify(tmp_path / "other", grown).ok
-    assert growkern.plan(grown, num_hidden_layers=4).small.config.model_type == "deepseek_v3"
+    assert growkern.plan(grown, num_hidden_layers=4).small.config.model_type == known_type
