@@ -66,7 +66,7 @@ RULES = (
         "give the tokenizer of the model",
     ),
     Rule(
-        "training",
+        "trained model",
         lambda x: x.two_stacks and x.cached,
         "a teacher known by its likeliest tokens has no decoder's predictions, which a model of an "
         "encoder and a decoder needs",

@@ -128,7 +128,7 @@ def check_together(
     check_arguments(args, options)
     two_stage, growth = settings.two_stage, settings.growth
     check(
-        "training",
+        "trained model",
         cached=teachers is None,
         two_stacks=is_two_stacks(model),
     )
