@@ -268,14 +268,6 @@ def frontier(setting: Setting) -> list[Line]:
         # as growth inside a run does by default
         line = replace(line, system=f"{line.system}_reset")
         lines += [replace(line, rate=rate) for rate in (between, high)]
-    # the line that came nearest, with three times the tokens
-    long = whole.variant("long", steps=3 * whole.steps)
-    name, tokens = "stack_at_30_reset", f", {3 * TOKENS} tokens per parameter"
-    lines += [
-        Line(long, "scratch", base.name + tokens, rate=between),
-        _never_grown(long, start, between, tokens),
-        replace(_start(long, start, "stack", 30, tokens), system=name, rate=between),
-    ]
     return [replace(line, parts=(), lengths=(1.0,)) for line in lines]
 
 
