@@ -144,7 +144,7 @@ def print_table(table: Any, console: Any = None, **options: Any) -> None:
     from rich.console import Console
 
     console = console or Console(markup=False)
-    console.print(_Clean(table), **options)
+    console.print(_Clean(table), crop=False, **options)
 
 
 class _Clean:

@@ -158,7 +158,7 @@ def plan(
     revision: Revision = None,
     as_json: AsJson = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also show maps, layers and every measurement.")
+        bool, typer.Option("--verbose", help="Also show maps, layers and the nearest measurements.")
     ] = False,
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes (GPUs) that will share the model, with FSDP2.")
@@ -196,6 +196,7 @@ def plan(
             "estimate": made.estimate(ranks, tokens, source_tokens),
             "measurements": made.measurements(),
             "advice": made.advice(tokens, source_tokens),
+            "verdict": made.verdict(tokens) if tokens else (),
             "divides": made.divides(),
             "portability": made.portability(),
             "needs": made.needs,

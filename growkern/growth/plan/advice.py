@@ -1,7 +1,4 @@
-"""What to know about a growth beside what it keeps: measurements, warnings and idle options.
-
-The figures of `measurements.toml` are printed as they are. No forecast is made from them, and no
-size counts as too large: few people measured this, on other models and texts.
+"""What to know about a growth beside what it keeps: warnings, other software and idle options.
 
 A family's table says in [runtimes] what other software computes where transformers reads it.
 
@@ -15,52 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from growkern.errors import GrowthError, human, warn
 from growkern.families.family import inner
 from growkern.families.model import ModelSpec
-from growkern.files import parse_toml
 from growkern.growth.history import forgotten
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
+from growkern.growth.plan.measured import is_decoder
 from growkern.growth.plan.target import unread_in
 from growkern.growth.space import computed_head_dim, is_undeclared, period_of, rule_of, whole_depths
-
-# the questions that a saving answers, and what each share is one of
-QUESTIONS = {
-    "family": "small and large are both wanted: of both trainings, added up",
-    "size": "only the large one is wanted: of its training",
-    "existing": "the small one exists, by papers: of the large one's training",
-}
-FIELDS = ("axes", "question", "figure", "tokens", "setting", "citation", "date")
-
-
-def measurements(plan: Blueprint) -> tuple[dict[str, Any], ...]:
-    """The measurements of growth along the axes of a plan: one for each question, with `FIELDS`."""
-    old, new = plan.layout.stream_sizes
-    wider, layers = new > old, plan.small.family.stacks.values()
-    deeper = any(plan.large.size(key) > plan.small.size(key) for key in layers)
-    axes = {"width": wider, "depth": deeper, "both": wider and deeper}
-    file = Path(__file__).with_name("measurements.toml")
-    rows = parse_toml(file.read_text(encoding="utf-8"))["measurement"]
-    return tuple(
-        {name: {**row, "question": question, "figure": row[question]}.get(name) for name in FIELDS}
-        for row in rows
-        if axes[row["axes"]]
-        for question in QUESTIONS
-        if question in row
-    )
 
 
 def warnings_of(
     plan: Blueprint, tokens: float | None = None, source_tokens: float | None = None
 ) -> Iterator[str]:
     """At most three warnings, each from a paper: of the method, and of training on tokens."""
-    options, name = plan.options, plan.small.class_name
-    is_decoder = "CausalLM" in name or name.endswith("LMHeadModel")
+    options = plan.options
     copies = any(row["most"] > 1 for row in plan.maps().values())
     takes = any(task.upper for task in plan.tasks)
     if options.method == "fpi" and options.symmetry == "none" and copies:
@@ -68,7 +37,7 @@ def warnings_of(
             "symmetry='none': copies get equal gradients and never become different, under Muon "
             "too (Yu et al., arXiv 2602.02472)"
         )
-    elif is_decoder and takes and (options.aki == "eq16" or advanced_kinds(plan)):
+    elif is_decoder(plan.small) and takes and (options.aki == "eq16" or advanced_kinds(plan)):
         yield (
             "with aki, decoders start with a far higher loss than their source: 7.81 for a growth "
             "from 1.3B to 7B, where fpi kept the source's 2.97; measure it with "

@@ -24,7 +24,6 @@ from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import (
     divides,
-    measurements,
     portability,
     refuse_idle_options,
     warnings_of,
@@ -32,6 +31,7 @@ from growkern.growth.plan.advice import (
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import WEIGHT_ERROR, Finding, findings
 from growkern.growth.plan.fitting import check_structure, made_to_fit
+from growkern.growth.plan.measured import measurements, verdict
 from growkern.growth.plan.pieces import estimate
 from growkern.growth.plan.table import as_text, plan_table
 from growkern.growth.plan.target import check_given, finish_target, follow_heads
@@ -112,11 +112,15 @@ class GrowthPlan(Blueprint):
     def measurements(self) -> tuple[dict[str, Any], ...]:
         """What growth along these axes saved where it was measured, in papers and by us.
 
-        Each has a figure: the share of the FLOPs of training from scratch that was saved to the
-        same loss. By its question these are both models' ("family"), or the large one's, with the
-        small one as a cost ("size") or without ("existing"). "tokens" are per parameter, or None.
+        Each has shares of the FLOPs of training from scratch that were saved to the same loss: of
+        both models ("family"), or of the large one, with the small one as a cost ("size") or
+        without ("existing"). "tokens" are per parameter. What is not known is None.
         """
         return measurements(self)
+
+    def verdict(self, tokens: float) -> tuple[str, ...]:
+        """What the measurements nearest to these tokens say: grow, train from scratch or try."""
+        return verdict(self, tokens)
 
     def advice(
         self, tokens: float | None = None, source_tokens: float | None = None
@@ -172,14 +176,14 @@ class GrowthPlan(Blueprint):
         """The plan as a rich renderable; arguments and errors as in `estimate`.
 
         Args:
-            verbose: also show maps, the source of each layer, and every measurement.
+            verbose: also show maps, the source of each layer, and the nearest measurements.
         """
         return plan_table(
             self,
             self.findings,
             self.estimate(ranks, tokens, source_tokens),
             ranks,
-            self.measurements(),
+            tokens,
             (*filter(None, [self.needs]), *self.portability(), *self.advice(tokens, source_tokens)),
             verbose,
             self.source.stored.way,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import human, print_table
-from growkern.growth.plan.advice import DIVISORS, QUESTIONS, divides
+from growkern.growth.plan.advice import DIVISORS, divides
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import Finding
+from growkern.growth.plan.measured import listed, verdict
 from growkern.package import DOCS
 
 # columns of a table in a text
@@ -41,7 +40,7 @@ def plan_table(
     findings: Sequence[Finding],
     numbers: Mapping[str, Any],
     ranks: int,
-    measured: Sequence[Mapping[str, Any]],
+    tokens: float | None,
     notes: Sequence[str],
     verbose: bool = False,
     way: str = "",
@@ -66,13 +65,14 @@ def plan_table(
         parts.append(_why(by_level))
     if verbose:
         parts += [_maps(plan), *map(Text, _layer_lines(plan))]
-    if numbers["flops"]:
-        per_token = plan.flops_per_token() * plan.parameters()
-        parts.append(_measured(measured, numbers["flops"] / per_token, verbose))
+    if tokens and verbose:
+        # one line each, however narrow the terminal
+        parts.append(Text("\n".join(listed(plan, tokens)), no_wrap=True, overflow="ignore"))
     parts += (Text(f"note: {line}", "yellow") for line in notes)
     if not verbose:
-        parts.append(Text("maps, layers and every measurement: --verbose"))
-    return Group(*parts, Text(f"words and papers: {DOCS}/commands.md#reading-a-plan"))
+        parts.append(Text("maps, layers and measurements: --verbose"))
+    parts.append(Text(f"words and papers: {DOCS}/commands.md#reading-a-plan"))
+    return Group(*parts, *map(Text, verdict(plan, tokens) if tokens else ()))
 
 
 def _table(title: str, *columns: str, header: bool = True) -> Table:
@@ -148,66 +148,6 @@ def _maps(plan: Blueprint) -> Table:
         copies = str(few) if few == most else f"{few}-{most}"
         maps.add_row(name, str(row["source"]), str(row["target"]), copies, str(row["extra"] or ""))
     return maps
-
-
-def _measured(measured: Sequence[Mapping[str, Any]], mine: float, verbose: bool) -> Any:
-    """What growth along these axes saved elsewhere: in lines for each question, or as a table.
-
-    Args:
-        mine: tokens per parameter of the training that is planned.
-    """
-    what = "training FLOPs that growth saved elsewhere to the loss from scratch"
-    if not measured:
-        return Text(f"{what}: not measured for such a growth, neither in a paper nor by us")
-    if verbose:
-        heads = ("growth", "question", "saved", "tokens per parameter", "model", "source")
-        table = Table(*heads, title=what, title_justify="left")
-        for row in sorted(measured, key=partial(_distance, mine)):
-            tokens = "" if row["tokens"] is None else f"{row['tokens']:g}"
-            names = (row[name] for name in ("setting", "citation"))
-            table.add_row(row["axes"], row["question"], row["figure"], tokens, *names)
-        return table
-    lines = [f"{what}, by what is wanted:"]
-    for question, words in QUESTIONS.items():
-        rows = [row for row in measured if row["question"] == question]
-        nearest = min((_distance(mine, row) for row in rows), default=math.inf)
-        if nearest < math.inf:
-            # those within a factor of two are alike
-            near = [row for row in rows if _distance(mine, row) <= max(nearest, math.log(2))]
-            few, many = (f(row["tokens"] for row in near) for f in (min, max))
-            at = f"{few:g}" if few == many else f"{few:g} to {many:g}"
-            where = "at" if nearest <= math.log(2) else "none within a factor of 2; nearest, at"
-            at = f"{where} {at} tokens per parameter (yours: {human(mine)})"
-            lines += [f"  {words}", f"    {at}: {_spread(near)}"]
-            words = "  all"
-        if rows:
-            lines.append(f"  {words}: {_spread(rows)}")
-    lines.append(
-        "  any size will do: a smaller model, trained longer, was ahead where it was tried"
-    )
-    return Text("\n".join(lines))
-
-
-def _distance(mine: float, row: Mapping[str, Any]) -> float:
-    """How far the tokens per parameter of a measurement are away, as the log of their ratio."""
-    return math.inf if row["tokens"] is None else abs(math.log(row["tokens"] / mine))
-
-
-def _spread(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A few figures, or the lowest and highest of more."""
-    figures = [row["figure"] for row in rows]
-    if len(figures) <= 3:
-        return ", ".join(figures)
-    signs = {"at least ": "≥ ", "up to ": "≤ "}
-    shares: dict[int, str] = {}
-    for figure in figures:
-        # "38% ± 17%", "up to 35%", "not reached by 3 of 3"
-        if found := re.match(r"(at least |up to |)(-?\d+)%", figure):
-            shares[int(found[2])] = f"{signs.get(found[1], '')}{found[2]}%"
-    missed = sum("reached" in figure for figure in figures)
-    lost = f"; {missed} did not reach it" if missed else ""
-    spread = f"{shares[min(shares)]} to {shares[max(shares)]}, " if shares else ""
-    return f"{spread}{len(figures)} measurements{lost}"
 
 
 def _layer_lines(plan: Blueprint) -> list[str]:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,13 @@ import transformers
 from rich.console import Console
 
 import growkern
-import growkern.growth.plan.advice
+import growkern.growth.plan.measured
 from bench.paper.compare import Share, committed, mean_and_half, runs_of, share
 from bench.paper.plans import TABLES, lines_of
 from bench.shared.results import RESULTS
-from growkern.errors import human
+from growkern.errors import human, print_table
 from growkern.files import parse_toml
-from growkern.growth.plan.advice import FIELDS, QUESTIONS
+from growkern.growth.plan.measured import FIELDS, QUESTIONS
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import find_stacks
 from testbed.models import BERT, GPT2, LLAMA, random_model
@@ -232,7 +233,7 @@ COMMITTED = committed(RESULTS)
 
 
 def rows_of_measurements():
-    text = Path(growkern.growth.plan.advice.__file__).with_name("measurements.toml").read_text()
+    text = Path(growkern.growth.plan.measured.__file__).with_name("measurements.toml").read_text()
     return parse_toml(text)["measurement"]
 
 
@@ -250,8 +251,11 @@ def line_and_base(run):
 def test_figures_of_ours_are_those_of_their_runs():
     for own in (row for row in rows_of_measurements() if row["citation"] == "own runs"):
         (line, base), (grown, scratch) = line_and_base(own["run"])
+        told = own["setting"]
         counts_all = all(runs[-1]["source flops"] == 0 for runs in grown.values())
-        assert own.keys() & set(QUESTIONS) == {"size"} | (set() if counts_all else {"family"})
+        assert own.keys() & set(QUESTIONS) == {"size"} | (
+            set() if counts_all else {"family", "existing"}
+        )
         for question in own.keys() & set(QUESTIONS):
             shares = [share(question, x, Share(0.0), scratch[seed]) for seed, x in grown.items()]
             values = [100 * x.value for x in shares]
@@ -264,6 +268,8 @@ def test_figures_of_ours_are_those_of_their_runs():
             assert len(shares) == 3 and own[question] == expected, own
         with torch.device("meta"):
             parameters = line.setting.untrained(line.setting.target, seed=0).num_parameters()
+        layers, width, *large = map(int, re.findall(r" (\d+) x (\d+) to (\d+) x (\d+)", told)[0])
+        assert own["times"] == max(large[0] / layers, large[1] / width), own
         tokens = base.setting.steps * base.setting.tokens / parameters
         assert own["tokens"] == pytest.approx(tokens, abs=0.05)
 
@@ -314,43 +320,62 @@ def test_no_line_that_was_run_is_left_out():
                 assert {r["name"] for own in runs.values() for r in own} in known, line
 
 
+def printed(table, width=600):
+    console = Console(file=io.StringIO(), width=width)
+    print_table(table, console)
+    return console.file.getvalue()
+
+
 def test_the_table_shows_both_trainings_and_what_was_measured():
     plan = growkern.plan(meta("LlamaForCausalLM", **BIG), **WIDER)
-    console = Console(file=io.StringIO(), width=600)
-    console.print(plan.table(tokens=1e11, source_tokens=1e10))
-    shown = console.file.getvalue()
+    shown = printed(plan.table(tokens=1e11, source_tokens=1e10))
     assert human(plan.flops_per_token() * 1e11) in shown
     assert human(plan.flops_per_token("source") * 1e10) in shown
     assert human((plan.flops_per_token() + plan.flops_per_token("source") / 10) * 1e11) in shown
-    # a bound as a bound
-    assert "7% to ≥ 55%, 36 measurements; 12 " in shown and "13% ± 16%" not in shown
-    assert "≥ -45% to ≥ 42%, 37 measurements; 12 " in shown
-    # those with tokens per parameter like these first
-    late = [r["figure"] for r in plan.measurements() if r["tokens"] == 20]
-    assert late == ["not reached by 3 of 3"] * 2 + ["not reached by 2 of 3"] * 6
-    assert shown.count("4 measurements; 4 ") == 2
-    assert f"at 20 tokens per parameter (yours: {human(1e11 / plan.parameters())})" in shown
-    for mine in (1.5, 5.0, 9.0, 30.0, 50.0):
-        before = len(console.file.getvalue())
-        console.print(plan.table(tokens=mine * plan.parameters()))
-        near = console.file.getvalue()[before:]
-        lines = [line for line in near.splitlines() if f"parameter (yours: {human(mine)})" in line]
-        known = {}
-        for row in plan.measurements():
-            if row["tokens"]:
-                known.setdefault(row["question"], []).append(row["tokens"])
-        for line, tokens in zip(lines, known.values(), strict=True):
-            nearest = min(tokens, key=lambda x: max(x / mine, mine / x))
-            is_near = mine / 2 <= nearest <= 2 * mine
-            assert ("none within a factor of 2" in line) is not is_near
-            assert is_near or f" {nearest:g} tokens" in line
     assert all(f"note: {line}" in shown for line in plan.advice(1e11, 1e10))
-    assert "measurements" not in str(plan) and "note" not in str(plan)
-    console.print(plan.table(tokens=1e11, verbose=True))
-    assert "13% ± 16%" in console.file.getvalue()
-    plan = growkern.plan(meta("LlamaForCausalLM", **BIG), intermediate_size=8192)
-    console.print(plan.table(tokens=1e11))
-    assert "neither in a paper nor by us" in console.file.getvalue()
+    assert "13% ± 16%" not in shown and shown.endswith("\n".join(plan.verdict(1e11)) + "\n")
+    assert "in short" not in str(plan) and "note" not in str(plan)
+    # however narrow the terminal is, a measurement has one line, and the nearest are first
+    both = growkern.plan(meta("LlamaForCausalLM", **BIG), **WIDER, **DEEPER)
+    lines = printed(both.table(tokens=20 * both.parameters(), verbose=True), 60).splitlines()
+    rows = [line for line in lines if line.endswith(("(own runs)", "arXiv 2405.15319)"))]
+    assert len(rows) == 40 and rows[0].startswith("20.0    missed 3 of 3   missed 3 of 3 ")
+    assert f"{len(both.measurements()) - 40} more: --json" in lines
+    other = growkern.plan(meta("LlamaForCausalLM", **BIG), intermediate_size=8192)
+    assert "neither in a paper nor by us" in printed(other.table(tokens=1e11, verbose=True))
+
+
+@pytest.mark.parametrize(
+    "class_name, growth, tokens, said",
+    [
+        # GPT-2 of half the width: rows of `test_figures_of_ours`, counted by hand
+        ("LlamaForCausalLM", WIDER, 2.2, ["grow (at 2.2 to 2.4: 10 of 14 saved, 10% to 37%"]),
+        ("LlamaForCausalLM", WIDER, 20, ["from scratch (at 20: 0 of 4 saved, own runs)"] * 2),
+        (
+            "LlamaForCausalLM",
+            WIDER,
+            7,
+            ["both ways (not measured within a factor of 2; at 2.2 to 20: 10 of 18"],
+        ),
+        ("LlamaForCausalLM", DEEPER, 60, ["(not", "(not", "grow (at 42.9: 1 of 1 saved, 35%, Du"]),
+        # a paper that contradicts own runs
+        (
+            "LlamaForCausalLM",
+            {**WIDER, **DEEPER},
+            20,
+            ["ways (at 20: 0 of 4", "scratch (at 20: 0 of 7"],
+        ),
+        # those from a quarter of the width are of another growth
+        ("BertForMaskedLM", {"hidden_size": 16}, 2.4, ["grow (at 2.4: 4 of 4 saved, 47% to 53%"]),
+        ("BertForMaskedLM", {"intermediate_size": 64}, 2.4, ["(not measured at known tokens)"] * 3),
+    ],
+)
+def test_a_verdict_is_what_the_nearest_measurements_say(class_name, growth, tokens, said):
+    sizes = BERT if "Bert" in class_name else BIG
+    plan = growkern.plan(meta(class_name, **sizes), **growth)
+    _, *lines = plan.verdict(tokens * plan.parameters())
+    assert len(lines) == 4 and "train a smaller one longer" in lines[-1]
+    assert all(words in line for words, line in zip(said, lines, strict=False)), lines
 
 
 @pytest.mark.parametrize("class_name, sizes, stack", COUNTED)
