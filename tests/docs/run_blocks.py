@@ -29,7 +29,7 @@ SERVER = "http://localhost:8000"
 # the model on the Hub that a package brings too
 ON_THE_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 # in these all blocks belong to one story; in other pages only Python stands alone
-STORIES = ("add_model.md", "quickstart.md", "walkthrough.md")
+STORIES = ("add_model.md", "chain.md", "quickstart.md", "walkthrough.md")
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:

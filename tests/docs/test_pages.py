@@ -90,6 +90,9 @@ def test_run_files_of_the_pages_are_valid(tmp_path):
     (sections,) = code_blocks("docs/distributed.md", "toml")
     run = loaded(re.sub(r"\[model\]\npath = .*\n", "", block) + sections)
     assert run.distributed and run.growth
+    (chain,) = code_blocks("docs/chain.md", "toml")
+    run = loaded(chain)
+    assert run.distributed and run.growth
     (data,) = code_blocks("docs/data.md", "toml")
     of_text = re.search(r"^\[data\]\n(.+\n)+", block, re.M)[0]
     assert loaded(block.replace(of_text, data)).data.text_column == "text"

@@ -66,7 +66,7 @@ def place(tmp_path_factory):
 
 
 def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 14
+    assert len(RUNS) == 15
 
 
 # what the comments of a file offer in place of a line of it

@@ -220,3 +220,48 @@ def test_examples_use_public_names_alone(path):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [getattr(node, "module", None) or alias.name for alias in node.names]
             assert not any(name.startswith(("growkern.", "examples")) for name in modules)
+
+
+# in place of SLURM's commands, and of the interpreter
+STUBS = {
+    "scontrol": '[ "$1" = requeue ] && echo "$2" > requeued || echo node7',
+    "srun": """
+        shift
+        export SLURM_PROCID=3 SLURM_LOCALID=1 BATCH=$PPID
+        trap 'kill -USR1 "$!"' USR1
+        "$@" &
+        wait "$!"; code=$?
+        while kill -0 "$!" 2>/dev/null; do wait "$!"; code=$?; done
+        exit "$code" """,
+    "python": """
+        echo "$* $RANK $LOCAL_RANK $LOCAL_WORLD_SIZE $WORLD_SIZE $MASTER_ADDR" > started
+        trap 'exit "$CODE"' USR1
+        [ "$SIGNAL" ] || exit "$CODE"
+        kill -USR1 "$BATCH"
+        while :; do sleep 0.02; done""",
+}
+
+
+@pytest.mark.parametrize(
+    ("signalled", "code", "requeued"),
+    [("yes", 143, True), ("yes", 0, False), ("", 2, False), ("", 0, False)],
+)
+def test_the_job_for_slurm_passes_signals_on_and_queues_again(signalled, code, requeued, tmp_path):
+    """After a signal only, and not if the run ended with it."""
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path), "USER": "me",
+        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "31007", "SLURM_NTASKS": "16",
+        "SLURM_NTASKS_PER_NODE": "8", "SIGNAL": signalled, "CODE": str(code),
+    }  # fmt: skip
+    line = ["bash", FOLDER / "slurm.sbatch", "/shared/a run.toml"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, check=False, timeout=100)
+    # 138: the run ended with the signal, before the shell could ask for its code
+    assert done.returncode in ((code, 138) if signalled else (code,))
+    words = (tmp_path / "started").read_text()
+    assert words == "-m growkern train /shared/a run.toml 3 1 8 16 node7\n"
+    assert (tmp_path / "requeued").exists() is (requeued or done.returncode == 138)
