@@ -143,6 +143,16 @@ class GrowthCommand(TyperCommand):
         return super().invoke(ctx)
 
 
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{' | '.join(DTYPES)}; default: as in SRC.",
+        autocompletion=completing(DTYPES),
+        callback=known_dtype,
+    ),
+]
+
+
 def token_count(text: str | float) -> float:
     """A number of tokens from the command line."""
     try:
@@ -156,6 +166,7 @@ def plan(
     context: typer.Context,
     source: Source,
     revision: Revision = None,
+    dtype: Dtype = None,
     as_json: AsJson = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Also show maps, layers and the nearest measurements.")
@@ -190,7 +201,7 @@ def plan(
     place = located(source, revision, weights=False)
     from growkern.growth.plan import plan as make_plan
 
-    made = make_plan(place, **context.obj)
+    made = make_plan(place, dtype=dtype_of(dtype), **context.obj)
     if as_json:
         more = {
             "estimate": made.estimate(ranks, tokens, source_tokens),
@@ -213,14 +224,7 @@ def grow(
     target: Target,
     revision: Revision = None,
     overwrite: Overwrite = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{' | '.join(DTYPES)}; default: as in SRC.",
-            autocompletion=completing(DTYPES),
-            callback=known_dtype,
-        ),
-    ] = None,
+    dtype: Dtype = None,
     max_shard_size: ShardSize = "5GB",
     memory_limit: MemoryLimit = "1GiB",
     no_resume: NoResume = False,

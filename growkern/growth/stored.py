@@ -66,6 +66,11 @@ class StoredTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that it takes in its files."""
+        return self.nbytes
+
     def read(self) -> Tensor:
         """The whole tensor."""
         return self.rows(0, self.shape[0])

@@ -315,6 +315,8 @@ def test_plan_as_table_and_as_json(run, checkpoint):
     assert {**found["estimate"], "expand_seconds": 0} == {**expected, "expand_seconds": 0}
     assert found["measurements"] == list(plan.measurements())
     assert found["advice"] == list(plan.advice(1e4, 1e3))
+    half = json.loads(run("plan", checkpoint, *SIZES, "--dtype", "bfloat16", "--json")[1])
+    assert 2 * half["estimate"]["disk_bytes"] == expected["disk_bytes"]
     assert found["verdict"] == list(plan.verdict(1e4))
     code, out, err = run("plan", checkpoint, *SIZES, *tokens)
     assert code == 0 and "in short, at" in out, err

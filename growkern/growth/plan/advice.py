@@ -193,6 +193,11 @@ def portability(plan: Blueprint) -> Iterator[str]:
             "config.json names code of its own (auto_map): growkern does not run it, and takes the "
             f"model for a {small.family.model_type} of transformers"
         )
+    kind = plan.source.keys.get("model_type", small.config.model_type)
+    if kind != small.config.model_type:
+        own = small.config.model_type
+        yield f"model_type {kind} is unknown: read as {own} by its class {small.class_name}"
+    yield from _staying(plan)
     yield from _older_keys(plan)
     if unread := [f"{n} {getattr(small.text, n)} -> 0" for n in unread_in(small)]:
         yield (
@@ -240,6 +245,26 @@ def portability(plan: Blueprint) -> Iterator[str]:
         yield f"portable: {'; '.join(_chosen(plan)) or 'nothing to choose in this family'}"
     if (lost := plan.source.history.lost) and not options.is_baseline:
         yield forgotten(lost)
+
+
+def _staying(plan: Blueprint) -> Iterator[str]:
+    """The sizes of attention and FFNs that stay, though the stream grows."""
+    small, family, (old, new) = plan.small, plan.small.family, plan.layout.stream_sizes
+    kinds = (s for s in family.spaces.values() if s.kind in ("heads", "units"))
+    keys = {str(space.heads or space.size) for space in kinds} & {*family.growable} - {"stream"}
+    stay = [k for k in family.config if k in keys and 0 < small.size(k) == plan.large.size(k)]
+    if old == new or not stay:
+        return
+    names = {key: family.config_field(key) for key in stay}
+    stream = family.config_field("stream")
+    line = f"{stream} grows, and {', '.join(f'{names[k]}={small.size(k)}' for k in stay)} stay"
+    options = " ".join(f"--{name.replace('_', '-')}" for name in names.values())
+    line += f": to grow them, give {options}"
+    steps = [old // math.gcd(old, small.size(key)) for key in family.query_heads if key in stay]
+    if steps and new % (step := math.lcm(*steps)):
+        near = [size for size in (new // step * step, new // step * step + step) if size > old]
+        line += f"; heads follow where {stream} is {' or '.join(map(str, near))}"
+    yield line
 
 
 def _older_keys(plan: Blueprint) -> Iterator[str]:

@@ -151,7 +151,7 @@ def estimate(
         source_tokens: those that the source was trained on.
 
     Returns:
-        read_bytes: size of the source's weights.
+        read_bytes: size of the source's weights, as they are stored.
         disk_bytes: size of the grown weights.
         stream_peak_bytes: peak memory of `grow_checkpoint` at its default limit.
         rank_bytes: size of one rank's shard of the grown weights.
@@ -181,8 +181,9 @@ def estimate(
     weights, teacher = (
         -(-TRAINED_BYTES * plan.parameters(which) // ranks) for which in ("target", "source")
     )
+    in_files = sum(tensor.file_bytes for tensor in plan.source.stored.headers.values())
     return {
-        "read_bytes": plan.parameters("source") * plan.source.dtype.itemsize,
+        "read_bytes": in_files or plan.parameters("source") * plan.source.dtype.itemsize,
         "disk_bytes": size,
         "stream_peak_bytes": FIXED_BYTES + each * workers_within(plan, limit),
         "rank_bytes": shard,

@@ -49,6 +49,10 @@ class Dequantised(Filled):
     def file(self) -> str:
         return self.values.file
 
+    @property
+    def file_bytes(self) -> int:
+        return self.values.file_bytes + self.scales.file_bytes
+
 
 @dataclass(frozen=True)
 class BlockScaled(Dequantised):
@@ -215,6 +219,10 @@ class StackedParts(Filled):
     @property
     def file(self) -> str:
         return self.parts[0][0].file
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(part.file_bytes for part in chain.from_iterable(self.parts))
 
     def fill(self, out: Tensor, start: int, stop: int) -> None:
         for row, parts in zip(out, self.parts[start:stop], strict=True):

@@ -314,12 +314,16 @@ def _read_spec(
     """
     config, keys = read_config_file(directory, family=family)
     family = family or load_family(config.model_type)
-    block, needs, way = None, "", ""
+    block, needs, way, (method, _) = None, "", "", refused.quantisation_of(config)
     try:
         block = refused.scale_block(config, directory, dequantize=dequantize)
     except GrowthError as error:
+        if dequantize and method not in refused.READ:
+            known = " and ".join(refused.READ)
+            why = f"dequantize=True (--dequantize) reads {known}, not {method}"
+            error = GrowthError(f"{error}; {why}")
         if weights:
-            raise
+            raise error
         needs, way = str(error), refused.way_around(config, directory)
         refused.leave_out_quantisation(config)
     if not config.architectures:

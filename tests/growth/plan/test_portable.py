@@ -93,6 +93,25 @@ def test_a_head_dim_that_runtimes_compute_is_said(name, runtimes):
         growkern.plan(source, hidden_size=36, portable=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "said_of_it"),
+    [
+        ("Qwen3ForCausalLM", 64, None),
+        (
+            "Qwen3ForCausalLM",
+            50,
+            "num_attention_heads=4, num_key_value_heads=2 stay: to grow them, give "
+            "--num-attention-heads --num-key-value-heads; heads follow where hidden_size is "
+            "48 or 56",
+        ),
+        ("MixtralForCausalLM", 64, "intermediate_size=24 stay: to grow them, give --intermediate"),
+    ],
+)
+def test_sizes_that_do_not_follow_are_said(name, width, said_of_it):
+    found = said(model(name), "hidden_size grows, and", hidden_size=width)
+    assert [said_of_it in line for line in found] == ([True] if said_of_it else [])
+
+
 def test_a_plan_says_that_code_of_a_model_is_not_run():
     source = model("LlamaForCausalLM")
     source.config.auto_map = {"AutoModelForCausalLM": "modeling_mine.Mine"}

@@ -101,6 +101,9 @@ def test_such_a_model_grows_like_its_class_and_keeps_its_own_name(class_name, si
     assert known.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in known.items())
     grown = tmp_path / "other-grown"
+    kind = json.loads(file.read_text())["model_type"]
+    (line, *_) = growkern.plan(file.parent, num_hidden_layers=4).portability()
+    assert line.startswith(f"model_type {kind} is unknown: read as {known_type} by its class")
     # other software would look for weights that are left out
     expected = {**own, "num_nextn_predict_layers": 0} if "architectures" in own else own
     assert expected.items() <= json.loads((grown / "config.json").read_text()).items()
