@@ -1,0 +1,1 @@
+"""Writes directories and files whole, or not at all."""

@@ -1,0 +1,1 @@
+"""Chooses and loads backends: compiled CPU code, Triton, CUDA C++."""

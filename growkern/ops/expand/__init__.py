@@ -1,8 +1,1 @@
-"""The op `expand`, and its limits: here, so that the command line need not import PyTorch."""
-
-# beyond it, one of two shares is more than twice the weight, and the other one may be rounded
-MOST_AMPLITUDE = 3.0
-# of one source index; kernels read this number in 15 bits
-MOST_COPIES = (1 << 15) - 1
-# of an axis; kernels count in int32, and threads step up to 2**19 past the end
-MOST_ENTRIES = (1 << 31) - (1 << 20)
+"""The op `expand`: gathers and rescales the entries of a weight."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.expand import MOST_AMPLITUDE, MOST_COPIES, MOST_ENTRIES
+from growkern.ops.expand.limits import MOST_AMPLITUDE, MOST_COPIES, MOST_ENTRIES
 
 # of weights and results
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

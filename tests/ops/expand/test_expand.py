@@ -11,9 +11,10 @@ from torch import library
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
-from growkern.ops.expand import MOST_ENTRIES, op
+from growkern.ops.expand import op
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
 from growkern.ops.expand.hashes import line_keys, signed
+from growkern.ops.expand.limits import MOST_ENTRIES
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.shared.numerics import assert_no_worse_than_eager, assert_within_one_rounding
