@@ -88,6 +88,7 @@ PARTS = {
     "growkern.plot": (
         "figure",
         "curves",
+        "roles",
         "losses",
     ),
 }

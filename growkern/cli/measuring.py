@@ -96,7 +96,10 @@ def evaluate(
 def plot(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Training directories; the first is the reference."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Training directories. A folder with generation-1 and so on stands for these.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="File to write, .png, .svg, .pdf ...")] = Path(
         "loss_vs_flops.png"
@@ -106,20 +109,21 @@ def plot(
         typer.Option(
             "--source",
             metavar="RUN",
-            help="Training directory of the small model, to count its FLOPs too; again per seed.",
+            help="Training directory of the small model; again per seed. Default: found in RUN...",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw loss against FLOPs."""
-    from growkern.plot.curves import log_of, savings_rows, savings_table
+    from growkern.plot.curves import log_of, runs_in, savings_rows, savings_table
 
     # before matplotlib is imported
-    for run in (*directories, *(sources or ())):
+    runs = [run for directory in directories for run in runs_in(directory)]
+    for run in (*runs, *(sources or ())):
         log_of(run)
     from growkern.plot.losses import notes_on, plot_runs
 
-    groups = plot_runs(directories, out, sources=sources or [])
+    groups = plot_runs(runs, out, sources=sources or [])
     for note in notes_on(groups):
         say(f"growkern: {note}", sys.stderr)
     if as_json:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, human
 from growkern.files import read_json
+from growkern.growth.history import LINEAGE_FILE
 from growkern.plot.figure import plain
 from growkern.train.safety.checkpoints import STATE_FILE, checkpoints_in
 
@@ -34,8 +35,20 @@ NOT_REACHED = "not reached"
 RUN_FILE, SIZE = "run.json", "growth/"
 # of the settings by which runs are told apart, and of a value; files and seeds are not shown
 MOST_KEYS, LONGEST = 3, 40
+# the method of a model that a run makes new
+RANDOM = "random"
 # a teacher comes and goes with the inheritance
-UNSHOWN = ("teacher", "path", "paths", "source", "tokenizer", "train", "validation", "seed")
+UNSHOWN = (
+    "teacher",
+    "path",
+    "paths",
+    "source",
+    "tokenizer",
+    "train",
+    "validation",
+    "seed",
+    "method",
+)
 KEYS = ("start_loss", "flops", "flops_saved", "flops_saved_with_small_model")
 HEADS = ("run", "start\nloss", "FLOPs\nto mark", "FLOPs\nsaved", "small model\ncounted")
 
@@ -47,7 +60,8 @@ class Curve:
     `validation` says whether these are validation losses. Steps ascend. `growths` has the FLOPs at
     which the model grew inside the run, and `grown` the new sizes. `finished` says whether the run
     came to its end. `last` has its last step, and the steps that it was to have. `settings` are
-    those of its run file.
+    those of its run file. `parameters` are those of the model at the end; 0: not known. `method` is
+    that of its growth, "" without one. `taught` says whether the FLOPs hold those of a teacher.
     """
 
     name: str
@@ -60,6 +74,26 @@ class Curve:
     grown: tuple[str, ...] = ()
     last: tuple[int, int] = (0, 0)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    method: str = ""
+    taught: bool = False
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether it is known to begin with random weights."""
+        return self.method == RANDOM
+
+    @property
+    def is_grown(self) -> bool:
+        """Whether it is known to begin with weights of a smaller model."""
+        return bool(self.method) and not self.from_scratch
+
+    @property
+    def title(self) -> str:
+        """Its name; a generation is called by what it is."""
+        is_numbered = self.method and self.name.startswith("generation-")
+        kind = "from scratch" if self.from_scratch else f"grown by {self.method}"
+        return f"{self.name}, {kind}" if is_numbered else self.name
 
     @property
     def state(self) -> str:
@@ -84,16 +118,21 @@ def first_crossing(costs: Sequence[float], losses: Sequence[float], target: floa
     return None
 
 
+def runs_in(directory: Path) -> list[Path]:
+    """The generations that have a log, in a folder of them; else the directory itself."""
+    runs = sorted(directory.glob("generation-*"), key=lambda run: (len(run.name), run.name))
+    return [run for run in runs if any(run.glob(f"**/{STATE_FILE}"))] or [directory]
+
+
 def log_of(directory: Path) -> Path:
     """The file with the log of a training directory, finished or not."""
     # an unfinished run has its log in its checkpoints only
     files = (place / STATE_FILE for place in (directory, *checkpoints_in(directory)))
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        runs = ", ".join(map(str, sorted(directory.glob("generation-*"))))
-        hint = f"give one of its runs, {runs}" if runs else "give the directory of a run"
         raise GrowthError(
-            f"{directory} is not a training directory: it has no {STATE_FILE}: {hint}"
+            f"{directory} is not a training directory: it has no {STATE_FILE}: give the directory "
+            "of a run"
         )
     return file
 
@@ -107,8 +146,14 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
         curve = curve_of(state["log_history"], name or directory.resolve().name)
         last = state.get("global_step", 0), state.get("max_steps", 0)
         settings = _settings_of(directory / RUN_FILE)
-        finished = file.parent == directory
-        curve = replace(curve, finished=finished, last=last, settings=settings)
+        grown = record(file.with_name(LINEAGE_FILE)).get("options", {})
+        curve = replace(
+            curve,
+            finished=file.parent == directory,
+            last=last,
+            settings=settings,
+            method=str(grown.get("method", "")),
+        )
         for step, loss in zip(curve.steps, curve.losses, strict=True):
             if isinstance(loss, float) and not math.isfinite(loss):
                 raise GrowthError(
@@ -132,9 +177,14 @@ def read_curve(directory: str | Path, name: str | None = None) -> Curve:
 
 def _settings_of(file: Path) -> dict[str, Any]:
     """The sections of a run's file; none without the record of them."""
-    found = read_json(file, MOST_BYTES, "run marker") if file.is_file() else {}
-    settings = found.get("run") if isinstance(found, dict) else {}
+    settings = record(file).get("run")
     return settings if isinstance(settings, dict) else {}
+
+
+def record(file: Path) -> dict[str, Any]:
+    """The table in a file beside a log; empty without one."""
+    found = read_json(file, MOST_BYTES, "record") if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def differences(curves: Sequence[Curve]) -> list[str]:
@@ -192,7 +242,18 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     flops, losses = (tuple(points[step][i] for step in steps) for i in (0, 1))
     at = tuple(cost for cost, _ in growths.values())
     grown = tuple(sizes for _, sizes in growths.values())
-    return Curve(name, steps, flops, losses, validation, at, grown=grown)
+    counts = [line["parameters"] for line in history if "parameters" in line]
+    return Curve(
+        name,
+        steps,
+        flops,
+        losses,
+        validation=validation,
+        growths=at,
+        grown=grown,
+        parameters=counts[-1] if counts else 0,
+        taught=any("kl" in line for line in history),
+    )
 
 
 @dataclass(frozen=True)
@@ -232,10 +293,20 @@ class Group:
         return float(np.mean([source.flops[-1] for source in self.sources] or [0.0]))
 
     @property
+    def is_compared(self) -> bool:
+        """Whether it has the size of the reference, and so a mark."""
+        return math.isfinite(self.marks[0])
+
+    @property
+    def title(self) -> str:
+        """See `Curve.title`."""
+        return replace(self.curves[0], name=self.name).title
+
+    @property
     def label(self) -> str:
         runs = [f"{len(self.curves)} runs"] if len(self.curves) > 1 else []
-        more = ", ".join([*runs, *filter(None, (self.about, self.state))])
-        return plain(f"{self.name} ({more})" if more else self.name)
+        more = ", ".join([*runs, *filter(None, (size_of(self.curves), self.about, self.state))])
+        return plain(f"{self.title} ({more})" if more else self.title)
 
     def mean(self) -> tuple[np.ndarray, np.ndarray]:
         """FLOPs and all losses, (points,) and (runs, points), where all of the runs have some."""
@@ -267,6 +338,11 @@ class Group:
         return None if cost is None else float(cost)
 
 
+def size_of(curves: Sequence[Curve]) -> str:
+    """The parameters of the first model in words; empty if they are not known."""
+    return f"{human(curves[0].parameters)} parameters" if curves[0].parameters else ""
+
+
 def groups_of(
     curves: Sequence[Curve], sources: Sequence[Curve], paired: bool = False
 ) -> list[Group]:
@@ -280,16 +356,15 @@ def groups_of(
     end = float(Group("", tuple(reference), ()).mean()[1].mean(0)[-1])
     ends = [curve.losses[-1] for curve in reference]
     about = differences([runs[0] for runs in by_name.values()])
-    return [
-        Group(
-            name,
-            tuple(runs),
-            tuple(ends) if paired else (end,) * len(runs),
-            () if runs is reference and len(by_name) > 1 else tuple(sources),
-            words,
-        )
-        for (name, runs), words in zip(by_name.items(), about, strict=True)
-    ]
+    groups = []
+    for (name, runs), words in zip(by_name.items(), about, strict=True):
+        marks = tuple(ends) if paired else (end,) * len(runs)
+        if len({runs[0].parameters, reference[0].parameters} - {0}) > 1:
+            marks = (-math.inf,) * len(runs)
+        is_first = runs is reference and len(by_name) > 1 and not runs[0].is_grown
+        before = () if runs[0].from_scratch or is_first else tuple(sources)
+        groups.append(Group(name, tuple(runs), marks, before, words))
+    return groups
 
 
 def savings_table(groups: Sequence[Group]) -> Table:
@@ -298,7 +373,7 @@ def savings_table(groups: Sequence[Group]) -> Table:
     of = ("mean " if len(groups[0].curves) > 1 else "") + groups[0].last_loss
     seeds = max(len(group.curves) for group in groups)
     table = Table(
-        title=f"FLOPs to the {of} of {groups[0].name}, {mark:.3f}",
+        title=f"FLOPs to the {of} of {groups[0].title}, {mark:.3f}",
         caption="Runs whose ranges overlap may differ by chance."
         if seeds > 1
         else "With one seed per run, small differences may be chance.",
@@ -326,7 +401,8 @@ def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
     for group in groups:
         numbers = zip(_numbers(group, groups[0]), (".2f", ".2g", ".0%", ".0%"), strict=True)
         start, cost, *shares = [_range(values, form) if values else "-" for values, form in numbers]
-        rows.append([group.name, start, NOT_REACHED if cost == "-" else cost, *shares])
+        cost = NOT_REACHED if cost == "-" and group.is_compared else cost
+        rows.append([group.title, start, cost, *shares])
     return rows
 
 
@@ -345,8 +421,9 @@ def _numbers(group: Group, reference: Group) -> list[list[float]]:
     judged = reference.finished and not group.is_beyond
     if group is reference or not all(full) or not judged:
         return [starts, costs, [], []]
-    saved = [1 - cost / whole for cost, whole in zip(costs, full, strict=True)]
-    counted = [x - group.before / whole for x, whole in zip(saved, full, strict=True)]
+    pairs = [*zip(costs, full, strict=True)]
+    saved = [1 - cost / whole for cost, whole in pairs]
+    counted = [1 - (cost + group.before) / (whole + reference.before) for cost, whole in pairs]
     return [starts, costs, saved, counted if group.before else []]
 
 

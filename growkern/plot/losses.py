@@ -4,7 +4,7 @@ The mark is the final loss of the reference, the first run. Runs of one name are
 they are drawn as their mean, with a band from the lowest to the highest loss. Runs of equal seeds
 are compared with each other: each has the final loss of its own seed's reference as its mark. If
 the run of the small model is given, every other run starts after it: its FLOPs are part of what
-they cost. Runs of a single name are compared with none, and then start after it too.
+they cost. A reference that was grown, and runs of a single name, start after it too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import Curve, Group, first_crossing, groups_of, read_curve
+from growkern.plot.curves import Curve, Group, first_crossing, groups_of, read_curve, size_of
 from growkern.plot.figure import (
     GREY,
     SMALL,
@@ -32,6 +32,7 @@ from growkern.plot.figure import (
     save,
     style_of,
 )
+from growkern.plot.roles import arrange
 
 NO_VALIDATION = (
     "no validation loss in the logs, so this is the training loss: "
@@ -39,6 +40,11 @@ NO_VALIDATION = (
 )
 ONE_LOSS = "one loss only: to see a curve, set eval_every or log_every lower under [training]"
 BEYOND = "the small model ends below the mark: the training is too short to say anything of savings"
+NO_SCRATCH = (
+    "no saving is known without a run of the large model from scratch: give one too "
+    '([growth] method = "random")'
+)
+OTHER_SIZE = "not compared, as its model has another size: "
 UNFINISHED = "the run that sets the mark is not finished, so nothing is said of savings yet"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
@@ -57,16 +63,20 @@ def plot_runs(
     Args:
         runs: training directories. Those whose directories have one name are seeds of one setup.
             Seeds are compared with each other if they are in the same folder.
-        sources: training directories of the small model, one per seed.
+        sources: training directories of the small model, one per seed. If none is given, they are
+            found among `runs`, and so is the reference, see `growkern.plot.roles.arrange`.
     """
     check_format(Path(out))
-    curves = [read_curve(run) for run in runs]
+    curves, places = [read_curve(run) for run in runs], list(map(Path, runs))
+    small = list(map(read_curve, sources))
+    if not small:
+        curves, small, places = arrange(curves, places)
     folders: dict[str, list[Path]] = {}
-    for curve, run in zip(curves, runs, strict=True):
-        folders.setdefault(curve.name, []).append(Path(run).resolve().parent)
+    for curve, run in zip(curves, places, strict=True):
+        folders.setdefault(curve.name, []).append(run.resolve().parent)
     reference, *others = folders.values()
     paired = len(reference) > 1 and all(other == reference for other in others)
-    return draw(curves, out, sources=list(map(read_curve, sources)), paired=paired)
+    return draw(curves, out, sources=small, paired=paired)
 
 
 def draw(
@@ -110,7 +120,8 @@ def draw(
         _draw_costs(bars, groups, unit)
     scale = f" (1e{round(math.log10(unit))})" if unit > 1 else ""
     start = ", starting with the small model's" if sources else ""
-    bars.set_xlabel(f"training FLOPs{scale}, teacher included{start}", fontsize=TEXT)
+    teacher = ", teacher included" if any(curve.taught for curve in drawn) else ""
+    bars.set_xlabel(f"training FLOPs{scale}{teacher}{start}", fontsize=TEXT)
     # beside others a run is named by its bar
     title = title or ("" if below else groups[0].label)
     axes.set_title("\n".join(filter(None, [title, *notes_on(groups)])), fontsize=TEXT, loc="left")
@@ -118,7 +129,7 @@ def draw(
     figure.canvas.draw()
     # later text must not move what the labels were placed by
     figure.set_layout_engine("none")
-    of = f"{plain(groups[0].name)}{', mean' if len(groups[0].curves) > 1 else ''}"
+    of = f"{plain(groups[0].title)}{', mean' if len(groups[0].curves) > 1 else ''}"
     if below:
         draw_mark(axes, mark, f"mark: {groups[0].last_loss} of {of}, {mark:.3f}")
     overview(axes)
@@ -140,6 +151,9 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
         notes.append(BEYOND)
     if len(groups) > 1 and not groups[0].finished:
         notes.append(UNFINISHED)
+    if groups[0].sources and not any(group.is_compared for group in groups[1:]):
+        notes.append(NO_SCRATCH)
+    notes += [OTHER_SIZE + plain(group.title) for group in groups if not group.is_compared]
     return notes
 
 
@@ -154,7 +168,8 @@ def _unit(most: float) -> float:
 def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], unit: float) -> None:
     for number, source in enumerate(sources):
         # one label for all of them
-        named = {} if number else {"label": "small model", "gid": "curve"}
+        words = ", ".join(filter(None, ("small model", size_of(sources))))
+        named = {} if number else {"label": words, "gid": "curve"}
         x = np.array(source.flops) / unit
         axes.plot(x, source.losses, color=GREY, linewidth=1.2, **named)
     for number, group in enumerate(groups):
@@ -170,7 +185,7 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         every = max(1, len(flops) // 8)
         marked = {"marker": style.marker, "markevery": (number % every, every), "markersize": 4.5}
         line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7}
-        named = {"label": plain(group.name), "gid": "curve"}
+        named = {"label": plain(group.title), "gid": "curve"}
         axes.plot(flops / unit, losses.mean(0), **line, **marked, **named)
         # a single group has nothing to compare with
         for curve, mark in zip(group.curves, group.marks, strict=True) if len(groups) > 1 else ():
@@ -248,7 +263,6 @@ def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[floa
 
 def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
     """One bar per group: the FLOPs until it reaches the mark."""
-    reference = groups[0].cost() or 0.0
     for number, group in enumerate(groups):
         style, cost, costs = style_of(number), group.cost(), [cost for cost, _ in group.reached()]
         place: dict[str, Any] = {"y": number + 0.22, "height": 0.2}
@@ -266,9 +280,9 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
         line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7, **kept}
         marked = {"marker": style.marker, "markevery": [1], "markersize": 4.5}
         axes.plot([0.005, 0.025, 0.045], [number - 0.2] * 3, **line, **marked)
-        words = _saved(group, cost, reference) if number else "reference"
+        words = _saved(group, cost, groups[0]) if number else "reference"
         # a control that is not finished has no final loss
-        judged = groups[0].finished and not group.is_beyond
+        judged = groups[0].finished and not group.is_beyond and group.is_compared
         words = words if judged or not number else ""
         said = {
             "s": ": ".join(filter(None, (group.label, words))),
@@ -282,7 +296,7 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
     many = any(len(group.curves) > 1 for group in groups)
     large = " (large markers above: one for each run)" if many else ""
     marks = groups[0].marks
-    its = f"the loss of {plain(groups[0].name)}"
+    its = f"the loss of {plain(groups[0].title)}"
     loss = f"loss {marks[0]:.3f}" if len(set(marks)) == 1 else its
     axes.set_title(f"FLOPs to reach {loss}{large}{hatched}", fontsize=TEXT, loc="left")
     axes.set_ylim(len(groups) - 0.5, -0.5)
@@ -292,7 +306,7 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _saved(group: Group, cost: float | None, reference: float) -> str:
+def _saved(group: Group, cost: float | None, reference: Group) -> str:
     """The share of the reference's FLOPs that a group saved, in words. (1) of `curves`"""
     if cost is None:
         return "not reached"
@@ -301,9 +315,10 @@ def _saved(group: Group, cost: float | None, reference: float) -> str:
     early = any(curve.flops[0] > 0 and curve.losses[0] <= mark for curve, mark in pairs)
     least, most = ("at least ", "at most ") if early else ("", "")
 
-    def share(spent: float) -> str:
-        saved = 1 - spent / reference if reference else 0.0
+    def share(before: float, before_reference: float) -> str:
+        whole = (reference.cost() or 0.0) + before_reference
+        saved = 1 - (cost + before) / whole if whole else 0.0
         return f"{least}{saved:.0%} saved" if saved >= 0 else f"{most}{-saved:.0%} more"
 
-    whole = f"; {share(cost + group.before)} counting the small model" if group.before else ""
-    return f"{share(cost)}{whole}"
+    both = share(group.before, reference.before)
+    return share(0.0, 0.0) + (f"; {both} counting the small model" if group.before else "")

@@ -12,6 +12,7 @@ from growkern.errors import GrowthError
 from growkern.plot.curves import NOT_REACHED, groups_of, savings_cells
 from growkern.plot.losses import (
     BEYOND,
+    NO_SCRATCH,
     NO_VALIDATION,
     ONE_LOSS,
     UNFINISHED,
@@ -114,6 +115,57 @@ def test_a_curve_that_begins_below_the_mark_saves_at_least_that(tmp_path, monkey
     assert texts(figure, "cost")[1:] == said
 
 
+@pytest.fixture
+def generations(tmp_path):
+    """Two small models, the second grown from the first, a model grown from it, and a scratch."""
+    made = {
+        1: (10, 8, "", None, [8.0, 5.0]),
+        2: (20, 16, "fpi", 8, [5.0, 4.5]),
+        3: (40, 32, "aki", 16, [4.5, 3.5]),
+        4: (40, 32, "random", 16, [8.0, 6.0, 4.0]),
+    }
+    for number, (count, size, method, before, losses) in made.items():
+        lines = history(losses)
+        lines[-1] |= {"parameters": count, **({"kl": 0.1} if number == 3 else {})}
+        run = write_run(tmp_path / "run" / f"generation-{number}", lines)
+        (run / "config.json").write_text(json.dumps({"hidden_size": size}))
+        if method:
+            record = {"options": {"method": method}, "sizes": {"hidden_size": [before, size]}}
+            (run / "lineage.json").write_text(json.dumps(record))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "numbers, names, before, mark, teacher",
+    [
+        # whatever the order: 10 FLOPs of each small model are before those of the third
+        ((1, 2, 3, 4), "43", 20.0, 4.0, True),
+        ((3, 2, 4), "43", 10.0, 4.0, True),
+        ((1, 2, 3), "3", 20.0, None, True),
+        ((2, 1), "2", 10.0, None, False),
+        # of another size than the one from scratch, and no part of it
+        ((1, 4), "41", 0.0, 4.0, False),
+        ((3, 4), "43", 0.0, 4.0, True),
+    ],
+)
+def test_finds_the_small_models_and_the_mark(
+    generations, monkeypatch, numbers, names, before, mark, teacher
+):
+    runs = [generations / f"generation-{number}" for number in numbers]
+    groups = plot_runs(runs, generations / "a.png")
+    assert [group.name[-1] for group in groups] == list(names)
+    assert [group.before for group in groups] == [0.0] * (len(names) - 1) + [before]
+    figure = drawn(monkeypatch, lambda: plot_runs(runs, generations / "a.png"))
+    assert (NO_SCRATCH in notes_on(groups)) == (mark is None)
+    marks = [line.get_ydata()[0] for line in figure.axes[0].lines if line.get_gid() == "mark"]
+    assert marks == ([] if mark is None else [mark])
+    assert ("teacher included" in figure.axes[-1].get_xlabel()) == teacher
+    said = " ".join(texts(figure, "cost"))
+    assert ("75% saved" in said) == ("43" in names)
+    assert ("generation-4, from scratch (40 parameters): reference" in said) == ("4" in names)
+    assert "generation-1" in notes_on(groups)[-1] if "1" in names else True
+
+
 def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     """In the picture and beside the table, whose numbers then mean nothing."""
     beyond = dataclasses.replace(SMALL, losses=(8.0, 3.9))
@@ -141,7 +193,7 @@ def test_a_grown_model_alone_starts_after_the_small_one(seeds, tmp_path, monkeyp
         after = [small.flops[-1] + x for x in GROWN.flops]
         assert list(found["grown"].get_xdata()) == pytest.approx(after)
         assert not {text.get_gid() for text in axes.texts} & {"mark", "cost"}
-        assert "saved" not in axes.get_title("left") and notes_on(groups) == []
+        assert "saved" not in axes.get_title("left") and notes_on(groups) == [NO_SCRATCH]
         assert savings_cells(groups)[0][3:] == ["-", "-"]
 
 

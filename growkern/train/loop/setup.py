@@ -308,8 +308,7 @@ def complete_line(trainer: Any, logs: dict[str, float]) -> None:
         logs.update(trainer.growths.event(trainer.state.log_history))
         # of steps without a label the meter knows nothing, and Trainer counts them
         logs["loss"] = trainer.labelled.corrected(logs["loss"], trainer.accelerator)
-        if trainer.growths.steps:
-            logs["parameters"] = sum(p.numel() for p in trainer.model.parameters())
+        logs["parameters"] = sum(p.numel() for p in trainer.model.parameters())
         if trainer.steps.skipped:
             logs["skipped_steps"] = trainer.steps.skipped
     # a mean since the last start alone, and NaN after a step that was skipped
@@ -319,7 +318,8 @@ def complete_line(trainer: Any, logs: dict[str, float]) -> None:
 def note_evaluation(trainer: Any) -> None:
     """Note whether the model has to be evaluated before its next step."""
     args, state, grows = trainer.args, trainer.state, trainer.growths.source is not None
-    is_new = grows or (not state.global_step and hasattr(trainer.model.config, GROWN_KEY))
+    is_first = trainer.evaluates_first or hasattr(trainer.model.config, GROWN_KEY)
+    is_new = grows or (not state.global_step and is_first)
     trainer.evaluates_start = is_new and evaluates_start(args, state)
     # numbers of a model that has grown since would be another's
     trainer.misses_evaluation = not grows and misses_evaluation(args, state, trainer.eval_dataset)

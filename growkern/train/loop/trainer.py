@@ -119,7 +119,7 @@ class TwoStageTrainer(Trainer):
     batches: Batches
     # compute_loss already divides by the labels of the whole accumulated batch
     loss_is_scaled_for_ga = True
-    misses_evaluation = evaluates_start = False
+    misses_evaluation = evaluates_start = evaluates_first = False
 
     def __init__(
         self,

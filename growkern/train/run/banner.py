@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -130,13 +129,13 @@ def header(
     return lines
 
 
-def end(output: Path, trainer: TwoStageTrainer) -> dict[str, str]:
-    """Where the model is, and what to do next."""
+def end(output: Path, trainer: TwoStageTrainer, after: str) -> dict[str, str]:
+    """Where the model is, and what comes after this run."""
     step = trainer.state.global_step
     lines = {
         "finished": f"{step} steps, {last_losses(trainer.state.log_history, step)}",
         "model": f"{output} ({str(trainer.model.dtype).removeprefix('torch.')})",
-        "next": f"growkern plot {shlex.quote(str(output))}",
+        "next": after,
     }
     if trainer.steps.skipped:
         lines["skipped"] = f"{trainer.steps.skipped} steps that were not finite"

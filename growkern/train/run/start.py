@@ -97,16 +97,20 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
         # a single one is checked with its inputs, which says more
         if len(runs) > 1:
             check_generations(runs, base, overwrite=overwrite)
-        for settings in runs:
+        for number, settings in enumerate(runs, start=1):
             resolved = resolve(settings, base, progress=progress)
-            result = _train(resolved, command, overwrite=overwrite, progress=progress)
+            output = resolved.output.parent if len(runs) > 1 else resolved.output
+            after = f"growkern plot {shlex.quote(str(output))}"
+            if number < len(runs):
+                after = f"generation {number + 1} of {len(runs)}"
+            result = _train(resolved, (command, after), overwrite=overwrite, progress=progress)
         return result
 
 
 def _train(
-    run: ResolvedRun, command: str, *, overwrite: bool, progress: bool
+    run: ResolvedRun, hints: tuple[str, str], *, overwrite: bool, progress: bool
 ) -> TrainOutput | None:
-    output = run.output
+    output, (command, after) = run.output, hints
     is_first = os.environ.get("RANK", "0") == "0"
     # one process reads the inputs and a finished model, whatever their number
     identity, finished = from_first(lambda: _found(run, overwrite))
@@ -138,7 +142,7 @@ def _train(
         result = _train_from(trainer, checkpoint)
         trainer.save_final_model(run.model.dtype)
         if progress and is_first:
-            print_lines(end(output, trainer))
+            print_lines(end(output, trainer, after))
     return result
 
 
@@ -222,6 +226,8 @@ def build_trainer(
         **{field.name: getattr(training, field.name) for field in fields(StepOptions)},
         planned=run.planned,
     )
+    # so that the curves of small and grown models begin alike
+    trainer.evaluates_first = True
     if run.teachers:
         # their tokenizers were compared when the run was resolved
         trainer.objective.teachers.known = run.known

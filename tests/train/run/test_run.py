@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from growkern import GrowthError
 from growkern import run as train
+from growkern.plot.curves import read_curve, runs_in
+from growkern.plot.roles import arrange
 from growkern.publish.calls import locked
 from growkern.train.loop.display import last_losses
 from growkern.train.run import resolve as run_directory
@@ -401,7 +403,7 @@ end_step = 2
 
 
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
-def test_each_generation_learns_from_the_one_before(workplace):
+def test_each_generation_learns_from_the_one_before(workplace, capsys):
     sections = RUN.split("[two_stage]")[0] + '[output]\ndirectory = "out"\ntensorboard = false\n'
     (workplace / "run.toml").write_text(sections + GENERATIONS)
     runs = load_runs(workplace / "run.toml")
@@ -410,8 +412,16 @@ def test_each_generation_learns_from_the_one_before(workplace):
     assert [run.teacher and run.teacher.paths for run in runs] == [
         *(None, ("out/generation-1",), ("out/generation-2",)),
     ]
-    assert train(workplace / "run.toml", progress=False).global_step == 3
-    out = workplace / "out"
+    assert train(workplace / "run.toml").global_step == 3
+    out, said = workplace / "out", capsys.readouterr().out.splitlines()
+    after = [line.removeprefix("next").strip() for line in said if line.startswith("next")]
+    assert after == ["generation 2 of 3", "generation 3 of 3", f"growkern plot {out}"]
+    # each curve begins before the first step. The teacher of the first is smaller
+    folders = runs_in(out)
+    curves = [read_curve(folder) for folder in folders]
+    assert [curve.steps[0] for curve in curves] == [0, 0, 0]
+    (third, second), (small,), _ = arrange(curves[::-1], folders[::-1])
+    assert (third, second, small) == (curves[2], curves[1], curves[0])
     before = files_of(out)
     assert train(workplace / "run.toml", progress=False) is None
     assert files_of(out) == before
