@@ -168,7 +168,11 @@ def saved(results: Path) -> str:
     )
     (alone,) = never_grown(rows, NeverGrown(GPT2, SMALL), ("loss",))
     late, fresh = (
-        savings(rows, ("family", *line), ("family",), ())[0].replace("not", "nothing: not")
+        re.sub(
+            "not reached by (.*)",
+            r"nothing: \1 seeds did not reach the loss from scratch",
+            savings(rows, ("family", *line), ("family",), ())[0],
+        )
         for line in (("chained", "4x64"), ("chained_fresh", "4x64 at 0.0052"))
     )
     lines = [
