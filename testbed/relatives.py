@@ -174,11 +174,16 @@ GEMMA4_EXPERTS = {
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
     "moe_intermediate_size": 7,
 }
-# full layers have heads of their own size, and keys that are values too
+# full layers have heads of their own size, and keys that are values too; each has inputs of its own
 GEMMA4 = {
     **{**ROTARY, **KINDS, "global_head_dim": 8, "num_global_key_value_heads": 1},
-    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-2},
-    **GEMMA4_EXPERTS,
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 5, "rms_norm_eps": 1e-2},
+    **{**GEMMA4_EXPERTS, "vocab_size_per_layer_input": 50},
+}
+# the last layers take the keys of others, as in E2B and E4B
+GEMMA4_SMALL = {
+    **{**GEMMA4, "attention_k_eq_v": False, "use_double_wide_mlp": True},
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": KINDS["layer_types"] * 2},
 }
 GEMMA4_TOWER = {
     **{**TOWER, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4},
@@ -470,7 +475,10 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma4_text": (
         "Gemma4ForCausalLM",
         GEMMA4,
-        {**dict.fromkeys(GEMMA4_EXPERTS), "enable_moe_block": False, "attention_bias": True},
+        {
+            **{**dict.fromkeys(GEMMA4_EXPERTS), "enable_moe_block": False, "attention_bias": True},
+            "hidden_size_per_layer_input": 0,
+        },
     ),
     "nemotron_h": (
         "NemotronHForCausalLM",
@@ -535,7 +543,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma4": (
         "Gemma4ForConditionalGeneration",
-        {"text_config": GEMMA4, "vision_config": GEMMA4_TOWER, "image_token_id": IMAGE},
+        {"text_config": GEMMA4_SMALL, "vision_config": GEMMA4_TOWER, "image_token_id": IMAGE},
         {"audio_config": GEMMA4_SOUND},
     ),
     "gpt_neo": ("GPTNeoForCausalLM", NEO, {"intermediate_size": None}),

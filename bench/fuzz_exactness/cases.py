@@ -169,6 +169,13 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     for name in (name for name in family.per_layer if name in LISTS):
         kinds = [rng.choice(_entries(family, name)) for _ in layers]
         sizes |= {spelled[name]: [[kinds, 1]]} if name in spelled else {name: kinds}
+    for name in family.conditional("last"):
+        # of every kind, a layer stands before them
+        kinds = sizes["layer_types"]
+        fit = [
+            n for n in range(len(kinds)) if {*LISTS["layer_types"]} <= {*kinds[: len(kinds) - n]}
+        ]
+        sizes[name] = rng.choice(fit or [0])
     return sizes | _some(rng, ODD, 0.4)
 
 

@@ -233,10 +233,13 @@ class Family:
                 return STATE_PRODUCTS * math.prod(self.config[key].of(fields) for key in sizes)
         return None
 
-    def conditional(self, word: str) -> tuple[str, ...]:
-        """The config fields that decide the kinds of layers by a condition with this word."""
+    def conditional(self, *words: str) -> dict[str, str]:
+        """The config fields that decide the kinds of layers -> the word of their condition.
+
+        Those of conditions with one of these words.
+        """
         conditions = [condition_of(text) for texts in self.kinds.values() for text in texts]
-        return tuple(field for _, used, field, _ in conditions if used == word)
+        return {field: used for _, used, field, _ in conditions if used in words}
 
     @property
     def sparse_fields(self) -> dict[str, str]:

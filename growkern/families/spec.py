@@ -58,7 +58,10 @@ CONDITIONS: Mapping[str, Callable[[int, Any, str], bool]] = {
     "every": lambda layer, value, _: type(value) is int and value > 0 and (layer + 1) % value == 0,
     "from": lambda layer, value, _: type(value) is int and layer >= value,
     "is": lambda layer, value, text: isinstance(value, list) and value[layer : layer + 1] == [text],
+    "last": lambda layer, value, count: type(value) is int and layer >= int(count) - value,
 }
+# the words whose fields follow copied layers, but for lists with an entry for each layer
+FOLLOWING = ("in", "from", "last")
 
 
 def followed(word: str, value: Any, layers: Sequence[int]) -> Any:
@@ -67,6 +70,8 @@ def followed(word: str, value: Any, layers: Sequence[int]) -> Any:
         return [i for i, layer in enumerate(layers) if layer in (value or ())]
     if word == "from" and type(value) is int:
         return sum(layer < value for layer in layers)
+    if word == "last" and type(value) is int:
+        return sum(layer > max(layers) - value for layer in layers)
     return [*map(value.__getitem__, layers)] if isinstance(value, list) else value
 
 
@@ -108,6 +113,8 @@ def is_met(text: str, layer: int, config: Any, layers: Sequence[int] = ()) -> bo
     negated, word, field, wanted = condition_of(text)
     value = getattr(config, field)
     value = followed(word, value, layers) if layers else value
+    if word == "last":
+        wanted = str(len(layers) or getattr(config, wanted))
     return CONDITIONS[word](layer, value, wanted) != negated
 
 
@@ -283,8 +290,14 @@ class Size:
         return () if self.field or not self.default else tuple(self.default.split())
 
 
-# the model's own factors, which growth undoes
-ROOTS = ("sqrt(stream)", "rounded(sqrt(stream))")
+def root_of(scale: str) -> tuple[bool, bool, str]:
+    """A `scale`: whether it is an inverse, whether it is rounded, and the size it is the root of.
+
+    The forms are "sqrt(SIZE)", "rounded(sqrt(SIZE))", and "1/" before one of these.
+    """
+    root = scale.removeprefix("1/")
+    size = root.removeprefix("rounded(").removeprefix("sqrt(").rstrip(")")
+    return root != scale, root.startswith("rounded("), size
 
 
 @dataclass(frozen=True)
@@ -298,7 +311,6 @@ class SpaceSpec:
             "tied_output",
         ),
         "part": ("value", "query", "key", "before_norm"),
-        "scale": ROOTS,
     }
 
     name: str
@@ -406,7 +418,6 @@ class Row:
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         "keep": ("float32",),
         "extra": ("free", "zero", "carry"),
-        "scale": (*ROOTS, *(f"1/{root}" for root in ROOTS)),
     }
 
     name: str
@@ -534,6 +545,7 @@ class Depth:
     inner_norms: tuple[str, ...] = ()
     outer_norm: str | None = None
     in_place: str | None = None
+    ahead: str | None = None
     refuse: tuple[Refusal, ...] = ()
 
 

@@ -267,6 +267,9 @@ def _tiny_config(spec: ModelSpec) -> Any:
     for name in family.conditional("from"):
         # layers of both kinds
         setattr(text, name, min(getattr(text, name) or 0, 1))
+    for name in family.conditional("last"):
+        # a layer of each kind before them
+        setattr(text, name, max(0, min(getattr(text, name) or 0, layers - period_of(small))))
     if rope := getattr(text, "rope_parameters", None):
         text.rope_parameters = plain_rotary(rope, small.turning // 2)
     for name, key in family.classes[spec.class_name].repeats.items():

@@ -20,6 +20,7 @@ from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.families.load import read_family
 from growkern.families.model import ModelSpec
+from growkern.families.spec import holds
 from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import (
@@ -391,7 +392,8 @@ def _plan_for(
     for stack, layers in layer_maps.items():
         # a source without layers keeps none
         has_layers = bool(small.size(family.stacks[stack])) or not way.is_untrained
-        new = way.inserted(layers) if has_layers else range(len(layers))
+        ahead = family.depth.ahead is not None and holds(family.depth.ahead, small.fields)
+        new = way.inserted(layers, ahead=ahead) if has_layers else range(len(layers))
         inserted |= {(stack, layer) for layer in new}
     tiny, is_copied = torch.finfo(dtype).tiny, not options.is_baseline
     if inserted and is_copied and family.norm.placement == "post" and options.identity_gain < tiny:

@@ -17,7 +17,7 @@ from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
 from growkern.families.family import Family, growable_fields
 from growkern.families.model import ModelSpec
-from growkern.families.spec import follow_layers
+from growkern.families.spec import FOLLOWING, follow_layers
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB
 from growkern.growth.source import refuse_misread
@@ -36,7 +36,7 @@ POSITIVE = "a positive whole number"
 def followed_fields(family: Family) -> tuple[str, ...]:
     """Config fields that users do not set: they follow from the sizes and the source's config."""
     averaged = (str(space.averaged) for space in family.mixtures if space.averaged)
-    by_layer = (*family.per_layer, *family.conditional("in"), *family.conditional("from"))
+    by_layer = (*family.per_layer, *family.conditional(*FOLLOWING))
     return (*by_layer, *averaged, "rope_parameters")
 
 
@@ -73,8 +73,7 @@ def finish_target(
     for model in (small, large):
         model.check_turning()
     text = family.text(config)
-    by_layer = dict.fromkeys(family.per_layer, "is")
-    by_layer |= {name: word for word in ("in", "from") for name in family.conditional(word)}
+    by_layer = dict.fromkeys(family.per_layer, "is") | family.conditional(*FOLLOWING)
     has_layers = small.size(next(iter(family.stacks.values()))) > 0
     follow_layers(text, small.text, by_layer, layer_map if has_layers else None)
     if own := small.text.to_dict().get(BY_LAYER):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from growkern.families.model import ModelSpec
-from growkern.families.spec import Row, SpaceSpec, holds
+from growkern.families.spec import Row, SpaceSpec, holds, root_of
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.rules import keep_choice, sleeping_map
 from growkern.growth.space.spaces import (
@@ -213,7 +213,7 @@ class Layout:
         return self.space(str(spec.untied), layer)
 
     def scale(self, row: SpaceSpec | Row) -> float:
-        """The factor that cancels a model's own factor sqrt(hidden size), which grows.
+        """The factor that cancels a model's own factor, the root of a size, which grows.
 
         Some models round that root to the dtype of their weights, so this rounds it too. The
         result is 1 if the table's row names no such factor.
@@ -222,9 +222,9 @@ class Layout:
             return self.upcycling.output_scale(self.large, row)
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
-        inverse, root = row.scale.startswith("1/"), row.scale.removeprefix("1/")
-        old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.stream_sizes)
-        if root.startswith("rounded"):
+        inverse, is_rounded, size = root_of(row.scale)
+        old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.sizes(size))
+        if is_rounded:
             old, new = (x.to(d) for x, d in zip((old, new), self.dtypes, strict=True))
         ratio = new.item() / old.item()
         return 1 / ratio if inverse else ratio

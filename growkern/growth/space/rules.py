@@ -217,8 +217,11 @@ class Way:
         """The source layer of every target layer; None: by whole periods of `pick`."""
         return None
 
-    def inserted(self, layers: Sequence[int]) -> set[int]:
-        """The target layers that repeat a source layer and do not compute it."""
+    def inserted(self, layers: Sequence[int], *, ahead: bool) -> set[int]:
+        """The target layers that repeat a source layer and do not compute it.
+
+        `ahead`: new layers stand before their originals, and not behind them.
+        """
         return set()
 
     def count(self) -> int | None:
@@ -237,13 +240,14 @@ class Stack(Way):
 
 
 class Identity(Way):
-    """Blocks that add nothing yet, behind the layer that they copy."""
+    """Blocks that add nothing yet, behind the layer that they copy, or before it."""
 
     verb = None
 
-    def inserted(self, layers: Sequence[int]) -> set[int]:
-        first = {layer: i for i, layer in reversed([*enumerate(layers)])}
-        return {i for i, layer in enumerate(layers) if first[layer] != i}
+    def inserted(self, layers: Sequence[int], *, ahead: bool) -> set[int]:
+        numbers = range(len(layers)) if ahead else reversed(range(len(layers)))
+        own = {layers[i]: i for i in numbers}
+        return {*range(len(layers))} - {*own.values()}
 
 
 class Untrained(Identity):

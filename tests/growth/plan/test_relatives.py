@@ -106,6 +106,7 @@ def test_every_class_is_exact(model_type, class_name):
     """In one layer, as the others are the same in all classes."""
     sizes, family = ALL[model_type][1], load_family(model_type)
     layers = {family.config_field(key): 1 for key in family.stacks.values()}
+    layers |= dict.fromkeys(family.conditional("last"), 0)
     own = inner(sizes, family.under)
     lists = {k: v[:1] for k, v in own.items() if isinstance(v, list) and type(v[0]) is not float}
     source = random_model(class_name, with_sizes(family, sizes, {**layers, **lists}))
