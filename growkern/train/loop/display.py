@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -48,7 +48,9 @@ def _rest_of(logs: Mapping[str, Any]) -> Iterator[str]:
     if logs.get("skipped_steps"):
         yield f"{logs['skipped_steps']} steps skipped"
     if "learning_rate" in logs:
-        yield f"rate {logs['learning_rate']:.3g}"
+        yield f"lr {logs['learning_rate']:.3g}"
+    if "grad_norm" in logs:
+        yield f"grad_norm {logs['grad_norm']:.3g}"
     if "tokens_per_second" in logs:
         yield f"{human(logs['tokens_per_second'])} tokens/s".replace("  ", " ")
     if "mfu" in logs:
@@ -117,13 +119,13 @@ class _Lines(TrainerCallback):
 
 
 class Lines(_Lines, PrinterCallback):
-    """The lines alone. After `SILENCE` without one, the run says that it is alive."""
+    """The lines alone, with the time. After `SILENCE` without one, the run says it is alive."""
 
     _said, _batches = 0.0, 0
 
     def show(self, line: str) -> None:
-        """Print a line."""
-        super().show(line)
+        """Print a line with the local time."""
+        super().show(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}")
         self._said = time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
