@@ -33,8 +33,10 @@ TEXT_ONLY = [
 
 def test_a_bias_behind_the_projection_is_refused():
     model = random_model(*CLASSES["esm"], dtype=torch.float32)
-    with pytest.raises(GrowthError, match="EsmForMaskedLM changes its logits"):
-        check_head(model)
+    for bias in (model.lm_head.bias.detach(), torch.zeros_like(model.lm_head.bias)):
+        model.lm_head.bias.data = bias
+        with pytest.raises(GrowthError, match="EsmForMaskedLM changes its logits"):
+            check_head(model)
 
 
 def packed(texts=TEXTS, labels=False):
