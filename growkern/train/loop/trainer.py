@@ -251,7 +251,12 @@ class TwoStageTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of this step's depth and KL share; in evaluation that of the whole model."""
+        """The loss of this step's depth and KL share; in evaluation that of the whole model.
+
+        A subclass may return a loss of its own. If it divides by `num_items_in_batch`, the labels
+        of all processes, it multiplies by `self.accelerator.num_processes`: gradients and logged
+        losses are means over the processes. Without that, 4 processes train on and log a quarter.
+        """
         objective, items, accelerator = self.objective, num_items_in_batch, self.accelerator
         if model.training:
             plan = objective.plan(self.state.global_step, self.two_stage, self.growths)
