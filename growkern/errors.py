@@ -77,11 +77,17 @@ class FunctionChangedWarning(GrowthWarning):
     """The grown model will compute another function than its source."""
 
 
+# the warnings of this process, printed or not, since they were last compared with those of others
+FOUND: list[str] = []
+
+
 def warn(message: str, category: type[GrowthWarning] = GrowthWarning) -> None:
     """Warn at the user's line that called this package, however many calls lie between.
 
     Of several processes that a launcher started, the first one warns: all of them do the same work.
+    `growkern.train.run.start` tells of what others alone have found.
     """
+    FOUND.append(message)
     if os.environ.get("RANK", "0") != "0":
         return
     frame: FrameType | None = sys._getframe(1)

@@ -21,12 +21,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from growkern.arguments import path_of
-from growkern.errors import GrowthError
+from growkern.errors import FOUND, GrowthError, warn
 from growkern.growth.optimizer import grow_optimizer_into
 from growkern.publish.calls import locked
 from growkern.train.dataset.cache import from_first
@@ -135,15 +136,30 @@ def _train(
         # after all checks, so that a refused run deletes nothing
         if not ours and is_first:
             begin(output, identity)
-        trainer.accelerator.wait_for_everyone()
+        _warn_of_others()
         checkpoint = trainer.newest_whole_checkpoint()
         if progress and is_first:
             print_lines(header(run, trainer, checkpoint, command))
         result = _train_from(trainer, checkpoint)
         trainer.save_final_model(run.model.dtype)
+        _warn_of_others()
         if progress and is_first:
             print_lines(end(output, trainer, after))
     return result
+
+
+def _warn_of_others() -> None:
+    """Warn of what processes other than the first have found alone. All processes call this."""
+    found: list[Any] = [FOUND]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, FOUND)
+    FOUND.clear()
+    for message in dict.fromkeys(text for texts in found[1:] for text in texts):
+        if message not in found[0]:
+            ranks = [str(rank) for rank, texts in enumerate(found) if message in texts]
+            warn(f"rank {', '.join(ranks)}: {message}")
+    FOUND.clear()
 
 
 def _found(run: ResolvedRun, overwrite: bool) -> tuple[dict[str, Any], bool]:

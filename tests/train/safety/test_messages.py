@@ -1,6 +1,8 @@
 """A run says what it is before its first step, and where its model is after the last."""
 
 import json
+import os
+import re
 import sys
 
 import datasets
@@ -13,7 +15,7 @@ from transformers.utils import logging
 from growkern import GrowthError
 from growkern import run as train
 from growkern.cli.main import main as command
-from growkern.errors import GrowthWarning, human
+from growkern.errors import GrowthWarning, human, warn
 from growkern.train.run.start import resume_command
 from growkern.train.safety.checkpoints import checkpoints_in
 from testbed import warm
@@ -71,8 +73,10 @@ def switches():
 
 
 def main(folder):
-    """Two runs of a rank: the second finds a finished run."""
+    """Two runs of a rank: the second finds a finished run. The second rank has a warning."""
     before = switches()
+    for message in ("of all", "of this one") if os.environ.get("RANK") == "1" else ("of all",):
+        warn(message)
     for steps in (6, None):
         result = train(folder / "run.toml", progress=False)
         assert (result and result.global_step) == steps
@@ -83,7 +87,9 @@ def main(folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_without_progress_prints_nothing(workplace, ranks):  # noqa: F811
     done = warm.run("testbed.forked_ranks", ranks, __name__, workplace)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    warned = ["GrowthWarning: of all", "GrowthWarning: rank 1: of this one"][:ranks]
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.findall(r"GrowthWarning: .*", done.stderr) == warned
     state = json.loads((workplace / "out" / "trainer_state.json").read_text())
     assert len([line for line in state["log_history"] if "mlm" in line]) == 6
 
@@ -93,9 +99,12 @@ def test_log_lines_have_the_same_names_with_a_bar_and_without(tmp_path, capsys, 
     trainer = small_trainer(tmp_path, args={"disable_tqdm": without_bar, "logging_steps": 1})
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if "label loss" in line]
+    # with the time, as this is no terminal
+    lines = [re.sub(r"^[\d-]{10} [\d:]{8} ", "", line) for line in lines]
     first = next(line for line in trainer.state.log_history if "mlm" in line)
     assert len(lines) == trainer.state.max_steps
     assert lines[0].startswith(f"step 1 of {len(lines)}: label loss {first['mlm']:.4f}, ")
+    assert f", lr {first['learning_rate']:.3g}, grad_norm {first['grad_norm']:.3g}, " in lines[0]
 
 
 @ONE
