@@ -305,17 +305,21 @@ class ModelSpec:
         """The sizes that count units which every layer must arrange alike.
 
         A tensor that some layers lack serves them too, such as the relative position bias in T5's
-        first block. Its heads must then lie in the same order in every layer.
+        first block. Its heads must then lie in the same order in every layer. So must those of
+        layers that take the keys of another: queries lie in the order of the keys that they meet.
         """
+        keys = self.family.key_heads
         layers: dict[tuple[str, str], dict[str, set[int | None]]] = {}
         for tensor in self.tensors:
             for name in (n for axis in tensor.axes for n in axis.partition(":")[2].split("|") if n):
                 space = self.family.spaces[name]
-                if size := space.heads or space.size:
+                size = space.heads or space.size
+                met = {"q_heads"} if size in keys else {space.keys or "kv_heads"} & keys
+                for one in {size, *(met if size in {"q_heads", *keys} else ())} - {None}:
                     # a tensor outside the layers serves those of every stack
                     stacks = self.family.stacks if tensor.layer is None else [tensor.stack]
                     for stack in stacks:
-                        having = layers.setdefault((size, stack), {})
+                        having = layers.setdefault((str(one), stack), {})
                         having.setdefault(tensor.template, set()).add(tensor.layer)
         return frozenset(
             size

@@ -20,7 +20,7 @@ from growkern.growth.outputs import image_shape
 from testbed.families import FAMILIES
 from testbed.growths import HEADS, alone, at_once, grown_by, head_counts, heads_grow, largest_error
 from testbed.models import Float64Everywhere, random_model
-from testbed.relatives import RELATIVES, with_sizes
+from testbed.relatives import GEMMA4_SMALL, RELATIVES, with_sizes
 from tests.growth.plan.test_matrix import EXACT, grown_on_disk
 from tests.shared import walks
 
@@ -148,6 +148,14 @@ def test_what_a_table_does_not_cover_is_refused(model_type, config, growth, why)
     source = random_model(class_name, {**sizes, **config})
     with pytest.raises(growkern.GrowthError, match=why):
         growkern.plan(source, **growth)
+
+
+def test_layers_that_take_the_keys_of_others_have_heads_in_their_order():
+    """Of random maps, each layer draws its own otherwise."""
+    sizes = {**GEMMA4_SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}
+    source = random_model("Gemma4ForCausalLM", sizes)
+    grown = growkern.grow(source, num_attention_heads=9, num_key_value_heads=9, scheme="paper")
+    assert_exact(source, grown, grown.growth_plan)
 
 
 def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
