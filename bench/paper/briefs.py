@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from bench.paper.compare import (
+    MARK,
     QUESTIONS,
     Pairs,
     Row,
     Share,
     alone,
-    best_alone,
+    best_of,
+    check_savings,
     committed,
     compared,
     is_base,
     mean_and_half,
     saved,
     share,
+    smaller_alone,
     text_of,
     title_of,
 )
@@ -84,16 +86,57 @@ BRIEFS = {
         dict.fromkeys(FAMILIES, (*ALL, "existing")),
         {
             '`fpi`, `stream="padded"`': _of_families("fpi_padded"),
-            '`fpi`, `stream="copies"`': _of_families("fpi"),
             '`fresh`, `stream="padded"`': _of_families("fresh", "GPT-2"),
             "`direct_copy`": _of_families("direct_copy"),
-            "StackBERT, in one run": _of_families("stackbert"),
         },
         {
             "4 x 64, never grown": tuple(NeverGrown(x, Size(4, 64, 4)) for x in (BERT, GPT2)),
             "4 x 32, never grown": (NeverGrown(BERT, Size(4, 32, 2)), None),
         },
     ),
+    "one-run": Brief(
+        "8 layers, of which the run begins with",
+        dict.fromkeys(("AdamW, width 64", "AdamW, width 32", "Muon, width 64"), ("size", "loss")),
+        {
+            f"{layers} layers, `{depth}` at 70 % of the steps": tuple(
+                ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, {optimizer}")
+                for width, optimizer in ((64, "adamw"), (32, "adamw"), (64, "muon"))
+            )
+            for layers, depth in ((2, "random"), (4, "stack"))
+        },
+        {
+            "4 layers, never grown": tuple(
+                NeverGrown(("one_run", "scratch", f"8x{size.width}, {optimizer}"), size)
+                for size, optimizer in (
+                    (Size(4, 64, 4), "adamw"),
+                    (Size(4, 32, 2), "adamw"),
+                    (Size(4, 64, 4), "muon"),
+                )
+            )
+        },
+    ),
+    "upcycling": Brief(
+        "in place of training the dense model on",
+        dict.fromkeys(("rate 0.009", "rate 0.003"), ("loss",)),
+        {
+            "whole copies": _both_rates("upcycled"),
+            "whole copies, `drop=0.5`": _both_rates("upcycled_drop", "0.009"),
+            "twice as many experts, half as wide": _both_rates("upcycled_halves"),
+            "whole copies, and the dense model as a teacher": _both_rates(
+                "upcycled_taught", "0.003"
+            ),
+        },
+        {
+            "dense model, never grown": tuple(
+                NeverGrown(("upcycling", "continued", f"at {rate}")) for rate in ("0.009", "0.003")
+            )
+        },
+    ),
+}
+
+# the same on the page of all tables. In that of a family as much is spent before a size as on the
+# smaller ones alone, so that "a family" is all sizes up to this one
+STUDIES = {
     "sources": Brief(
         "small model, its steps",
         {"": ALL},
@@ -118,48 +161,6 @@ BRIEFS = {
             "BERT of a quarter of the width, never grown": (NeverGrown(BERT, Size(4, 32, 2)),),
         },
     ),
-    "one-run": Brief(
-        "8 layers, of which the run begins with",
-        {
-            "AdamW, width 64": ("size", "loss"),
-            **dict.fromkeys(("AdamW, width 32", "Muon, width 64"), ("size",)),
-        },
-        {
-            f"{layers} layers, `{depth}` at 70 % of the steps": tuple(
-                ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, {optimizer}")
-                for width, optimizer in ((64, "adamw"), (32, "adamw"), (64, "muon"))
-            )
-            for layers, depth in ((2, "random"), (4, "stack"))
-        },
-        {
-            "4 layers, never grown": (
-                NeverGrown(("one_run", "scratch", "8x64, adamw"), Size(4, 64, 4)),
-                *(None,) * 2,
-            )
-        },
-    ),
-    "upcycling": Brief(
-        "in place of training the dense model on",
-        dict.fromkeys(("rate 0.009", "rate 0.003"), ("loss",)),
-        {
-            "whole copies": _both_rates("upcycled"),
-            "whole copies, `drop=0.5`": _both_rates("upcycled_drop", "0.009"),
-            "twice as many experts, half as wide": _both_rates("upcycled_halves"),
-            "whole copies, and the dense model as a teacher": _both_rates(
-                "upcycled_taught", "0.003"
-            ),
-        },
-        {
-            "dense model, never grown": tuple(
-                NeverGrown(("upcycling", "continued", f"at {rate}")) for rate in ("0.009", "0.003")
-            )
-        },
-    ),
-}
-
-# the same on the page of all tables. As much is spent before a size as on the smaller ones alone,
-# so that "a family" is all sizes up to this one
-STUDIES = {
     "family": Brief(
         "a family of 4 x 32, 4 x 64 and 4 x 96",
         dict.fromkeys(("up to 4 x 64", "up to 4 x 96"), ALL),
@@ -184,7 +185,7 @@ STUDIES = {
                 NeverGrown(("family", "scratch", "4x96"), Size(4, 64, 4)),
             ),
         },
-    )
+    ),
 }
 
 
@@ -202,21 +203,22 @@ def brief_text(results: Path, name: str) -> str:
                 f"table {name!r}, columns {group!r}: the questions are {questions!r}: name some of "
                 f"{', '.join(QUESTIONS)}"
             )
-    if not any(place for places in brief.alone.values() for place in places):
-        raise GrowthError(f"table {name!r} has no model that is never grown: add that line")
     heads = [
         f"{group}: {QUESTIONS[question]}" if group else QUESTIONS[question]
         for group, questions in groups.items()
         for question in questions
     ]
     asked, grown, fixed = groups.values(), brief.lines.items(), brief.alone.items()
-    sizes = [x.size for places in brief.alone.values() for x in places if x and x.size]
+    columns = zip(*brief.alone.values(), strict=True) if brief.alone else [()] * len(groups)
+    sizes = [[x.size for x in column if x and x.size] for column in columns]
     lines = []
-    for part, tell in ((grown, partial(savings, sizes=sizes)), (fixed, never_grown)):
-        for words, places in part:
-            cells = (tell(rows, x, y) for x, y in zip(places, asked, strict=True))
-            lines.append([words, *chain.from_iterable(cells)])
-    return table([brief.head, *heads], lines)
+    for words, places in grown:
+        told = (savings(rows, *x) for x in zip(places, asked, sizes, strict=True))
+        lines.append([words, *chain.from_iterable(told)])
+    for words, small in fixed:
+        told = (never_grown(rows, *x) for x in zip(small, asked, strict=True))
+        lines.append([words, *chain.from_iterable(told)])
+    return check_savings(name, table([brief.head, *heads], lines))
 
 
 def savings(
@@ -243,7 +245,7 @@ def savings(
         for seed, (own, base) in pairs.items():
             smaller = (alone(setting, size, seed, base, rows) for size in sizes)
             if question != "loss" or any(x is not None for x in smaller):
-                best = best_alone(setting, seed, base, rows)
+                best = best_of(smaller_alone(setting, seed, base, rows).values())
                 shares.append(share(question, own, best, base))
         texts.append(text_of(shares, SEEDS))
     return texts
@@ -257,10 +259,11 @@ def never_grown(
     if line is None or place is None:
         return ["-"] * len(questions)
     if place.size is None:
-        return ["0%, the mark"] * len(questions)
+        return [MARK] * len(questions)
     found = [alone(line.setting, place.size, s, base, rows) for s, (_, base) in pairs.items()]
     known = [x for x in found if x is not None]
-    return [text_of(known, SEEDS) if question == "loss" else "-" for question in questions]
+    text = text_of(known, SEEDS) if known else "not trained alone"
+    return [text if question == "loss" else "-" for question in questions]
 
 
 def _found(rows: Mapping[str, Row], where: Where | None) -> tuple[Line | None, Pairs]:

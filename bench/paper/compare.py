@@ -6,6 +6,7 @@ The file is committed with the code. New rows are merged into it by name. None i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
@@ -142,17 +143,6 @@ def title_of(line: Line) -> str:
     return SYSTEMS[line.system].title + (f", {line.label}" if line.label else "")
 
 
-def savings_text(pairs: Sequence[tuple[list[Row], list[Row]]], *, with_source: bool = False) -> str:
-    """The saving of a line over its seeds, in per cent: its interval, or its bound without one."""
-    shares = [100 * saved(*pair, with_source=with_source) for pair in pairs]
-    missed = sum(map(math.isnan, shares))
-    if missed:
-        return f"not reached by {missed} of {len(shares)}"
-    if any(is_early(own, base) for own, base in pairs):
-        return f"≥ {sum(shares) / len(shares):.1f} %"
-    return f"{interval(shares, 1)} %"
-
-
 FILE = "paper.json"
 # its rows are for tests and say nothing about the systems
 UNSAVED = "micro"
@@ -249,28 +239,69 @@ QUESTIONS = {
 }
 
 
-def check_savings(name: str, text: str) -> str:
-    """A table of savings as it is, if a reader can tell what each saving is one of.
+# cells and lines of tables of savings
+MARK = "0%, the mark"
+NONE = "no smaller model was trained alone here"
+# what says that a column or a cell tells of a saving
+TELLS = re.compile(r"\bsaved\b|not reached by \d|did not reach|[≥≤] -?\d")
 
-    Its head names the question, or each line that tells of a saving does.
+
+def check_savings(name: str, text: str) -> str:
+    """A text as it is, if a reader can tell what each saving in its tables is one of.
+
+    A saving's question stands in the head of its column, in the head of the first column, or in its
+    line. Columns whose heads differ in nothing but the question share a mark. Each mark has a line
+    of a model that is never grown, or of `NONE`; and has it again after each line of `MARK`, where
+    another baseline begins. A line that names its question itself holds that model too.
 
     Raises:
-        GrowthError: one has no question, or no line is of a model that is never grown.
+        GrowthError: a saving has no question, or no model that is never grown.
     """
-    head, _, *lines = text.splitlines()
-
-    def asks(line: str) -> bool:
-        return any(question in line for question in QUESTIONS.values())
-
-    untold = [line for line in lines if "saved" in line and not asks(line)]
-    if not asks(head) and (untold or not any(map(asks, lines))):
-        raise GrowthError(
-            f"table {name!r}: {(untold or [head])[0]}: name the question of this saving, one of "
-            f"{', '.join(QUESTIONS.values())}"
-        )
-    if "never grown" not in text:
-        raise GrowthError(f"table {name!r} has no model that is never grown: add that line")
+    for part in re.findall(r"(?:^\|.*\n?)+", text, re.M):
+        head, _, *lines = ([x.strip() for x in line.strip("|").split("|")] for line in _rows(part))
+        _check_table(f"table {name!r}, {head[0]!r}", head, lines)
     return text
+
+
+def _rows(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()]
+
+
+def _check_table(name: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Check one table, by column and line. (`check_savings`)"""
+    questions = f"one of {', '.join(QUESTIONS.values())}"
+    marks: dict[str, list[int]] = {}
+    for column, words in enumerate(head[1:], 1):
+        if _asks(words) or (_asks(head[0]) and not any(map(_asks, head[1:]))):
+            mark = re.sub(f":? ?({'|'.join(QUESTIONS.values())})", "", words)
+            marks.setdefault(mark if _asks(words) else "", []).append(column)
+            continue
+        for line in lines:
+            if not TELLS.search(words) and not TELLS.search(line[column]):
+                continue
+            cells = [(x, y) for x, y in zip(head, line, strict=True) if y != "-"]
+            told = "; ".join(f"{x}: {y}" if "never grown" in x else y for x, y in cells)
+            if not _asks(told):
+                raise GrowthError(f"{name}: {told}: name the question of this saving, {questions}")
+            if "never grown" not in told and NONE not in told:
+                raise GrowthError(f"{name}: {told}: add the model that is never grown")
+    if not marks and any("below" in words for words in head):
+        raise GrowthError(f"{name}: name the question of these differences, {questions}")
+    starts = [0, *[number for number, line in enumerate(lines) if MARK in line][1:]]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        for mark, columns in marks.items():
+            told = [x[0] for x in lines[start:end] if any(x[i] != "-" for i in columns)]
+            whole = [x[0] for x in lines[start:end] if NONE in x[0]]
+            if told and not whole and not any("never grown" in words for words in told):
+                raise GrowthError(
+                    f"{name}, columns {mark!r}, from {told[0]!r} on: no model that is never grown: "
+                    "add its line"
+                )
+
+
+def _asks(words: str) -> bool:
+    """Whether words name a question."""
+    return any(question in words for question in QUESTIONS.values())
 
 
 # what runs share whose losses may be compared
@@ -351,22 +382,28 @@ def share(question: str, runs: Runs, best: Share, base: Runs) -> Share:
     return Share(saved(runs, base) / (1 + source), bound)
 
 
-def best_alone(setting: Setting, seed: int, base: Runs, rows: Mapping[str, Row]) -> Share:
-    """What the best smaller size saves that was run, or 0, if the large one is best."""
+def smaller_alone(
+    setting: Setting, seed: int, base: Runs, rows: Mapping[str, Row]
+) -> dict[Size, Share]:
+    """What each size saves that was run and is smaller than the target; NaN: not reached."""
     large = setting.target
-    shares = [
-        alone(setting, size, seed, base, rows)
+    found = {
+        size: alone(setting, size, seed, base, rows)
         for size in fixed_sizes(setting, seed, rows)
         if size != large and size.layers <= large.layers and size.width <= large.width
-    ]
-    found = [x for x in shares if x is not None and not math.isnan(x.value)]
-    return max([*found, Share(0.0)])
+    }
+    return {size: share for size, share in found.items() if share is not None}
+
+
+def best_of(shares: Iterable[Share]) -> Share:
+    """What the best of some sizes saves, or 0, if the large one is best."""
+    return max([*(x for x in shares if not math.isnan(x.value)), Share(0.0)])
 
 
 def text_of(shares: Sequence[Share], seeds: int) -> str:
     """The mean in per cent over the seeds with its interval or its bound, in words."""
     if not shares:
-        return "not run"
+        return "not known"
     missed = sum(math.isnan(x.value) for x in shares)
     if missed:
         return f"not reached by {missed} of {len(shares)}"

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from bench.paper.briefs import brief_text, ends_of, frontier_text
+from bench.paper.briefs import brief_text, diagnosis_text, ends_of, family_text, frontier_text
 from bench.paper.compare import (
+    MARK,
+    NONE,
+    QUESTIONS,
     Pairs,
     Row,
-    alone,
+    Share,
+    best_of,
+    check_savings,
     committed,
     compared,
-    fixed_sizes,
     interval,
     is_base,
     points_of,
     runs_of,
-    savings_text,
+    share,
+    smaller_alone,
     text_of,
     title_of,
     whole,
 )
 from bench.paper.jobs import Job, all_needs
 from bench.paper.lines import Line
-from bench.paper.models import FAMILIES
+from bench.paper.models import FAMILIES, Size
 from bench.paper.pictures import draw, maps_text
 from bench.paper.plans import PARTS, TABLES, jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import SETTINGS, SIZES, Setting
 from bench.paper.systems import SYSTEMS
+from bench.shared.results import table as markdown
 
+# a source may be anything that was paid before, so nothing is said of a family
+ASKED = ("size", "loss", "existing")
 TITLES = (
     *("system", "rate", "start loss", "1/4 of the steps", "1/2", "all", "below baseline"),
-    *("FLOPs saved", "source counted", "seeds"),
+    *(QUESTIONS[question] for question in ASKED),
+    "seeds",
 )
 # fewer may all be lines of other tables, which share runs of the baseline, DirectCopy and AKI
 LEAST_LINES = 4
@@ -54,11 +64,11 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
   for GPT-2 and T5. For BERT it is copies.
 - The first line is the baseline. "below baseline" is how far the loss after all steps is below
   that of the baseline with the same seed.
-- "FLOPs saved" are saved to reach the loss of the baseline after all steps, where the small model
-  is there already. "source counted" is for a given size where nothing is there: it also counts the
-  FLOPs before, for the training of sources, and for predictions that are kept once for any number
-  of runs. For a given loss see "Models that are never grown": a smaller one often gets there with
-  fewer FLOPs than all lines of a table.
+- The last columns are shares of FLOPs that are saved to the loss of the baseline after all steps,
+  by [what is wanted](../../docs/savings.md#three-questions). For a size or a loss the FLOPs before
+  count too: of sources, and of predictions that are kept once for any number of runs. A given loss
+  is compared with the best smaller size that was trained alone. These sizes stand below their
+  baseline as "never grown".
 - The optimizer's FLOPs count too. Those of AdamW are no products, and next to none. Muon's own
   products are 39 % of a step of GPT-2 4 x 128, 20 % of Qwen3 8 x 64 and 8 % of 8 x 32.
 - Between runs of two
@@ -86,24 +96,29 @@ def page_text(results: Path) -> str:
         return ""
     tables = list(tables_in(rows, least=LEAST_LINES))
     parts = [PAGE, _settings([SETTINGS[size, TABLES[name].family] for name, size, _ in tables])]
-    parts.append(_never_grown(rows, [(name, size) for name, size, _ in tables]))
     parts.append(_systems({line.system for _, _, by_line in tables for line in by_line}))
     for name, size, by_line in tables:
-        parts.append(section(name, size, by_line))
+        parts.append(section(name, size, by_line, rows))
         minutes = minutes_of(lines_of(name, size), rows)
         if minutes is not None:
             parts.append(f"One seed took {minutes:.0f} minutes, its rates and sources included.\n")
         if _has_picture(by_line):
             parts.append(f"![{heading(name, size)}]({_picture(name, size)})\n")
-    return "\n".join([*parts, *_studies(results, rows), maps_text(results)]).rstrip() + "\n"
+    text = "\n".join([*parts, *_studies(results, rows), maps_text(results)]).rstrip() + "\n"
+    return check_savings("paper.md", text)
 
 
 def _studies(results: Path, rows: Mapping[str, Row]) -> Iterator[str]:
     """The tables of studies whose lines have no lengths in common, once there is enough to tell."""
-    if any(row["system"] == "chained" for row in rows.values()):
-        yield f"## {heading('family', 'tiny')}\n\n{brief_text(results, 'family')}\n"
-    if 2 * len(ends_of(rows, "frontier")) >= len(lines_of("frontier", "tiny")):
-        yield f"## {heading('frontier', 'tiny')}\n\n{frontier_text(results)}\n"
+    yield f"## Which small model, in short\n\n{brief_text(results, 'sources')}\n"
+    for name, texts in {
+        "diagnosis": [diagnosis_text],
+        "family": [partial(brief_text, name="family"), family_text],
+        "frontier": [frontier_text],
+    }.items():
+        if 2 * len(ends_of(rows, name)) >= len(lines_of(name, "tiny")):
+            told = "\n\n".join(text(results) for text in texts)
+            yield f"## {heading(name, 'tiny')}\n\n{told}\n"
 
 
 def write_page(results: Path) -> list[Path]:
@@ -132,24 +147,6 @@ def _settings(settings: Iterable[Setting]) -> str:
         kind = FAMILIES[setting.family].model
         lines.append(f"| {setting.name} | {kind} | {sizes} | {setting.steps:,} | {tokens:,} |")
     return "\n".join(["## Settings", "", *lines, ""])
-
-
-def _never_grown(rows: Mapping[str, Row], tables: Iterable[tuple[str, str]]) -> str:
-    """What models of one size save to the losses where the baselines of the tables end."""
-    lines: dict[str, None] = {}
-    for name, size in tables:
-        for line, pairs in compared(lines_of(name, size), name, rows).items():
-            setting = line.setting
-            if not is_base(pairs) or TABLES[name].baseline != "scratch":
-                continue
-            sizes = {x for seed in pairs for x in fixed_sizes(setting, seed, rows)}
-            for fixed in sorted(sizes - {setting.target}, key=lambda x: (x.layers, x.width)):
-                found = [alone(setting, fixed, s, base, rows) for s, (_, base) in pairs.items()]
-                text = text_of([share for share in found if share is not None], len(pairs))
-                large = f"{setting.family}, {setting.target.name}, {setting.schedule}"
-                lines[f"| {large}, {setting.optimizer} | {fixed.name} | {text} |"] = None
-    head = ["| the loss of | a model that is never grown | FLOPs saved |", "|---|---|---|"]
-    return "\n".join(["## Models that are never grown", "", *head, *lines, ""])
 
 
 def _systems(names: Container[str]) -> str:
@@ -189,7 +186,8 @@ def _picture(name: str, size: str) -> str:
 def report(rows: Iterable[Row]) -> str:
     """All tables in markdown, at every size of which there are rows of two lines."""
     by_name = {row["name"]: row for row in rows}
-    return "\n".join(section(*lines) for lines in tables_in(by_name, least=2))
+    found = tables_in(by_name, least=2)
+    return check_savings("report", "\n".join(section(*lines, by_name) for lines in found))
 
 
 def tables_in(
@@ -207,9 +205,9 @@ def tables_in(
                 yield name, size, by_line
 
 
-def section(name: str, size: str, by_line: Mapping[Line, Pairs]) -> str:
+def section(name: str, size: str, by_line: Mapping[Line, Pairs], rows: Mapping[str, Row]) -> str:
     """A table in markdown, below its title and above its command."""
-    return f"## {heading(name, size)}\n\n{table(name, size, by_line)}\n"
+    return f"## {heading(name, size)}\n\n{table(name, size, by_line, rows)}\n"
 
 
 def heading(name: str, size: str) -> str:
@@ -217,31 +215,70 @@ def heading(name: str, size: str) -> str:
     return f"{TABLES[name].title}, {size}"
 
 
-def table(name: str, size: str, by_line: Mapping[Line, Pairs]) -> str:
+def table(name: str, size: str, by_line: Mapping[Line, Pairs], rows: Mapping[str, Row]) -> str:
     """A table in markdown, above its command. Lines that lack seeds are named below it."""
     shown = whole(by_line)
-    parts = [_table(shown, TABLES[name].classifies)]
+    parts = [_table(name, shown, rows)]
     if missing := [title_of(line) for line in by_line if line not in shown]:
         parts.append(f"Seeds are missing of: {'; '.join(missing)}.")
     parts.append(f"`python -m bench.paper {name} --size {size} --known`")
     return "\n\n".join(parts)
 
 
-def _table(by_line: Mapping[Line, Pairs], classifies: bool) -> str:
-    """Lines in markdown, with the accuracies of classifiers if the table has them."""
-    accuracies = [
-        [own[-1].get("accuracy") for own, _ in pairs.values()] for pairs in by_line.values()
-    ]
-    lines = [list(TITLES), *(_cells(line, list(by_line[line].values())) for line in by_line)]
-    if classifies and any(share is not None for accuracy in accuracies for share in accuracy):
-        for cells, text in zip(lines, ["accuracy", *map(_accuracy, accuracies)], strict=True):
-            cells.insert(-1, text)
-    head, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n".join([head, f"|{'---|' * len(lines[0])}", *rest])
+def _table(name: str, by_line: Mapping[Line, Pairs], rows: Mapping[str, Row]) -> str:
+    """Lines in markdown, each baseline's above those of models that are never grown.
+
+    Classifiers have a column if the table has any.
+    """
+    accuracies = {
+        line: _accuracy([own[-1].get("accuracy") for own, _ in pairs.values()])
+        for line, pairs in by_line.items()
+    }
+    classifies = TABLES[name].classifies and set(accuracies.values()) != {"-"}
+    heads = [*TITLES[:-1], *(["accuracy"] if classifies else []), TITLES[-1]]
+    goes_on = TABLES[name].baseline not in ("scratch", "scratch_muon")
+    lines, best = [], dict[int, Share]()
+    for line, pairs in by_line.items():
+        alone: dict[int, dict[Size, Share]] = {}
+        if is_base(pairs) and TABLES[name].baseline == "scratch":
+            alone = {n: smaller_alone(line.setting, n, x, rows) for n, (_, x) in pairs.items()}
+        if is_base(pairs):
+            # seeds that lack a size say nothing of the best one
+            sizes = {size for of in alone.values() for size in of}
+            best = {
+                n: best_of(of.values()) for n, of in alone.items() if of.keys() == sizes != set()
+            }
+            best = dict.fromkeys(pairs, Share(0.0)) if goes_on else best
+        cells = _cells(line, pairs, best, goes_on=goes_on)
+        cells[-1:-1] = [accuracies[line]] if classifies else []
+        lines.append(cells)
+        if is_base(pairs) and not goes_on:
+            lines += _never_grown(alone, heads)
+    return markdown(heads, lines)
 
 
-def _cells(line: Line, pairs: Sequence[tuple[list[Row], list[Row]]]) -> list[str]:
-    """The columns of `TITLES` of one line."""
+def _never_grown(alone: Mapping[int, Mapping[Size, Share]], heads: list[str]) -> list[list[str]]:
+    """The lines of the sizes that were trained alone, or the one that says that there is none.
+
+    Args:
+        alone: seed -> size -> what it saves.
+    """
+    lines = []
+    for size in sorted({x for of in alone.values() for x in of}, key=lambda x: (x.layers, x.width)):
+        shares = [of[size] for of in alone.values() if size in of]
+        said = {"a given loss": text_of(shares, len(alone)), "seeds": str(len(shares))}
+        lines.append([f"{size.name}, never grown", *(said.get(head, "-") for head in heads[1:])])
+    return lines or [[NONE, *["-"] * (len(heads) - 1)]]
+
+
+def _cells(line: Line, of_seeds: Pairs, best: Mapping[int, Share], *, goes_on: bool) -> list[str]:
+    """The columns of `TITLES` of one line.
+
+    Args:
+        best: seed -> what the best smaller size saves; empty if none was trained alone.
+        goes_on: whether the baseline is the small model itself, which answers one question.
+    """
+    pairs = list(of_seeds.values())
     # some lines have runs of other lengths too
     lengths = sorted((*line.parts, *PARTS))
     losses_of = [points_of(own)[2] for own, _ in pairs]
@@ -250,14 +287,29 @@ def _cells(line: Line, pairs: Sequence[tuple[list[Row], list[Row]]]) -> list[str
         for losses in losses_of
     ]
     of_baseline = [points_of(base)[2][-1] for _, base in pairs]
+    told = {
+        question: text_of(
+            [
+                share(question, own, best.get(n, Share(0.0)), base)
+                for n, (own, base) in of_seeds.items()
+                if n in best or question != "loss"
+            ],
+            len(pairs),
+        )
+        for question in ASKED
+    }
+    if is_base(of_seeds):
+        told = dict.fromkeys(ASKED, MARK)
+    elif not any(own[-1]["source flops"] for own, _ in pairs):
+        told["existing"] = "-"
+    told |= {"size": "-"} if goes_on else {}
     return [
-        title_of(line),
+        title_of(line) + (", never grown" if goes_on and is_base(of_seeds) else ""),
         f"{pairs[0][0][0]['rate']:g}",
         interval([own[0]["losses"][0] for own, _ in pairs]),
         *(interval(losses) for losses in zip(*ends, strict=True)),
         interval([base - own[-1] for own, base in zip(ends, of_baseline, strict=True)]),
-        savings_text(pairs),
-        savings_text(pairs, with_source=True),
+        *told.values(),
         str(len(pairs)),
     ]
 

@@ -20,12 +20,14 @@ from bench.paper.attention import plot_attention
 from bench.paper.compare import (
     Pairs,
     Row,
+    Share,
     is_base,
     is_early,
     mean_and_half,
     points_of,
     saved,
-    savings_text,
+    share,
+    text_of,
     title_of,
     whole,
 )
@@ -122,7 +124,8 @@ def _draw_savings(axes: Any, lines: Mapping[Line, Sequence[tuple[list[Row], list
         counted = [100 * saved(*pair, with_source=True) for pair in pairs]
         names.append(_wrapped(title_of(line), 40))
         words = {"va": "center", "fontsize": SMALL, "transform": axes.get_yaxis_transform()}
-        axes.text(1.01, number, savings_text(pairs), **words)
+        told = [share("existing", own, Share(0.0), base) for own, base in pairs]
+        axes.text(1.01, number, text_of(told, len(told)).replace("%", " %"), **words)
         if any(map(math.isnan, shares)):
             continue
         mean, half = mean_and_half(shares)

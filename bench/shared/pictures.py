@@ -82,10 +82,13 @@ def demo_table(results: Path) -> str:
     if not (demo := read(results / "demo.json")):
         return "not measured yet"
     heads = [head.replace("\n", " ") for head in HEADS]
-    heads[-1] += ": a given size"
+    heads[-2:] = [f"{heads[-2]}: the small one exists", f"{heads[-1]}: a given size"]
     scratch, *others = groups_of(*_demo_curves(demo), paired=True)
     small = Group("small model, never grown", others[0].sources, scratch.marks)
-    return table(heads, savings_cells([scratch, small, *others]))
+    cells = savings_cells([scratch, small, *others])
+    # a model that does not reach the mark saves nothing, and says so below the savings too
+    cells[1][3:] = [x if x != "-" else cells[1][2] for x in cells[1][3:]]
+    return table(heads, cells)
 
 
 def draw_demo(results: Path) -> list[Path]:

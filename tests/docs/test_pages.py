@@ -151,10 +151,14 @@ def test_the_formats_of_records_are_those_of_the_code():
         assert f"| {name} | {number} |" in page
 
 
-def test_pages_that_are_written_by_hand_are_short():
+def test_pages_are_short():
+    """Blocks count too, but on pages of reference, which are mostly blocks."""
     for page in PAGES:
-        own = re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", "", page.read_text(), flags=re.S)
-        assert page == reference.RUN_FILE or len(own.split()) <= 1500, page.name
+        text = page.read_text()
+        if page.name in ("api.md", "families.md", "performance.md"):
+            text = re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", "", text, flags=re.S)
+        most = 1200 if page.name == "choosing.md" else 1500
+        assert page == reference.RUN_FILE or len(text.split()) <= most, page.name
 
 
 def test_the_list_for_language_models_has_every_page():

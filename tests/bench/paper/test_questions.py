@@ -1,13 +1,24 @@
 """Savings by what is wanted, beside models that are never grown."""
 
 import math
+import re
 
 import pytest
 
 from bench import report
 from bench.paper import briefs
-from bench.paper.briefs import BRIEFS, brief_text, family_text, frontier_text
-from bench.paper.compare import QUESTIONS, Share, alone, check_savings, committed, share, text_of
+from bench.paper.briefs import BRIEFS, STUDIES, brief_text, family_text, frontier_text
+from bench.paper.compare import (
+    MARK,
+    NONE,
+    QUESTIONS,
+    Share,
+    alone,
+    check_savings,
+    committed,
+    share,
+    text_of,
+)
 from bench.paper.jobs import all_needs
 from bench.paper.models import Size
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
@@ -67,22 +78,54 @@ def test_a_small_model_is_read_where_it_reaches_the_loss_from_scratch():
     ],
 )
 def test_a_table_without_question_or_never_grown_line_is_refused(change, said, monkeypatch):
-    monkeypatch.setitem(briefs.BRIEFS, "sources", BRIEFS["sources"]._replace(**change))
+    monkeypatch.setitem(briefs.STUDIES, "sources", STUDIES["sources"]._replace(**change))
     with pytest.raises(GrowthError, match=said):
         brief_text(RESULTS, "sources")
 
 
-@pytest.mark.parametrize("name", sorted(report.SAVINGS))
-def test_hand_built_tables_are_refused_without_them_too(name):
-    text = report.BLOCKS[name](RESULTS)
+TABLES = ("saved", "demo", "early", "gpu", *(f"savings-{name}" for name in BRIEFS))
+
+
+def refused(name, text):
+    """That a table is refused without its questions, and without models that are never grown."""
     assert check_savings(name, text) == text
-    without = "\n".join(line for line in text.splitlines() if "never grown" not in line)
-    with pytest.raises(GrowthError, match=f"{name!r} has no model"):
-        check_savings(name, without)
-    for question in QUESTIONS.values():
-        text = text.replace(question, "what")
-    with pytest.raises(GrowthError, match=name):
-        check_savings(name, text)
+    untold = re.sub(f"{'|'.join(QUESTIONS.values())}", "what", text)
+    for changed in (untold, text.replace("never grown", "alone").replace(NONE, "others")):
+        with pytest.raises(GrowthError, match=f"{name!r}.*(question|never grown)"):
+            check_savings(name, changed)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_block_is_refused_without_them(name, monkeypatch):
+    refused(name, report.BLOCKS[name](RESULTS))
+    untold = "| run | FLOPs saved |\n| - | - |\n| A | 3% |"
+    monkeypatch.setitem(report.BLOCKS, name, lambda _: untold)
+    with pytest.raises(GrowthError, match=f"{name!r}.*question"):
+        report.with_blocks(f"<!-- {name} -->\n<!-- /{name} -->", RESULTS)
+
+
+def test_each_table_of_the_page_is_refused_without_them():
+    """All between the list of systems and the pictures of attention are tables of savings."""
+    text = (RESULTS / "paper.md").read_text()
+    assert check_savings("paper.md", text) == text
+    between = text.split("## Systems")[1].split("## Attention")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", between, re.M)[1:]
+    assert len(tables) >= 28
+    for table in tables:
+        refused("paper.md", table)
+
+
+def test_each_column_and_each_baseline_has_a_model_that_is_never_grown():
+    head = (
+        "| one run | A: a given size | B: a given size |\n| --- | --- | --- |\n| grown | 3% | 4% |"
+    )
+    assert check_savings("x", f"{head}\n| 4x64, never grown | 1% | 2% |")
+    assert check_savings("x", f"{head}\n| {NONE} | - | - |")
+    with pytest.raises(GrowthError, match=r"'B'.*'grown'.*never grown"):
+        check_savings("x", f"{head}\n| 4x64, never grown | 1% | - |")
+    with pytest.raises(GrowthError, match=r"'scratch 2'.*never grown"):
+        marks = [f"| scratch {n} | {MARK} | {MARK} |" for n in (1, 2)]
+        check_savings("x", "\n".join([head, marks[0], f"| {NONE} | - | - |", marks[1]]))
 
 
 def test_each_saving_among_other_figures_names_its_question():
