@@ -243,7 +243,7 @@ QUESTIONS = {
 MARK = "0%, the mark"
 NONE = "no smaller model was trained alone here"
 # what says that a column or a cell tells of a saving
-TELLS = re.compile(r"\bsaved\b|not reached by \d|did not reach|[≥≤] -?\d")
+TELLS = re.compile(r"\bsaved\b|not reached by \d|did not reach|[≥≤] -?\d|± [\d.]+%")
 
 
 def check_savings(name: str, text: str) -> str:
@@ -271,8 +271,8 @@ def _check_table(name: str, head: Sequence[str], lines: Sequence[Sequence[str]])
     """Check one table, by column and line. (`check_savings`)"""
     questions = f"one of {', '.join(QUESTIONS.values())}"
     marks: dict[str, list[int]] = {}
-    for column, words in enumerate(head[1:], 1):
-        if _asks(words) or (_asks(head[0]) and not any(map(_asks, head[1:]))):
+    for column, words in enumerate(["", *head[1:]]):
+        if column and (_asks(words) or (_asks(head[0]) and not any(map(_asks, head[1:])))):
             mark = re.sub(f":? ?({'|'.join(QUESTIONS.values())})", "", words)
             marks.setdefault(mark if _asks(words) else "", []).append(column)
             continue
@@ -290,12 +290,12 @@ def _check_table(name: str, head: Sequence[str], lines: Sequence[Sequence[str]])
     starts = [0, *[number for number, line in enumerate(lines) if MARK in line][1:]]
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         for mark, columns in marks.items():
-            told = [x[0] for x in lines[start:end] if any(x[i] != "-" for i in columns)]
-            whole = [x[0] for x in lines[start:end] if NONE in x[0]]
-            if told and not whole and not any("never grown" in words for words in told):
+            titles = [x[0] for x in lines[start:end] if any(x[i] != "-" for i in columns)]
+            none = any(NONE in x[0] for x in lines[start:end])
+            if titles and not none and not any("never grown" in words for words in titles):
                 raise GrowthError(
-                    f"{name}, columns {mark!r}, from {told[0]!r} on: no model that is never grown: "
-                    "add its line"
+                    f"{name}, columns {mark!r}, from {titles[0]!r} on: no model that is "
+                    "never grown: add its line"
                 )
 
 

@@ -65,7 +65,7 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
 - The first line is the baseline. "below baseline" is how far the loss after all steps is below
   that of the baseline with the same seed.
 - The last columns are shares of FLOPs that are saved to the loss of the baseline after all steps,
-  by [what is wanted](../../docs/savings.md#three-questions). For a size or a loss the FLOPs before
+  by what is wanted, as in docs/savings.md. For a size or a loss the FLOPs before
   count too: of sources, and of predictions that are kept once for any number of runs. A given loss
   is compared with the best smaller size that was trained alone. These sizes stand below their
   baseline as "never grown".
