@@ -61,7 +61,7 @@ from growkern.train.loss import InheritanceSchedule, LossOptions, Taught
 from growkern.train.model import ModelSection, TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
 from growkern.train.rules import check
-from growkern.train.run.tables import read_tables
+from growkern.train.run.tables import of_each, read_tables
 from growkern.train.topk_teacher.http import check_url
 
 # keys of [trainer] that are keys of growkern
@@ -559,13 +559,4 @@ def load_runs(path: str | Path) -> list[Run]:
     before it (Knowledge Inheritance, Qin et al. 2022, "over generations").
     """
     path = Path(path)
-    runs: list[Run] = []
-    tables = read_tables(path)
-    for number, of_run in enumerate(tables, start=1):
-        try:
-            runs.append(to_dataclass(Run, of_run, str(path)))
-        except GrowthError as error:
-            if len(tables) == 1:
-                raise
-            raise GrowthError(f"generation {number}: {error}") from error
-    return runs
+    return of_each(read_tables(path), lambda tables: to_dataclass(Run, tables, str(path)))

@@ -8,11 +8,11 @@ import ast
 import functools
 import importlib
 import reprlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from growkern.arguments import check_fields
 from growkern.errors import GrowthError, nearest
@@ -21,6 +21,7 @@ from growkern.growth.options import GrowthKeywords
 from growkern.growth.source import config_directory, is_hub_name, refuse_other_names
 from growkern.rooms import doors
 
+T = TypeVar("T")
 PACKAGE = Path(__file__).parents[2]
 SECTIONS = Path(__file__).with_name("file.py")
 
@@ -47,11 +48,23 @@ def read_tables(path: Path) -> list[dict[str, Any]]:
             merged.setdefault("teacher", {"paths": [before]})
         if directory := _directory(merged):
             merged["output"] = {**merged["output"], "directory": f"{directory}/generation-{number}"}
+        runs.append(merged)
+    return of_each(runs, lambda merged: _checked(merged, path))
+
+
+def of_each(runs: Sequence[dict[str, Any]], make: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What `make` makes of the tables of each run. A fault of some alone names the generation."""
+    made, faults = [], {}
+    for number, tables in enumerate(runs, start=1):
         try:
-            runs.append(_checked(merged, path))
+            made.append(make(tables))
         except GrowthError as error:
-            raise GrowthError(f"generation {number}: {error}") from error
-    return runs
+            faults[number] = error
+    for number, fault in faults.items():
+        if len(faults) == len(runs) and len({*map(str, faults.values())}) == 1:
+            raise fault
+        raise GrowthError(f"generation {number}: {fault}") from fault
+    return made
 
 
 def _directory(tables: dict[str, Any]) -> str | None:

@@ -446,7 +446,12 @@ paths = ["out/generation-1"]
     (workplace / "run.toml").write_text(wrong.replace('"out"', '"other"'))
     with pytest.raises(GrowthError, match=r"generation 3: .*\[inheritance\] has no key 'rat'"):
         train(workplace / "run.toml", progress=False)
-    assert not (workplace / "other").exists()
+    # and a fault that all of them share is of none
+    wrong = wrong.replace("rat = 1", "").replace("sequence_length = ", "sequence_length = -")
+    (workplace / "run.toml").write_text(wrong)
+    with pytest.raises(GrowthError, match=r"sequence_length is -\d+") as shared:
+        train(workplace / "run.toml", progress=False)
+    assert "generation 1" not in str(shared.value) and not (workplace / "other").exists()
 
 
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
