@@ -55,7 +55,7 @@ def train(
                         model,
                         teacher,
                         batch,
-                        alpha=schedule.rate_at(step),
+                        alpha=schedule.alpha_at(step),
                         num_items=items,
                         max_rows=max(rows, 1),
                     )
@@ -93,7 +93,7 @@ def main() -> None:
     starts = torch.randint(64, (40, 2, 8, 1))
     tokens = (starts + torch.arange(16)) % 64
     steps = [[{"input_ids": x, "labels": x} for x in micro_batches] for micro_batches in tokens]
-    schedule = growkern.InheritanceSchedule(rate=0.5, end_step=10)
+    schedule = growkern.InheritanceSchedule(alpha=0.5, end_step=10)
     before = loss_of(large, tokens[0, 0])
     train(large, small, steps, schedule, lr=1e-2)
     after = loss_of(large.cpu(), tokens[0, 0])

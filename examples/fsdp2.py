@@ -40,7 +40,7 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(large.parameters(), lr=1e-2)
     stages = growkern.TwoStageConfig(layers_per_block=2, stage1_steps=10)
-    schedule = growkern.InheritanceSchedule(rate=0.5, end_step=20)
+    schedule = growkern.InheritanceSchedule(alpha=0.5, end_step=20)
     ranks, losses = dist.get_world_size(), []
     for step in range(40):
         # text that counts upwards from a random number; each process has its own rows
@@ -48,7 +48,7 @@ def main() -> None:
         tokens = ((rows + torch.arange(16)) % 64).to(small.device)
         batch = {"input_ids": tokens, "labels": tokens}
         with stages.sub_model(large, step):
-            loss = growkern.inherited_loss(large, small, batch, alpha=schedule.rate_at(step))
+            loss = growkern.inherited_loss(large, small, batch, alpha=schedule.alpha_at(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -47,7 +47,7 @@ class InheritingTrainer(transformers.Trainer):
             model,
             self.teacher,
             inputs,
-            alpha=self.schedule.rate_at(self.state.global_step) if model.training else 0.0,
+            alpha=self.schedule.alpha_at(self.state.global_step) if model.training else 0.0,
             num_items=num_items_in_batch,
         )
         if num_items_in_batch is not None:
@@ -95,7 +95,7 @@ def main() -> None:
             args,
             train_dataset=[{"input_ids": x, "labels": x} for x in tokens],
             teacher=small,
-            schedule=growkern.InheritanceSchedule(rate=0.5, end_step=10),
+            schedule=growkern.InheritanceSchedule(alpha=0.5, end_step=10),
         )
         trainer.train()
     after = loss_of(large.cpu(), tokens[:64])

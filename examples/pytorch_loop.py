@@ -39,7 +39,7 @@ def train(
         total = 0.0
         for batch in micro_batches:
             loss = growkern.inherited_loss(
-                model, teacher, batch, alpha=schedule.rate_at(step), num_items=items
+                model, teacher, batch, alpha=schedule.alpha_at(step), num_items=items
             )
             loss.backward()
             total += loss.item()
@@ -73,7 +73,7 @@ def main() -> None:
     starts = torch.randint(64, (40, 2, 8, 1))
     tokens = (starts + torch.arange(16)) % 64
     steps = [[{"input_ids": x, "labels": x} for x in micro_batches] for micro_batches in tokens]
-    schedule = growkern.InheritanceSchedule(rate=0.5, end_step=10)
+    schedule = growkern.InheritanceSchedule(alpha=0.5, end_step=10)
     before = loss_of(large, tokens[0, 0])
     train(large, small, steps, schedule, lr=1e-2)
     after = loss_of(large, tokens[0, 0])

@@ -66,7 +66,7 @@ class Case:
 
     @property
     def schedule(self):
-        return InheritanceSchedule(rate=0.8, end_step=self.steps - 1)
+        return InheritanceSchedule(alpha=0.8, end_step=self.steps - 1)
 
     @property
     def name(self):

@@ -111,7 +111,7 @@ def _taught_by(job: Job, teachers: Sequence[str]) -> dict[str, Any]:
     """Teachers for the first part of the steps."""
     end = round(job.setting.inheritance_share * job.steps)
     return {
-        "inheritance": InheritanceSchedule(rate=1.0, end_step=end),
+        "inheritance": InheritanceSchedule(alpha=1.0, end_step=end),
         "teacher": TeacherSection(paths=tuple(teachers)),
     }
 

@@ -70,7 +70,7 @@ def gpt2(width: int, layers: int, vocab: int, length: int) -> Any:
 
 def contenders(teacher: Any, stages: TwoStageConfig) -> dict[str, Callable[..., Any]]:
     """Functions that make each trainer, by name."""
-    schedule = InheritanceSchedule(rate=ALPHA, decay="constant", temperature=TEMPERATURE)
+    schedule = InheritanceSchedule(alpha=ALPHA, decay="constant", temperature=TEMPERATURE)
     return {
         PLAIN: transformers.Trainer,
         OURS: TwoStageTrainer,

@@ -169,7 +169,7 @@ OF_FILES: tuple[Row, ...] = (
     (
         "inheritance",
         lambda x: x.decay == "constant" and x.end_step is not None,
-        "inheritance end_step is given, but a constant rate has no end",
+        "inheritance end_step is given, but a constant alpha has no end",
         "leave it out, or set decay to 'switch'",
     ),
     (

@@ -91,10 +91,10 @@ def test_what_the_comments_offer_trains_too(name, line, other, place, monkeypatc
     losses = [line["mlm"] for line in log if "mlm" in line]
     assert losses[-1] < losses[0]
     if name == "inheritance":
-        # of a line that the switch falls into the rate is a mean
-        rate, end = load_run(run).inheritance.rate, load_run(run).inheritance.end_step
+        # of a line that the switch falls into alpha is a mean
+        alpha, end = load_run(run).inheritance.alpha, load_run(run).inheritance.end_step
         before = [line["alpha"] for line in log if "alpha" in line and line["step"] <= end]
-        assert len(before) > 1 and before == pytest.approx([rate] * len(before))
+        assert len(before) > 1 and before == pytest.approx([alpha] * len(before))
         assert next(line["alpha"] for line in reversed(log) if "alpha" in line) == 0
 
 

@@ -23,7 +23,7 @@ from testbed import warm
 from testbed.tiny import VOCAB, batch, build, randomise
 
 FOLDER = Path(pytorch_loop.__file__).parent
-SCHEDULE = InheritanceSchedule(rate=0.8, end_step=2, temperature=2.0)
+SCHEDULE = InheritanceSchedule(alpha=0.8, end_step=2, temperature=2.0)
 # the third step has no teacher any more
 STEPS = [[batch(seed=2 * i), batch(seed=2 * i + 1, labelled=0.2)] for i in range(3)]
 LR = 1e-3
@@ -72,7 +72,7 @@ def plain(model, teacher, steps, causal):
     model.train(), teacher.eval()
     losses = []
     for step, micro_batches in enumerate(steps):
-        alpha, T, rows = SCHEDULE.rate_at(step), SCHEDULE.temperature, []
+        alpha, T, rows = SCHEDULE.alpha_at(step), SCHEDULE.temperature, []
         for b in micro_batches:
             z = model(input_ids=b["input_ids"]).logits
             with torch.no_grad():

@@ -51,7 +51,7 @@ def test_runs_are_told_apart_by_the_settings_in_which_they_differ():
         settings = {"training": training, "inheritance": teacher, "teacher": teacher}
         return Curve(name, (1,), (1.0,), (2.0,), settings=settings)
 
-    runs = [run("a", 0.1, 0, None), run("b", 0.2, 1, {"rate": 0.5})]
+    runs = [run("a", 0.1, 0, None), run("b", 0.2, 1, {"alpha": 0.5})]
     said = ["learning_rate 0.1, no inheritance", "learning_rate 0.2, with inheritance"]
     assert differences(runs) == said
     assert differences(runs[:1]) == [""]

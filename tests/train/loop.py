@@ -33,7 +33,7 @@ def train(
     model.train()
     for step, micro_batches in enumerate(batches):
         depth = two_stage.depth(step, len(stacks[0])) if two_stage else None
-        alpha = schedule.rate_at(step) if schedule else 0.0
+        alpha = schedule.alpha_at(step) if schedule else 0.0
         items = sum((align_labels(b["labels"], causal=causal) != -100).sum() for b in micro_batches)
         total = 0.0
         for micro_batch in micro_batches:

@@ -24,7 +24,7 @@ CASES = [
 
 
 def schedule_of(kl_rows):
-    return InheritanceSchedule(rate=0.8, end_step=6, kl_rows=kl_rows)
+    return InheritanceSchedule(alpha=0.8, end_step=6, kl_rows=kl_rows)
 
 
 def models_of(family):

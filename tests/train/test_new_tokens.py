@@ -250,7 +250,7 @@ def trained(path, student, teacher, temperature, **options):
     """Two steps of two batches of two blocks."""
     trainer = TwoStageTrainer(
         copy.deepcopy(student), arguments(path, max_steps=2, gradient_accumulation_steps=2),
-        inheritance=InheritanceSchedule(rate=0.4, decay="constant", temperature=temperature),
+        inheritance=InheritanceSchedule(alpha=0.4, decay="constant", temperature=temperature),
         teacher=teacher, train_dataset=blocks(), data_collator=CausalLMCollator(WideTokenizer()),
         processing_class=WideTokenizer(), **options,
     )  # fmt: skip

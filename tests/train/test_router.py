@@ -63,7 +63,7 @@ def test_a_step_of_the_trainer(tmp_path):
     student, teacher = mixture(), mixture(seed=2)
     twin, before = copy.deepcopy(student), copy.deepcopy(student.state_dict())
     rows = {name: x[:2] for name, x in padded().items()}
-    schedule = InheritanceSchedule(rate=0.4, decay="constant")
+    schedule = InheritanceSchedule(alpha=0.4, decay="constant")
     options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     args = arguments(tmp_path, optim="sgd", warmup_steps=0, use_cpu=True, **options)
     data = [{name: x[i] for name, x in rows.items()} for i in range(2)]

@@ -28,7 +28,7 @@ from testbed.tiny import (
 from tests.train import loop
 
 STAGES = TwoStageConfig(layers_per_block=2, stage1_steps=4)
-SCHEDULE = InheritanceSchedule(rate=0.8, end_step=6)
+SCHEDULE = InheritanceSchedule(alpha=0.8, end_step=6)
 ARGS = {"report_to": "none", "per_device_train_batch_size": 2}
 
 
@@ -164,7 +164,7 @@ def test_teacher_runs_while_the_rate_is_positive_and_never_moves(tmp_path):
 def test_several_teachers_and_kl_rows_against_float64(family, kl_rows, tmp_path):
     teachers = [build(family, layers=1, width=8, seed=s) for s in (5, 6)]
     schedule = InheritanceSchedule(
-        rate=0.7, end_step=1, kl_rows=kl_rows, teacher_weights=(0.25, 0.75)
+        alpha=0.7, end_step=1, kl_rows=kl_rows, teacher_weights=(0.25, 0.75)
     )
     model, data = build(family), Batches(4)
     inputs = {key: torch.cat([row[key] for row in data.rows]) for key in data.rows[0]}
@@ -285,7 +285,7 @@ def test_bfloat16_autocast_reaches_student_and_teacher(tmp_path):
         trainer = TwoStageTrainer(
             model,
             arguments(tmp_path, max_steps=2, bf16=bf16, use_cpu=True),
-            inheritance=InheritanceSchedule(rate=0.8, end_step=2),
+            inheritance=InheritanceSchedule(alpha=0.8, end_step=2),
             teacher=teacher,
             train_dataset=Batches(4),
         )
@@ -393,7 +393,7 @@ def test_a_teacher_padded_differently_is_taken_with_the_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_grown_model_and_its_source_begin_as_well_as_without_a_teacher(bf16, tmp_path):
-    """At a rate of 1 the first gradients are rounding, of which Adam makes full steps."""
+    """At an alpha of 1 the first gradients are rounding, of which Adam makes full steps."""
     source, data = build("gpt2", layers=2), Batches(32)
     optimizer = torch.optim.AdamW(source.parameters(), 3e-3)
     rows = {key: torch.cat([row[key] for row in data.rows]) for key in data.rows[0]}
@@ -422,12 +422,12 @@ def test_a_grown_model_and_its_source_begin_as_well_as_without_a_teacher(bf16, t
 
 def test_the_rates_of_the_paper():
     """Linear to 0, constant, and dropped at once, as Qin et al. compare them."""
-    linear = InheritanceSchedule(rate=0.8, end_step=4)
-    assert [linear.rate_at(t) for t in range(6)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0, 0])
-    constant = InheritanceSchedule(rate=0.5, decay="constant")
-    assert {constant.rate_at(t) for t in (0, 1, 10**9)} == {0.5}
-    switch = InheritanceSchedule(rate=0.8, end_step=4, decay="switch")
-    assert [switch.rate_at(t) for t in range(6)] == [0.8] * 4 + [0, 0]
+    linear = InheritanceSchedule(alpha=0.8, end_step=4)
+    assert [linear.alpha_at(t) for t in range(6)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0, 0])
+    constant = InheritanceSchedule(alpha=0.5, decay="constant")
+    assert {constant.alpha_at(t) for t in (0, 1, 10**9)} == {0.5}
+    switch = InheritanceSchedule(alpha=0.8, end_step=4, decay="switch")
+    assert [switch.alpha_at(t) for t in range(6)] == [0.8] * 4 + [0, 0]
 
 
 @pytest.mark.parametrize(("epochs", "depths"), [(1, 4), (1.5, 6), (0, 0)])
@@ -498,11 +498,11 @@ def test_step_numbers_that_the_run_does_not_reach_are_refused(tmp_path, match, l
     ("options", "match"),
     [
         ({"end_step": 0}, "end_step"),
-        ({}, "give the optimizer step at which the rate reaches 0"),
-        ({"decay": "switch"}, "give the optimizer step at which the rate reaches 0"),
-        ({"decay": "constant", "end_step": 5}, "a constant rate has no end"),
+        ({}, "end_step is None.* alpha reaches 0"),
+        ({"decay": "switch"}, "end_step is None.* alpha reaches 0"),
+        ({"decay": "constant", "end_step": 5}, "a constant alpha has no end"),
         ({"decay": "linaer", "end_step": 5}, "did you mean 'linear'"),
-        ({"end_step": 5, "rate": 1.5}, "rate"),
+        ({"end_step": 5, "alpha": 1.5}, "alpha"),
         ({"end_step": 5, "temperature": 0.0}, "temperature"),
         ({"end_step": 5, "kl_rows": "some"}, "kl_rows"),
         ({"end_step": 5, "teacher_weights": (0.5, 0.6)}, "sum to 1"),

@@ -44,8 +44,8 @@ class LoopCallback(TrainerCallback):
 
         Batches of a cached teacher have its rows again, which a run before may have left out.
         """
-        rates = map(self.schedule.rate_at, range(state.max_steps)) if self.schedule else ()
-        self._taught = max((step + 1 for step, rate in enumerate(rates) if rate > 0), default=0)
+        shares = map(self.schedule.alpha_at, range(state.max_steps)) if self.schedule else ()
+        self._taught = max((step + 1 for step, share in enumerate(shares) if share > 0), default=0)
         self._leave_out_teacher(state.global_step)
         self.meter.flops = state.total_flos
         if not any(module._compiled_call_impl for module in kwargs["model"].modules()):
@@ -72,12 +72,12 @@ class LoopCallback(TrainerCallback):
         self._count_passes(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock; stop reading the cached teacher once its rate is 0 for good."""
+        """Start the clock; stop reading the cached teacher once alpha is 0 for good."""
         self.meter.start_step()
         self._leave_out_teacher(state.global_step)
 
     def _leave_out_teacher(self, step: int) -> None:
-        # batches are read before their step begins: one whose rate rises from 0 needs its rows
+        # batches are read before their step begins: one whose alpha rises from 0 needs its rows
         if isinstance(self.batches.source, TopKCollator):
             self.batches.source.leave_out(step >= self._taught)
 

@@ -137,7 +137,7 @@ class Objective:
     def plan(self, step: int, two_stage: TwoStageConfig | None, growths: GrowthInRun) -> StepPlan:
         """The part that trains, and the KL share, in a step."""
         part = two_stage.part(step, self.layers) if two_stage else None
-        alpha = self.inheritance.rate_at(step) if self.inheritance else 0.0
+        alpha = self.inheritance.alpha_at(step) if self.inheritance else 0.0
         return StepPlan(part or growths.part(step), alpha)
 
     def count(self, batches: list[Any], device: Any, accelerator: Any) -> None:

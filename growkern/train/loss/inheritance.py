@@ -3,15 +3,15 @@
 Knowledge Inheritance (Qin et al. 2022, Eq. 5) adds the KL divergence from the teacher to the loss.
 Its share of the loss at optimizer step t is
 
-    r_t = max(0, r_0 * (1 - t / S_d))                                        (1)
+    alpha_t = max(0, alpha * (1 - t / S_d))                                  (1)
 
-with the first rate r_0 and the end step S_d. From t = S_d on the rate is 0 and no teacher runs.
-The paper compares this with a constant rate, and with one that drops from r_0 to 0 at S_d.
+with the first share alpha, the inheritance rate of the paper, and the end step S_d. From t = S_d on
+no teacher runs. The paper compares this with a constant share, and with a drop to 0 at S_d.
 
-The paper's students begin at random, with r_0 = 1. A student that was grown from its teacher begins
-with the teacher's predictions. At r_0 = 1 its first gradients are then nothing but rounding, which
-Adam scales up to full steps. So r_0 is 0.5 by default: the labels' gradient is a hundred times the
-rounding of bfloat16.
+The paper's students begin at random, with alpha = 1. A student that was grown from its teacher
+begins with the teacher's predictions. At alpha = 1 its first gradients are then nothing but
+rounding, which Adam scales up to full steps. So alpha is 0.5 by default: the labels' gradient is a
+hundred times the rounding of bfloat16.
 
 Several teachers teach all rows together, or each the rows of a source of its own (Table 3 there). A
 row has then the KL divergence from the teacher of its source alone, and a teacher runs on its own

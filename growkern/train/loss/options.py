@@ -72,11 +72,13 @@ class InheritanceSchedule:
     """How strongly, for how long and on which rows the student follows its teachers.
 
     Args:
-        rate: the share of the KL term at step 0, in [0, 1]. Below 1 for a student that was grown
-            from its teacher; the paper takes 1 for a student that begins at random.
+        alpha: weight of the KL term, 0 to 1. At the float 0 no teacher is read, at the float 1 no
+            label. With a 0-d tensor, torch.compile makes one graph for all values, and nothing
+            waits for the value. A changing float needs ``dynamic=True`` for one graph, and is
+            compiled again at 0 and 1.
         end_step: the optimizer step from which the share is 0; None with "constant".
-        decay: of the share: "linear" falls in a straight line from `rate` to 0 at `end_step`;
-            "constant" stays at `rate` to the end of the run; "switch" stays at `rate` up to
+        decay: of the share: "linear" falls in a straight line from `alpha` to 0 at `end_step`;
+            "constant" stays at `alpha` to the end of the run; "switch" stays at `alpha` up to
             `end_step`.
         temperature: of the softmax of student and teachers in the KL term.
         kl_rows: rows with the KL term: "labels" (rows with a label) or "all" (in training every
@@ -95,9 +97,9 @@ class InheritanceSchedule:
         GrowthError: a value is out of range.
     """
 
-    LIMITS: ClassVar[dict[str, Limit]] = LOSS_LIMITS | {"rate": SHARE}
+    LIMITS: ClassVar[dict[str, Limit]] = LOSS_LIMITS | {"alpha": SHARE}
 
-    rate: float = 0.5
+    alpha: float = 0.5
     end_step: int | None = None
     temperature: float = 2.0
     kl_rows: KLRows = "labels"
@@ -113,18 +115,18 @@ class InheritanceSchedule:
         if self.decay != "constant" and (self.end_step is None or self.end_step < 1):
             raise GrowthError(
                 f"inheritance end_step is {self.end_step}: give the optimizer step at which the "
-                "rate reaches 0, for example 0.44 of all steps"
+                "alpha reaches 0, for example 0.44 of all steps"
             )
         if self.teacher_weights is not None and not (abs(sum(self.teacher_weights) - 1) <= 1e-6):
             raise GrowthError(f"teacher_weights {self.teacher_weights} must sum to 1")
 
-    def rate_at(self, step: int) -> float:
+    def alpha_at(self, step: int) -> float:
         """The share of the KL term at an optimizer step, counted from 0."""
         if self.end_step is None:
-            return self.rate
+            return self.alpha
         if self.decay == "switch":
-            return self.rate if step < self.end_step else 0.0
-        return max(0.0, self.rate * (1 - step / self.end_step))
+            return self.alpha if step < self.end_step else 0.0
+        return max(0.0, self.alpha * (1 - step / self.end_step))
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of the losses that say how student and teachers are compared."""

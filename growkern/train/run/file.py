@@ -8,7 +8,7 @@ The sections of the file and their keys:
     [optimizer]    rewarm_steps, rewarm_peak, muon_lr, adjust_lr_fn, ...       (optional)
     [output]       directory, report_to, tensorboard
     [two_stage]    layers_per_block, stage1_steps, seed, embeddings            (optional)
-    [inheritance]  rate, end_step, temperature, divergence, teacher_weights, ...  (optional)
+    [inheritance]  alpha, end_step, temperature, divergence, teacher_weights, ...  (optional)
     [growth]       source, sizes, method, symmetry, moments, optimizer, ...    (optional)
     [distributed]  sharding, replicas, param_dtype, activation_checkpointing, ...  (optional)
     [loss]         row_weights, and how labels count, see `LossOptions`        (optional)

@@ -154,7 +154,7 @@ def then(**options):
 )
 def test_a_later_growth_is_refused_before_the_first_step(options, message, tmp_path):
     teacher = {
-        "inheritance": InheritanceSchedule(rate=0.5, end_step=8),
+        "inheritance": InheritanceSchedule(alpha=0.5, end_step=8),
         "teacher": build("gpt2", layers=1, seed=2).double(), "processing_class": None,
     }  # fmt: skip
     with pytest.raises(GrowthError, match=message):

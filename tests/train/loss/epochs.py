@@ -64,7 +64,7 @@ def trained(case, folder, batch_size):
             gradient_accumulation_steps=accumulation, train_sampling_strategy="random",
             accelerator_config={"dispatch_batches": True} if kind == "sent" else None,
         ),
-        inheritance=InheritanceSchedule(rate=0.8, end_step=6, kl_rows=kl_rows),
+        inheritance=InheritanceSchedule(alpha=0.8, end_step=6, kl_rows=kl_rows),
         teacher=build("gpt2", layers=1, width=8, seed=9).double(),
         train_dataset=DATA.get(kind, Batches)(rows),
         data_collator=DataCollatorWithFlattening() if kind == "packed" else None,

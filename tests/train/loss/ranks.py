@@ -150,7 +150,7 @@ def check_tensor_parallel(folder):
             if p.grad is not None:
                 torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-7, atol=1e-11, msg=name)
         student.zero_grad(), twin.zero_grad()
-    schedule, steps = InheritanceSchedule(rate=0.8, end_step=3), []
+    schedule, steps = InheritanceSchedule(alpha=0.8, end_step=3), []
     steps = [[batch(seed=2 * i), batch(seed=2 * i + 1)] for i in range(4)]
     losses = pytorch_loop.train(student, parallel_teacher, steps, schedule, 1e-2)
     expected = pytorch_loop.train(twin, teacher, steps, schedule, 1e-2)

@@ -19,7 +19,7 @@ def lines(path, every, empty=EMPTY, kl_rows="labels"):
     trainer = TwoStageTrainer(
         build("bert", layers=2),
         arguments(path, max_steps=9, logging_steps=every),
-        inheritance=InheritanceSchedule(rate=0.5, decay="constant", kl_rows=kl_rows),
+        inheritance=InheritanceSchedule(alpha=0.5, decay="constant", kl_rows=kl_rows),
         teacher=build("bert", layers=1, seed=3),
         train_dataset=data,
     )

@@ -69,7 +69,7 @@ def test_every_option_reaches_the_loss_by_its_name(family, options, tmp_path):
     trainer = TwoStageTrainer(
         student,
         arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2),
-        inheritance=InheritanceSchedule(rate=0.7, end_step=1, **rest),
+        inheritance=InheritanceSchedule(alpha=0.7, end_step=1, **rest),
         teacher=teachers,
         loss=loss,
         train_dataset=data,
@@ -175,7 +175,7 @@ def test_the_loss_is_told_how_many_rows_are_live(family, kl_rows, calls, tmp_pat
             tmp_path, max_steps=3, gradient_accumulation_steps=2, dataloader_num_workers=1,
             per_device_eval_batch_size=3,
         ),
-        inheritance=InheritanceSchedule(rate=0.7, end_step=2, kl_rows=kl_rows),
+        inheritance=InheritanceSchedule(alpha=0.7, end_step=2, kl_rows=kl_rows),
         teacher=build(family, layers=1, seed=5),
         train_dataset=Batches(14),
         eval_dataset=Batches(5),

@@ -35,7 +35,7 @@ class Pairs(Batches):
 def trainer_for(path, data, teacher=None, **options):
     model = build("t5", layers=3, tied=True).double()
     if teacher is not None:
-        options["inheritance"] = InheritanceSchedule(rate=0.8, end_step=6, kl_rows="all")
+        options["inheritance"] = InheritanceSchedule(alpha=0.8, end_step=6, kl_rows="all")
     return TwoStageTrainer(
         model, arguments(path, max_steps=6), teacher=teacher, train_dataset=data, eval_dataset=data,
         **options,

@@ -37,7 +37,7 @@ def trained(path, model, teacher, data, kl_rows="labels", **options):
     trainer = TwoStageTrainer(
         model,
         arguments(path, warmup_steps=0, learning_rate=1.0, use_cpu=True, **options),
-        inheritance=InheritanceSchedule(rate=0.5, decay="constant", kl_rows=kl_rows),
+        inheritance=InheritanceSchedule(alpha=0.5, decay="constant", kl_rows=kl_rows),
         teacher=teacher,
         train_dataset=data,
         data_collator=collate,

@@ -17,7 +17,7 @@ from tests.train.run.test_run import workplace  # noqa: F401
 from tests.train.test_trainer import STAGES
 from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make
 
-SCHEDULE = InheritanceSchedule(rate=0.8, end_step=6)
+SCHEDULE = InheritanceSchedule(alpha=0.8, end_step=6)
 
 
 def train_with(
@@ -43,7 +43,7 @@ def train_with(
 def test_all_of_the_vocabulary_trains_as_the_live_teacher(family, rows, workers, tmp_path):
     """8 steps over 11 blocks in 6 batches: the second epoch has masks, and rows, of its own."""
     teacher = build(family, layers=2, width=8, seed=9).double()
-    schedule = InheritanceSchedule(rate=0.8, end_step=7, kl_rows=rows)
+    schedule = InheritanceSchedule(alpha=0.8, end_step=7, kl_rows=rows)
     options = {"schedule": schedule, "dataloader_num_workers": workers}
     live = train_with(tmp_path / "a", family, copy.deepcopy(teacher), **options)
     make(tmp_path / "c", family, model=teacher, k=VOCAB, rows=rows, dtype="float32", epochs=2)

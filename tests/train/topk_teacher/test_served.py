@@ -167,7 +167,9 @@ def test_trains_on_the_rows_that_the_teacher_has(kept, kl_rows, tmp_path):
         trainer = TwoStageTrainer(
             model,
             arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2),
-            inheritance=InheritanceSchedule(rate=0.8, end_step=1, temperature=1.0, kl_rows=kl_rows),
+            inheritance=InheritanceSchedule(
+                alpha=0.8, end_step=1, temperature=1.0, kl_rows=kl_rows
+            ),
             teacher=teacher,
             train_dataset=data,
             data_collator=stacked,
@@ -190,7 +192,7 @@ def test_trains_on_the_rows_that_the_teacher_has(kept, kl_rows, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_trains_as_the_live_teacher(workers, server, tmp_path):
-    schedule = InheritanceSchedule(rate=0.8, end_step=7, temperature=1.0)
+    schedule = InheritanceSchedule(alpha=0.8, end_step=7, temperature=1.0)
     options = {"schedule": schedule, "dataloader_num_workers": workers}
     live = train_with(tmp_path / "a", "llama", copy.deepcopy(teacher_model()), **options)
     served = train_with(tmp_path / "b", "llama", ServedTeacher(server[1], VOCAB), **options)

@@ -25,13 +25,13 @@ ROWS = 16
 class Rising(InheritanceSchedule):
     """No teacher at first, then one, and none at the end."""
 
-    def rate_at(self, step):
+    def alpha_at(self, step):
         return 0.0 if step < 3 or step >= 5 else 0.1 * step
 
 
 SCHEDULES = {
-    "falling": InheritanceSchedule(rate=0.8, end_step=2, temperature=1.0),
-    "rising": Rising(rate=0.5, end_step=5, temperature=1.0),
+    "falling": InheritanceSchedule(alpha=0.8, end_step=2, temperature=1.0),
+    "rising": Rising(alpha=0.5, end_step=5, temperature=1.0),
 }
 
 
