@@ -349,7 +349,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_run_file_is_checked_once(workplace, asked):  # noqa: F811
     train(workplace / "run.toml", progress=False)
-    wanted = {"arguments", "training", "block", "teachers", "arguments' optimizer", "precision"}
+    wanted = {"arguments", "block", "teachers", "arguments' optimizer", "precision"}
     assert wanted | set(CHECKS[:3]) <= asked.keys()
     assert {name: n for name, n in asked.items() if n > 1 and name not in OFTEN} == {}
 
@@ -364,6 +364,6 @@ def test_a_trainer_in_python_is_checked_once(tmp_path, asked):
     TwoStageTrainer(
         build("bert"), arguments(tmp_path, max_steps=4, save_strategy="steps"), **options
     )
-    wanted = {"arguments", "training", "block", "teachers", "arguments' optimizer", "precision"}
+    wanted = {"arguments", "block", "teachers", "arguments' optimizer", "precision"}
     assert wanted | {"growth in a run", *CHECKS} <= asked.keys()
     assert {name: n for name, n in asked.items() if n > 1 and name not in OFTEN} == {}
