@@ -3,9 +3,9 @@
     python -m bench.drafts
 
 One model type after another, by its default config, as `growkern family draft` does it. A draft is
-`exact` if the check grew a tiny model in every size and no plan was wrong, `wrong` if one was, and
-`refused` if something in the class fits no rule. A machine writes bench/results/drafts.json, with
-the reasons. `--against` compares with that file in place of writing it: a model type that is no
+`exact` if the check grew a tiny model and no plan was wrong, `wrong` if one was, and `refused` if
+something in the class fits no rule. A machine writes bench/results/drafts.json, with the reasons,
+and for an exact draft the sizes that it does not grow. `--against` compares with that file in place of writing it: a model type that is no
 longer exact ends the command with 1. `--only llama bert` drafts these alone.
 """
 
@@ -43,7 +43,9 @@ def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
                 *draft.report.faults,
                 *(g.why for g in draft.report.growths if g.verdict == "wrong"),
             ]
-            word, why = ("exact", "") if draft.verified else ("wrong", "; ".join(wrong[:1]))
+            # of an exact draft, the sizes that it does not grow
+            held = "; ".join(f"{size} refused" for size in draft.refused)
+            word, why = ("exact", held) if draft.verified else ("wrong", "; ".join(wrong[:1]))
         except Exception as error:
             # anything but a refusal is a fault of the draft
             word, why = "refused" if isinstance(error, GrowthError) else "failed", str(error)

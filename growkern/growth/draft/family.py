@@ -29,6 +29,8 @@ from growkern.growth.source import nearest_family
 
 # tables that a search tries
 MOST_TRIED = 10
+# of a growth, the worst last. Refusals say nothing of a table
+VERDICTS = ("refused", "exact", "approximate", "changed", "wrong")
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,43 @@ class DraftedFamily:
 
     @property
     def verified(self) -> bool:
-        """True if the check grew a tiny model in every size, and no plan was wrong."""
+        """True if the check grew a tiny model, and no plan was wrong. Sizes may be refused."""
         return self.report.ok and bool(self.report.growths)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Size -> why the check could not grow it, neither evenly nor unevenly."""
+        why = {name: said for name, (verdict, said) in self._sizes.items() if verdict == "refused"}
+        return {name: " ".join(said.split()) for name, said in why.items()}
+
+    @property
+    def _sizes(self) -> dict[str, tuple[str, str]]:
+        """Size -> the worst verdict of its growths alone, and why. Refusals count least."""
+        found: dict[str, tuple[str, str]] = {}
+        for growth in self.report.growths:
+            if alone := re.fullmatch(r"(\S+) \d+ -> \d+", growth.sizes):
+                one = growth.verdict, growth.why
+                found[alone[1]] = max(
+                    found.get(alone[1], one), one, key=lambda pair: VERDICTS.index(pair[0])
+                )
+        return found
 
     @property
     def _notes(self) -> list[str]:
         """Whether the table is verified, and what is assumed, refused and wrong, a line each."""
-        name, refused = next(reversed(self.content["classes"])), self.content.get("refuse", {})
+        name, flags = next(reversed(self.content["classes"])), self.content.get("refuse", {})
         word = "verified by growing a tiny model" if self.verified else "NOT verified"
         wrong = (f"{g.sizes}: {g.why}" for g in self.report.growths if g.verdict == "wrong")
+        grown = {
+            verdict: [name for name, (worst, _) in self._sizes.items() if worst == verdict]
+            for verdict in VERDICTS[1:-1]
+        }
         return [
             f"drafted from {name}, {word}",
+            *(f"{word} in: {', '.join(names)}" for word, names in grown.items() if names),
+            *(f"refused: {size}: {why}" for size, why in self.refused.items()),
             *(f"assumed: {line}" for line in self.assumed),
-            *(f"refused: {k}={r.get('value', 'another')}: {r['why']}" for k, r in refused.items()),
+            *(f"refused: {k}={r.get('value', 'another')}: {r['why']}" for k, r in flags.items()),
             *(f"wrong: {' '.join(line.split())}" for line in (*self.report.faults, *wrong)),
         ]
 
@@ -76,8 +102,8 @@ class DraftedFamily:
 
     def to_dict(self) -> dict[str, Any]:
         """The draft as JSON values."""
-        said = {"verified": self.verified, "assumed": list(self.assumed), "toml": self.toml}
-        return {**said, "check": self.report.to_dict()}
+        said = {"verified": self.verified, "refused": self.refused, "assumed": list(self.assumed)}
+        return {**said, "toml": self.toml, "check": self.report.to_dict()}
 
     def table(self) -> Any:
         """The check and the notes as a rich renderable."""

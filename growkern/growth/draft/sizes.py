@@ -25,6 +25,7 @@ class Draft:
         stack: how names in the layers begin.
         layers: what enters and leaves every layer.
         width, heads, key_heads, head_dim: entries of the stream, heads, and entries of one.
+        repeats: that of its classes, but for fields that equal the stream's.
         assumed: what no measurement shows, one line each.
     """
 
@@ -97,9 +98,16 @@ class Draft:
         keys = [f for f in moved if re.search("key_value_heads|kv_heads|head_kv|group_num", f)]
         self.heads = int(getattr(config, heads))
         self.key_heads, self.head_dim = self.heads, self.width // self.heads
+        self.repeats: dict[str, str] = {}
+        flat = [name for name, shape in probe.base.items() if len(shape) == 2]
         if dims:
-            self.sizes["head_dim"] = {"field": min(dims), "default": f"{stream} / {heads}"}
             self.head_dim = getattr(config, min(dims), None) or self.head_dim
+            computed = {"default": f"{stream} / {heads}"}
+            if all(any(min(dims) in probe.fields(n, axis) for n in flat) for axis in (0, 1)):
+                self.sizes["head_dim"] = {"field": min(dims), **computed}
+            else:
+                # no matrix behind attention reads its heads: only stream / heads fits
+                self.sizes["of_head"], self.repeats = computed, {min(dims): "of_head"}
         if keys:
             self.sizes["kv_heads"] = min(keys)
             self.key_heads = int(getattr(config, min(keys)))

@@ -212,7 +212,8 @@ def _classes(draft: Draft, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     equal = [f for f in draft.probe.fields(draft.embedding, 1) if f != stream]
     equal = [f for f in equal if getattr(config, f) == draft.width]
     draft.refuse |= {name: {"differs": stream, "why": OTHER} for name in equal}
-    repeats = {"repeats": dict.fromkeys(equal, "stream")} if equal else {}
+    repeated = draft.repeats | dict.fromkeys(equal, "stream")
+    repeats = {"repeats": repeated} if repeated else {}
     heads = ["lm"] if parts["lm"] else []
     own = {draft.cls.__name__: {"prefix": prefix, "body": ["trunk"], "heads": heads, **repeats}}
     body = type(getattr(draft.model, draft.cls.base_model_prefix, draft.model))

@@ -8,6 +8,8 @@ import growkern
 from growkern.cli.commands import app
 from growkern.families.load import load_family, parse_family
 from growkern.families.model import ModelSpec
+from growkern.growth.draft.family import DraftedFamily
+from growkern.growth.own_table import SizeCheck, TableReport
 from tests.shared import walks
 
 # norms behind a block; and norms before it, with what a search finds
@@ -16,6 +18,7 @@ T5 = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
 MORE = (
     "biogpt",
     "gemma2",
+    "helium",
     "glm4_moe",
     "llama",
     "gpt2",
@@ -68,6 +71,25 @@ def test_a_flag_that_the_draft_does_not_cover_is_refused():
     drafted = growkern.draft_family(transformers.StableLmConfig(qk_layernorm=False))
     assert drafted.verified
     assert drafted.content["refuse"]["qk_layernorm"]["value"] is True
+
+
+def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
+    """A size that grew evenly alone counts as grown; one that never grew does not."""
+    said = (
+        ("width 4 -> 8", "exact", ""),
+        ("width 4 -> 6", "approximate", ""),
+        ("width 4 -> 8, heads 2", "refused", "of both"),
+        ("keys 2 -> 4", "exact", ""),
+        ("keys 2 -> 3", "refused", "no multiple"),
+        ("heads 4 -> 8", "refused", "shape\n[4]"),
+        ("heads 4 -> 6", "refused", "shape [4]"),
+    )
+    checks = (SizeCheck(n, v, why=why) for n, v, why in said)
+    report = TableReport((), tuple(checks))
+    drafted = DraftedFamily({"classes": {"A": {}}, "tensors": {}}, report, ())
+    assert drafted.verified and drafted.refused == {"heads": "shape [4]"}
+    notes = ("# exact in: keys", "# approximate in: width", "# refused: heads: shape [4]")
+    assert {*notes} < {*drafted.toml.splitlines()}
 
 
 @pytest.mark.parametrize(
