@@ -5,8 +5,9 @@
 One model type after another, by its default config, as `growkern family draft` does it. A draft is
 `exact` if the check grew a tiny model and no plan was wrong, `wrong` if one was, and `refused` if
 something in the class fits no rule. A machine writes bench/results/drafts.json, with the reasons,
-and for an exact draft the sizes that it does not grow. `--against` compares with that file in place of writing it: a model type that is no
-longer exact ends the command with 1. `--only llama bert` drafts these alone.
+and for an exact draft the sizes that it does not grow. `--against` compares with that file in place
+of writing it: a model type that is no longer exact ends the command with 1. `--only llama bert`
+drafts these alone.
 """
 
 import sys

@@ -47,7 +47,7 @@ class Float64Everywhere(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
-            return args[0].to(torch.float64)
+            return args[0].to(torch.float64, copy=True)
         if func in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if kwargs.get("dtype") is torch.float32:

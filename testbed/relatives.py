@@ -377,6 +377,32 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"qkv_bias": False, "image_size": [8, 16]},
     ),
     "xlm-roberta": ("XLMRobertaForMaskedLM", ENCODER, {}),
+    "falcon": (
+        "FalconForCausalLM",
+        {
+            **{k: v for k, v in BERT.items() if k != "intermediate_size"},
+            **{"ffn_hidden_size": 20, "layer_norm_epsilon": 1e-2, "pad_token_id": 0},
+        },
+        {"bias": True, "parallel_attn": False},
+    ),
+    # heads fill the stream
+    "helium": (
+        "HeliumForCausalLM",
+        {**ROTARY, "num_attention_heads": 3, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+        BIASES,
+    ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        {
+            **{k: v for k, v in ROTARY.items() if k != "head_dim"},
+            **{**GROUPS, **LATENT, "rms_norm_eps": 1e-2, "n_shared_experts": 1},
+            "topk_method": "group_limited_greedy",
+        },
+        {
+            **{**BIASES, "q_lora_rank": None, "topk_method": "greedy"},
+            **dict.fromkeys(("n_group", "topk_group")),
+        },
+    ),
     "biogpt": ("BioGptForCausalLM", ENCODER, {}),
     "cohere": ("CohereForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3}, {"attention_bias": True}),
     "glm4_moe_lite": (

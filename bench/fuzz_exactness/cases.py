@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,10 +107,13 @@ def draw(seed: int, number: int) -> Case:
     family = load_family(model_type)
     class_name = rng.choice(sorted(family.classes))
     own = _source_sizes(rng, family)
+    given = inner(SOURCES[model_type][1], family.under)
     for field, key in family.classes[class_name].repeats.items():
         # the config computes those that have no field, and others keep their values
         if (repeated := family.config[key].field) in own:
             own[field] = own[repeated]
+        elif repeated is None and field in given:
+            own[field] = family.config[key].of(SimpleNamespace(**{**given, **own}))
     ties = {TIED: own.pop(TIED)} if TIED in own else {}
     sizes = with_sizes(family, SOURCES[model_type][1], own) | ties
     how = _growth(rng, family.of_class(class_name), inner(sizes, family.under))
@@ -150,8 +154,12 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
         sizes[family.config_field("head_dim")] = rng.choice([2, 4, hidden // count])
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = rng.randint(3, 24)
-    sizes |= {family.config_field(key): rng.randint(1, 4) for key in family.ratios}
+    ratios = [key for key in family.ratios if key not in family.query_heads]
+    sizes |= {family.config_field(key): rng.randint(1, 4) for key in ratios}
     for above, _, below in (s.factors for s in family.config.values() if "/" in s.factors):
+        if above == family.config_field("stream"):
+            # which is a multiple of its heads
+            continue
         # of these, whole numbers
         if above in bound:
             sizes[above] = given[above] * hidden // given[family.config_field("stream")]

@@ -29,7 +29,8 @@ class Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.float:
-            return args[0].to(torch.float64)
+            # a copy, as of a model in 16 bits: complex views of rotary pairs need plain strides
+            return args[0].to(torch.float64, copy=True)
         if func in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if kwargs.get("dtype") is torch.float32:
