@@ -1,17 +1,20 @@
-"""Modules in a fork of a Python that has imported PyTorch and transformers.
+"""Modules in a fork of the process that runs the tests.
 
-A new Python imports them for several seconds of processor time. Here one process, the server, does
-nothing but import. Each call of `run` is a fork of it: ``python -m MODULE ARGUMENT...``, with the
-environment of the caller. When a fork ends, the server imports the modules that the fork had to
-import, for the next one. The server ends with the process that started it.
+A new Python imports PyTorch and transformers for ten seconds of processor time. The tests have
+imported them before the first one runs. There `start` forks the server, which does nothing but
+wait. Each call of `run` is a fork of it: ``python -m MODULE ARGUMENT...``, with the environment of
+the caller. When a fork ends, the server imports the modules that the fork had to import, for the
+next one. The server ends with the process that started it.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
@@ -22,26 +25,43 @@ import tempfile
 import traceback
 import warnings
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-ROOT = Path(__file__).parents[1]
 # names the file to which a fork writes the modules that it has imported
 NOTE = "GROWKERN_TEST_MODULES"
+# more than a process of the tests has open
+MOST_FILES = 1024
+
+
+class _Server(NamedTuple):
+    pid: int
+    requests: IO[str]
+    answers: IO[str]
 
 
 @functools.cache
-def _server() -> subprocess.Popen:
-    server = subprocess.Popen(
-        [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def start() -> _Server:
+    """Fork the server off. What this process imports or sets later is not in it."""
+    reads, asks = os.pipe()
+    answers, says = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not (pid := os.fork()):
+        try:
+            _leave(reads, says)
+            _serve(os.fdopen(reads), os.fdopen(says, "w"))
+        finally:
+            os._exit(0)
+    os.close(reads)
+    os.close(says)
+    server = _Server(pid, os.fdopen(asks, "w"), os.fdopen(answers))
     atexit.register(_end, server)
     return server
 
 
-def _end(server: subprocess.Popen) -> None:
-    server.stdin.close()
-    server.wait()
+def _end(server: _Server) -> None:
+    server.requests.close()
+    os.waitpid(server.pid, 0)
 
 
 def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.CompletedProcess:
@@ -56,24 +76,24 @@ def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.Com
         The exit code, and all that it wrote.
 
     Raises:
-        AssertionError: it took longer, or the server broke.
+        AssertionError: it took longer.
     """
-    command, server = [module, *map(str, arguments)], _server()
+    command, server = [module, *map(str, arguments)], start()
     with tempfile.TemporaryDirectory(prefix="growkern-warm-") as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", NOTE: f"{folder}/modules"}
         files = [f"{folder}/stdout", f"{folder}/stderr"]
-        print(json.dumps([command, environment, files]), file=server.stdin, flush=True)
-        answered, _, _ = select.select([server.stdout], [], [], limit_s)
-        answer = server.stdout.readline() if answered else ""
-        said = [Path(file).read_text() if os.path.exists(file) else "" for file in files]
-    if not answer:
-        _server.cache_clear()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        atexit.unregister(_end)
-        server.wait()
+        request = [command, os.getcwd(), environment, files]
+        print(json.dumps(request), file=server.requests, flush=True)
+        child = int(server.answers.readline())
+        in_time = select.select([server.answers], [], [], limit_s)[0]
+        if not in_time:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        code = int(server.answers.readline())
+        said = [Path(file).read_text() for file in files]
+    if not in_time:
         raise AssertionError(f"{module} did not end in {limit_s} s: {said[1][-4000:]}")
-    return subprocess.CompletedProcess(command, int(answer), *said)
+    return subprocess.CompletedProcess(command, code, *said)
 
 
 def note_modules() -> None:
@@ -82,10 +102,33 @@ def note_modules() -> None:
         Path(os.environ[NOTE]).write_text(json.dumps(sorted(sys.modules)))
 
 
+def _leave(*kept: int) -> None:
+    """Give up the files, the messages and the signals of the process that a fork comes from."""
+    os.setsid()
+    faulthandler.disable()
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in set(range(MOST_FILES)) - {null, *kept}:
+        # closed, its number would be given to another file, while an object still writes there
+        with contextlib.suppress(OSError):
+            os.fstat(file)
+            os.dup2(null, file)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, closefd=False)
+    # pytest takes warnings, logs and the source of tests for itself
+    importlib.reload(warnings)
+    sys.meta_path[:] = [x for x in sys.meta_path if not type(x).__module__.startswith("_pytest")]
+    logging.getLogger().handlers.clear()
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        handler = reference()
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _exit_code(command: list[str]) -> int:
     """Run a module in this process."""
     sys.argv = command
-    # an earlier fork may have imported it under its own name
+    # an earlier fork, or the tests, may have imported it under its own name
     sys.modules.pop(command[0], None)
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -100,19 +143,21 @@ def _exit_code(command: list[str]) -> int:
     return 0
 
 
-def _fork(command: list[str], environment: dict[str, str], files: list[str]) -> int:
-    """The exit code of a fork that runs a module; negative: of the signal that ended it."""
+def _begin(command: list[str], where: str, environment: dict[str, str], files: list[str]) -> int:
+    """The process of a fork that runs a module."""
+    for file in files:
+        Path(file).touch()
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return child
     code = 1
     try:
+        os.setsid()
+        os.chdir(where)
         os.environ.clear()
         os.environ.update(environment)
-        null = os.open(os.devnull, os.O_RDONLY)
-        outputs = [os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for file in files]
-        for target, source in enumerate([null, *outputs]):
-            os.dup2(source, target)
+        for target, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), target)
         code = _exit_code(command)
         if not os.path.exists(environment[NOTE]):
             note_modules()
@@ -130,6 +175,8 @@ def _import_noted(note: str) -> None:
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
+    # else every later fork would write what an import printed
+    sys.stdout.flush()
     gc.freeze()
 
 
@@ -138,14 +185,9 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
 
     torch.set_num_threads(1)
     for line in requests:
-        command, environment, files = json.loads(line)
-        code = _fork(command, environment, files)
+        command, where, environment, files = json.loads(line)
+        child = _begin(command, where, environment, files)
+        print(child, file=answers, flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         _import_noted(environment[NOTE])
         print(code, file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    # what an import prints must not be taken for an answer
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    _serve(sys.stdin, answers)

@@ -23,6 +23,7 @@ from growkern.publish.manifest import MANIFEST
 from growkern.train.dataset import cache, stream
 from growkern.train.run.file import load_run
 from growkern.train.topk_teacher import store
+from testbed import warm
 from tests.docs.run_blocks import STORIES, blocks_of
 
 ROOT = Path(growkern.__file__).parents[1]
@@ -36,17 +37,10 @@ def code_blocks(page, language):
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocks")
-    line = [sys.executable, "-m", "tests.docs.run_blocks", folder, *PAGES]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "200",
-        "OMP_NUM_THREADS": "1",
-        "GROWKERN_TOKENS": str(folder / "tokens"),
-    }
-    done = subprocess.run(
-        line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("COLUMNS", "200")
+        patched.setenv("GROWKERN_TOKENS", str(folder / "tokens"))
+        done = warm.run("tests.docs.run_blocks", folder, *PAGES)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "printed.json").read_text())
 

@@ -3,29 +3,22 @@
 `python -m tests.fuzz.fuzz DIRECTORY --cases 2000` takes more of them.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from testbed import warm
 from tests.fuzz import readers
 from tests.fuzz.fuzz import problem
 from tests.shared import walks
 
-ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).with_name("corpus")
 CASES = 150
 
 
 def test_what_is_damaged_is_refused_or_right(tmp_path):
-    cases, seed = str(CASES * walks.times), str(walks.start or 0)
-    command = [sys.executable, "-m", "tests.fuzz.fuzz", str(tmp_path), "--cases", cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--seed", seed], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    how = "--cases", CASES * walks.times, "--seed", walks.start or 0
+    done = warm.run("tests.fuzz.fuzz", tmp_path, *how, limit_s=600 * walks.times)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

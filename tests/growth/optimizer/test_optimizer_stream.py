@@ -20,6 +20,7 @@ from growkern.growth.optimizer import file as file_module
 from growkern.growth.optimizer import into
 from growkern.growth.optimizer.file import archive_size, check_archive, write_archive
 from growkern.publish import workplace
+from testbed import warm
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.disk.peak import measured
 
@@ -199,9 +200,7 @@ def test_killed_while_it_is_written_the_same_line_goes_on(tmp_path):
     staging = tmp_path / ".grown.growing"
     assert not target.exists()
     assert (staging / "new" / "optimizer.pt").stat().st_size > 0
-    done = subprocess.run(
-        [sys.executable, "-m", "growkern", *command], capture_output=True, text=True
-    )
+    done = warm.run("growkern", *command)
     assert done.returncode == 0, done.stderr
     assert "of it by an earlier run" in done.stdout
     assert not staging.exists()

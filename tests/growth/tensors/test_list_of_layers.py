@@ -1,8 +1,6 @@
 """`depth` as a list: each layer is the one that the list names, in every place that reads it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 import growkern
 from growkern import GrowthStep
 from growkern.growth.optimizer.moments import growth_lr_multipliers
+from testbed import warm
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from testbed.relatives import RELATIVES
 
@@ -85,8 +84,7 @@ def test_record_verify_and_command_know_the_list(tmp_path):
     source, _, _ = source_of("LlamaForCausalLM")
     small, large = tmp_path / "small", tmp_path / "large"
     source.float().save_pretrained(small)
-    command = [sys.executable, "-m", "growkern", "grow", small, large, "--depth", "0,1,2,1,2,3"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm.run("growkern", "grow", small, large, "--depth", "0,1,2,1,2,3")
     assert done.returncode == 0, done.stderr
     listed = [0, 1, 2, 1, 2, 3]
     assert json.loads((large / "lineage.json").read_text())["options"]["depth"] == listed
