@@ -47,11 +47,7 @@ BART = {
 }
 # queries grow from the fourth position on
 LATER = {
-    "rope_parameters": {
-        **ROPE,
-        "llama_4_scaling_beta": 0.1,
-        "original_max_position_embeddings": 4,
-    }
+    "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4}
 }
 OPT = {
     "vocab_size": 50,
@@ -234,10 +230,7 @@ LLAMA4_TOWER = {
     **{"image_size": 8, "patch_size": 4, "vision_output_dim": 6, "projector_input_dim": 6},
     "projector_output_dim": 6,
 }
-BY_KIND = {
-    "sliding_attention": ROPE,
-    "full_attention": {**ROPE, "rope_theta": 50000.0},
-}
+BY_KIND = {"sliding_attention": ROPE, "full_attention": {**ROPE, "rope_theta": 50000.0}}
 PARTIAL_BY_KIND = {kind: {**rope, "partial_rotary_factor": 0.5} for kind, rope in BY_KIND.items()}
 
 # model type -> class with a vocabulary head, sizes, options of a second source
@@ -272,11 +265,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", ROTARY, {"use_bias": True}),
     "eurobert": ("EuroBertForMaskedLM", ROTARY, BIASES),
     "exaone4": ("Exaone4ForCausalLM", {**ROTARY, **KINDS}, FULL),
-    "flex_olmo": (
-        "FlexOlmoForCausalLM",
-        EXPERTS,
-        {"norm_topk_prob": True, "attention_bias": True},
-    ),
+    "flex_olmo": ("FlexOlmoForCausalLM", EXPERTS, {"norm_topk_prob": True, "attention_bias": True}),
     "gemma": ("GemmaForCausalLM", ROTARY, {"attention_bias": True}),
     "gemma3": ("Gemma3ForConditionalGeneration", GEMMA3, {}),
     "glm": ("GlmForCausalLM", {**ROTARY, **HALF}, {"attention_bias": False}),
@@ -307,11 +296,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-3, **HALF}, BIASES),
     # wider norms without weights cannot serve a tied head
-    "olmo": (
-        "OlmoForCausalLM",
-        {**ROTARY, "tie_word_embeddings": False},
-        {"attention_bias": True},
-    ),
+    "olmo": ("OlmoForCausalLM", {**ROTARY, "tie_word_embeddings": False}, {"attention_bias": True}),
     "olmoe": ("OlmoeForCausalLM", WHOLE, {"norm_topk_prob": True, "attention_bias": True}),
     "olmo3": ("Olmo3ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
     "opt": ("OPTForCausalLM", OPT, {"enable_bias": False}),

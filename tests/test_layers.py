@@ -85,12 +85,7 @@ PARTS = {
         "loop",
         "run",
     ),
-    "growkern.plot": (
-        "figure",
-        "curves",
-        "roles",
-        "losses",
-    ),
+    "growkern.plot": ("figure", "curves", "roles", "losses"),
 }
 # the same of what is not installed
 NOT_INSTALLED = {"testbed", "bench", "tests", "examples"}

@@ -198,8 +198,7 @@ def test_one_scale_for_each_tensor(shape, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["hf_quant_config.json", "quantize_config.json", "quantization_config.json"],
+    "name", ["hf_quant_config.json", "quantize_config.json", "quantization_config.json"]
 )
 def test_a_second_file_that_says_quantised_is_refused(name, tmp_path):
     random_model("Qwen3ForCausalLM", ROTARY, dtype=torch.bfloat16).save_pretrained(tmp_path)

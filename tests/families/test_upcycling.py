@@ -50,10 +50,7 @@ PAIRS = {
     "Qwen3": ("qwen3_moe", HEADS),
     "Granite": ("granitemoe", MULTIPLIERS),
     "Glm4Moe": ("glm4_moe", {**HEADS, **GROUPED}),
-    "DeepseekV3": (
-        "deepseek_v3",
-        {**LATENT, **GROUPED, "num_key_value_heads": 6, "v_head_dim": 5},
-    ),
+    "DeepseekV3": ("deepseek_v3", {**LATENT, **GROUPED, "num_key_value_heads": 6, "v_head_dim": 5}),
 }
 WITH_SHARED = ("Qwen2", "Glm4Moe", "DeepseekV3")
 

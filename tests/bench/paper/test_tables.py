@@ -150,11 +150,11 @@ def test_every_system_is_a_run_file(system, tmp_path):
     run = run_of(job_of(DOMAIN, system, 1, 1e-3, 400))
     if system == "stackbert":
         assert [(x.at_step, x.sizes) for x in run.growth] == [
-            *((50, {"n_layer": 2}), (120, {"n_layer": 4})),
+            *((50, {"n_layer": 2}), (120, {"n_layer": 4}))
         ]
     if system == "mslt":
         assert [(x.at_step, x.sizes["n_layer"]) for x in run.growth] == [
-            *((50, 2), (100, 3), (150, 4)),
+            *((50, 2), (100, 3), (150, 4))
         ]
         assert {x.new_layers_steps for x in run.growth} == {50}
     if "two_stage" in system:

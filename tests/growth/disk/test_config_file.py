@@ -101,11 +101,7 @@ CASES = {
             "layer_types": 2 * TWO[::-1],
             "rope_parameters": kinds(rope(500.0), rope(100.0)),
         },
-        {
-            "global_rope_theta": 500.0,
-            "local_rope_theta": 100.0,
-            "global_attn_every_n_layers": 2,
-        },
+        {"global_rope_theta": 500.0, "local_rope_theta": 100.0, "global_attn_every_n_layers": 2},
     ),
 }
 

@@ -93,11 +93,7 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
 
 
 @pytest.mark.parametrize(
-    ("config", "what"),
-    [
-        (transformers.MambaConfig(), "nearest: "),
-        (T5, r"nearest: \w*t5"),
-    ],
+    ("config", "what"), [(transformers.MambaConfig(), "nearest: "), (T5, r"nearest: \w*t5")]
 )
 def test_what_fits_no_rule_is_named_with_the_nearest_table(config, what):
     with pytest.raises(growkern.GrowthError, match=what):

@@ -194,12 +194,7 @@ def test_depth_repeats_whole_layers(depth, layers):
 def test_width_comes_before_depth():
     """Stacked copies are widened layers; under AKI the copy of the last layer stays FPI."""
     grown = growkern.grow(
-        bert(),
-        method="aki",
-        hidden_size=24,
-        num_hidden_layers=6,
-        depth="stack",
-        symmetry="none",
+        bert(), method="aki", hidden_size=24, num_hidden_layers=6, depth="stack", symmetry="none"
     )
     state = grown.state_dict()
     for name in ("attention.output.dense.weight", "intermediate.dense.bias"):

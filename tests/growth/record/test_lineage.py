@@ -158,10 +158,7 @@ def test_a_source_in_memory_has_no_files_to_compare(tmp_path):
 def test_what_is_no_lineage(tmp_path, raw):
     grow(tmp_path)
     (tmp_path / "large" / "lineage.json").write_bytes(raw)
-    for call in (
-        lambda: verify(tmp_path),
-        lambda: growkern.growth_plan_of(tmp_path / "large"),
-    ):
+    for call in (lambda: verify(tmp_path), lambda: growkern.growth_plan_of(tmp_path / "large")):
         with pytest.raises(growkern.GrowthError, match=r"lineage\.json: not a growth record"):
             call()
 
@@ -214,12 +211,7 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_built(tmp_path, 
 
 @pytest.mark.parametrize(
     "index, text",
-    [
-        ([], ""),
-        ([0], "0"),
-        ([0, 1, 2, 0, 1], "0-2 0-1"),
-        ([5, 3, 3, 4, 9], "5 3 3-4 9"),
-    ],
+    [([], ""), ([0], "0"), ([0, 1, 2, 0, 1], "0-2 0-1"), ([5, 3, 3, 4, 9], "5 3 3-4 9")],
 )
 def test_index_maps_as_text(index, text):
     index = torch.tensor(index, dtype=torch.int64)

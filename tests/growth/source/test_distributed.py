@@ -12,10 +12,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import growkern
 from growkern import GrowthError

@@ -20,23 +20,14 @@ MOST_LAUNCHES = 8
 # Every kind of launch is in one of them, and so is every way to make a tensor: copies of layers,
 # the mean in uneven widths, two sources, shares, zeros of identity blocks.
 CASES = [
-    (
-        "BertForMaskedLM",
-        BERT,
-        {"hidden_size": 20, "num_attention_heads": 5, "symmetry": "noise"},
-    ),
+    ("BertForMaskedLM", BERT, {"hidden_size": 20, "num_attention_heads": 5, "symmetry": "noise"}),
     ("BertForMaskedLM", BERT, {"hidden_size": 24, "num_hidden_layers": 3, "method": "aki"}),
     ("GPT2LMHeadModel", GPT2, {"n_embd": 24, "symmetry": "split"}),
     ("LlamaForCausalLM", LLAMA, {"hidden_size": 36, "symmetry": "routing", "routing": 1.5}),
     (
         "LlamaForCausalLM",
         LLAMA,
-        {
-            "hidden_size": 24,
-            "intermediate_size": 33,
-            "depth": "identity",
-            "num_hidden_layers": 3,
-        },
+        {"hidden_size": 24, "intermediate_size": 33, "depth": "identity", "num_hidden_layers": 3},
     ),
 ]
 

@@ -135,10 +135,7 @@ def check_traffic(group):
     slices = [[h[0], h[1][start:stop], h[2][start:stop]] for h in (student, teachers[0])]
     where = {"group": group, "vocab_start": start, "vocab_size": V}
     try:
-        dist.all_gather = lambda out, x, **k: (
-            sent.append(x.shape),
-            gather(out, x, **k),
-        )
+        dist.all_gather = lambda out, x, **k: (sent.append(x.shape), gather(out, x, **k))
         dist.all_reduce = lambda x, **k: (
             sent.append(x.shape),
             dtypes.append(x.dtype),

@@ -13,12 +13,7 @@ from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.topk.op import topk_kl_mlm_op
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, relative_error
-from tests.ops.loss.test_linear_kl_mlm_loss import (
-    NAMES,
-    assert_same,
-    drifted_heads,
-    make_heads,
-)
+from tests.ops.loss.test_linear_kl_mlm_loss import NAMES, assert_same, drifted_heads, make_heads
 
 PROVIDERS = BACKENDS[1:]  # what is tested against the reference
 

@@ -48,11 +48,7 @@ class SizedStream(Stream):
         return len(self.data)
 
 
-DATA = {
-    "packed": Lists,
-    "stream": Stream,
-    "stream with a length": SizedStream,
-}
+DATA = {"packed": Lists, "stream": Stream, "stream with a length": SizedStream}
 
 
 def trained(case, folder, batch_size):

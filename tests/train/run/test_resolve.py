@@ -11,13 +11,7 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertForMaskedLM
 
-from growkern import (
-    GrowthError,
-    GrowthStep,
-    InheritanceSchedule,
-    TwoStageConfig,
-    TwoStageTrainer,
-)
+from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern import run as train
 from growkern.train import rules
 from growkern.train.loop.checks import length_of_run, steps_per_epoch

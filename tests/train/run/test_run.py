@@ -410,7 +410,7 @@ def test_each_generation_learns_from_the_one_before(workplace, capsys):
     assert [run.model.path for run in runs] == ["teacher", "model", "model"]
     assert [run.training.steps for run in runs] == [6, 6, 3]
     assert [run.teacher and run.teacher.paths for run in runs] == [
-        *(None, ("out/generation-1",), ("out/generation-2",)),
+        *(None, ("out/generation-1",), ("out/generation-2",))
     ]
     assert train(workplace / "run.toml").global_step == 3
     out, said = workplace / "out", capsys.readouterr().out.splitlines()

@@ -27,11 +27,7 @@ from tests.train.safety.runs import SENDERS, At, assert_same, small_trainer, wei
 from tests.train.safety.test_saving import full_while_saving
 
 ROOT = Path(__file__).parents[3]
-KINDS = {
-    signal.SIGINT: KeyboardInterrupt,
-    signal.SIGTERM: Terminated,
-    signal.SIGUSR1: Terminated,
-}
+KINDS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGUSR1: Terminated}
 
 
 def send(number):
