@@ -112,8 +112,8 @@ def _leave(*kept: int) -> None:
         with contextlib.suppress(OSError):
             os.fstat(file)
             os.dup2(null, file)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
     # pytest takes warnings, logs and the source of tests for itself
     importlib.reload(warnings)
     sys.meta_path[:] = [x for x in sys.meta_path if not type(x).__module__.startswith("_pytest")]
