@@ -106,7 +106,7 @@ def grow(
         revision: branch, tag or commit of a model on the Hub.
         family: the TOML file of a table of your own, for a model that growkern has none for.
         backend: backend of the expansion kernel, see `growkern.expand`.
-        progress: show a progress bar.
+        progress: show a progress bar, where stderr is a terminal.
         **how: the fields of `growkern.growth.options.GrowthOptions` (method, depth, scheme,
             symmetry, seed, ...) and the target sizes (`hidden_size=1024`, ...);
             `pad_vocab_to_multiple_of=64` rounds the vocabulary up.
@@ -157,7 +157,9 @@ def _warn_of_changes(grown: GrowthPlan) -> None:
 
 def _build_all(grown: GrowthPlan, *, backend: str | None, progress: bool) -> dict[str, Tensor]:
     state, total = {}, grown.parameters() * grown.dtype.itemsize
-    with tqdm(total=total, desc="growing", unit="B", unit_scale=True, disable=not progress) as bar:
+    with tqdm(
+        total=total, desc="growing", unit="B", unit_scale=True, disable=None if progress else True
+    ) as bar:
 
         def put(task: Task, tensor: Tensor) -> None:
             state[task.name] = tensor

@@ -100,14 +100,14 @@ def grow_into(
         revision: branch, tag or commit of a model on the Hub.
         family: the TOML file of a table of your own, for a model that growkern has none for.
         backend: backend of the expansion kernel, see `growkern.expand`.
-        progress: show a progress bar.
+        progress: show a progress bar, where stderr is a terminal.
         **how: the fields of `growkern.growth.options.GrowthOptions`. The sizes are those of
             `model`.
 
     Returns:
         The report, with the bytes that this process computed and the number of tensors that were
         skipped. The plan is also stored as `model.growth_plan`, and the model generates with the
-        source's settings.
+        source's settings. Saving the model writes no lineage: keep `report.to_dict()` with it.
 
     Raises:
         GrowthError: the source or the model cannot be used; then the model is unchanged. Or the
@@ -160,7 +160,9 @@ def fill(
         device: work_on(device if device.type == "cuda" else torch.device("cpu"), backend)
         for device in {x.device for x in locals_of.values()}
     }
-    with tqdm(total=len(parts), desc="growing", unit="tensor", disable=not progress) as bar:
+    with tqdm(
+        total=len(parts), desc="growing", unit="tensor", disable=None if progress else True
+    ) as bar:
         for task in tasks:
             local = locals_of[task.name]
             work = works[local.device]

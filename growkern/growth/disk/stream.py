@@ -385,7 +385,13 @@ class Stream:
         threads = torch.get_num_threads()
         with ExitStack() as stack:
             self._files = self.layout.open(self.directory, stack)
-            bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not progress)
+            bar = tqdm(
+                total=total,
+                desc=what,
+                unit="B",
+                unit_scale=True,
+                disable=None if progress else True,
+            )
             stack.enter_context(bar)
             # each worker's kernels take its share of the cores; PyTorch keeps that per thread,
             # and the default for later threads, which has to be put back
