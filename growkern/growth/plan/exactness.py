@@ -349,13 +349,15 @@ def _head_dim(plan: Blueprint) -> Iterator[Finding]:
 
 def _heads_under_norm(plan: Blueprint) -> Iterator[Finding]:
     """Heads or units that enter one norm, in the paper's scheme: its maps are random."""
-    together = [space.name for space in plan.small.family.spaces.values() if space.weighted]
+    spaces_of = plan.small.family.spaces
+    together = [space.name for space in spaces_of.values() if space.weighted]
     written = {
-        (name, task.source_layer)
+        (part, task.source_layer)
         for task in plan.tasks
         for axis in task.tensor.axes
         if axis.startswith("write:")
         for name in axis.removeprefix("write:").split("|")
+        for part in (name, *spaces_of[name].blocks)
     }
     for name in together if plan.options.scheme == "paper" else ():
         spaces = [plan.layout.space(name, layer) for space, layer in written if space == name]
