@@ -29,6 +29,8 @@ def opener(room: str, file: str) -> Callable[[str], Any]:
             found.update(doors(file))
         if name not in found:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        if found[name] == room:  # a whole module
+            return importlib.import_module(f"{room}.{name}")
         return getattr(importlib.import_module(found[name]), name)
 
     return open_door

@@ -96,8 +96,11 @@ BENCH_PARTS = ("shared", "launches", "on_gpu", "paper")
 
 # rooms whose `__init__` names what others may use
 WITH_DOORS = (
-    *("growth/source", "growth/space", "growth/plan", "growth/disk", "growth/record"),
-    *("growth/optimizer", "train/loss", "train/model", "train/run"),
+    *("families", "plot", "publish", "growth/draft", "growth/source", "growth/space"),
+    *("growth/plan", "growth/disk", "growth/record", "growth/optimizer"),
+    *("ops/adamw", "ops/backend", "ops/expand", "ops/loss"),
+    *("train/dataset", "train/distributed", "train/evaluation", "train/loop", "train/loss"),
+    *("train/model", "train/objectives", "train/run", "train/safety", "train/topk_teacher"),
 )
 
 # what renames: files and directories that appear whole, and checkpoints in a run's own directory

@@ -52,7 +52,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     from growkern.growth.plan import usable_cores
-    from growkern.ops.backend.choose import describe_backends
+    from growkern.ops.backend import describe_backends
 
     versions = {"python": platform.python_version(), "growkern": _own_version()}
     versions |= {name: _version(name) or "not installed" for name in PACKAGES}

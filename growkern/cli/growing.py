@@ -33,8 +33,7 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.errors import GrowthError, human, print_table, say
-from growkern.families.family import growable_fields
-from growkern.families.load import load_family, read_family, supported_families
+from growkern.families import growable_fields, load_family, read_family, supported_families
 from growkern.growth.disk import check_target, delete_staging, refusing
 from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions, check_moments, parse_size
 from growkern.growth.source import located
@@ -354,10 +353,9 @@ def tokens_of(source: Path, text: Path, length: int = 128, most: int = 4096) -> 
     """
     from growkern.growth.outputs import longest_of
     from growkern.growth.source import open_source
-    from growkern.train.dataset.load import pack_text
-    from growkern.train.dataset.source import read_text
+    from growkern.train.dataset import pack_text, read_text
     from growkern.train.model import align_labels, load_tokenizer
-    from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
+    from growkern.train.objectives import CausalLMCollator, MaskedLMCollator
 
     opened = open_source(source, allow_nonfinite=True, dequantize=True)
     tokenizer = load_tokenizer(source)

@@ -26,7 +26,7 @@ from growkern.errors import (
     reason,
     say,
 )
-from growkern.train.safety.signals import SignalWatch
+from growkern.train.safety import SignalWatch
 
 # of a table
 MOST_FAULTS = 20
@@ -79,8 +79,7 @@ def _sizes_of_source() -> tuple[dict[str, str], bool]:
 
     Where there is none, those of Llama, which most models share, and False.
     """
-    from growkern.families.family import growable_fields
-    from growkern.families.load import load_family
+    from growkern.families import growable_fields, load_family
     from growkern.growth.source import model_type_of
 
     kind = next(filter(None, (model_type_of(Path(word)) for word in sys.argv[1:])), None)

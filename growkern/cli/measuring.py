@@ -75,8 +75,8 @@ def evaluate(
         checkpoint_there(file)
         for pattern in [*(text or ()), *(more or ())]:
             matching_files(Path(), pattern)
+    from growkern.train.evaluation import read_arguments
     from growkern.train.evaluation.evaluate import evaluate as measure
-    from growkern.train.evaluation.evaluate import read_arguments
 
     silence_transformers()
     if file.suffix != ".toml":
@@ -115,13 +115,13 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw loss against FLOPs."""
-    from growkern.plot.curves import log_of, runs_in, savings_rows, savings_table
+    from growkern.plot import log_of, runs_in, savings_rows, savings_table
 
     # before matplotlib is imported
     runs = [run for directory in directories for run in runs_in(directory)]
     for run in (*runs, *(sources or ())):
         log_of(run)
-    from growkern.plot.losses import notes_on, plot_runs
+    from growkern.plot import notes_on, plot_runs
 
     groups = plot_runs(runs, out, sources=sources or [])
     for note in notes_on(groups):

@@ -87,7 +87,7 @@ def compare_checksums(
         raise GrowthError(f"{place}: no such directory: give one whose files have checksums")
     from growkern.growth.disk import CHECKSUMS_FILE, verify_checksums
     from growkern.growth.source import located, weight_files
-    from growkern.publish.manifest import differences
+    from growkern.publish import differences
 
     is_grown = (place / CHECKSUMS_FILE).exists()
     origin = None if target is None else located(source, revision)
@@ -150,7 +150,7 @@ def draft(
     as_json: AsJson = False,
 ) -> None:
     """Draft a table for SRC, a model without one, and check it. Exit 1 if it is not verified."""
-    from growkern.growth.draft.family import draft_family
+    from growkern.growth.draft import draft_family
     from growkern.growth.source import located, read_config
 
     silence_transformers()

@@ -18,7 +18,7 @@ from growkern.cli.app import (
 from growkern.errors import GrowthError, human, say
 from growkern.growth.source import located
 from growkern.train.run import check_paths, read_tables
-from growkern.train.safety.checkpoints import exportable
+from growkern.train.safety import exportable
 
 # of the error of a data loader
 DEAD_WORKER = "DataLoader worker"
@@ -42,10 +42,10 @@ def train(
     """
     # before PyTorch is imported, which takes seconds
     check_paths(read_tables(run), run.parent)
-    from growkern.train.distributed.shard import leave_processes
+    from growkern.train.distributed import leave_processes
     from growkern.train.run import resume_command
     from growkern.train.run import run as start
-    from growkern.train.safety.signals import INTERRUPTIONS, Terminated, settle
+    from growkern.train.safety import INTERRUPTIONS, Terminated, settle
 
     silence_transformers()
     code = 0
@@ -165,7 +165,7 @@ def cache_teacher(
 
     "The run" below is the training run that will use the cache.
     """
-    from growkern.train.topk_teacher.http import is_server
+    from growkern.train.topk_teacher import is_server
 
     served = is_server(source)
     if not served:
@@ -181,8 +181,8 @@ def cache_teacher(
     }
     if (given := {name: value for name, value in of_run.items() if value is not None}) and run:
         raise GrowthError(f"--run FILE says what {', '.join(given)} would: leave it out")
-    from growkern.train.topk_teacher.write import cache_teacher as make
-    from growkern.train.topk_teacher.write import check_options, check_place
+    from growkern.train.topk_teacher import cache_teacher as make
+    from growkern.train.topk_teacher import check_options, check_place
 
     # before the data is read, which may take hours. A run file is checked when it is read
     heat = 1.0 if temperature is None else temperature
@@ -223,7 +223,7 @@ def _opened(
         load_language_model,
         load_tokenizer,
     )
-    from growkern.train.topk_teacher.served import ServedTeacher
+    from growkern.train.topk_teacher import ServedTeacher
 
     if isinstance(source, str):
         # a server has no tokenizer to compare with, and gives log-probs at temperature 1
@@ -236,13 +236,9 @@ def _opened(
 
 def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cache_teacher` that the command line gives."""
-    from growkern.train.dataset.load import pack_text
+    from growkern.train.dataset import pack_text
     from growkern.train.model import load_tokenizer
-    from growkern.train.objectives.language_modeling import (
-        CausalLMCollator,
-        MaskedLMCollator,
-        check_probability,
-    )
+    from growkern.train.objectives import CausalLMCollator, MaskedLMCollator, check_probability
 
     wanted = ("TEXT", "--temperature", *(["--tokenizer"] if isinstance(source, str) else []))
     for name in wanted:
@@ -267,11 +263,11 @@ def _of_texts(source: Path | str, k: int, given: dict[str, Any]) -> dict[str, An
 
 def _of_run(source: Path | str, k: int, file: Path) -> dict[str, Any]:
     """The arguments of `cache_teacher` for the run of a run file."""
-    from growkern.train.dataset.load import load_data
+    from growkern.train.dataset import load_data
     from growkern.train.loss import check_tokenizers
     from growkern.train.model import load_tokenizer
     from growkern.train.run import load_run, locate
-    from growkern.train.topk_teacher.teacher import cache_arguments
+    from growkern.train.topk_teacher import cache_arguments
 
     base = file.parent
     run = load_run(file)

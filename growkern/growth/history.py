@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import GrowthError
-from growkern.families.family import Family
-from growkern.families.load import own_family
+from growkern.families import Family, own_family
 from growkern.files import read_json
 
 LINEAGE_FILE, CHECKSUMS_FILE, CARD_FILE = "lineage.json", "checksums.json", "README.md"

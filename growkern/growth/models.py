@@ -25,7 +25,7 @@ from transformers import initialization
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 
 from growkern.errors import GrowthError, reason, warn
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

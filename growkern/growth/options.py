@@ -20,7 +20,7 @@ from growkern.arguments import (
     whole_number,
 )
 from growkern.errors import GrowthError, nearest
-from growkern.ops.expand.limits import MOST_AMPLITUDE
+from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
 DEFAULT_SYMMETRY: Final = "routing"

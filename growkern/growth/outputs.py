@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from growkern.errors import GrowthError
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.models import is_dtensor, restore_buffers, tie, untrained_model
 from growkern.growth.source import Source
 

@@ -24,9 +24,14 @@ from rich.table import Table
 from rich.text import Text
 
 from growkern.errors import GrowthError, GrowthWarning, nearest, reason
-from growkern.families.family import NORM_KINDS, Family, field_faults, growable_fields
-from growkern.families.load import read_family
-from growkern.families.model import ModelSpec
+from growkern.families import (
+    NORM_KINDS,
+    Family,
+    ModelSpec,
+    field_faults,
+    growable_fields,
+    read_family,
+)
 from growkern.growth.grow import grow
 from growkern.growth.models import persistent_buffers, restore_buffers, tie, untrained_model
 from growkern.growth.outputs import Float64, random_inputs

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from growkern.arguments import nearest
 from growkern.errors import GrowthError
-from growkern.families.load import read_family
+from growkern.families import read_family
 from growkern.growth import models
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.models import refuse_flattened, unwrapped
@@ -48,7 +48,7 @@ from growkern.growth.stored import (
     refuse_overflow,
     row_blocks,
 )
-from growkern.ops.expand.many import Work, work_on
+from growkern.ops.expand import Work, work_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

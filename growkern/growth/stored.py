@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 
 # the integer types occur in buffers, which growth skips
 STORED_DTYPES = {

@@ -1,1 +1,13 @@
 """Pictures: losses of training runs, attention maps, and the origin of a grown model's units."""
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.plot.curves import log_of, runs_in, savings_rows, savings_table
+    from growkern.plot.losses import notes_on, plot_runs
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

@@ -24,7 +24,7 @@ from growkern.errors import GrowthError, human
 from growkern.files import read_json
 from growkern.growth.history import LINEAGE_FILE
 from growkern.plot.figure import plain
-from growkern.train.safety.checkpoints import STATE_FILE, checkpoints_in
+from growkern.train.safety import STATE_FILE, checkpoints_in
 
 # 300,000 lines of the log
 MOST_BYTES = 100_000_000

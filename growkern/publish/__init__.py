@@ -1,1 +1,17 @@
 """Writes directories and files whole, or not at all."""
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.publish import manifest, workplace
+    from growkern.publish.calls import delete, Held, Lock, LOCK_FILE, lock_file_of, locked
+    from growkern.publish.calls import make_folder, move, open_ours
+    from growkern.publish.manifest import damage_of, differences, MANIFEST, read_manifest
+    from growkern.publish.manifest import recorded_in, why_kept, write_manifest
+    from growkern.publish.workplace import check_space
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

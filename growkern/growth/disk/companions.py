@@ -28,9 +28,7 @@ from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from growkern.errors import GrowthError, warn
-from growkern.families.family import Family, inner
-from growkern.families.load import load_family, supported_families
-from growkern.families.model import ModelSpec
+from growkern.families import Family, ModelSpec, inner, load_family, supported_families
 from growkern.files import copy_file, read_json
 from growkern.growth.models import fit_cache, untrained_model
 from growkern.growth.plan import Blueprint

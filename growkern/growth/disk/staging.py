@@ -50,8 +50,7 @@ from growkern.growth.history import (
     MOST_LINEAGE_BYTES,
     NEEDED,
 )
-from growkern.publish import manifest, workplace
-from growkern.publish.manifest import recorded_in
+from growkern.publish import manifest, recorded_in, workplace
 
 KIND = "growing"
 Mark = tuple[str, int, int]

@@ -41,7 +41,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from growkern.errors import GrowthError
-from growkern.families.model import Names
+from growkern.families import Names
 from growkern.files import no_collections, write_all
 from growkern.growth.disk.checksums import checksum_pieces, checksum_rows
 from growkern.growth.disk.staging import Journal, Mark

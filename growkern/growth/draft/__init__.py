@@ -5,3 +5,14 @@ the values in a tiny float64 model (`watch`, `norms`, `matrices`). What is left,
 entries of a head turn together, is searched. The check of `growkern.growth.own_table` has the last
 word: without it a draft is never called verified.
 """
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.growth.draft.family import draft_family
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

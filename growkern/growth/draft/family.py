@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from growkern.errors import GrowthError, reason
-from growkern.families.load import own_family
+from growkern.families import own_family
 from growkern.files import toml_lines
 from growkern.growth.draft.probe import shapes, small_configs
 from growkern.growth.draft.sizes import Draft

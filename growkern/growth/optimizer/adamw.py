@@ -34,8 +34,7 @@ from growkern.growth.optimizer.state import decay_names
 from growkern.growth.plan import PlanOfModel
 from growkern.growth.sharded import local_part
 from growkern.growth.stored import own_name
-from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
-from growkern.ops.adamw.op import adamw_step
+from growkern.ops.adamw import Factors, StatePart, UpdateRule, adamw_step
 
 FUSED_DEVICES = ("cpu", "cuda")
 

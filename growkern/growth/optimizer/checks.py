@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.stored import StoredTensor
-from growkern.ops.expand.call import DTYPES
+from growkern.ops.expand import DTYPES
 
 # moment in the state of Adam, AdamW and Muon -> power of the gradient that it averages
 MUON = "momentum_buffer"

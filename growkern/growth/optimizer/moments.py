@@ -67,7 +67,7 @@ from growkern.growth.plan import (
     old_entries,
 )
 from growkern.growth.record import plan_of_source, unknown_growth
-from growkern.ops.expand.op import expand
+from growkern.ops.expand import expand
 
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule
 MUON_RULES: dict[str, Callable[[int, int], float]] = {

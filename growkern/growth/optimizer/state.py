@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.models import tie, untrained_model
 from growkern.growth.optimizer import checks
 from growkern.growth.optimizer.checks import MOMENTS, MUON, NO_RULE, trained

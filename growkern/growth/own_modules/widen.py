@@ -24,8 +24,7 @@ from growkern.growth.own_modules.trial import check_same_outputs
 from growkern.growth.source import refuse_computed
 from growkern.growth.space import copies as of_copies
 from growkern.growth.space import cyclic
-from growkern.ops.expand.call import Routing
-from growkern.ops.expand.op import expand
+from growkern.ops.expand import Routing, expand
 
 Shape = tuple[int, ...] | list[int]
 BY_HAND = "growkern.expand(weight, **growkern.widening(...))"

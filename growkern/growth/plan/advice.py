@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterator
 
 from growkern.errors import GrowthError, human, warn
-from growkern.families.family import inner
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec, inner
 from growkern.growth.history import forgotten
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Blueprint

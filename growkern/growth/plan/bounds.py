@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.models import is_dtensor
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.space import pair_step

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.families.spec import SpaceSpec
+from growkern.families import SpaceSpec
 from growkern.growth.outputs import (
     LARGEST,
     Float64,

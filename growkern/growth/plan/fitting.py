@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from growkern.errors import GrowthError, UnfitError
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.models import computed_tensors
 from growkern.growth.plan.blueprint import COMPUTED, Blueprint
 from growkern.growth.plan.bounds import values_of

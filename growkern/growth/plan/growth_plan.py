@@ -18,9 +18,7 @@ from transformers.utils import CONFIG_NAME
 
 from growkern.arguments import check_kind
 from growkern.errors import GrowthError
-from growkern.families.load import read_family
-from growkern.families.model import ModelSpec
-from growkern.families.spec import holds
+from growkern.families import ModelSpec, holds, read_family
 from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import (
@@ -47,7 +45,7 @@ from growkern.growth.space import (
     upcycled,
     way_of,
 )
-from growkern.ops.expand.call import DTYPES
+from growkern.ops.expand import DTYPES
 from growkern.package import version
 
 if TYPE_CHECKING:

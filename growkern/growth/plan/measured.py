@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from growkern.errors import human
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.files import parse_toml
 from growkern.growth.plan.blueprint import Blueprint
 

@@ -15,7 +15,7 @@ from growkern.errors import GrowthError
 from growkern.growth.options import parse_size
 from growkern.growth.plan.blueprint import Blueprint, Task
 from growkern.growth.stored import PIECE_BYTES, row_blocks
-from growkern.ops.expand.speed import cpu_bytes_per_second
+from growkern.ops.expand import cpu_bytes_per_second
 
 # more workers than this only wait for the disk; further cores share the rows of a piece
 MOST_WORKERS = 8

@@ -15,9 +15,7 @@ import torch
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
-from growkern.families.family import Family, growable_fields
-from growkern.families.model import ModelSpec
-from growkern.families.spec import FOLLOWING, follow_layers
+from growkern.families import FOLLOWING, Family, ModelSpec, follow_layers, growable_fields
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import PAD_VOCAB
 from growkern.growth.source import refuse_misread

@@ -31,9 +31,7 @@ from torch import Tensor, nn
 
 from growkern.arguments import Limit, between, check_fields, check_kind, path_of
 from growkern.errors import GrowthError, reason
-from growkern.families.family import Family
-from growkern.families.model import ModelSpec
-from growkern.families.spec import value_of
+from growkern.families import Family, ModelSpec, value_of
 from growkern.files import check_format, read_json
 from growkern.growth import history
 from growkern.growth.history import (
@@ -55,7 +53,7 @@ from growkern.growth.source import (
     read_config,
 )
 from growkern.growth.space import Layer, Space, class_that_became, upcycled
-from growkern.ops.expand.call import DTYPES as GROWN_DTYPES
+from growkern.ops.expand import DTYPES as GROWN_DTYPES
 from growkern.package import version
 
 if TYPE_CHECKING:

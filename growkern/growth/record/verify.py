@@ -29,7 +29,7 @@ from rich.text import Text
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.families.spec import value_of
+from growkern.families import value_of
 from growkern.growth.models import on_cpu_by_default
 from growkern.growth.outputs import Float64, all_outputs, as_model, fits, random_inputs
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors

@@ -24,9 +24,7 @@ import transformers
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.family import Family, inner
-from growkern.families.load import load_family, supported_families
-from growkern.families.model import ModelSpec
+from growkern.families import Family, ModelSpec, inner, load_family, supported_families
 from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.files import refuse_links_out
 from growkern.growth.source.refused import config_directory, known_class, known_type, refuse_unknown

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from growkern.errors import GrowthError
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.files import read_json
 from growkern.growth.history import CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.source import files

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from growkern.errors import GrowthError, warn
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.models import (
     FUNCTIONS,
     QUANTISED,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.families.model import ModelSpec
-from growkern.families.spec import TensorSpec
+from growkern.families import ModelSpec, TensorSpec
 from growkern.files import read_all
 from growkern.growth.source.files import EIGHT_BITS, Header, Transposed, WeightFile, weight_file
 from growkern.growth.stored import (

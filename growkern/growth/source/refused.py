@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from growkern.errors import GrowthError
-from growkern.families.load import load_family, shipped_table, supported_families
+from growkern.families import load_family, shipped_table, supported_families
 from growkern.files import read_json
 from growkern.package import DOCS
 

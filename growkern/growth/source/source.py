@@ -20,10 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError, warn
-from growkern.families.family import Family
-from growkern.families.load import load_family, supported_families
-from growkern.families.model import ModelSpec
-from growkern.families.spec import ANY
+from growkern.families import ANY, Family, ModelSpec, load_family, supported_families
 from growkern.files import no_collections
 from growkern.growth.history import History, family_in, history_in, history_of, no_weights
 from growkern.growth.models import class_of, is_dtensor, refuse_flattened, unwrapped

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.families.model import ModelSpec
-from growkern.families.spec import Row, SpaceSpec, holds, root_of
+from growkern.families import ModelSpec, Row, SpaceSpec, holds, root_of
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.rules import keep_choice, sleeping_map
 from growkern.growth.space.spaces import (

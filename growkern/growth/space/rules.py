@@ -45,8 +45,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError, UnfitError
-from growkern.families.model import ModelSpec
-from growkern.families.spec import SpaceSpec, condition_of, is_met
+from growkern.families import ModelSpec, SpaceSpec, condition_of, is_met
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.spaces import pair_step
 

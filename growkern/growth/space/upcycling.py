@@ -19,10 +19,16 @@ from typing import Any
 import transformers
 
 from growkern.errors import GrowthError, nearest
-from growkern.families.family import Family
-from growkern.families.load import load_family, supported_families
-from growkern.families.model import ModelSpec
-from growkern.families.spec import Dense, Row, TensorSpec, unfollowed
+from growkern.families import (
+    Dense,
+    Family,
+    ModelSpec,
+    Row,
+    TensorSpec,
+    load_family,
+    supported_families,
+    unfollowed,
+)
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Assembled, Parts, Source

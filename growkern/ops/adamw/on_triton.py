@@ -4,7 +4,8 @@ Equations are numbered in `op.py`. Shape letters used in this file: M, N rows an
 """
 
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
-from growkern.ops.backend.launch import jit, launch, next_power_of_2, tl
+from growkern.ops.backend import jit, next_power_of_2, tl
+from growkern.ops.backend.launch import launch
 
 # Four entries of a thread in each of two rows: loads of 16 bytes. With four rows sm_100 spills
 BLOCK_M, BLOCK_N = 2, 512

@@ -26,7 +26,7 @@ from torch import Tensor
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.on_cpu import adamw_step_on_cpu
 from growkern.ops.adamw.on_triton import adamw_step_on_triton
-from growkern.ops.backend.choose import COMMON, choose_backend
+from growkern.ops.backend import COMMON, choose_backend
 
 # numbers that the reference updates at a time: 512 KiB in float32. A GPU takes more at a time,
 # because each block needs about ten launches

@@ -1,1 +1,16 @@
 """The op `expand`: gathers and rescales the entries of a weight."""
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.ops.expand.call import DTYPES, Routing
+    from growkern.ops.expand.limits import MOST_AMPLITUDE
+    from growkern.ops.expand.many import OneByOne, Work, work_on
+    from growkern.ops.expand.op import expand
+    from growkern.ops.expand.speed import cpu_bytes_per_second
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

@@ -212,7 +212,7 @@ def _check_index(name: str, x: Tensor, device: torch.device) -> None:
 
 def _is_followed(x: Tensor) -> bool:
     # here, because a plan imports this module, and must be quick
-    from growkern.ops.backend.custom_ops import has_tangent
+    from growkern.ops.backend import has_tangent
 
     return (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x)
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.choose import BACKENDS, choose_backend
-from growkern.ops.backend.launch import EXACT, acc_dtype, jit, launch, tl
+from growkern.ops.backend import BACKENDS, EXACT, acc_dtype, choose_backend, jit, tl
+from growkern.ops.backend.launch import launch
 from growkern.ops.expand.call import ExpandCall, check_sizes
 from growkern.ops.expand.hashes import seed_words
 from growkern.ops.expand.on_triton import (

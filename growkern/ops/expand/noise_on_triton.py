@@ -1,6 +1,6 @@
 """Noise and routing of an element in Triton: (4) of `op.py`, and (3) and (5) of `hashes.py`."""
 
-from growkern.ops.backend.launch import jit, tl
+from growkern.ops.backend import jit, tl
 
 TOP_BIT = tl.constexpr(-(1 << 31))
 

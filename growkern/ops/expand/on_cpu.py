@@ -5,8 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from growkern.ops.backend import native
-from growkern.ops.backend.native import acc_torch_dtype
+from growkern.ops.backend import acc_torch_dtype, native
 from growkern.ops.expand.call import ROW_NOISE, ExpandCall, as_vector
 from growkern.ops.expand.hashes import keys_of_call, noise_of_entries
 

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend import nvrtc
-from growkern.ops.backend.launch import HAS_TRITON
-from growkern.ops.backend.native import acc_torch_dtype
-from growkern.ops.backend.nvrtc import TYPES, Grid, Kernel
+from growkern.ops.backend import HAS_TRITON, TYPES, Grid, Kernel, acc_torch_dtype, nvrtc
 from growkern.ops.expand.call import ExpandCall, as_vector
 from growkern.ops.expand.hashes import keys_of_call
 from growkern.ops.expand.on_triton import lines_of_call

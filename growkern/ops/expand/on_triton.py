@@ -7,7 +7,8 @@ weight; M, N those of the result.
 import torch
 from torch import Tensor
 
-from growkern.ops.backend.launch import EXACT, acc_dtype, jit, launch, next_power_of_2, tl
+from growkern.ops.backend import EXACT, acc_dtype, jit, next_power_of_2, tl
+from growkern.ops.backend.launch import launch
 from growkern.ops.expand.call import (
     COL_NOISE,
     COL_ROUTING,

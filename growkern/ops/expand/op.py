@@ -45,9 +45,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, library
 
-from growkern.ops.backend.choose import BACKENDS, choose_backend
-from growkern.ops.backend.custom_ops import NAMESPACE, Rules, apply
-from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
+from growkern.ops.backend import (
+    BACKENDS,
+    NAMESPACE,
+    Rules,
+    acc_torch_dtype,
+    advise_huge_pages,
+    apply,
+    choose_backend,
+)
 from growkern.ops.expand.call import (
     ExpandCall,
     Routing,

@@ -1,1 +1,16 @@
 """The fused losses: labels, and teachers by their logits or their likeliest tokens."""
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.ops.loss.linear.gemm import project
+    from growkern.ops.loss.rows.inputs import check_columns, LossParts
+    from growkern.ops.loss.rows.options import Divergence, IGNORE_INDEX, IN_TRAINING
+    from growkern.ops.loss.rows.options import InheritedKeywords, KL_OPTIONS, KLRows, LABEL_OPTIONS
+    from growkern.ops.loss.rows.options import LIMITS, LossCall, public, Tail
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

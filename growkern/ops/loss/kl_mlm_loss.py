@@ -61,7 +61,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from growkern.errors import GrowthError, warn
-from growkern.ops.backend.custom_ops import apply, check_tensors
+from growkern.ops.backend import apply, check_tensors
 from growkern.ops.loss.rows.inputs import (
     LossParts,
     backend_of,

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from growkern.ops.backend.custom_ops import Rules, apply
+from growkern.ops.backend import Rules, apply
 from growkern.ops.loss.kl_mlm_loss import (
     in_row_blocks,
     kl_mlm_rows_reference,

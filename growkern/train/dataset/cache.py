@@ -28,10 +28,20 @@ from torch.utils.data import Dataset
 
 from growkern.errors import GrowthError, warn
 from growkern.files import ALGORITHM, checksum, read_bounded, sync, sync_tree, write_whole
-from growkern.publish.calls import Held, Lock, delete, lock_file_of, move
-from growkern.publish.manifest import MANIFEST, damage_of, read_manifest, why_kept, write_manifest
-from growkern.publish.workplace import check_space
-from growkern.train.objectives.language_modeling import SOURCE
+from growkern.publish import (
+    MANIFEST,
+    Held,
+    Lock,
+    check_space,
+    damage_of,
+    delete,
+    lock_file_of,
+    move,
+    read_manifest,
+    why_kept,
+    write_manifest,
+)
+from growkern.train.objectives import SOURCE
 
 # Columns of a record or a row, of one length: input_ids int32, and labels int32 and weights
 # float32 if the data has them. The ids of a pair are those that are read and then those that are

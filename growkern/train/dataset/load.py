@@ -42,12 +42,7 @@ from growkern.train.dataset.source import (
 )
 from growkern.train.dataset.stream import TokenStream
 from growkern.train.model import IGNORE_INDEX, head_of
-from growkern.train.objectives.language_modeling import (
-    CausalLMCollator,
-    Collator,
-    MaskedLMCollator,
-    OuterCollator,
-)
+from growkern.train.objectives import CausalLMCollator, Collator, MaskedLMCollator, OuterCollator
 from growkern.train.rules import check
 
 TrainRows: TypeAlias = TokenRows | TokenStream | ConcatDataset[dict[str, Any]]
@@ -103,7 +98,7 @@ class TrainingData:
         if objective == "mlm":
             return MaskedLMCollator(tokenizer, share, seed)
         # a run needs the code of its own objective alone
-        from growkern.train.objectives.spans import DenoisingCollator, SpanCorruptionCollator
+        from growkern.train.objectives import DenoisingCollator, SpanCorruptionCollator
 
         if objective == "denoising":
             return DenoisingCollator(tokenizer, share, mean_span, seed)

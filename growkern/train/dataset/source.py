@@ -21,13 +21,7 @@ from growkern.errors import GrowthError, warn
 from growkern.files import matching_files, regular_size
 from growkern.train.dataset.cache import fingerprint
 from growkern.train.file_rules import OF_BARE_ROWS
-from growkern.train.objectives.language_modeling import (
-    DENOISING_SHARE,
-    SHARE,
-    SPANS,
-    Objective,
-    row_length,
-)
+from growkern.train.objectives import DENOISING_SHARE, SHARE, SPANS, Objective, row_length
 from growkern.train.rules import check
 
 # more tokens than any row has

@@ -26,7 +26,7 @@ from growkern.package import version
 from growkern.train.dataset.cache import IDS, Tokens, features_of
 from growkern.train.dataset.records import Reader, cut_rows
 from growkern.train.dataset.source import need_datasets, plain_errors
-from growkern.train.objectives.language_modeling import PASS, OuterCollator
+from growkern.train.objectives import PASS, OuterCollator
 
 # keys of a row and of a batch
 PLACE, PLACES = "place", "stream_places"

@@ -26,8 +26,7 @@ from growkern.arguments import as_list
 from growkern.errors import GrowthError, nearest
 from growkern.files import read_toml, to_dataclass
 from growkern.growth.source import is_hub_name, located
-from growkern.train.dataset.load import load_data
-from growkern.train.dataset.source import DataSection, find_sources
+from growkern.train.dataset import DataSection, find_sources, load_data
 from growkern.train.model import (
     IGNORE_INDEX,
     check_fits,
@@ -38,7 +37,7 @@ from growkern.train.model import (
     run_model,
     take_logits,
 )
-from growkern.train.objectives.language_modeling import Collator, Objective, evaluation_collator
+from growkern.train.objectives import Collator, Objective, evaluation_collator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

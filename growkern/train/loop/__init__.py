@@ -1,1 +1,18 @@
 """The training loop around a step: its optimizer, its callback and its numbers."""
+
+from typing import TYPE_CHECKING
+
+from growkern.rooms import opener
+
+# fmt: off
+if TYPE_CHECKING:
+    from growkern.train.loop.callbacks import ExpertBalancing
+    from growkern.train.loop.checks import check_switches, check_together, choose_precision
+    from growkern.train.loop.checks import stages_in_steps, steps_per_epoch, TrainerSettings
+    from growkern.train.loop.display import last_losses
+    from growkern.train.loop.growing import check_new_layers, check_order, grown_model, GrowthStep
+    from growkern.train.loop.growing import later_sizes, on_meta, options_of, Size, unfilled_model
+    from growkern.train.loop.trainer import TwoStageTrainer
+# fmt: on
+
+__getattr__ = opener(__name__, __file__)

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from growkern.errors import GrowthError
-from growkern.train.distributed.shards import create_optimizer_state
+from growkern.train.distributed import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import ExpertCounts, Meter
 from growkern.train.loss import Batches, InheritanceSchedule
 from growkern.train.model import unwrapped
-from growkern.train.objectives.language_modeling import EpochCollator
+from growkern.train.objectives import EpochCollator
 from growkern.train.optimizer import bare
-from growkern.train.safety.saving import Saver
-from growkern.train.safety.steps import StepWatch
-from growkern.train.topk_teacher.teacher import TopKCollator
+from growkern.train.safety import Saver, StepWatch
+from growkern.train.topk_teacher import TopKCollator
 
 
 class LoopCallback(TrainerCallback):

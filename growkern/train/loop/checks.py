@@ -23,7 +23,7 @@ from growkern.arguments import as_list, check_kind, check_steps
 from growkern.errors import GrowthError, nearest
 from growkern.growth.plan import GrowthPlan
 from growkern.growth.source import refuse_adapters
-from growkern.train.distributed.shard import (
+from growkern.train.distributed import (
     check_gradient_division,
     check_sharding,
     is_sharded,
@@ -48,8 +48,8 @@ from growkern.train.optimizer import (
     check_optimizer,
 )
 from growkern.train.rules import NOT_SHARDED, SHARD, check
-from growkern.train.safety.steps import StepOptions
-from growkern.train.topk_teacher.teacher import TopKRows, TopKTeacher
+from growkern.train.safety import StepOptions
+from growkern.train.topk_teacher import TopKRows, TopKTeacher
 
 OPTIONS = {
     "two_stage": TwoStageConfig,

@@ -31,7 +31,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, Limit, check_steps
 from growkern.errors import GrowthError, human, warn
-from growkern.families.model import ModelSpec
+from growkern.families import ModelSpec
 from growkern.growth.disk import complete_config
 from growkern.growth.history import History, history_of
 from growkern.growth.models import local_tensor, materialise, restore_buffers
@@ -41,12 +41,11 @@ from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
 from growkern.growth.record import growth_plan_of, keep_lineage, misfit
 from growkern.growth.sharded import device_of, fill, free_gathered, named_tensors, plan_into
 from growkern.growth.source import Source, open_source
-from growkern.train.distributed.shard import DistributedOptions, shard
-from growkern.train.distributed.shards import sources_of
+from growkern.train.distributed import DistributedOptions, sources_of
+from growkern.train.distributed.shard import shard
 from growkern.train.model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
-from growkern.train.safety.checkpoints import MANIFEST, step_of
-from growkern.train.safety.saving import Saver
+from growkern.train.safety import MANIFEST, Saver, step_of
 
 # a rate below this share of its peak before is called low; the peak is looked for in so many parts
 LEAST_RATE, PARTS = 0.9, 100

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growkern.ops.loss.rows.inputs import LossParts
+from growkern.ops.loss import LossParts
 from growkern.train.loss import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
 from growkern.train.model import IGNORE_INDEX, ModelPart, Sizes, is_experts, unwrapped
 

@@ -19,8 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from growkern.errors import GrowthError, warn
 from growkern.growth.history import GROWN_KEY
-from growkern.train.distributed.shard import is_sharded, prime
-from growkern.train.distributed.shards import Shards
+from growkern.train.distributed import Shards, is_sharded, prime
 from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.checks import (
     TrainerSettings,
@@ -43,12 +42,18 @@ from growkern.train.loss import (
     are_sent,
 )
 from growkern.train.model import setting
-from growkern.train.objectives.language_modeling import evaluation_collator
+from growkern.train.objectives import evaluation_collator
 from growkern.train.optimizer import OptimizerMaker, bare
-from growkern.train.safety.checkpoints import behind_link, step_of
-from growkern.train.safety.saving import Saver, Stops, evaluates_start, misses_evaluation
-from growkern.train.safety.signals import SignalWatch
-from growkern.train.safety.steps import StepWatch
+from growkern.train.safety import (
+    Saver,
+    SignalWatch,
+    StepWatch,
+    Stops,
+    behind_link,
+    evaluates_start,
+    misses_evaluation,
+    step_of,
+)
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from growkern.errors import GrowthError
 from growkern.growth.optimizer import growth_clip_norm_
 from growkern.growth.sharded import free_gathered
-from growkern.train.distributed.shards import without_shared
+from growkern.train.distributed import without_shared
 from growkern.train.loop import checks, setup
 from growkern.train.loop.growing import GrowthStep, complete_directory
 from growkern.train.loop.setup import make_collaborators, prepare
@@ -38,7 +38,7 @@ from growkern.train.loss import (
     unchanged_random_state,
 )
 from growkern.train.model import TwoStageConfig, evaluating, setting
-from growkern.train.objectives.language_modeling import evaluation_collator
+from growkern.train.objectives import evaluation_collator
 from growkern.train.optimizer import (
     OptimizerChoice,
     OptimizerOptions,
@@ -46,15 +46,18 @@ from growkern.train.optimizer import (
     plan_of_steps,
     products_of,
 )
-from growkern.train.safety.saving import (
+from growkern.train.safety import (
     EvaluationStopped,
+    OnNonfinite,
+    StepOptions,
     best_checkpoint,
+    clip_on_cpu,
+    guard_workers,
     misses_evaluation,
+    own_random_numbers,
     plain_hub_errors,
     set_dtype,
 )
-from growkern.train.safety.signals import guard_workers
-from growkern.train.safety.steps import OnNonfinite, StepOptions, clip_on_cpu, own_random_numbers
 
 
 class TwoStageTrainer(Trainer):

@@ -26,7 +26,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, warn
-from growkern.train.dataset.stream import PlacingCollator, StreamReader, TokenStream
+from growkern.train.dataset import PlacingCollator, StreamReader, TokenStream
 from growkern.train.loss.rows import (
     ROW_COUNTS,
     TAUGHT_BY,
@@ -36,7 +36,7 @@ from growkern.train.loss.rows import (
     count_rows,
 )
 from growkern.train.model import IGNORE_INDEX, align_labels, document_starts
-from growkern.train.objectives.language_modeling import IndexedDataset
+from growkern.train.objectives import IndexedDataset
 
 EXAMPLES_TO_SEARCH = 1000
 NO_DATA = "Batch does not contain any data"

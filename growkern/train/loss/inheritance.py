@@ -38,9 +38,9 @@ from growkern.arguments import as_list
 from growkern.errors import GrowthError, warn
 from growkern.growth.history import directory_of
 from growkern.growth.space import dense_families
+from growkern.ops.loss import LossParts
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
-from growkern.ops.loss.rows.inputs import LossParts
-from growkern.train.distributed.shard import is_sharded
+from growkern.train.distributed import is_sharded
 from growkern.train.loss.options import InheritanceSchedule
 from growkern.train.loss.rows import TAUGHT_BY, LossRows, as_known, check_keys, examples_of
 from growkern.train.model import (
@@ -53,7 +53,7 @@ from growkern.train.model import (
     teacher_inputs,
     teacher_options,
 )
-from growkern.train.objectives.language_modeling import SOURCE, Collator, OuterCollator
+from growkern.train.objectives import SOURCE, Collator, OuterCollator
 from growkern.train.rules import check
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "mask_token_id")

@@ -27,15 +27,16 @@ from transformers.models.auto.modeling_auto import (
 from growkern.arguments import as_list, check_kind
 from growkern.errors import GrowthError
 from growkern.growth.models import QUANTISED
-from growkern.ops.loss.rows.inputs import LossParts, check_columns
-from growkern.ops.loss.rows.options import (
+from growkern.ops.loss import (
     IN_TRAINING,
     LABEL_OPTIONS,
     InheritedKeywords,
     LossCall,
+    LossParts,
+    check_columns,
     public,
 )
-from growkern.train.distributed.shard import check_sharding, check_split_teacher
+from growkern.train.distributed import check_sharding, check_split_teacher
 from growkern.train.loss.inheritance import (
     GIVE_SIZE,
     check_same_objective,

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from growkern.arguments import SHARE, Limit, check_fields
 from growkern.errors import GrowthError
-from growkern.ops.loss.rows.options import KL_OPTIONS, LABEL_OPTIONS, Divergence, KLRows, Tail
-from growkern.ops.loss.rows.options import LIMITS as LOSS_LIMITS
+from growkern.ops.loss import KL_OPTIONS, LABEL_OPTIONS, Divergence, KLRows, Tail
+from growkern.ops.loss import LIMITS as LOSS_LIMITS
 from growkern.train.rules import check
 
 Decay = Literal["linear", "constant", "switch"]

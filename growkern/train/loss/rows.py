@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.loss.rows.options import KLRows
+from growkern.ops.loss import KLRows
 from growkern.train.model import IGNORE_INDEX, align_labels, align_rows, document_starts
 
 ROW_COUNTS, DECODER_MASK = "row_counts", "decoder_attention_mask"

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from growkern.families.load import load_family, supported_families
+from growkern.families import load_family, supported_families
 from growkern.train.model.load import probing
 from growkern.train.model.sub_model import ModelPart
 

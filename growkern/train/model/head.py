@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_module
 
 from growkern.errors import GrowthError
-from growkern.ops.loss.rows.options import IGNORE_INDEX
+from growkern.ops.loss import IGNORE_INDEX
 from growkern.train.model.load import probing, setting
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]

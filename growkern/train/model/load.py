@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from growkern.errors import GrowthError
-from growkern.families.load import load_family, supported_families
+from growkern.families import load_family, supported_families
 from growkern.files import read_json
 from growkern.growth.sharded import free_gathered
 from growkern.growth.source import (

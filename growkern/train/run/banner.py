@@ -11,14 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from growkern.errors import clean, human
-from growkern.train.dataset.load import describe_data
-from growkern.train.dataset.source import DataSection
-from growkern.train.loop.display import last_losses
-from growkern.train.loop.trainer import TwoStageTrainer
-from growkern.train.objectives.language_modeling import span_counts
+from growkern.train.dataset import DataSection, describe_data
+from growkern.train.loop import TwoStageTrainer, last_losses
+from growkern.train.objectives import span_counts
 from growkern.train.run.file import Run, TrainingSection
 from growkern.train.run.resolve import ResolvedRun
-from growkern.train.safety.checkpoints import step_of
+from growkern.train.safety import step_of
 
 PRECISIONS = {
     "fp32": "float32",

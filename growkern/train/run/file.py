@@ -53,16 +53,16 @@ from growkern.arguments import (
 )
 from growkern.errors import GrowthError, nearest
 from growkern.files import to_dataclass
-from growkern.ops.loss.rows.options import LABEL_OPTIONS
-from growkern.train.dataset.source import MOST, DataSection
-from growkern.train.distributed.shard import DistributedOptions
-from growkern.train.loop.growing import GrowthStep, check_order
+from growkern.ops.loss import LABEL_OPTIONS
+from growkern.train.dataset import MOST, DataSection
+from growkern.train.distributed import DistributedOptions
+from growkern.train.loop import GrowthStep, check_order
 from growkern.train.loss import InheritanceSchedule, LossOptions, Taught
 from growkern.train.model import ModelSection, TwoStageConfig
 from growkern.train.optimizer import OptimizerChoice, OptimizerOptions, check_choice
 from growkern.train.rules import check
 from growkern.train.run.tables import of_each, read_tables
-from growkern.train.topk_teacher.http import check_url
+from growkern.train.topk_teacher import check_url
 
 # keys of [trainer] that are keys of growkern
 OWNED = {

@@ -8,8 +8,7 @@ from pathlib import Path
 from growkern.errors import GrowthError
 from growkern.train.run.file import Run
 from growkern.train.run.resolve import has_steps_left, identity_of, is_ours, other_inputs
-from growkern.train.safety.checkpoints import behind_link
-from growkern.train.safety.staging import MARKER
+from growkern.train.safety import MARKER, behind_link
 
 
 def check_generations(runs: Sequence[Run], base: Path, *, overwrite: bool) -> None:

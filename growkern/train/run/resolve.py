@@ -39,19 +39,29 @@ from growkern.growth.source import (
     scale_block,
 )
 from growkern.package import version
-from growkern.publish.calls import LOCK_FILE, move
-from growkern.publish.manifest import MANIFEST, recorded_in, why_kept
-from growkern.train.dataset.cache import fingerprint
-from growkern.train.dataset.load import early_collator, open_data
-from growkern.train.dataset.records import Reader
-from growkern.train.dataset.source import DataSection, find_sources
-from growkern.train.distributed.shard import check_replicas, join_processes
-from growkern.train.loop.callbacks import ExpertBalancing
-from growkern.train.loop.checks import TrainerSettings, check_together, choose_precision
-from growkern.train.loop.growing import check_new_layers, later_sizes, on_meta, options_of
+from growkern.publish import LOCK_FILE, MANIFEST, move, recorded_in, why_kept
+from growkern.train.dataset import (
+    DataSection,
+    Reader,
+    early_collator,
+    find_sources,
+    fingerprint,
+    open_data,
+)
+from growkern.train.distributed import check_replicas, join_processes
+from growkern.train.loop import (
+    ExpertBalancing,
+    TrainerSettings,
+    check_new_layers,
+    check_together,
+    choose_precision,
+    later_sizes,
+    on_meta,
+    options_of,
+)
 from growkern.train.loss import check_tokenizers
 from growkern.train.model import check_directory, check_fits, has_tokenizer, load_tokenizer
-from growkern.train.objectives.language_modeling import Collator, Objective, choose
+from growkern.train.objectives import Collator, Objective, choose
 from growkern.train.rules import check
 from growkern.train.run.file import (
     Run,
@@ -60,15 +70,18 @@ from growkern.train.run.file import (
     checked_arguments,
     training_arguments,
 )
-from growkern.train.safety.checkpoints import (
+from growkern.train.safety import (
+    MARKER,
+    STAGING,
+    StepOptions,
     behind_link,
     checkpoints_in,
+    close_staging,
     damage,
     last_checkpoint,
+    open_staging,
     step_of,
 )
-from growkern.train.safety.staging import MARKER, STAGING, close_staging, open_staging
-from growkern.train.safety.steps import StepOptions
 
 # one of the longest run files makes this much
 FORMAT = 1

@@ -29,14 +29,20 @@ from transformers.utils import logging
 from growkern.arguments import path_of
 from growkern.errors import FOUND, GrowthError, warn
 from growkern.growth.optimizer import grow_optimizer_into
-from growkern.publish.calls import locked
-from growkern.train.dataset.cache import from_first
-from growkern.train.dataset.load import read_data
-from growkern.train.distributed.shard import DistributedOptions, shard
-from growkern.train.loop.callbacks import ExpertBalancing
-from growkern.train.loop.checks import check_switches, stages_in_steps, steps_per_epoch
-from growkern.train.loop.growing import Size, grown_model, unfilled_model
-from growkern.train.loop.trainer import TwoStageTrainer
+from growkern.publish import locked
+from growkern.train.dataset import from_first, read_data
+from growkern.train.distributed import DistributedOptions
+from growkern.train.distributed.shard import shard
+from growkern.train.loop import (
+    ExpertBalancing,
+    Size,
+    TwoStageTrainer,
+    check_switches,
+    grown_model,
+    stages_in_steps,
+    steps_per_epoch,
+    unfilled_model,
+)
 from growkern.train.run.banner import end, header, print_lines
 from growkern.train.run.file import load_runs
 from growkern.train.run.generations import check_generations
@@ -50,11 +56,8 @@ from growkern.train.run.resolve import (
     is_ours,
     resolve,
 )
-from growkern.train.safety.checkpoints import last_checkpoint, step_of
-from growkern.train.safety.signals import SignalWatch
-from growkern.train.safety.staging import close_staging
-from growkern.train.safety.steps import StepOptions
-from growkern.train.topk_teacher.teacher import TopKTeacher
+from growkern.train.safety import SignalWatch, StepOptions, close_staging, last_checkpoint, step_of
+from growkern.train.topk_teacher import TopKTeacher
 
 
 def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> TrainOutput | None:
@@ -285,10 +288,10 @@ def _rows_of_teacher(run: ResolvedRun) -> TopKTeacher | None:
     if section is None or schedule is None or section.is_model:
         return None
     if section.cache:
-        from growkern.train.topk_teacher.store import TeacherCache
+        from growkern.train.topk_teacher import TeacherCache
 
         return TopKTeacher(TeacherCache(run.base / section.cache), schedule)
-    from growkern.train.topk_teacher.served import ServedTeacher
+    from growkern.train.topk_teacher import ServedTeacher
 
     size = section.vocab_size
     served = ServedTeacher(

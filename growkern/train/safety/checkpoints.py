@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from growkern.errors import GrowthError, warn
-from growkern.publish.calls import delete, move
-from growkern.publish.manifest import MANIFEST, damage_of, read_manifest
+from growkern.publish import MANIFEST, damage_of, delete, move, read_manifest
 
 # transformers' name of the file with the log
 STATE_FILE = "trainer_state.json"

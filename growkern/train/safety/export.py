@@ -18,10 +18,8 @@ from growkern.growth.history import history_in
 from growkern.growth.models import materialise, restore_buffers
 from growkern.growth.record import DTYPES, keep_lineage
 from growkern.growth.source import class_in, read_config
-from growkern.publish import workplace
-from growkern.publish.calls import make_folder
-from growkern.publish.manifest import read_manifest, write_manifest
-from growkern.train.distributed.shards import has_weights, load_weights
+from growkern.publish import make_folder, read_manifest, workplace, write_manifest
+from growkern.train.distributed import has_weights, load_weights
 from growkern.train.model import load_language_model
 from growkern.train.safety.checkpoints import exportable, first_whole
 

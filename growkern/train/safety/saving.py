@@ -26,7 +26,7 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, say, warn
-from growkern.train.distributed.shards import Parts, Shards, all_finite, largest_entry, write_parts
+from growkern.train.distributed import Parts, Shards, all_finite, largest_entry, write_parts
 from growkern.train.safety.checkpoints import (
     MANIFEST,
     damage,

@@ -25,8 +25,7 @@ from safetensors import SafetensorError
 
 from growkern.errors import GrowthError
 from growkern.files import sync, sync_tree
-from growkern.publish.calls import delete, move, open_ours
-from growkern.publish.manifest import MANIFEST, write_manifest
+from growkern.publish import MANIFEST, delete, move, open_ours, write_manifest
 from growkern.train.safety.checkpoints import checkpoints_in
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from growkern.errors import GrowthError
-from growkern.ops.loss.linear.gemm import project
+from growkern.ops.loss import project
 from growkern.train.loss import as_known, real_tokens
 from growkern.train.model import check_causal, check_head, head_inputs, is_causal, softcap_of
-from growkern.train.objectives.language_modeling import Collator, EpochCollator
+from growkern.train.objectives import Collator, EpochCollator
 from growkern.train.topk_teacher.store import DTYPES, MAX_ID_BITS, CacheHeader
 from growkern.train.topk_teacher.teacher import (
     RowFacts,

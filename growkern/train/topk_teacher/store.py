@@ -41,7 +41,7 @@ from growkern.arguments import POSITIVE, Limit, between, check_fields
 from growkern.errors import GrowthError
 from growkern.files import check_format, read_json, regular_size, write_whole
 from growkern.package import version
-from growkern.publish.manifest import damage_of, read_manifest
+from growkern.publish import damage_of, read_manifest
 from growkern.train.topk_teacher.teacher import (
     RowFacts,
     TopKRows,

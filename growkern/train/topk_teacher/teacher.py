@@ -34,11 +34,7 @@ from growkern.train.loss import (
     tokenizer_fingerprint,
 )
 from growkern.train.model import IGNORE_INDEX, align_labels, align_rows
-from growkern.train.objectives.language_modeling import (
-    Collator,
-    IndexedDataset,
-    OuterCollator,
-)
+from growkern.train.objectives import Collator, IndexedDataset, OuterCollator
 from growkern.train.rules import check
 
 IDS, LOGPROBS = TEACHER_IDS, "teacher_topk_logprobs"

@@ -25,11 +25,10 @@ from growkern.arguments import check_kind
 from growkern.errors import GrowthError, nearest
 from growkern.files import checksum
 from growkern.growth.disk import Journal
-from growkern.publish import workplace
-from growkern.publish.manifest import why_kept, write_manifest
+from growkern.publish import why_kept, workplace, write_manifest
 from growkern.train.loss import check_own_tokenizer, tokenizer_fingerprint
 from growkern.train.model import load_language_model
-from growkern.train.objectives.language_modeling import Collator
+from growkern.train.objectives import Collator
 from growkern.train.topk_teacher.computed import (
     Contents,
     Examples,

@@ -48,9 +48,7 @@ from growkern.growth.plan.tensors.untrained import (
 )
 from growkern.growth.space import Space, partial_sums, take_shares
 from growkern.growth.stored import Read
-from growkern.ops.expand.call import Routing
-from growkern.ops.expand.many import OneByOne, Work, work_on
-from growkern.ops.expand.op import expand
+from growkern.ops.expand import OneByOne, Routing, Work, expand, work_on
 
 
 def build_each(

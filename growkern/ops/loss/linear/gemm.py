@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.ops.backend import native
-from growkern.ops.backend.native import acc_torch_dtype
+from growkern.ops.backend import acc_torch_dtype, native
 from growkern.ops.loss.linear.heads import (
     LEAST_HELD,
     Head,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.custom_ops import check_tensors
-from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
+from growkern.ops.backend import acc_torch_dtype, advise_huge_pages, check_tensors
 from growkern.ops.loss.rows.inputs import shard_of_call
 from growkern.ops.loss.rows.options import LossCall, Maths, Options
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, shard_of

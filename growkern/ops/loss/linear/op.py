@@ -20,16 +20,20 @@ import torch
 from torch import Tensor, library
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.custom_ops import (
+from growkern.ops.backend import (
+    HAS_TRITON,
     NAMESPACE,
     Rules,
+    acc_torch_dtype,
+    advise_huge_pages,
     apply,
     is_last_backward,
     is_plain_call,
+    jit,
     refuse_second_derivative,
+    tl,
 )
-from growkern.ops.backend.launch import HAS_TRITON, jit, launch, tl
-from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
+from growkern.ops.backend.launch import launch
 from growkern.ops.loss.linear.gemm import GradientSums, gemm_dtype, project, row_counts
 from growkern.ops.loss.linear.heads import (
     Head,

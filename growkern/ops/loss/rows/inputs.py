@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, library
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.choose import choose_backend
-from growkern.ops.backend.custom_ops import NAMESPACE, without_graph
-from growkern.ops.backend.native import acc_torch_dtype
+from growkern.ops.backend import NAMESPACE, acc_torch_dtype, choose_backend, without_graph
 from growkern.ops.loss.rows.options import LossCall, Options
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, live_kinds, named_terms
 from growkern.ops.loss.rows.vocab_parallel import WHOLE, Shard, check_shard, gather

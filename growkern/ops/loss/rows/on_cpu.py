@@ -10,8 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from growkern.ops.backend import native
-from growkern.ops.backend.native import acc_torch_dtype
+from growkern.ops.backend import acc_torch_dtype, native
 from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import Rows, Steps, clear
 

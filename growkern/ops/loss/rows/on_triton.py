@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from growkern.ops.backend.launch import acc_dtype, launch, next_power_of_2, tl
+from growkern.ops.backend import acc_dtype, next_power_of_2, tl
+from growkern.ops.backend.launch import launch
 from growkern.ops.loss.rows.once_on_triton import VARIABLE, may_read_once, read_rows_once
 from growkern.ops.loss.rows.state import Rows, Steps, clear
 from growkern.ops.loss.rows.triton_kernel import kl_mlm_rows_kernel

@@ -19,7 +19,8 @@ import os
 import torch
 from torch import Tensor
 
-from growkern.ops.backend.launch import jit, launch, next_power_of_2, tl
+from growkern.ops.backend import jit, next_power_of_2, tl
+from growkern.ops.backend.launch import launch
 from growkern.ops.loss.rows.state import Rows, Steps
 from growkern.ops.loss.rows.triton_blocks import base_of, exp_of, exponentials, weighted
 from growkern.ops.loss.rows.triton_sums import (

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, library
 
-from growkern.ops.backend.custom_ops import (
+from growkern.ops.backend import (
     NAMESPACE,
     Rules,
+    acc_torch_dtype,
+    advise_huge_pages,
     apply,
     refuse_second_derivative,
 )
-from growkern.ops.backend.native import acc_torch_dtype, advise_huge_pages
 from growkern.ops.loss.rows.on_cpu import rows_on_cpu
 from growkern.ops.loss.rows.on_triton import rows_on_triton
 from growkern.ops.loss.rows.state import (

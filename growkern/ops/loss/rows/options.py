@@ -19,7 +19,7 @@ from torch import Tensor
 
 from growkern.arguments import NOT_NEGATIVE, POSITIVE, SHARE, Limit
 from growkern.errors import GrowthError, nearest
-from growkern.ops.backend.custom_ops import check_tensors
+from growkern.ops.backend import check_tensors
 
 IGNORE_INDEX = -100
 Divergence = Literal["forward", "reverse", "jsd"]

@@ -6,7 +6,7 @@ multiples of 16 bytes. The columns behind the last whole block follow, with a ma
 Shape letters used in this file: V vocabulary.
 """
 
-from growkern.ops.backend.launch import jit, tl
+from growkern.ops.backend import jit, tl
 
 # --------------------------------------------------------- elementary functions
 #

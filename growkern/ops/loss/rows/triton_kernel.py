@@ -5,7 +5,7 @@
 Shape letters used in this file: N rows, V vocabulary, K teachers, S numbers of a row.
 """
 
-from growkern.ops.backend.launch import jit, tl
+from growkern.ops.backend import jit, tl
 from growkern.ops.loss.rows.triton_blocks import (
     ratio,
     store_gradient,

@@ -7,7 +7,7 @@ Equations are numbered in `kl_mlm_loss.py`.
 Shape letters used in this file: N rows, V vocabulary, K teachers, R x L x E columns of a block.
 """
 
-from growkern.ops.backend.launch import jit, tl
+from growkern.ops.backend import jit, tl
 from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.triton_blocks import (
     base_of,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from growkern.ops.backend.custom_ops import NAMESPACE, Rules
+from growkern.ops.backend import NAMESPACE, Rules
 from growkern.ops.loss.linear.heads import Head, some_rows
 from growkern.ops.loss.linear.op import (
     SCHEMA,

@@ -6,7 +6,8 @@ vocabulary.
 
 from torch import Tensor
 
-from growkern.ops.backend.launch import acc_dtype, jit, launch, next_power_of_2, tl
+from growkern.ops.backend import acc_dtype, jit, next_power_of_2, tl
+from growkern.ops.backend.launch import launch
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, most_columns
 from growkern.ops.loss.rows.state import Rows
 from growkern.ops.loss.rows.triton_blocks import (

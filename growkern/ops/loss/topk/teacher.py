@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.ops.backend.custom_ops import check_tensors
+from growkern.ops.backend import check_tensors
 from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import KL_ROW
 
