@@ -307,6 +307,7 @@ def _cells(line: Line, of_seeds: Pairs, best: Mapping[int, Share], *, goes_on: b
         title_of(line) + (", never grown" if goes_on and is_base(of_seeds) else ""),
         f"{pairs[0][0][0]['rate']:g}",
         interval([own[0]["losses"][0] for own, _ in pairs]),
+        *["-"] * (len(PARTS) - len(ends[0])),
         *(interval(losses) for losses in zip(*ends, strict=True)),
         interval([base - own[-1] for own, base in zip(ends, of_baseline, strict=True)]),
         *told.values(),
