@@ -1,20 +1,17 @@
-"""Modules in a fork of the process that runs the tests.
+"""Modules in a fork of a Python that has imported PyTorch and transformers.
 
-A new Python imports PyTorch and transformers for ten seconds of processor time. The tests have
-imported them before the first one runs. There `start` forks the server, which does nothing but
-wait. Each call of `run` is a fork of it: ``python -m MODULE ARGUMENT...``, with the environment of
-the caller. When a fork ends, the server imports the modules that the fork had to import, for the
-next one. The server ends with the process that started it.
+A new Python imports them for several seconds of processor time. Here one process, the server, does
+nothing but import. Each call of `run` is a fork of it: ``python -m MODULE ARGUMENT...``, with the
+environment of the caller. When a fork ends, the server imports the modules that the fork had to
+import, for the next one. The server ends with the process that started it.
 """
 
 import atexit
 import contextlib
-import faulthandler
 import functools
 import gc
 import importlib
 import json
-import logging
 import os
 import runpy
 import select
@@ -25,43 +22,26 @@ import tempfile
 import traceback
 import warnings
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
+ROOT = Path(__file__).parents[1]
 # names the file to which a fork writes the modules that it has imported
 NOTE = "GROWKERN_TEST_MODULES"
-# more than a process of the tests has open
-MOST_FILES = 1024
-
-
-class _Server(NamedTuple):
-    pid: int
-    requests: IO[str]
-    answers: IO[str]
 
 
 @functools.cache
-def start() -> _Server:
-    """Fork the server off. What this process imports or sets later is not in it."""
-    reads, asks = os.pipe()
-    answers, says = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not (pid := os.fork()):
-        try:
-            _leave(reads, says)
-            _serve(os.fdopen(reads), os.fdopen(says, "w"))
-        finally:
-            os._exit(0)
-    os.close(reads)
-    os.close(says)
-    server = _Server(pid, os.fdopen(asks, "w"), os.fdopen(answers))
+def _server() -> subprocess.Popen:
+    server = subprocess.Popen(
+        [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     atexit.register(_end, server)
     return server
 
 
-def _end(server: _Server) -> None:
-    server.requests.close()
-    os.waitpid(server.pid, 0)
+def _end(server: subprocess.Popen) -> None:
+    server.stdin.close()
+    server.wait()
 
 
 def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.CompletedProcess:
@@ -78,18 +58,18 @@ def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.Com
     Raises:
         AssertionError: it took longer.
     """
-    command, server = [module, *map(str, arguments)], start()
+    command, server = [module, *map(str, arguments)], _server()
     with tempfile.TemporaryDirectory(prefix="growkern-warm-") as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", NOTE: f"{folder}/modules"}
         files = [f"{folder}/stdout", f"{folder}/stderr"]
         request = [command, os.getcwd(), environment, files]
-        print(json.dumps(request), file=server.requests, flush=True)
-        child = int(server.answers.readline())
-        in_time = select.select([server.answers], [], [], limit_s)[0]
+        print(json.dumps(request), file=server.stdin, flush=True)
+        child = int(server.stdout.readline())
+        in_time = select.select([server.stdout], [], [], limit_s)[0]
         if not in_time:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
-        code = int(server.answers.readline())
+        code = int(server.stdout.readline())
         said = [Path(file).read_text() for file in files]
     if not in_time:
         raise AssertionError(f"{module} did not end in {limit_s} s: {said[1][-4000:]}")
@@ -102,33 +82,10 @@ def note_modules() -> None:
         Path(os.environ[NOTE]).write_text(json.dumps(sorted(sys.modules)))
 
 
-def _leave(*kept: int) -> None:
-    """Give up the files, the messages and the signals of the process that a fork comes from."""
-    os.setsid()
-    faulthandler.disable()
-    null = os.open(os.devnull, os.O_RDWR)
-    for file in set(range(MOST_FILES)) - {null, *kept}:
-        # closed, its number would be given to another file, while an object still writes there
-        with contextlib.suppress(OSError):
-            os.fstat(file)
-            os.dup2(null, file)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
-    # pytest takes warnings, logs and the source of tests for itself
-    importlib.reload(warnings)
-    sys.meta_path[:] = [x for x in sys.meta_path if not type(x).__module__.startswith("_pytest")]
-    logging.getLogger().handlers.clear()
-    for reference in logging._handlerList:  # type: ignore[attr-defined]
-        handler = reference()
-        if type(handler) is logging.StreamHandler:
-            handler.setStream(sys.stderr)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _exit_code(command: list[str]) -> int:
     """Run a module in this process."""
     sys.argv = command
-    # an earlier fork, or the tests, may have imported it under its own name
+    # an earlier fork may have imported it under its own name
     sys.modules.pop(command[0], None)
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -156,8 +113,10 @@ def _begin(command: list[str], where: str, environment: dict[str, str], files: l
         os.chdir(where)
         os.environ.clear()
         os.environ.update(environment)
-        for target, file in enumerate(files, 1):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), target)
+        null = os.open(os.devnull, os.O_RDONLY)
+        outputs = [os.open(file, os.O_WRONLY | os.O_APPEND) for file in files]
+        for target, source in enumerate([null, *outputs]):
+            os.dup2(source, target)
         code = _exit_code(command)
         if not os.path.exists(environment[NOTE]):
             note_modules()
@@ -175,8 +134,6 @@ def _import_noted(note: str) -> None:
             with contextlib.suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
-    # else every later fork would write what an import printed
-    sys.stdout.flush()
     gc.freeze()
 
 
@@ -191,3 +148,10 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         _import_noted(environment[NOTE])
         print(code, file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    # what an import prints must not be taken for an answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _serve(sys.stdin, answers)

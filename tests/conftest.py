@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from testbed import cuda_emulator, interpreter, warm
+from testbed import cuda_emulator, interpreter
 from tests.shared import walks
 
 ROOT = Path(__file__).parents[1]
@@ -87,8 +87,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
-    # before any test has changed anything
-    warm.start()
 
 
 @pytest.fixture
