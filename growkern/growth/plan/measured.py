@@ -75,8 +75,8 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
         f"in short, at {human(mine)} tokens per parameter (saved: training FLOPs to the loss from "
         "scratch; own runs: models of at most 2 million parameters):"
     )
-    longer = "train a smaller one longer (it was ahead wherever it was tried)"
-    return title, *lines, f"  any size will do: {longer}"
+    other = "below 20 tokens per parameter train a smaller one longer; from there on, from scratch"
+    return title, *lines, f"  any size will do: {other}"
 
 
 def distance(mine: float, row: Row) -> float:

@@ -374,7 +374,7 @@ def test_a_verdict_is_what_the_nearest_measurements_say(class_name, growth, toke
     sizes = BERT if "Bert" in class_name else BIG
     plan = growkern.plan(meta(class_name, **sizes), **growth)
     _, *lines = plan.verdict(tokens * plan.parameters())
-    assert len(lines) == 4 and "train a smaller one longer" in lines[-1]
+    assert len(lines) == 4 and "a smaller one longer" in lines[-1]
     assert all(words in line for words, line in zip(said, lines, strict=False)), lines
 
 
