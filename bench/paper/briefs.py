@@ -14,7 +14,6 @@ from bench.paper.compare import (
     Pairs,
     Row,
     Share,
-    alone,
     best_of,
     check_savings,
     committed,
@@ -165,15 +164,11 @@ STUDIES = {
         "a family of 4 x 32, 4 x 64 and 4 x 96",
         dict.fromkeys(("up to 4 x 64", "up to 4 x 96"), ALL),
         {
-            words: tuple(("family", system, size) for size in ("4x64", "4x96"))
-            for words, system in (
-                ("each grown from the one before", "chained"),
-                ("the same, `direct_copy`", "chained_copy"),
-            )
-        }
-        | {
-            "the same, `fresh`": tuple(
-                ("family", "chained_fresh", x) for x in ("4x64 at 0.0052", "4x96")
+            words: (("family", system, middle), ("family", system, "4x96"))
+            for words, system, middle in (
+                ("each grown from the one before", "chained", "4x64"),
+                ("the same, `direct_copy`", "chained_copy", "4x64 at 0.0052"),
+                ("the same, `fresh`", "chained_fresh", "4x64 at 0.0052"),
             )
         },
         {
@@ -235,18 +230,17 @@ def savings(
     if TABLES[where[0]].baseline != "scratch":
         # it goes on with the small model, and is the one that is never grown
         return [text_of([Share(saved(*x)) for x in pairs.values()], SEEDS)] * len(questions)
-    setting, texts = line.setting, []
+    smaller, texts = smaller_alone(line.setting, pairs, rows), []
     for question in questions:
         needs_source = question in ("family", "existing")
         if needs_source and not any(own[-1]["source flops"] for own, _ in pairs.values()):
             texts.append("-")
             continue
-        shares = []
-        for seed, (own, base) in pairs.items():
-            smaller = (alone(setting, size, seed, base, rows) for size in sizes)
-            if question != "loss" or any(x is not None for x in smaller):
-                best = best_of(smaller_alone(setting, seed, base, rows).values())
-                shares.append(share(question, own, best, base))
+        shares = [
+            share(question, own, best_of(smaller[seed].values()), base)
+            for seed, (own, base) in pairs.items()
+            if question != "loss" or smaller[seed].keys() & set(sizes)
+        ]
         texts.append(text_of(shares, SEEDS))
     return texts
 
@@ -260,9 +254,9 @@ def never_grown(
         return ["-"] * len(questions)
     if place.size is None:
         return [MARK] * len(questions)
-    found = [alone(line.setting, place.size, s, base, rows) for s, (_, base) in pairs.items()]
-    known = [x for x in found if x is not None]
-    text = text_of(known, SEEDS) if known else "not trained alone"
+    found = smaller_alone(line.setting, pairs, rows).values()
+    known = [of[place.size] for of in found if place.size in of]
+    text = text_of(known, SEEDS) if known else "not trained alone for as many FLOPs"
     return [text if question == "loss" else "-" for question in questions]
 
 

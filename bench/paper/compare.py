@@ -46,7 +46,7 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
 def saved(runs: Sequence[Row], baseline: Sequence[Row], *, with_source: bool = False) -> float:
     """The share of the baseline's FLOPs that is saved to reach the baseline's final loss.
 
-    What the baseline too began with is counted for neither.
+    What both began with is counted for neither. What the baseline alone began with is counted.
 
     Args:
         runs: of one seed, the shortest first. Between two of them the loss falls linearly.
@@ -63,7 +63,7 @@ def saved(runs: Sequence[Row], baseline: Sequence[Row], *, with_source: bool = F
     if spent is None:
         return math.nan
     source = runs[-1]["source flops"] - mark["source flops"] if with_source else 0.0
-    return 1 - (spent + source) / mark["flops"][-1]
+    return 1 - (spent + max(source, 0.0)) / (mark["flops"][-1] + max(-source, 0.0))
 
 
 def is_early(runs: Sequence[Row], baseline: Sequence[Row]) -> bool:
@@ -241,9 +241,12 @@ QUESTIONS = {
 
 # cells and lines of tables of savings
 MARK = "0%, the mark"
-NONE = "no smaller model was trained alone here"
+NONE = "no smaller model was trained alone for as many FLOPs"
 # what says that a column or a cell tells of a saving
-TELLS = re.compile(r"\bsaved\b|not reached by \d|did not reach|[≥≤] -?\d|± [\d.]+%")
+TELLS = re.compile(
+    r"\bsav(ed|es|ings?)\b|not reached by \d|did not reach|[≥≤] -?\d|± [\d.]+ ?%|% (less|fewer)",
+    re.I,
+)
 
 
 def check_savings(name: str, text: str) -> str:
@@ -257,7 +260,7 @@ def check_savings(name: str, text: str) -> str:
     Raises:
         GrowthError: a saving has no question, or no model that is never grown.
     """
-    for part in re.findall(r"(?:^\|.*\n?)+", text, re.M):
+    for part in re.findall(r"(?:^ *\|.*\n?)+", text, re.M):
         head, _, *lines = ([x.strip() for x in line.strip("|").split("|")] for line in _rows(part))
         _check_table(f"table {name!r}, {head[0]!r}", head, lines)
     return text
@@ -312,6 +315,10 @@ SHARED = (
 Runs = Sequence[Row]
 
 
+# the bound of a share of which the runs had too few FLOPs to tell
+SHORT = "short"
+
+
 class Share(NamedTuple):
     """A share of FLOPs that is saved; `bound`: "≥" or "≤" if the shortest run tells no more."""
 
@@ -350,21 +357,21 @@ def fixed_sizes(
     }
 
 
-def alone(
-    setting: Setting, size: Size, seed: int, base: Runs, rows: Mapping[str, Row]
-) -> Share | None:
-    """What a size that is never grown saves to the loss where a baseline ends.
+def _alone(ends: Sequence[tuple[float, float]], mark: Row) -> Share | None:
+    """What a size that is never grown saves to the loss where a baseline ends, with one seed.
+
+    Args:
+        ends: the FLOPs and losses of its runs.
 
     Returns:
-        NaN if it does not get there; None if it was not run, or only for longer than the baseline.
+        NaN if it does not get there, with the bound `SHORT` if it had fewer FLOPs. None if it was
+        run for longer only.
     """
-    ends = fixed_sizes(setting, seed, rows).get(size)
-    if ends is None:
-        return None
-    spent = first_crossing(*zip(*ends, strict=True), base[-1]["losses"][-1])
+    spent, most = first_crossing(*zip(*ends, strict=True), mark["losses"][-1]), mark["flops"][-1]
     if spent is None:
-        return Share(math.nan)
-    share = Share(1 - spent / base[-1]["flops"][-1], "≥" if spent == ends[0][0] else "")
+        # steps are whole, so equal FLOPs differ a little
+        return Share(math.nan, SHORT if ends[-1][0] < 0.99 * most else "")
+    share = Share(1 - spent / most, "≥" if spent == ends[0][0] else "")
     return None if share.bound and share.value < 0 else share
 
 
@@ -383,16 +390,35 @@ def share(question: str, runs: Runs, best: Share, base: Runs) -> Share:
 
 
 def smaller_alone(
-    setting: Setting, seed: int, base: Runs, rows: Mapping[str, Row]
-) -> dict[Size, Share]:
-    """What each size saves that was run and is smaller than the target; NaN: not reached."""
-    large = setting.target
-    found = {
-        size: alone(setting, size, seed, base, rows)
-        for size in fixed_sizes(setting, seed, rows)
-        if size != large and size.layers <= large.layers and size.width <= large.width
+    setting: Setting, pairs: Pairs, rows: Mapping[str, Row]
+) -> dict[int, dict[Size, Share]]:
+    """What each size saves that was run and is smaller than the target.
+
+    Runs with fewer FLOPs tell nothing where they do not get there. Then the seeds that get there
+    are no fair sample, so only those remain that do not and had as many FLOPs.
+
+    Returns:
+        Seed -> size -> its share; NaN: not reached.
+    """
+    large, found = setting.target, dict[int, dict[Size, Share]]()
+    for seed, (_, base) in pairs.items():
+        sizes = fixed_sizes(setting, seed, rows).items()
+        shares = {size: _alone(ends, base[-1]) for size, ends in sizes}
+        found[seed] = {
+            size: share
+            for size, share in shares.items()
+            if share is not None
+            and (size != large and size.layers <= large.layers and size.width <= large.width)
+        }
+    short = {size for of in found.values() for size, share in of.items() if share.bound == SHORT}
+    return {
+        seed: {
+            n: x
+            for n, x in of.items()
+            if n not in short or (x.bound != SHORT and math.isnan(x.value))
+        }
+        for seed, of in found.items()
     }
-    return {size: share for size, share in found.items() if share is not None}
 
 
 def best_of(shares: Iterable[Share]) -> Share:

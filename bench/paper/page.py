@@ -70,7 +70,7 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
   is compared with the best smaller size that was trained alone. These sizes stand below their
   baseline as "never grown".
 - The optimizer's FLOPs count too. Those of AdamW are no products, and next to none. Muon's own
-  products are 39 % of a step of GPT-2 4 x 128, 20 % of Qwen3 8 x 64 and 8 % of 8 x 32.
+  products add 39 % to a step of GPT-2 4 x 128, 20 % to Qwen3 8 x 64 and 8 % to 8 x 32.
 - Between runs of two
   lengths the loss is taken to fall linearly. In truth it falls faster at first, so that the savings
   are a little too low. Some lines have shorter runs for it, which no column shows. The
@@ -241,7 +241,7 @@ def _table(name: str, by_line: Mapping[Line, Pairs], rows: Mapping[str, Row]) ->
     for line, pairs in by_line.items():
         alone: dict[int, dict[Size, Share]] = {}
         if is_base(pairs) and TABLES[name].baseline == "scratch":
-            alone = {n: smaller_alone(line.setting, n, x, rows) for n, (_, x) in pairs.items()}
+            alone = smaller_alone(line.setting, pairs, rows)
         if is_base(pairs):
             # seeds that lack a size say nothing of the best one
             sizes = {size for of in alone.values() for size in of}

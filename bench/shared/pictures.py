@@ -1,5 +1,6 @@
 """Draws the demo's curves and those of a GPU. Says where the units of a growth come from."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from growkern.growth.record.lineage import read_lineage, recorded_plan
 from growkern.growth.source.config import read_config
 from growkern.growth.source.hub import hub_model
 from growkern.growth.space.layout import Layer
-from growkern.plot.curves import HEADS, Curve, Group, groups_of, savings_cells
+from growkern.plot.curves import HEADS, NOT_REACHED, Curve, Group, groups_of, savings_cells
 from growkern.plot.figure import COLORS, GREY, new_figure
 from growkern.plot.losses import draw as draw_losses
 
@@ -86,7 +87,10 @@ def demo_table(results: Path) -> str:
     scratch, *others = groups_of(*_demo_curves(demo), paired=True)
     small = Group("small model, never grown", others[0].sources, scratch.marks)
     cells = savings_cells([scratch, small, *others])
-    # a model that does not reach the mark saves nothing, and says so below the savings too
+    spent = max(curve.flops[-1] for curve in small.curves) / (scratch.cost() or math.inf)
+    if cells[1][2] == NOT_REACHED and spent < 0.99:
+        cells[1][2:] = [f"stopped at {spent:.0%} of these FLOPs", "not known", "not known"]
+    # it saves nothing where it does not reach the mark
     cells[1][3:] = [x if x != "-" else cells[1][2] for x in cells[1][3:]]
     return table(heads, cells)
 
