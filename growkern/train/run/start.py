@@ -246,7 +246,7 @@ def build_trainer(
         planned=run.planned,
     )
     # so that the curves of small and grown models begin alike
-    trainer.evaluates_first = True
+    trainer.evaluates_first = "eval_on_start" not in (settings.trainer or {})
     if run.teachers:
         # their tokenizers were compared when the run was resolved
         trainer.objective.teachers.known = run.known
