@@ -381,6 +381,8 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             **{k: v for k, v in ROTARY.items() if k != "head_dim"},
             **{**GROUPS, **LATENT, "rms_norm_eps": 1e-2, "n_shared_experts": 1},
+            # its keys are read as complex numbers, which float32 allows at an even stride alone
+            "kv_lora_rank": 14,
             "topk_method": "group_limited_greedy",
         },
         {

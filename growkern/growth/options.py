@@ -326,6 +326,10 @@ class GrowthKeywords(TypedDict, total=False):
     # ViT and DINOv2
     pooler_output_size: int
     mlp_ratio: int
+    # Falcon
+    ffn_hidden_size: int
+    # Gemma 4
+    hidden_size_per_layer_input: int
 
 
 def check_moments(moments: str) -> None:

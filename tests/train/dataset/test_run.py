@@ -110,7 +110,7 @@ def test_a_run_on_records(workplace, capsys):
     said = capsys.readouterr().out
     assert "trainer    adam_beta2 = 0.95" in said
     assert re.search(r"data       \d+ rows, [\d.]+ k tokens in .*tokens.*; \d+ rows for", said)
-    assert sum("eval_loss" in line for line in history(workplace / "out")) == 2
+    assert sum("eval_loss" in line for line in history(workplace / "out")) == 3
     # one for training, one for the evaluation, which has no weights
     columns = sorted(
         sorted(path.name for path in one.glob("*.bin")) for one in workplace.glob("tokens/[!.]*")
