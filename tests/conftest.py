@@ -110,6 +110,14 @@ def seeded():
 
 
 @pytest.fixture(autouse=True)
+def no_group_left():
+    """A sharded run starts a process group that lives as long as the process."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
 def empty_is_nan():
     """``torch.empty`` is NaN inside a test, so a store that a kernel forgets cannot pass."""
     torch.use_deterministic_algorithms(True, warn_only=True)

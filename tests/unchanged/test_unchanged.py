@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import growkern
 from growkern.cli.commands import app
@@ -166,8 +165,6 @@ def alone():
     yield
     random.setstate(numbers)
     np.random.set_state(others)  # noqa: NPY002
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_every_public_name_and_every_command_has_a_row():

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
@@ -67,14 +66,6 @@ def only_tokenizer(folder, names):
     return [name for name in names if "token" not in name and "vocab" not in name]
 
 
-@pytest.fixture
-def one_group():
-    """The process group of one rank that a sharded run starts."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def log_of(folder):
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     keys = (*MEASURED, "train_runtime", "eval_runtime")
@@ -100,7 +91,7 @@ def assert_same_weights(checkpoint, model):
 
 
 @pytest.mark.parametrize("workplace", ["llama"], indirect=True)
-def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F811
+def test_two_ranks_grow_stop_resume_and_export(workplace):  # noqa: F811
     """Against one process that grows the whole model, and against a run without a stop."""
     for name in ("straight", "stopped", "fewer"):
         write(workplace, name, grown_run(GROWTH, SHARDED))
@@ -170,7 +161,7 @@ def test_two_ranks_grow_stop_resume_and_export(workplace, one_group):  # noqa: F
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
-def test_growth_in_place_is_growth_through_the_disk(workplace, one_group):  # noqa: F811
+def test_growth_in_place_is_growth_through_the_disk(workplace):  # noqa: F811
     """Weights and moments, without sharding and with it."""
     small = write(workplace, "small", RUN)
     train(small, progress=False)
