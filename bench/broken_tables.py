@@ -1,4 +1,4 @@
-"""Breaks shipped tables in random ways, and checks that `growkern family check` notices.
+"""Breaks shipped tables in random ways, and checks that `growkern family draft --table` notices.
 
     python -m bench.broken_tables --count 400 --seed 0
 

@@ -103,8 +103,9 @@ verify {bert} nothere
 verify {bert} {bert} --wrong
 verify nothere --checksums
 verify {bert} {bert} --lineage nothere
-family check nothere {bert}
 family draft nothere
+family draft {bert} --table nothere
+family draft {bert} --table {key} --output new
 train nothere
 train {bert}
 train {key} --wrong

@@ -1,4 +1,4 @@
-"""The commands `growkern verify`, `family check` and `family draft`."""
+"""The commands `growkern verify` and `growkern family draft`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -123,38 +123,35 @@ def compare_checksums(
 
 
 @tables.command()
-def check(
-    table: Annotated[
-        Path, typer.Argument(exists=True, metavar="TABLE", help="TOML file of the table.")
-    ],
-    source: Source,
-    as_json: AsJson = False,
-) -> None:
-    """Compare TABLE with SRC, and grow a tiny model in every size. Exit 1 if one is wrong."""
-    from growkern.growth.own_table import check_table
-    from growkern.growth.source import located
-
-    silence_transformers()
-    report = check_table(table, located(source, weights=False))
-    show(report, as_json)
-    if not report.ok:
-        raise typer.Exit(1)
-
-
-@tables.command()
 def draft(
     source: Source,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="TOML file to write; default: print it.")
     ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="Draft none: compare this TOML file with SRC, and grow it."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draft a table for SRC, a model without one, and check it. Exit 1 if it is not verified."""
-    from growkern.growth.draft import draft_family
+    if output is not None and table is not None:
+        raise GrowthError("--output has no effect with --table, which drafts nothing: give one")
     from growkern.growth.source import located, read_config
 
     silence_transformers()
-    drafted = draft_family(read_config(located(source, weights=False), any_family=True))
+    place = located(source, weights=False)
+    if table is not None:
+        from growkern.growth.own_table import check_table
+
+        report = check_table(table, place)
+        show(report, as_json)
+        if not report.ok:
+            raise typer.Exit(1)
+        return
+    from growkern.growth.draft import draft_family
+
+    drafted = draft_family(read_config(place, any_family=True))
     if output is not None:
         write_whole(output, lambda file: file.write_text(drafted.toml, encoding="utf-8"))
     if output is not None or as_json:

@@ -1,4 +1,4 @@
-"""`growkern family check`: compares a table of one's own with its model, and grows a tiny one.
+"""Compares a table, drafted or of one's own, with its model, and grows a tiny one.
 
 The names, shapes and ties of every class are those of the class in transformers, on the meta
 device. The tiny model has random parameters, of norms and biases too. It grows in each size alone,

@@ -97,7 +97,7 @@ def test_version_and_help():
 def test_a_table_of_ones_own_is_checked_and_gives_its_sizes(run, checkpoint, tmp_path, monkeypatch):
     table = tmp_path / "own.toml"
     table.write_text('extends = "bert"\nmodel_type = "bert"\n[config]\nffn = "inner_units"\n')
-    code, out, _ = run("family", "check", table, checkpoint, "--json")
+    code, out, _ = run("family", "draft", checkpoint, "--table", table, "--json")
     assert code == 1
     assert json.loads(out)["faults"][0].startswith("config.ffn: a bert has no field 'inner_units'")
     for given in (["--family", str(table)], [f"--family={table}"]):
@@ -108,7 +108,7 @@ def test_a_table_of_ones_own_is_checked_and_gives_its_sizes(run, checkpoint, tmp
         "own.toml.extends: 'bret'; did you mean 'bert'?" in run("plan", "a", "--family", table)[2]
     )
     table.write_text('extends = "bert"\nmodel_typo = "bert"\nstacks = 3\n')
-    code, _, err = run("family", "check", table, checkpoint)
+    code, _, err = run("family", "draft", checkpoint, "--table", table)
     assert code == 2
     assert err.splitlines() == [
         f"growkern: {table}: unknown key 'model_typo'; did you mean 'model_type'?",

@@ -28,7 +28,6 @@ DOORS = {
     "plan": "plan",
     "grow": "grow_checkpoint",
     "verify": "verify",
-    "family check": "check_table",
     "family draft": "draft_family",
     "train": "run",
     "export": "export",
