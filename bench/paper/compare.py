@@ -21,7 +21,7 @@ from bench.paper.settings import Setting
 from bench.paper.systems import SYSTEMS
 from bench.shared.results import read, write
 from growkern.errors import GrowthError
-from growkern.plot.curves import first_crossing
+from growkern.plot.curves import QUESTIONS, first_crossing
 from growkern.train.evaluation.evaluate import ratio_interval
 
 Row = dict[str, Any]
@@ -231,12 +231,6 @@ def _said(text: Text) -> str:
 #     size     (w - s - g) / w              only the large one is wanted, and nothing is there
 #     loss     (b - s - g) / b              any size will do
 #     existing (w - g) / w                  the small one is there, and its training is not counted
-QUESTIONS = {
-    "family": "a family",
-    "size": "a given size",
-    "loss": "a given loss",
-    "existing": "the small one exists",
-}
 
 
 # cells and lines of tables of savings

@@ -1,6 +1,5 @@
 """Draws the demo's curves and those of a GPU. Says where the units of a growth come from."""
 
-import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from growkern.growth.record.lineage import read_lineage, recorded_plan
 from growkern.growth.source.config import read_config
 from growkern.growth.source.hub import hub_model
 from growkern.growth.space.layout import Layer
-from growkern.plot.curves import HEADS, NOT_REACHED, Curve, Group, groups_of, savings_cells
+from growkern.plot.curves import HEADS, Curve, groups_of, savings_cells
 from growkern.plot.figure import COLORS, GREY, new_figure
 from growkern.plot.losses import draw as draw_losses
 
@@ -82,17 +81,8 @@ def demo_table(results: Path) -> str:
     """The table of the demo."""
     if not (demo := read(results / "demo.json")):
         return "not measured yet"
-    heads = [head.replace("\n", " ") for head in HEADS]
-    heads[-2:] = [f"{heads[-2]}: the small one exists", f"{heads[-1]}: a given size"]
-    scratch, *others = groups_of(*_demo_curves(demo), paired=True)
-    small = Group("small model, never grown", others[0].sources, scratch.marks)
-    cells = savings_cells([scratch, small, *others])
-    spent = max(curve.flops[-1] for curve in small.curves) / (scratch.cost() or math.inf)
-    if cells[1][2] == NOT_REACHED and spent < 0.99:
-        cells[1][2:] = [f"stopped at {spent:.0%} of these FLOPs", "not known", "not known"]
-    # it saves nothing where it does not reach the mark
-    cells[1][3:] = [x if x != "-" else cells[1][2] for x in cells[1][3:]]
-    return table(heads, cells)
+    cells = savings_cells(groups_of(*_demo_curves(demo), paired=True))
+    return table(HEADS, cells)
 
 
 def draw_demo(results: Path) -> list[Path]:

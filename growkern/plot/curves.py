@@ -4,9 +4,13 @@ The curve of a run comes from the log history in its training directory. It show
 loss if that was measured, else the training loss. The FLOPs at which a loss is first reached are
 interpolated linearly between the two nearest points.
 
-With F(r, l) the FLOPs at which run r first reaches loss l,
+To reach the reference's final loss, let a run take g FLOPs, the reference w, and the best size that
+is never grown b. The small model took s. As docs/savings.md asks, a run saves
 
-    saving = 1 - F(run, l) / F(reference, l),   l = the reference's final loss            (1)
+    of a family            1 - (s + g) / (s + w)
+    of a given size        1 - (s + g) / w
+    of a given loss        1 - (s + g) / b, and a smaller model that is never grown 1 - g / w   (1)
+    if the small one exists          1 - g / w
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from growkern.train.safety import STATE_FILE, checkpoints_in
 MOST_BYTES = 100_000_000
 # of FLOPs, and of anything else in a log
 MOST = 1e40
-NOT_REACHED = "not reached"
+NOT_REACHED, NOT_KNOWN = "not reached", "not known"
 # the file with the settings of a run, and what a log line puts before new sizes
 RUN_FILE, SIZE = "run.json", "growth/"
 # of the settings by which runs are told apart, and of a value; files and seeds are not shown
@@ -49,8 +53,16 @@ UNSHOWN = (
     "seed",
     "method",
 )
-KEYS = ("start_loss", "flops", "flops_saved", "flops_saved_with_small_model")
-HEADS = ("run", "start\nloss", "FLOPs\nto mark", "FLOPs\nsaved", "small model\ncounted")
+QUESTIONS = {
+    "family": "a family",
+    "size": "a given size",
+    "loss": "a given loss",
+    "existing": "the small one exists",
+}
+KEYS = ("start_loss", "flops", *(f"saved_{name}" for name in QUESTIONS))
+HEADS = ("run", "start loss", "FLOPs to mark", *(f"saved: {words}" for words in QUESTIONS.values()))
+# a shorter run than this share of the reference does not tell that it cannot reach the mark
+LONG_ENOUGH = 0.99
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,11 @@ class Curve:
     def is_grown(self) -> bool:
         """Whether it is known to begin with weights of a smaller model."""
         return bool(self.method) and not self.from_scratch
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it needed no other model, as far as is known."""
+        return not (self.is_grown or self.growths or self.taught)
 
     @property
     def title(self) -> str:
@@ -265,6 +282,7 @@ class Group:
     marks: tuple[float, ...]  # the loss that each curve is to reach
     sources: tuple[Curve, ...] = ()  # of the small model that they started from
     about: str = ""  # what tells its settings from those of the others
+    is_compared: bool = True  # whether it has the size of the reference
 
     @property
     def finished(self) -> bool:
@@ -276,6 +294,16 @@ class Group:
         """Whether a small model ends below a mark, so that the training was too short to judge."""
         ends = [source.losses[-1] for source in self.sources]
         return any(end <= float(np.mean(self.marks)) for end in ends)
+
+    @property
+    def is_never_grown(self) -> bool:
+        """Whether it is a model of another size than the reference's that needed no other one."""
+        return not self.is_compared and self.curves[0].is_whole
+
+    @property
+    def spent(self) -> float:
+        """FLOPs, without `before`, of its shortest run."""
+        return min(curve.flops[-1] for curve in self.curves)
 
     @property
     def last_loss(self) -> str:
@@ -291,11 +319,6 @@ class Group:
     def before(self) -> float:
         """FLOPs that were spent before the runs started, on the small model."""
         return float(np.mean([source.flops[-1] for source in self.sources] or [0.0]))
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether it has the size of the reference, and so a mark."""
-        return math.isfinite(self.marks[0])
 
     @property
     def title(self) -> str:
@@ -359,11 +382,11 @@ def groups_of(
     groups = []
     for (name, runs), words in zip(by_name.items(), about, strict=True):
         marks = tuple(ends) if paired else (end,) * len(runs)
-        if len({runs[0].parameters, reference[0].parameters} - {0}) > 1:
-            marks = (-math.inf,) * len(runs)
+        is_compared = len({runs[0].parameters, reference[0].parameters} - {0}) <= 1
         is_first = runs is reference and len(by_name) > 1 and not runs[0].is_grown
-        before = () if runs[0].from_scratch or is_first else tuple(sources)
-        groups.append(Group(name, tuple(runs), marks, before, words))
+        is_alone = runs[0].from_scratch or is_first or (runs[0].is_whole and not is_compared)
+        before = () if is_alone else tuple(sources)
+        groups.append(Group(name, tuple(runs), marks, before, words, is_compared))
     return groups
 
 
@@ -378,53 +401,111 @@ def savings_table(groups: Sequence[Group]) -> Table:
         if seeds > 1
         else "With one seed per run, small differences may be chance.",
     )
-    for head in HEADS:
-        table.add_column(head, justify="left" if head == "run" else "right")
-    for cells in savings_cells(groups):
+    rows = savings_cells(groups)
+    # a question that no run answers takes no room
+    shown = [i for i in range(len(HEADS)) if i < 3 or any(cells[i] != "-" for cells in rows)]
+    for i in shown:
+        table.add_column(HEADS[i], justify="right" if i else "left")
+    for cells in rows:
         # a range takes two lines, so that the table fits into 80 columns
-        table.add_row(cells[0], *(cell.replace(" to ", " to\n") for cell in cells[1:]))
+        table.add_row(*(cells[i].replace(" to ", " to\n") if i else cells[i] for i in shown))
     return table
 
 
 def savings_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The table for JSON, a row per name: lists with a number for each seed, None for none."""
     rows = []
-    for group in groups:
-        numbers = [values or None for values in _numbers(group, groups[0])]
-        rows.append({"run": group.name, **dict(zip(KEYS, numbers, strict=True))})
+    for group, numbers in _rows(groups):
+        found = zip(KEYS, [values or None for values in numbers], strict=True)
+        rows.append({"run": group.name, **dict(found)})
     return rows
 
 
 def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
     """The cells under HEADS, a list for each name. Those of several seeds are ranges. (1)"""
-    rows = []
-    for group in groups:
-        numbers = zip(_numbers(group, groups[0]), (".2f", ".2g", ".0%", ".0%"), strict=True)
-        start, cost, *shares = [_range(values, form) if values else "-" for values, form in numbers]
-        cost = NOT_REACHED if cost == "-" and group.is_compared else cost
-        rows.append([group.title, start, cost, *shares])
+    rows, forms = [], (".2f", ".2g", *[".0%"] * len(QUESTIONS))
+    mark, has_others = groups[0].cost(), len(with_small(groups)) > len(groups)
+    has_others = has_others or any(group.is_never_grown for group in groups)
+    for group, numbers in _rows(groups):
+        cells = [_range(x, form) if x else "-" for x, form in zip(numbers, forms, strict=True)]
+        if cells[1] == "-":
+            cells[1] = NOT_REACHED
+            if group.is_never_grown and mark and group.spent < LONG_ENOUGH * mark:
+                cells[1] = f"stopped at {group.spent / mark:.0%} of these FLOPs"
+                cells[4] = NOT_KNOWN
+        elif cells[3] != "-" and cells[4] == "-" and has_others:
+            cells[4] = NOT_KNOWN
+        rows.append([group.title, *cells])
     return rows
 
 
-def _numbers(group: Group, reference: Group) -> list[list[float]]:
-    """The numbers of KEYS, one for each seed; none where there are none."""
-    costs = [cost for cost, _ in group.reached()]
-    # that of a model that was grown for the run is measured before the first step
-    starts = [curve.losses[0] for curve in group.curves if not curve.steps[0]]
-    if len(costs) < len(group.curves):
-        return [starts, [], [], []]
-    if len(set(group.marks)) > 1:
+def with_small(groups: Sequence[Group]) -> list[Group]:
+    """The groups, and after the first one the small model if it is never grown, with its marks."""
+    first, *others = groups
+    sources = next((group.sources for group in groups if group.sources), ())
+    if not sources or not all(source.is_whole for source in sources):
+        return [*groups]
+    is_paired = len(first.marks) == len(sources)
+    marks = first.marks if is_paired else (float(np.mean(first.marks)),) * len(sources)
+    small = Group("small model, never grown", sources, marks, is_compared=False)
+    return [first, small, *others]
+
+
+def best_never_grown(groups: Sequence[Group]) -> float | None:
+    """FLOPs of the best size that is never grown, to the mark. None: not known, or one size."""
+    fixed = [groups[0], *(group for group in with_small(groups) if group.is_never_grown)]
+    costs = [group.cost() for group in fixed]
+    best = min((cost for cost in costs if cost is not None), default=0.0)
+    # one that was stopped before might have been there first
+    pairs = zip(fixed, costs, strict=True)
+    is_told = all(cost is not None or x.spent >= LONG_ENOUGH * best for x, cost in pairs)
+    return best if len(fixed) > 1 and best and is_told else None
+
+
+def shares(
+    group: Group, cost: float, reference: Group, whole: float, best: float | None
+) -> list[float | None]:
+    """What a group saved by `QUESTIONS`, None where that is not known. (1)
+
+    Args:
+        cost: FLOPs that the group took to the mark, without `before`.
+        whole: those of the reference.
+        best: see `best_never_grown`.
+    """
+    # a control that is not finished has no final loss, and one that was grown is none
+    if not (whole and reference.finished) or group.is_beyond or reference.curves[0].is_grown:
+        return [None] * len(QUESTIONS)
+    if group.is_never_grown:
+        return [None, None, 1 - cost / whole, None]
+    total, curve, compared = group.before + cost, group.curves[0], group.is_compared
+    # the FLOPs of a small model that is not among the runs are not known
+    is_known = bool(group.before) or not curve.is_grown or bool(curve.growths)
+    return [
+        1 - total / (whole + group.before) if group.before and compared else None,
+        1 - total / whole if is_known and compared else None,
+        1 - total / best if is_known and best else None,
+        1 - cost / whole if compared and (group.before or not is_known) else None,
+    ]
+
+
+def _rows(groups: Sequence[Group]) -> list[tuple[Group, list[list[float]]]]:
+    """The groups and a small model that is never grown, with the numbers of KEYS of all seeds."""
+    (reference, *_), best = groups, best_never_grown(groups)
+    rows = []
+    for group in with_small(groups):
+        costs = [cost for cost, _ in group.reached()]
+        costs = costs if len(costs) == len(group.curves) else []
+        # that of a model that was grown for the run is measured before the first step
+        starts = [curve.losses[0] for curve in group.curves if not curve.steps[0]]
         full = [cost for cost, _ in reference.reached()]
-    else:
-        full = [reference.cost() or 0.0] * len(costs)
-    # a control that is not finished has no final loss
-    judged = reference.finished and not group.is_beyond
-    if group is reference or not all(full) or not judged:
-        return [starts, costs, [], []]
-    pairs = [*zip(costs, full, strict=True)]
-    saved = [1 - cost / whole for cost, whole in pairs]
-    counted = [1 - (cost + group.before) / (whole + reference.before) for cost, whole in pairs]
-    return [starts, costs, saved, counted if group.before else []]
+        if len(set(group.marks)) == 1 or len(full) != len(costs):
+            full = [reference.cost() or 0.0] * len(costs)
+        pairs = zip(costs, full, strict=True) if group is not reference else ()
+        of_seeds = [shares(group, cost, reference, whole, best) for cost, whole in pairs]
+        saved = zip(*of_seeds, strict=True) if of_seeds else [()] * len(QUESTIONS)
+        known = [[share for share in column if share is not None] for column in saved]
+        rows.append((group, [starts, costs, *known]))
+    return rows
 
 
 def _range(values: Sequence[float], form: str) -> str:

@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import Curve, Group, first_crossing, groups_of, read_curve, size_of
+from growkern.plot.curves import (
+    QUESTIONS,
+    Curve,
+    Group,
+    best_never_grown,
+    first_crossing,
+    groups_of,
+    read_curve,
+    shares,
+    size_of,
+)
 from growkern.plot.figure import (
     GREY,
     SMALL,
@@ -39,12 +49,12 @@ NO_VALIDATION = (
     "set validation or validation_split under [data]"
 )
 ONE_LOSS = "one loss only: to see a curve, set eval_every or log_every lower under [training]"
-BEYOND = "the small model ends below the mark: the training is too short to say anything of savings"
+BEYOND = "the small model ends below the mark: the training is too short to tell what growth saves"
 NO_SCRATCH = (
     "no saving is known without a run of the large model from scratch: give one too "
     '([growth] method = "random")'
 )
-OTHER_SIZE = "not compared, as its model has another size: "
+OTHER_SIZE = "of another size, and so compared for a given loss alone: "
 UNFINISHED = "the run that sets the mark is not finished, so nothing is said of savings yet"
 # a start loss that is this many times as far above the lowest loss as the loss after a tenth of the
 # run is shown in the overview alone
@@ -151,7 +161,7 @@ def notes_on(groups: Sequence[Group]) -> list[str]:
         notes.append(BEYOND)
     if len(groups) > 1 and not groups[0].finished:
         notes.append(UNFINISHED)
-    if groups[0].sources and not any(group.is_compared for group in groups[1:]):
+    if groups[0].sources or (len(groups) > 1 and groups[0].curves[0].is_grown):
         notes.append(NO_SCRATCH)
     notes += [OTHER_SIZE + plain(group.title) for group in groups if not group.is_compared]
     return notes
@@ -263,6 +273,7 @@ def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[floa
 
 def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
     """One bar per group: the FLOPs until it reaches the mark."""
+    best = best_never_grown(groups)
     for number, group in enumerate(groups):
         style, cost, costs = style_of(number), group.cost(), [cost for cost, _ in group.reached()]
         place: dict[str, Any] = {"y": number + 0.22, "height": 0.2}
@@ -280,10 +291,7 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
         line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7, **kept}
         marked = {"marker": style.marker, "markevery": [1], "markersize": 4.5}
         axes.plot([0.005, 0.025, 0.045], [number - 0.2] * 3, **line, **marked)
-        words = _saved(group, cost, groups[0]) if number else "reference"
-        # a control that is not finished has no final loss
-        judged = groups[0].finished and not group.is_beyond and group.is_compared
-        words = words if judged or not number else ""
+        words = _saved(group, cost, groups[0], best) if number else "reference"
         said = {
             "s": ": ".join(filter(None, (group.label, words))),
             "fontsize": SMALL,
@@ -306,19 +314,14 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _saved(group: Group, cost: float | None, reference: Group) -> str:
-    """The share of the reference's FLOPs that a group saved, in words. (1) of `curves`"""
+def _saved(group: Group, cost: float | None, reference: Group, best: float | None) -> str:
+    """The shares that a group saved, in words, with the question of each."""
+    found = shares(group, cost or 0.0, reference, reference.cost() or 0.0, best)
     if cost is None:
-        return "not reached"
+        return "not reached" if any(share is not None for share in found) else ""
     # a curve may begin below the mark, and after some training
     pairs = zip(group.curves, group.marks, strict=True)
     early = any(curve.flops[0] > 0 and curve.losses[0] <= mark for curve, mark in pairs)
-    least, most = ("at least ", "at most ") if early else ("", "")
-
-    def share(before: float, before_reference: float) -> str:
-        whole = (reference.cost() or 0.0) + before_reference
-        saved = 1 - (cost + before) / whole if whole else 0.0
-        return f"{least}{saved:.0%} saved" if saved >= 0 else f"{most}{-saved:.0%} more"
-
-    both = share(group.before, reference.before)
-    return share(0.0, 0.0) + (f"; {both} counting the small model" if group.before else "")
+    told = zip(QUESTIONS.values(), found, strict=True)
+    words = [f"{'≥ ' * early}{x:.0%} ({question})" for question, x in told if x is not None]
+    return f"saved {', '.join(words)}" if words else ""

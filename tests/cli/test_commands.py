@@ -527,7 +527,7 @@ def test_train_from_a_file(run, checkpoint, tmp_path, monkeypatch):
         out = run("plot", tmp_path / "out", "--out", picture, "--json")[1]
         assert json.loads(out)["out"] == str(picture)
         (row,) = json.loads(out)["runs"]
-        assert row["run"] == "out" and row["flops_saved"] is None
+        assert row["run"] == "out" and row["saved_size"] is None
         # nothing was measured before the first step
         assert row["start_loss"] is None and row["flops"][0] >= 0
         assert picture.read_bytes().startswith(b"\x89PNG")

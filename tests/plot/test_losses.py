@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import NOT_REACHED, groups_of, savings_cells
+from growkern.plot.curves import NOT_KNOWN, NOT_REACHED, groups_of, savings_cells
 from growkern.plot.losses import (
     BEYOND,
     NO_SCRATCH,
@@ -22,6 +22,7 @@ from growkern.plot.losses import (
 )
 from tests.plot.runs import HISTORY, SCRATCH, curve, drawn, texts, write_run
 
+THESE = "these FLOPs"
 GROWN = curve("grown", [6.0, 4.5, 3.5])  # reaches 4 at 15
 SLOW = curve("slow", [8.0, 7.0])
 SMALL = curve("source", [8.0, 5.5], flops=[0.0, 6.0])
@@ -92,13 +93,14 @@ def test_curves_are_the_losses_and_start_after_the_small_model(tmp_path, monkeyp
 
 def test_says_in_the_picture_what_was_saved(tmp_path, monkeypatch):
     figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN, SLOW], tmp_path / "a.png"))
-    said = ["scratch: reference", "grown: 50% saved", "slow: not reached"]
+    said = ["scratch: reference", "grown: saved 50% (a given size)", "slow: not reached"]
     assert texts(figure, "cost") == said
     bars = [bar for bar in figure.axes[1].patches if bar.get_gid() == "cost"]
     assert [bar.get_width() for bar in bars] == pytest.approx([30.0, 15.0, 10.0])
     figure = drawn(monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[SMALL]))
-    # (15 + 6) / 30 of the FLOPs
-    assert texts(figure, "cost")[1] == "grown: 50% saved; 30% saved counting the small model"
+    # (15 + 6) / (30 + 6), (15 + 6) / 30 and 15 / 30 of the FLOPs
+    shares = "42% (a family), 30% (a given size), 50% (the small one exists)"
+    assert texts(figure, "cost")[1] == f"grown: saved {shares}"
     bars = [bar for bar in figure.axes[1].patches if bar.get_gid() == "cost"]
     assert [bar.get_x() for bar in bars] == [0.0, 6.0]
 
@@ -111,8 +113,8 @@ def test_a_curve_that_begins_below_the_mark_saves_at_least_that(tmp_path, monkey
     source = curve("source", [3.9, 3.5], [0.0, 30.0])
     curves = [SCRATCH, short, long, source]
     figure = drawn(monkeypatch, lambda: draw(curves, tmp_path / "a.png"))
-    said = ["short: at least 60% saved", "long: at most 10% more", "source: 100% saved"]
-    assert texts(figure, "cost")[1:] == said
+    said = ["short: saved ≥ 60%", "long: saved ≥ -10%", "source: saved 100%"]
+    assert texts(figure, "cost")[1:] == [f"{words} (a given size)" for words in said]
 
 
 @pytest.fixture
@@ -161,7 +163,9 @@ def test_finds_the_small_models_and_the_mark(
     assert marks == ([] if mark is None else [mark])
     assert ("teacher included" in figure.axes[-1].get_xlabel()) == teacher
     said = " ".join(texts(figure, "cost"))
-    assert ("75% saved" in said) == ("43" in names)
+    # what the small models cost is known where they are among the runs
+    assert ("saved 75% (the small one exists)" in said) == (names == "43" and not before)
+    assert (f"{1 - (before + 5) / 20:.0%} (a given size)" in said) == (names == "43" and before > 0)
     assert ("generation-4, from scratch (40 parameters): reference" in said) == ("4" in names)
     assert "generation-1" in notes_on(groups)[-1] if "1" in names else True
 
@@ -178,7 +182,8 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     assert BEYOND in figure.axes[0].get_title("left")
     assert "saved" not in "".join(texts(figure, "cost"))
     groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
-    assert savings_cells(groups)[1][3:] == ["-", "-"]
+    # the small one had 4 after 6 x 4 / 4.1 of 30 FLOPs, which is the answer for a given loss
+    assert [cells[3:] for cells in savings_cells(groups)[1:]] == [["-", "-", "80%", "-"], ["-"] * 4]
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -194,7 +199,7 @@ def test_a_grown_model_alone_starts_after_the_small_one(seeds, tmp_path, monkeyp
         assert list(found["grown"].get_xdata()) == pytest.approx(after)
         assert not {text.get_gid() for text in axes.texts} & {"mark", "cost"}
         assert "saved" not in axes.get_title("left") and notes_on(groups) == [NO_SCRATCH]
-        assert savings_cells(groups)[0][3:] == ["-", "-"]
+        assert savings_cells(groups)[0][3:] == ["-"] * 4
 
 
 def test_the_early_fall_is_in_an_overview_alone(tmp_path, monkeypatch):
@@ -241,7 +246,7 @@ def test_runs_of_one_name_are_a_mean_and_a_band(tmp_path, monkeypatch):
     said = texts(figure, "cost")
     assert said[0] == "scratch (3 runs): reference"
     # the mark, 4.2, is reached at 15 and at 8 1/3, on average at 11 2/3 of the reference's 20
-    assert said[1] == "grown (2 runs): 42% saved"
+    assert said[1] == "grown (2 runs): saved 42% (a given size)"
 
 
 def test_a_reference_whose_seeds_differ_by_some_flops_reaches_its_mark(tmp_path, monkeypatch):
@@ -256,26 +261,57 @@ def test_a_reference_whose_seeds_differ_by_some_flops_reaches_its_mark(tmp_path,
     said = texts(figure, "cost")
     assert said[0] == "scratch (2 runs): reference"
     spent = 10 + 10 * (4.5 - mark) / 0.6
-    assert said[1] == f"grown: {1 - spent / 20:.0%} saved"
+    assert said[1] == f"grown: saved {1 - spent / 20:.0%} (a given size)"
 
 
 def test_the_table_says_what_the_picture_says():
-    # 15 of 30, and with 6 of the small model before it
     alone = savings_cells(groups_of([SCRATCH], []))
-    assert alone == [["scratch", "8.00", "30", "-", "-"]]
+    assert alone == [["scratch", "8.00", "30", "-", "-", "-", "-"]]
     rows = savings_cells(groups_of([SCRATCH, GROWN, SLOW], [SMALL]))
     assert rows[1:] == [
-        ["grown", "6.00", "15", "50%", "30%"],
-        ["slow", "8.00", NOT_REACHED, "-", "-"],
+        # whether it would have been there before 15 + 6 FLOPs is not known
+        [
+            "small model, never grown",
+            "8.00",
+            f"stopped at 20% of {THESE}",
+            "-",
+            "-",
+            NOT_KNOWN,
+            "-",
+        ],
+        ["grown", "6.00", "15", "42%", "30%", NOT_KNOWN, "50%"],
+        ["slow", "8.00", NOT_REACHED, "-", "-", "-", "-"],
     ]
     # the second seed reaches 3.5, its own mark, at 30 of 30
     scratch = [SCRATCH, curve("scratch", [9.0, 6.0, 5.0, 3.5])]
     grown = [GROWN, curve("grown", [6.5, 5.0, 4.5, 3.5])]
     rows = savings_cells(groups_of([*scratch, *grown], [], paired=True))
-    assert rows[1] == ["grown", "6.00 to 6.50", "15 to 30", "0% to 50%", "-"]
+    assert rows[1] == ["grown", "6.00 to 6.50", "15 to 30", "-", "0% to 50%", "-", "-"]
     # they have one mark, 3.75, if they are no pairs: all of them reach it but the first
     rows = savings_cells(groups_of([*scratch, *grown], []))
-    assert rows[0][2] == NOT_REACHED and rows[1][3] == "8% to 42%"
+    assert rows[0][2] == NOT_REACHED and rows[1][4] == "8% to 42%"
+
+
+@pytest.mark.parametrize(
+    "losses, cells",
+    [
+        # 20 FLOPs to 4: the best size, so that the grown one's 15 + 6 are 5% more
+        ([8.0, 5.0, 4.0], ["20", "33%", "-5%"]),
+        # as long as the reference and not there
+        ([8.0, 7.0, 6.0, 5.0], [NOT_REACHED, "-", "30%"]),
+        ([8.0, 7.0], [f"stopped at 33% of {THESE}", NOT_KNOWN, NOT_KNOWN]),
+    ],
+)
+def test_a_given_loss_is_compared_with_the_best_size_that_is_never_grown(losses, cells):
+    """A smaller model that is trained on alone has a line, and no share of another question."""
+    sized = [dataclasses.replace(run, parameters=40) for run in (SCRATCH, GROWN)]
+    long = dataclasses.replace(curve("long", losses), parameters=10)
+    # the one that the grown model began with was itself grown, and so is no size of its own
+    source = dataclasses.replace(SMALL, method="fpi")
+    groups = groups_of([*sized, long], [source])
+    _, grown, alone = savings_cells(groups)
+    assert [alone[2], alone[5], grown[5]] == cells
+    assert alone[3:5] == ["-", "-"] and grown[3:5] == ["42%", "30%"]
 
 
 def history(losses):
@@ -293,7 +329,7 @@ def test_seeds_in_the_same_folders_are_compared_with_each_other(
     runs += [write_run(tmp_path / seed / "grown", history(losses[seed][1])) for seed in order]
     figure = drawn(monkeypatch, lambda: plot_runs(runs, tmp_path / "a.png"))
     # of 20: at 4 and 5 both take 10; at the mean 4.5 they take 5 and 15
-    assert texts(figure, "cost")[1] == "grown (2 runs): 50% saved"
+    assert texts(figure, "cost")[1] == "grown (2 runs): saved 50% (a given size)"
     large = [line for line in figure.axes[0].lines if line.get_markersize() == 9]
     found = [(line.get_xdata()[0], line.get_ydata()[0]) for line in large]
     if paired:
@@ -364,6 +400,6 @@ def test_an_unfinished_run_is_named_with_its_step_and_nothing_is_said_of_savings
     both = drawn(monkeypatch, lambda: plot_runs(runs, tmp_path / "a.png"))
     assert texts(both, "cost")[0] == "part (unfinished: step 12 of 40): reference"
     assert "saved" not in "".join(texts(both)) and "more" not in "".join(texts(both))
-    assert savings_cells(plot_runs(runs, tmp_path / "a.png"))[1][3:] == ["-", "-"]
+    assert savings_cells(plot_runs(runs, tmp_path / "a.png"))[1][3:] == ["-"] * 4
     # the other way round the control is finished
-    assert savings_cells(plot_runs(runs[::-1], tmp_path / "a.png"))[1][3] == "0%"
+    assert savings_cells(plot_runs(runs[::-1], tmp_path / "a.png"))[1][4] == "0%"
