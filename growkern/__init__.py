@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from growkern.growth.record.verify import verify as verify
     from growkern.growth.sharded import grow_into as grow_into
     from growkern.ops.expand.call import Routing as Routing
-    from growkern.ops.expand.op import expand as expand
+    from growkern.ops.expand.expand_op import expand as expand
     from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss

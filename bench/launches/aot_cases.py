@@ -16,7 +16,7 @@ from growkern.ops.expand.on_triton import (
     expand_kernel,
     lines_kernel,
 )
-from growkern.ops.loss.linear import op as linear_op
+from growkern.ops.loss.linear import linear_op
 from growkern.ops.loss.rows import once_on_triton as once
 from growkern.ops.loss.rows.on_triton import MAX_REGISTERS, lanes_of, most_columns
 from growkern.ops.loss.rows.state import Maths, Steps

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from bench.shared.inputs import OPTIONS, in_nan, make_case, make_heads, make_labels, make_logits
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
-from growkern.ops.adamw.op import adamw_step
+from growkern.ops.adamw.step import adamw_step
 from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.expand_op import expand
 from growkern.ops.expand.many import expand_many
-from growkern.ops.expand.op import expand
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.once_on_triton import VARIABLE

@@ -16,8 +16,7 @@ from triton.runtime import driver
 
 from bench.launches.sources import TARGETS
 from growkern.ops.backend import choose
-from growkern.ops.loss.linear import gemm, heads
-from growkern.ops.loss.linear import op as linear_op
+from growkern.ops.loss.linear import gemm, heads, linear_op
 from growkern.ops.loss.linear.heads import check_logits_dtype
 
 

@@ -28,8 +28,8 @@ from bench.shared.recorder import Recorder, Skip, fill_new_memory
 from growkern.ops.backend import nvrtc
 from growkern.ops.backend.native import acc_torch_dtype
 from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.expand_op import expand
 from growkern.ops.expand.many import expand_many, launch_kind
-from growkern.ops.expand.op import expand
 from testbed import cuda_emulator
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -311,7 +311,7 @@ def _kernels(recorder: Recorder) -> Iterator[None]:
     here = {"why_not": lambda: "", "shared_limit": lambda device: LIMIT}
     with (
         mock.patch.multiple(nvrtc, launch=cuda_emulator.emulate, **here),
-        mock.patch("growkern.ops.expand.op.choose_backend", lambda requested, *_: requested),
+        mock.patch("growkern.ops.expand.expand_op.choose_backend", lambda requested, *_: requested),
     ):
         yield
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from growkern.ops.expand.call import Routing
-from growkern.ops.expand.op import expand
+from growkern.ops.expand.expand_op import expand
 
 
 def _config(*sizes: int) -> dict[str, int]:

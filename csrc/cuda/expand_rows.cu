@@ -4,7 +4,7 @@
 // host, where the bus is slow. Columns are gathered from shared memory once for all output rows
 // that read this row. The output is written 16 bytes at a time.
 //
-// The formulas are (1) to (4) of growkern/ops/expand/op.py. Letters: R, C rows and columns of the
+// (1) to (4) stand in growkern/ops/expand/expand_op.py. Letters: R, C rows and columns of the
 // weight; M, N those of the output. "Virtual" rows and columns count on from the weight into
 // `upper`: virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
 //

@@ -9,7 +9,7 @@ P E = I. The weight U and the bias b_t then compute E_out (W x_s + b_s) from E_i
     U = E_out W P_in,    b_t = E_out b_s                                                   (1)
 
 Row i of E and column i of P have one nonzero entry at most. A space is therefore four vectors over
-the target coordinates, and (1) is one gather with two scales (`growkern.ops.expand.op`):
+the target coordinates, and (1) is one gather with two scales (`growkern.ops.expand.expand_op`):
 
     W_t[i, j] = write_i read_j W[write_index_i, read_index_j]                               (2)
 

@@ -7,7 +7,7 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
-    from growkern.ops.adamw.op import adamw_step
+    from growkern.ops.adamw.step import adamw_step
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

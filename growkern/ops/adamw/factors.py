@@ -49,7 +49,7 @@ class UpdateRule(NamedTuple):
 
 @dataclass(frozen=True)
 class Factors:
-    """u, e, s and z of (2) in `op.py`: per axis one vector that is shaped to broadcast.
+    """u, e, s and z of (2) in `step.py`: per axis one vector that is shaped to broadcast.
 
     Attributes:
         lr: u, float64 for weights in float64, otherwise float32.

@@ -1,6 +1,6 @@
 """The Triton backend of `adamw_step`.
 
-Equations are numbered in `op.py`. Shape letters used in this file: M, N rows and columns.
+Equations are numbered in `step.py`. Shape letters used in this file: M, N rows and columns.
 """
 
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule

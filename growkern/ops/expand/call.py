@@ -1,7 +1,7 @@
 """The record of one `expand` call, the only argument of every backend, and its checks.
 
-`op.py` defines the fields, in formulas (1) to (4), and `hashes.py` defines routing. Shape letters
-used in this file: R, C rows and columns of the weight; M, N rows and columns of the result.
+`expand_op.py` defines the fields, in formulas (1) to (4), and `hashes.py` defines routing. Shape
+letters used in this file: R, C rows and columns of the weight; M, N those of the result.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def noise_of_entries(call: ExpandCall, acc: torch.dtype) -> tuple[Tensor | None,
 
 
 def with_noise(x: Tensor, noise: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """x (1 + noise) by (4) of `op.py`, without the last rounding to `out_dtype`."""
+    """x (1 + noise) by (4) of `expand_op.py`, without the last rounding to `out_dtype`."""
     larger = (x * (1 + noise.abs())).to(out_dtype).to(x.dtype)
     rest = larger - x
     return torch.where(noise < 0, x - rest, x + rest)

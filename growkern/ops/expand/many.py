@@ -9,8 +9,8 @@ Calls of one kind (dtypes, with or without `upper`, kind of noise) therefore sha
 kernel reads a table with one row of addresses and sizes per call, and a list of the call that each
 block belongs to.
 
-Formulas (1) to (4) are in `op.py`. Shape letters used in this file: R, C rows and columns of a
-weight; M, N those of its result; J calls of a launch.
+Formulas (1) to (4) are in `expand_op.py`. Shape letters used in this file: R, C rows and columns of
+a weight; M, N those of its result; J calls of a launch.
 """
 
 import math
@@ -25,6 +25,7 @@ from growkern.errors import GrowthError
 from growkern.ops.backend import BACKENDS, EXACT, acc_dtype, choose_backend, jit, tl
 from growkern.ops.backend.launch import launch
 from growkern.ops.expand.call import ExpandCall, check_sizes
+from growkern.ops.expand.expand_op import expand_call
 from growkern.ops.expand.hashes import seed_words
 from growkern.ops.expand.on_triton import (
     LINES_AT_ONCE,
@@ -34,7 +35,6 @@ from growkern.ops.expand.on_triton import (
     expand_block,
     lines_kernel,
 )
-from growkern.ops.expand.op import expand_call
 
 
 class CallFields(NamedTuple):

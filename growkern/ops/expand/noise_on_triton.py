@@ -1,4 +1,4 @@
-"""Noise and routing of an element in Triton: (4) of `op.py`, and (3) and (5) of `hashes.py`."""
+"""Noise and routing of an element: (4) of `expand_op.py`, and (3) and (5) of `hashes.py`."""
 
 from growkern.ops.backend import jit, tl
 
@@ -72,6 +72,6 @@ def routed(x, key, mult, src, copies, like, LARGER: tl.constexpr, ACC: tl.conste
 def rounded(x, like):
     """x in the dtype `like` points to."""
     if like.dtype.element_ty.primitive_bitwidth == 16:
-        # float64 too: the rounding of `op.py`
+        # float64 too: the rounding of `expand_op.py`
         x = x.to(tl.float32)
     return x.to(like.dtype.element_ty)

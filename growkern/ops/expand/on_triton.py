@@ -1,7 +1,7 @@
 """The Triton backend of `expand`: each program gathers one block of the result from the weight.
 
-Formulas (1) to (4) are in `op.py`. Shape letters used in this file: R, C rows and columns of the
-weight; M, N those of the result.
+Formulas (1) to (4) are in `expand_op.py`. Shape letters used in this file: R, C rows and columns of
+the weight; M, N those of the result.
 """
 
 import torch

@@ -33,7 +33,7 @@ def cpu_bytes_per_second(dtype: torch.dtype) -> float:
     call = ExpandCall(out, weight, rows=index, cols=index, col_scale=scale)
     kernel: Callable[[ExpandCall], None] = expand_on_cpu
     if native.loaded() is None:
-        from growkern.ops.expand.op import KERNELS
+        from growkern.ops.expand.expand_op import KERNELS
 
         kernel = KERNELS["reference"]
     # the first run also reserves the memory

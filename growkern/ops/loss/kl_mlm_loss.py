@@ -45,7 +45,7 @@ reverse KL would be infinite.
 Shape letters used in this file: N rows (tokens), V vocabulary, K teachers, R = 2 + 2 K terms.
 
 Reading order: the reference and the function here, then `rows/options.py` (options),
-`rows/inputs.py` (labels and rows), `rows/op.py` (custom op), `rows/state.py` (the numbers of a
+`rows/inputs.py` (labels and rows), `rows/rows_op.py` (custom op), `rows/state.py` (the numbers of a
 row), and the row function of a backend: `rows/on_cpu.py` and `csrc/cpu/kl_mlm_body.cpp` for a CPU;
 for a GPU `rows/on_triton.py`, `rows/triton_kernel.py`, `rows/triton_sums.py` and
 `rows/triton_blocks.py`.
@@ -69,7 +69,6 @@ from growkern.ops.loss.rows.inputs import (
     loss_of_rows,
     shard_of_call,
 )
-from growkern.ops.loss.rows.op import KL_MLM_ROWS
 from growkern.ops.loss.rows.options import (
     LogitKeywords,
     LossCall,
@@ -79,6 +78,7 @@ from growkern.ops.loss.rows.options import (
     check_options,
     public,
 )
+from growkern.ops.loss.rows.rows_op import KL_MLM_ROWS
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, RowInputs, Terms, weighted
 from growkern.ops.loss.rows.vocab_parallel import Shard
 

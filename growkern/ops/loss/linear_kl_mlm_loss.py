@@ -23,8 +23,8 @@ terms, R = 2 W terms and measurements of a row.
 
 Reading order: the reference and the function here, on top of `kl_mlm_loss.py` (equations and
 reference of the rows); `rows/options.py`, `rows/inputs.py` and `linear/heads.py` (arguments);
-`linear/op.py` (chunks, sweep and custom op); `linear/gemm.py`; `rows/op.py` (the table of row
-functions); `rows/state.py` (the numbers of a row). The row functions follow: on a CPU
+`linear/linear_op.py` (chunks, sweep and custom op); `linear/gemm.py`; `rows/rows_op.py` (the table
+of row functions); `rows/state.py` (the numbers of a row). The row functions follow: on a CPU
 `rows/on_cpu.py`, `csrc/cpu/kl_mlm_body.cpp` and `csrc/cpu/gemm_body.cpp`, 12 files in all; on a GPU
 `rows/on_triton.py`, `rows/triton_kernel.py`, `rows/triton_sums.py` and `rows/triton_blocks.py`, 13
 in all. Heads that are spread over ranks also use `rows/vocab_parallel.py`.
@@ -52,7 +52,7 @@ from growkern.ops.loss.linear.heads import (
     checked_heads,
     settings_of,
 )
-from growkern.ops.loss.linear.op import LINEAR_KL_MLM, begun_rules
+from growkern.ops.loss.linear.linear_op import LINEAR_KL_MLM, begun_rules
 from growkern.ops.loss.rows.inputs import (
     LossParts,
     backend_of,

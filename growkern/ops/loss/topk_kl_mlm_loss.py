@@ -32,7 +32,7 @@ the tokens of all teachers, and P is (2) in float64.
 Shape letters used in this file: N rows, H student width, V vocabulary, k entries of a teacher,
 K teachers, R = 2 + 2 K terms of a row.
 
-Reading order: the reference and the function here, then `topk/op.py` (the readings of the
+Reading order: the reference and the function here, then `topk/topk_op.py` (the readings of the
 logits), `topk/buckets.py` (the mathematics between them) and the tail's gradient:
 `rows/on_cpu.py` for a CPU, `topk/tail_on_triton.py` for a GPU.
 """
@@ -76,12 +76,12 @@ from growkern.ops.loss.rows.options import (
 )
 from growkern.ops.loss.rows.state import KL_ROW, RowInputs, named_terms
 from growkern.ops.loss.rows.vocab_parallel import Shard
-from growkern.ops.loss.topk.op import TOPK_KL_MLM
 from growkern.ops.loss.topk.teacher import (
     check_topk,
     check_topk_values,
     teacher_probabilities,
 )
+from growkern.ops.loss.topk.topk_op import TOPK_KL_MLM
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

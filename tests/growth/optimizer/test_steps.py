@@ -8,7 +8,7 @@ import torch
 import growkern
 from growkern.growth.optimizer import adamw
 from growkern.growth.optimizer.moments import EntryFactors
-from growkern.ops.adamw import op
+from growkern.ops.adamw import step as op
 from growkern.ops.adamw.factors import UpdateRule
 from testbed.models import GPT2, random_model
 from tests.growth.watch import Watch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from growkern.errors import GrowthError
-from growkern.ops.adamw import op
+from growkern.ops.adamw import step as op
 from growkern.ops.adamw.factors import Factors, StatePart, UpdateRule
 from growkern.ops.adamw.on_cpu import adamw_step_on_cpu
 from growkern.ops.adamw.on_triton import adamw_step_on_triton

@@ -11,8 +11,7 @@ import growkern
 from bench.shared.time_model import LAUNCHES
 from growkern.ops.backend import custom_ops
 from growkern.ops.backend.launch import HAS_TRITON
-from growkern.ops.loss.linear import gemm
-from growkern.ops.loss.linear import op as linear_op
+from growkern.ops.loss.linear import gemm, linear_op
 from growkern.ops.loss.rows import on_triton
 from growkern.ops.loss.rows.options import Maths
 from growkern.ops.loss.rows.state import Rows, Steps, n_numbers

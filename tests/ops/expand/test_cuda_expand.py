@@ -8,8 +8,8 @@ import torch
 from growkern.errors import GrowthError
 from growkern.ops.expand import on_cuda, on_triton
 from growkern.ops.expand.call import ExpandCall, check_expand
+from growkern.ops.expand.expand_op import expand_reference
 from growkern.ops.expand.on_cuda import launches_of, lists_by_source
-from growkern.ops.expand.op import expand_reference
 from testbed.cuda_emulator import emulate
 from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
 from tests.ops.expand.test_expand_launches import Started

@@ -11,12 +11,12 @@ from torch import library
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.backend.choose import describe_backends
-from growkern.ops.expand import op
+from growkern.ops.expand import expand_op as op_module
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
+from growkern.ops.expand.expand_op import expand, expand_op, expand_out_op, expand_reference
 from growkern.ops.expand.hashes import line_keys, signed
 from growkern.ops.expand.limits import MOST_ENTRIES
 from growkern.ops.expand.on_cpu import expand_on_cpu
-from growkern.ops.expand.op import expand, expand_op, expand_out_op, expand_reference
 from tests.shared.numerics import assert_no_worse_than_eager, assert_within_one_rounding
 
 LIVE = [b.name for b in describe_backends() if b.live]
@@ -159,7 +159,7 @@ def test_the_reference_works_in_blocks_of_rows(upper, noise, left_out, monkeypat
     case = make_case(13, 7, 13, 17, torch.float64, "cpu", upper=upper, noise=noise)
     case |= {"offsets": (3, 2**31 + 5), **dict.fromkeys(left_out)}
     whole = expand_reference(call_of(case, torch.float64))
-    monkeypatch.setattr(op, "REFERENCE_ELEMENTS", 5 * 17)
+    monkeypatch.setattr(op_module, "REFERENCE_ELEMENTS", 5 * 17)
     assert torch.equal(expand(**case, backend="reference"), whole)
 
 

@@ -6,10 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from growkern.ops.backend import custom_ops
 from growkern.ops.backend.launch import HAS_TRITON
-from growkern.ops.expand import many, on_triton, op
+from growkern.ops.expand import expand_op, many, on_triton
 from growkern.ops.expand.call import ExpandCall, Routing
+from growkern.ops.expand.expand_op import expand
 from growkern.ops.expand.hashes import line_keys
-from growkern.ops.expand.op import expand
 from tests.ops.expand.test_expand import make_case
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -49,7 +49,7 @@ def test_one_launch_makes_all_that_a_hash_needs(launched, dtype, noise, monkeypa
     case = make_case(19, 33, 41, 70, dtype, "cpu", noise=noise)
     # the mode that counts is not there without the test, and a GPU's indices are not checked
     monkeypatch.setattr(custom_ops, "is_plain_call", lambda arguments: True)
-    monkeypatch.setattr(op, "check_ranges", lambda call: None)
+    monkeypatch.setattr(expand_op, "check_ranges", lambda call: None)
     with Started() as started:
         expand(**case, backend="triton")
     lines = [on_triton.lines_kernel] * (noise != "none")

@@ -7,9 +7,9 @@ from growkern.errors import GrowthError
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
+from growkern.ops.expand.expand_op import expand
 from growkern.ops.expand.hashes import line_keys
 from growkern.ops.expand.many import _LineKeys, _Packed, expand_many, launch_kind
-from growkern.ops.expand.op import expand
 from tests.ops.expand.test_expand import layouts, make_case
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from growkern.ops.expand.call import DTYPES
-from growkern.ops.expand.op import expand, folded
+from growkern.ops.expand.expand_op import expand, folded
 from tests.ops.expand.test_expand import LIVE
 from tests.shared.walks import walk
 

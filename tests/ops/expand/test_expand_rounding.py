@@ -12,9 +12,9 @@ import torch
 from growkern.ops.backend import native
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
+from growkern.ops.expand.expand_op import expand, expand_reference
 from growkern.ops.expand.on_cpu import expand_on_cpu
 from growkern.ops.expand.on_triton import expand_on_triton
-from growkern.ops.expand.op import expand, expand_reference
 from tests.ops.expand.test_expand import LIVE, backend_or_skip, copies_of
 
 ROOT = Path(__file__).parents[3]

@@ -6,10 +6,10 @@ import torch
 from growkern.errors import GrowthError
 from growkern.ops.backend import native
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
+from growkern.ops.expand.expand_op import expand, expand_reference, folded
 from growkern.ops.expand.hashes import chosen, line_keys
 from growkern.ops.expand.limits import MOST_COPIES
 from growkern.ops.expand.on_cpu import expand_on_cpu
-from growkern.ops.expand.op import expand, expand_reference, folded
 from tests.ops.expand.test_expand import LIVE, backend_or_skip, copies_of, make_case, uneven
 
 F32, F64 = torch.float32, torch.float64

@@ -5,8 +5,8 @@ import torch
 
 from growkern.ops.backend import native
 from growkern.ops.expand.call import DTYPES, ExpandCall, Routing
+from growkern.ops.expand.expand_op import expand_reference
 from growkern.ops.expand.on_cpu import expand_on_cpu
-from growkern.ops.expand.op import expand_reference
 from tests.ops.expand.test_expand import copies_of
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

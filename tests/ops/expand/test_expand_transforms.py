@@ -9,7 +9,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from growkern.errors import GrowthError
 from growkern.ops.backend.choose import describe_backends
 from growkern.ops.expand.call import Routing
-from growkern.ops.expand.op import expand
+from growkern.ops.expand.expand_op import expand
 
 BACKENDS = [b.name for b in describe_backends() if b.live and b.name in ("reference", "cpu")]
 R, C, COPIES = 4, 3, 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear import linear_op
 from tests.ops.loss.loss_inputs import BACKENDS, DOORS, IGNORED, call, relative_error
 from tests.ops.loss.test_linear_kl_mlm_loss import NAMES, assert_same, drifted_heads, make_heads
 
@@ -86,7 +86,7 @@ def test_rows_of_neither_mask_reach_no_gemm(backend, door, device):
     expected = loss_and_grads(door, student, teacher, labels, backend="reference")
     broken = [x.clone() for x in student]
     broken[0][labels == IGNORED] = float("nan")
-    with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
+    with mock.patch.object(linear_op, "project", wraps=linear_op.project) as project:
         actual = loss_and_grads(door, broken, teacher, labels, backend=backend)
     assert_same(actual, expected)
     assert (actual[1][0][labels == IGNORED] == 0).all()
@@ -105,7 +105,7 @@ def test_compaction_without_asking_how_many(backend, door, device):
     given, options = (door, student, teacher, labels), {"label_smoothing": 0.1}
     expected = loss_and_grads(*given, backend="reference", **options)
     options |= {"backend": backend, "chunk_bytes": 1400}
-    with mock.patch.object(op_module, "may_ask", lambda device: False):
+    with mock.patch.object(linear_op, "may_ask", lambda device: False):
         for max_rows in (None, 12, 8):
             assert_same(loss_and_grads(*given, max_rows=max_rows, **options), expected)
         # on a GPU an assertion ends the whole process

@@ -8,7 +8,7 @@ import torch
 
 from growkern.ops.backend import native
 from growkern.ops.loss.linear import heads as heads_module
-from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear import linear_op
 from growkern.ops.loss.linear.gemm import AVX512, _tiles, gemm_on_cpu, has_bfloat16, multiplies
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from tests.ops.loss.loss_inputs import relative_error
@@ -108,14 +108,14 @@ def test_only_factors_up_to_float32_and_sums_from_float32_on_are_taken():
 @pytest.fixture
 def places(monkeypatch):
     """Whether the logits of each call lay in dW; chunks have multiples of 4 rows."""
-    noted, make = [], op_module.logit_memory
+    noted, make = [], linear_op.logit_memory
 
     def memory_of(*arguments):
         memory, free = make(*arguments), arguments[-1]
         noted.append(free is not None and memory[0].data_ptr() == free.data_ptr())
         return memory
 
-    monkeypatch.setattr(op_module, "logit_memory", memory_of)
+    monkeypatch.setattr(linear_op, "logit_memory", memory_of)
     monkeypatch.setattr(heads_module, "ROWS_OF_CPU_CHUNK", 4)
     monkeypatch.setattr(heads_module, "LEAST_HELD", 40)
     return noted

@@ -22,16 +22,14 @@ from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_on_triton
-from growkern.ops.loss.linear import gemm
+from growkern.ops.loss.linear import gemm, linear_op
 from growkern.ops.loss.linear import heads as heads_module
-from growkern.ops.loss.linear import op as linear_op
-from growkern.ops.loss.linear import op as op_module
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes, held_rows
 from growkern.ops.loss.rows import once_on_triton
 from growkern.ops.loss.rows.inputs import row_kinds, term_weights
 from growkern.ops.loss.rows.on_triton import rows_on_triton
-from growkern.ops.loss.rows.op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.options import LossCall, check_options
+from growkern.ops.loss.rows.rows_op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import Maths, RowInputs, Rows, Steps, n_numbers
 from growkern.ops.loss.topk.tail_on_triton import tail_gradient_on_triton
 from tests.ops.loss.loss_inputs import relative_error
@@ -69,7 +67,7 @@ def test_an_unlabelled_last_row_may_be_nan(kind, limits, monkeypatch):
     loss_of, beside = teacher_of(kind, N, V, teacher)
     found = []
     for asks in (True, False):
-        monkeypatch.setattr(op_module, "may_ask", lambda device, asks=asks: asks)
+        monkeypatch.setattr(linear_op, "may_ask", lambda device, asks=asks: asks)
         loss = loss_of(*student, *beside, labels, temperature=2.0, backend="cpu", **limits)
         found.append((loss, *torch.autograd.grad(loss, student)))
     for exact, actual in zip(*found, strict=True):
@@ -80,19 +78,19 @@ def test_an_unlabelled_last_row_may_be_nan(kind, limits, monkeypatch):
 @pytest.mark.parametrize("limits, rows", [({}, 80), ({"max_rows": 12}, 12)])
 def test_a_gpu_multiplies_max_rows_or_all_of_them(limits, rows, monkeypatch):
     """12 of 80 rows have a label; docs/losses.md says what the others cost. A CPU counts them."""
-    project, seen = op_module.project, []
+    project, seen = linear_op.project, []
 
     def counted(x, *rest):
         seen.append(len(x))
         project(x, *rest)
 
-    monkeypatch.setattr(op_module, "project", counted)
+    monkeypatch.setattr(linear_op, "project", counted)
     student, teacher = ([torch.randn(n, H) for n in (80, 31)] for H in (8, 6))
     labels = torch.full((80,), -100)
     labels[::7] = 3
     found = []
     for asks in (True, False):
-        monkeypatch.setattr(op_module, "may_ask", lambda device, asks=asks: asks)
+        monkeypatch.setattr(linear_op, "may_ask", lambda device, asks=asks: asks)
         seen.clear()
         loss = linear_kl_mlm_loss(*student, *teacher, labels, backend="cpu", **limits)
         found.append((sum(seen), loss))
@@ -279,12 +277,12 @@ def test_one_chunk_writes_dw_in_its_own_dtype(limits, is_whole, monkeypatch, fre
     """No float32 copy of dW, whole or in tiles. The last limit makes two chunks of 36 rows."""
     N, V, H = 72, 50, 16
     products(monkeypatch, mm=True, addmm=True)
-    for module in (gemm, op_module):
+    for module in (gemm, linear_op):
         monkeypatch.setattr(module, "gemm_dtype", lambda x: x.dtype)
-    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
     made = []
     monkeypatch.setattr(
-        op_module, "GradientSums", lambda *args: made.append(gemm.GradientSums(*args)) or made[-1]
+        linear_op, "GradientSums", lambda *args: made.append(gemm.GradientSums(*args)) or made[-1]
     )
     student, teacher = ([torch.randn(n, H).bfloat16() for n in (N, V)] for _ in range(2))
     labels = torch.randint(V, (N,))
@@ -326,20 +324,20 @@ def test_one_product_sums_dw_of_many_chunks(kind, dtype, held, H, monkeypatch, f
     """
     N, V = 70, 60
     products(monkeypatch, mm=True, addmm=True)
-    for module in (gemm, op_module):
+    for module in (gemm, linear_op):
         monkeypatch.setattr(module, "gemm_dtype", lambda x: x.dtype)
-    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
     sizes = {"LEAST_HELD": 16, "HELD_BYTES": held, "ROWS_OF_TILES": 4}
     for name, value in sizes.items():
         monkeypatch.setattr(heads_module, name, value)
-    seen, places, make = count_products(monkeypatch), [], op_module.logit_memory
+    seen, places, make = count_products(monkeypatch), [], linear_op.logit_memory
 
     def noted(*arguments):
         memory, free = make(*arguments), arguments[-1]
         places.append(free is not None and memory[0].data_ptr() == free.data_ptr())
         return memory
 
-    monkeypatch.setattr(op_module, "logit_memory", noted)
+    monkeypatch.setattr(linear_op, "logit_memory", noted)
     student, teacher = heads_with_nan(N, V, H, 5)
     student = [x.detach().to(dtype).requires_grad_() for x in student]
     loss_of, beside = teacher_of(kind, N, V, [x.to(dtype) for x in teacher])
@@ -499,8 +497,8 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
     with NothingWaits():
         labels = torch.empty(N, dtype=torch.int64, device="meta")
         rows = RowInputs(labels, *kinds_and_weights(labels, torch.empty(())))
-        _, _, *grads = op_module.empty_outputs(heads[0], rows.weights, False, [True] * 3)
-        op_module.sweep(heads, rows, settings, grads)
+        _, _, *grads = linear_op.empty_outputs(heads[0], rows.weights, False, [True] * 3)
+        linear_op.sweep(heads, rows, settings, grads)
     assert [x.dtype for x in grads] == [torch.float32 if dtype == torch.float16 else dtype] * 3
 
 
@@ -517,7 +515,7 @@ def test_rows_of_logits_and_their_gradient_are_aligned(width, kind, dtype, limit
     In bfloat16 and the larger width the logits of both heads lie in dW, and dz beside it.
     """
     N, V = 24, 101
-    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
     run, starts, places = ROW_FUNCTIONS["cpu"], [], []
 
     def seen(rows, state, steps, drows=None, dstudent=None):
@@ -588,13 +586,13 @@ def test_heads_with_biases_take_no_pass_of_their_own(stride, monkeypatch):
     labels = torch.randint(V, (N,))
     labels[2] = -100
     given, found = [x.requires_grad_() for x in heads[0]], []
-    project, seen = op_module.project, []
+    project, seen = linear_op.project, []
 
     def spied(x, weight, bias, z, *rest):
         seen.append(bias)
         project(x, weight, bias, z, *rest)
 
-    monkeypatch.setattr(op_module, "project", spied)
+    monkeypatch.setattr(linear_op, "project", spied)
     for each in ("triton", "reference"):
         (x, w, b), (u, v, c) = given, heads[1]
         options = {"temperature": 2.0, "backend": each, "logits_dtype": torch.float64}
@@ -691,7 +689,7 @@ def memory_of_a_sweep(N, V, H, H_t, monkeypatch, dtype=torch.bfloat16, **limits)
     for size in (2, 4):
         monkeypatch.setitem(gemm.BALANCE, ("meta", size), gemm.BALANCE["cuda", size])
     monkeypatch.setitem(ROW_FUNCTIONS, "triton", lambda *args: None)
-    monkeypatch.setattr(op_module, "may_ask", lambda device: False)
+    monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
     monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: True)
     monkeypatch.setattr(gemm, "adds_wide", lambda device, factor: True)
 
@@ -705,8 +703,8 @@ def memory_of_a_sweep(N, V, H, H_t, monkeypatch, dtype=torch.bfloat16, **limits)
     sizes = Sizes(V, V, **limits)
     settings = Settings(sizes, Maths(), False, False, want, torch.float32, "", "triton")
     with MostMemory([x for head in heads for x in head]) as found:
-        _, _, *grads = op_module.empty_outputs(heads[0], rows.weights, False, want)
-        op_module.sweep(heads, rows, settings, [*grads[:2], None])
+        _, _, *grads = linear_op.empty_outputs(heads[0], rows.weights, False, want)
+        linear_op.sweep(heads, rows, settings, [*grads[:2], None])
     return found.peak
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import growkern
-from growkern.ops.loss.rows.op import ROW_FUNCTIONS
+from growkern.ops.loss.rows.rows_op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import Maths, Rows, Steps, fit_to_dtype, n_numbers
 from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, make_logits, relative_error
 from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads

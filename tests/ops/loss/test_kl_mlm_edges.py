@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import growkern
-from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear import linear_op
 from growkern.ops.loss.linear.heads import Head, Settings, Sizes
 from growkern.ops.loss.rows.inputs import checked_labels, row_kinds
 from growkern.ops.loss.rows.options import Options
@@ -188,12 +188,12 @@ def test_a_step_asks_the_gpu_nothing(beta, tile, device):
                 out.fill_(1.0)
 
     with (
-        mock.patch.object(op_module, "may_ask", lambda device: False),
-        mock.patch.dict(op_module.ROW_FUNCTIONS, {"triton": kernel}),
+        mock.patch.object(linear_op, "may_ask", lambda device: False),
+        mock.patch.dict(linear_op.ROW_FUNCTIONS, {"triton": kernel}),
         NoQuestions(),
     ):
         heads = [Head(*student), Head(*teachers[0])]
-        rows = op_module.sweep(heads, RowInputs(labels, kind, weights), settings, grads)
+        rows = linear_op.sweep(heads, RowInputs(labels, kind, weights), settings, grads)
     assert rows.shape == (4, 6) and all(g.abs().sum() > 0 for g in grads)
 
 
@@ -356,7 +356,7 @@ def test_a_row_of_weight_0_is_as_absent_as_one_without_a_label(
     weights[list(GONE)] = 0
     for asks in (True, False):
         # the second time as on a GPU, which takes all rows through the products
-        monkeypatch.setattr(op_module, "may_ask", lambda device, asks=asks: asks)
+        monkeypatch.setattr(linear_op, "may_ask", lambda device, asks=asks: asks)
         actual, found = call(labels, row_weights=weights, **options)
         torch.testing.assert_close(actual, expected)
         torch.testing.assert_close(found, parts)

@@ -6,7 +6,7 @@ from torch import library
 
 import growkern
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
-from growkern.ops.loss.rows.op import kl_mlm_rows_backward_op, kl_mlm_rows_op
+from growkern.ops.loss.rows.rows_op import kl_mlm_rows_backward_op, kl_mlm_rows_op
 from growkern.ops.loss.rows.state import clear
 from tests.ops.loss.loss_inputs import (
     BACKENDS,

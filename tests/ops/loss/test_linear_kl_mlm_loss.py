@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.ops.backend import native
-from growkern.ops.loss.linear import op as op_module
+from growkern.ops.loss.linear import linear_op
 from growkern.ops.loss.linear.gemm import chunk_size
 from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments, check_logits_dtype
-from growkern.ops.loss.linear.op import linear_kl_mlm_backward_op, linear_kl_mlm_op
+from growkern.ops.loss.linear.linear_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.state import Maths
 from tests.ops.loss.loss_inputs import (
@@ -252,7 +252,7 @@ def test_frozen_parts_cost_no_gemm(backend, device):
 def test_alpha_zero_runs_no_teacher_gemm(device):
     student, teachers, labels = make_heads(6, 17, 8, torch.float32, device)
     for alpha, gemms in ((0.0, 1), (0.5, 2), (torch.tensor(0.0), 2)):
-        with mock.patch.object(op_module, "project", wraps=op_module.project) as project:
+        with mock.patch.object(linear_op, "project", wraps=linear_op.project) as project:
             call(student, teachers, labels, alpha=alpha)
         assert project.call_count == gemms
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import growkern
 from growkern.ops.loss.linear.heads import Settings, Sizes, anchor_of, as_arguments
 from growkern.ops.loss.rows.state import Maths
-from growkern.ops.loss.topk.op import topk_kl_mlm_op
+from growkern.ops.loss.topk.topk_op import topk_kl_mlm_op
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
 from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, relative_error
 from tests.ops.loss.test_linear_kl_mlm_loss import NAMES, assert_same, drifted_heads, make_heads

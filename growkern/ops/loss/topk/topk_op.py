@@ -14,7 +14,7 @@ from torch import Tensor, library
 
 from growkern.ops.backend import NAMESPACE, Rules
 from growkern.ops.loss.linear.heads import Head, some_rows
-from growkern.ops.loss.linear.op import (
+from growkern.ops.loss.linear.linear_op import (
     SCHEMA,
     Chunk,
     arguments_of,
@@ -24,7 +24,7 @@ from growkern.ops.loss.linear.op import (
     swept,
 )
 from growkern.ops.loss.rows.on_cpu import tail_gradient_on_cpu
-from growkern.ops.loss.rows.op import ROW_FUNCTIONS
+from growkern.ops.loss.rows.rows_op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
     KL_ROW,
     RowInputs,

@@ -49,7 +49,7 @@ from growkern.ops.loss.linear.heads import (
     slices,
     some_rows,
 )
-from growkern.ops.loss.rows.op import ROW_FUNCTIONS
+from growkern.ops.loss.rows.rows_op import ROW_FUNCTIONS
 from growkern.ops.loss.rows.state import (
     RowInputs,
     Rows,
