@@ -136,7 +136,7 @@ def outputs(model, seed=0):
 
     Of a model that reads images, those of a text with an image too.
     """
-    if model.main_input_name == "pixel_values":
+    if takes_images(model):
         return _run(model, images(model, seed))
     found = text_outputs(model, seed)
     if model.config.model_type in IMAGES:
@@ -150,9 +150,14 @@ def _run(model, inputs):
     with Float64Everywhere():
         result = model(**inputs)
     names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
-    names += ("mc_logits", "reconstruction")
+    names += ("mc_logits", "reconstruction", "text_embeds", "image_embeds")
     found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}
     return found or {"last_hidden_state": result.last_hidden_state}
+
+
+def takes_images(model):
+    """Whether it reads no text, or compares images with one."""
+    return model.main_input_name == "pixel_values" or hasattr(model, "logit_scale")
 
 
 def images(model, seed=0):
@@ -167,6 +172,8 @@ def images(model, seed=0):
             name.endswith(("cls_token", "distillation_token")) for name in names
         )
         inputs["bool_masked_pos"] = torch.rand(3, patches, generator=rng) < 0.5
+    if model.main_input_name == "input_ids":
+        inputs["input_ids"] = torch.randint(3, 50, (3, 9), generator=rng)
     return inputs
 
 

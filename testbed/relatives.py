@@ -155,6 +155,13 @@ PATCHES = {
     **{"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "encoder_stride": 4},
     **{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
 }
+# the end of a text is its highest token
+CLIP_TEXT = {**BERT, "layer_norm_eps": 1e-2, "projection_dim": 7, "eos_token_id": 2}
+CLIP_IMAGES = {
+    **{k: v for k, v in PATCHES.items() if k not in ("num_labels", "encoder_stride")},
+    **{"intermediate_size": 20, "layer_norm_eps": 1e-2, "projection_dim": 7},
+}
+CLIP = {"text_config": CLIP_TEXT, "vision_config": CLIP_IMAGES, "projection_dim": 7}
 
 # a block without a norm before its attention, and kinds of layers
 MODERN = {
@@ -464,6 +471,9 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2},
         {"qkv_bias": False, "image_size": [8, 16]},
     ),
+    "clip": ("CLIPModel", CLIP, {}),
+    "clip_text_model": ("CLIPTextModelWithProjection", CLIP_TEXT, {}),
+    "clip_vision_model": ("CLIPVisionModelWithProjection", CLIP_IMAGES, {}),
     "megatron-bert": ("MegatronBertForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",

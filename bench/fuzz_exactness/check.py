@@ -26,13 +26,13 @@ from growkern.growth.record.verdict import (
     measured_level,
     rounding,
 )
-from testbed.models import as_stored, eager, images, random_model
+from testbed.models import as_stored, eager, images, random_model, takes_images
 
 # float32 shares of weights are rounded, and may be larger than the weights
 FLOAT32_ROOM = 16.0
 OUTPUTS = (
     *("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits"),
-    *("mc_logits", "reconstruction", "last_hidden_state"),
+    *("mc_logits", "reconstruction", "text_embeds", "image_embeds", "last_hidden_state"),
 )
 # tokens that are generated after padded prompts
 STEPS = 4
@@ -218,7 +218,7 @@ def _check_report(plan: GrowthPlan, report: growkern.VerifyReport) -> None:
 
 
 def _inputs(model: Any, side: str) -> dict[str, torch.Tensor]:
-    if model.main_input_name == "pixel_values":
+    if takes_images(model):
         return images(model)
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 40, (3, 7), generator=rng)

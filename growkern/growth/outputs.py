@@ -20,6 +20,7 @@ LARGEST = 50_000_000
 OUTPUTS = (
     *("logits", "prediction_logits", "start_logits", "last_hidden_state"),
     *("end_logits", "seq_relationship_logits", "mc_logits", "reconstruction"),
+    *("image_embeds", "text_embeds"),
 )
 
 
@@ -76,6 +77,7 @@ def longest_of(model: ModelSpec) -> int:
 
 def image_shape(config: Any) -> tuple[int, int, int]:
     """Channels, height and width of the images that a model reads."""
+    config = getattr(config, "vision_config", config)
     size = config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return config.num_channels, height, width
@@ -122,6 +124,9 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     if tokens.is_floating_point():
         inputs = {"pixel_values": tokens.to(model.device, model.dtype)}
+        if model.main_input_name == "input_ids":
+            # it compares images with a text
+            inputs["input_ids"] = torch.arange(4, device=model.device)[None]
     else:
         inputs = {"input_ids": tokens.to(model.device)}
         if type(model).__name__.endswith("ForMultipleChoice"):

@@ -27,7 +27,9 @@ for _name in ("deepseek_v32", "glm_moe_dsa"):
 # ESM adds a bias behind its projection, which the trainer refuses
 LEFT_OUT = ("esm",)
 TEXT_ONLY = [
-    n for n, (kind, _) in CLASSES.items() if "ImageClass" not in kind and n not in LEFT_OUT
+    name
+    for name, (kind, _) in CLASSES.items()
+    if ("LM" in kind or "Generation" in kind) and name not in LEFT_OUT
 ]
 
 
