@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from bench.shared.harness import measure_all, parser_of
 from bench.shared.results import RESULTS, machine, read
 from growkern.errors import GrowthError
-from growkern.families.load import supported_families
+from growkern.families.table_files import supported_families
 from growkern.growth.draft.family import draft_family
 
 KINDS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}

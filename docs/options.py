@@ -2,7 +2,7 @@
 
 `python -m docs.options` writes
 
-- `growkern/train/loss/options.py`, the options of losses in the sections of a run file. What is
+- `growkern/train/loss/sections.py`, the options of losses in the sections of a run file. What is
   written by hand stays there: the other words of docstrings, own options, methods;
 - `csrc/maths.h`, the numbers that the compiled kernels get.
 """
@@ -15,7 +15,7 @@ from growkern.ops.loss.rows.options import KL_OPTIONS, LABEL_OPTIONS, Maths
 
 ROOT = Path(__file__).parents[1]
 DECLARED = ROOT / "growkern/ops/loss/rows/options.py"
-OPTIONS, HEADER = ROOT / "growkern/train/loss/options.py", ROOT / "csrc/maths.h"
+OPTIONS, HEADER = ROOT / "growkern/train/loss/sections.py", ROOT / "csrc/maths.h"
 # the options that a section of a run file gets
 SECTIONS = {"LossOptions": LABEL_OPTIONS, "InheritanceSchedule": KL_OPTIONS}
 # options that have another type or default in training: as `InheritanceSchedule` declares them

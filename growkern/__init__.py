@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss as kl_mlm_loss
     from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss as linear_kl_mlm_loss
     from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss as topk_kl_mlm_loss
-    from growkern.train.dataset.load import load_data as load_data
     from growkern.train.dataset.source import DataSection as DataSection
+    from growkern.train.dataset.training_data import load_data as load_data
     from growkern.train.distributed.shard import DistributedOptions as DistributedOptions
     from growkern.train.distributed.shard import shard as shard
     from growkern.train.evaluation.evaluate import EvaluationReport as EvaluationReport
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from growkern.train.loop.trainer import TwoStageTrainer as TwoStageTrainer
     from growkern.train.loss.inherited import count_labels as count_labels
     from growkern.train.loss.inherited import inherited_loss as inherited_loss
-    from growkern.train.loss.options import InheritanceSchedule as InheritanceSchedule
-    from growkern.train.loss.options import LossOptions as LossOptions
+    from growkern.train.loss.sections import InheritanceSchedule as InheritanceSchedule
+    from growkern.train.loss.sections import LossOptions as LossOptions
     from growkern.train.model.sub_model import TwoStageConfig as TwoStageConfig
     from growkern.train.optimizer import OptimizerOptions as OptimizerOptions
     from growkern.train.run.start import run as run

@@ -169,7 +169,7 @@ def make(place: Path, families: Sequence[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     import growkern
-    from growkern.families.load import load_family
+    from growkern.families.table_files import load_family
     from growkern.growth.disk.companions import complete_config
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))

@@ -16,7 +16,7 @@ from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
 from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
-from growkern.train.model.load import load_tokenizer
+from growkern.train.model.language_model import load_tokenizer
 
 # how many fit so that tokens can be read
 MOST_HEADS, MOST_LAYERS = 8, 4

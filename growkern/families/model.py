@@ -15,8 +15,8 @@ from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, reason
 from growkern.families.family import Family, field_faults
-from growkern.families.load import load_family
 from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec, holds
+from growkern.families.table_files import load_family
 
 # of a tensor that files hold in parts: of every part of its second axis, the name for each expert
 Names = tuple[tuple[str, ...], ...]

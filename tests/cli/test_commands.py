@@ -21,7 +21,7 @@ from growkern.cli.growing import growth_options
 from growkern.cli.main import main
 from growkern.publish.manifest import write_manifest
 from growkern.train.distributed.shard import join_processes
-from growkern.train.model import load
+from growkern.train.model import language_model
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
 T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "d_ff": 20, "num_layers": 2}
@@ -159,7 +159,7 @@ def test_debug_shows_where_an_error_came_from(run, monkeypatch):
 
 def test_cache_teacher_writes_what_training_reads(run, checkpoint, tmp_path):
     from growkern import TeacherCache
-    from growkern.train.dataset.load import pack_text
+    from growkern.train.dataset.training_data import pack_text
     from growkern.train.objectives.language_modeling import MaskedLMCollator
 
     for name in "ab":
@@ -222,7 +222,7 @@ def test_nothing_is_read_for_a_cache_that_cannot_be_made(
     for empty in (tmp_path / "c" / "other", tmp_path / "a.txt"):
         empty.touch()
     for name in ("load_language_model", "load_tokenizer"):
-        monkeypatch.setattr(load, name, None)
+        monkeypatch.setattr(language_model, name, None)
     options = ["--out", tmp_path / "c", "--k", 2, "--temperature", 1, "--sequence-length", 8]
     result = run("cache-teacher", checkpoint, tmp_path / "a.txt", *options, *change)
     assert_bad_input(result, *words)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from examples.finetune import accuracy, blocks
-from growkern.train.dataset.load import pack_text
+from growkern.train.dataset.training_data import pack_text
 from testbed import warm
 from testbed.tiny import build
 from tests.train.dataset.data import WORDS, tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 import growkern
 from growkern.families.family import inner
-from growkern.families.load import load_family, supported_families
+from growkern.families.table_files import load_family, supported_families
 from growkern.files import parse_toml
 from tests.shared import walks
 

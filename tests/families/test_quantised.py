@@ -14,7 +14,7 @@ from growkern.growth.disk import checksums
 from growkern.growth.source.loading import load_model
 from growkern.growth.source.source import open_source
 from growkern.growth.stored import row_blocks
-from growkern.train.model.load import load_language_model
+from growkern.train.model.language_model import load_language_model
 from growkern.train.run.resolve import Checkpoint
 from testbed.models import random_model
 from testbed.relatives import LOCAL, RELATIVES, ROTARY, WIDTHS

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import growkern
 from growkern.errors import GrowthWarning
-from growkern.families.load import as_installed, parse_family, shipped_table
 from growkern.families.model import ModelSpec
+from growkern.families.table_files import as_installed, parse_family, shipped_table
 from testbed.families import FAMILIES
 from testbed.models import random_model, relative_error
 from testbed.relatives import RELATIVES

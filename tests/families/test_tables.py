@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from growkern.errors import GrowthError
-from growkern.families.load import load_family, parse_family, supported_families
 from growkern.families.model import ModelSpec
+from growkern.families.table_files import load_family, parse_family, supported_families
 from growkern.files import parse_toml
 from testbed.relatives import RELATIVES
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 import growkern
-from growkern.train.model.load import load_language_model
+from growkern.train.model.language_model import load_language_model
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.run.file import load_run
 from testbed.tiny import VOCAB, TinyTokenizer

@@ -29,7 +29,7 @@ from growkern.growth.optimizer.file import read_optimizer
 from growkern.growth.record.lineage import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
 from growkern.publish.manifest import MANIFEST, write_manifest
-from growkern.train.model.load import load_tokenizer
+from growkern.train.model.language_model import load_tokenizer
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.run.file import load_run
 from growkern.train.safety.checkpoints import damage

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import get_type_hints
 
 from growkern.families.family import growable_fields
-from growkern.families.load import load_family, supported_families
+from growkern.families.table_files import load_family, supported_families
 from growkern.growth.options import PAD_VOCAB, GrowthKeywords, GrowthOptions
 
 

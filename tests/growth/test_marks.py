@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 import growkern
 from growkern.train.distributed.shard import DistributedOptions
 from growkern.train.loop.growing import Size, grown_model, unfilled_model
-from growkern.train.model.load import load_language_model
+from growkern.train.model.language_model import load_language_model
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
 

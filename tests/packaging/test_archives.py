@@ -88,7 +88,7 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 sys.path.append({str(Path(tomllib.__file__).parents[1])!r})
 import growkern
-from growkern.families.load import load_family, supported_families
+from growkern.families.table_files import load_family, supported_families
 from growkern.package import folders
 assert all(load_family(name).model_type == name for name in supported_families())
 print(growkern.__file__, (folders()[0] / "csrc" / "cuda" / "expand_rows.cu").is_file())

@@ -17,7 +17,7 @@ import growkern
 from growkern import InheritanceSchedule, ServedTeacher, TeacherCache, TwoStageTrainer
 from growkern import run as train
 from growkern.errors import GrowthError
-from growkern.train.dataset.load import TokenBlocks
+from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loss.rows import taught_rows
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.write import cache_teacher

@@ -11,7 +11,7 @@ from transformers import trainer as trainer_of_transformers
 
 import growkern
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.dataset.load import TokenBlocks
+from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loop.meter import MEASURED
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from testbed.tiny import VOCAB, TinyTokenizer, build

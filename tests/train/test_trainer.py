@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageConfig, TwoStageTrainer, grow
-from growkern.train.dataset.load import TokenBlocks
+from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.optimizer import OptimizerOptions

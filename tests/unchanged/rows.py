@@ -19,7 +19,7 @@ from growkern.cli.commands import collect
 from growkern.growth.own_table import check_table
 from growkern.plot.losses import plot_runs
 from growkern.publish.manifest import write_manifest
-from growkern.train.dataset.load import pack_text
+from growkern.train.dataset.training_data import pack_text
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.safety.export import export
 from testbed.families import FAMILIES

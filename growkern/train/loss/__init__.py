@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from growkern.train.loss.inherited import check_model, check_prediction, count_tokens
     from growkern.train.loss.inherited import EvaluationSums, inputs_of, is_two_stacks
     from growkern.train.loss.inherited import router_inputs, router_term, router_weight
-    from growkern.train.loss.options import InheritanceSchedule, LossOptions, Taught
+    from growkern.train.loss.sections import InheritanceSchedule, LossOptions, Taught
     from growkern.train.loss.rows import as_known, count_kl_rows, DECODER_MASK, document_starts
     from growkern.train.loss.rows import examples_of, LossRows, real_rows, real_tokens, ROW_COUNTS
     from growkern.train.loss.rows import RowCounts, take_rows, TAUGHT_BY, taught_rows, TEACHER_IDS

@@ -41,8 +41,8 @@ from growkern.growth.space import dense_families
 from growkern.ops.loss import LossParts
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.distributed import is_sharded
-from growkern.train.loss.options import InheritanceSchedule
 from growkern.train.loss.rows import TAUGHT_BY, LossRows, as_known, check_keys, examples_of
+from growkern.train.loss.sections import InheritanceSchedule
 from growkern.train.model import (
     HeadInputs,
     check_causal,

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from growkern.train.model.head import align_labels, align_rows, check_head, head_options
     from growkern.train.model.head import head_swap, HeadInputs, IGNORE_INDEX, is_linear, projected
     from growkern.train.model.head import softcap_of, take_logits, teacher_options
-    from growkern.train.model.load import CAUSAL, check_directory, check_fits, evaluating
-    from growkern.train.model.load import has_tokenizer, head_of, is_causal, load_language_model
-    from growkern.train.model.load import load_tokenizer, ModelSection, PRETRAINING, probing
-    from growkern.train.model.load import separator_of, setting
+    from growkern.train.model.language_model import CAUSAL, check_directory, check_fits, evaluating
+    from growkern.train.model.language_model import has_tokenizer, head_of, is_causal
+    from growkern.train.model.language_model import load_language_model, load_tokenizer
+    from growkern.train.model.language_model import ModelSection, PRETRAINING, probing, separator_of
+    from growkern.train.model.language_model import setting
     from growkern.train.model.sub_model import find_stacks, layer_stacks, model_depth, ModelPart
     from growkern.train.model.sub_model import text_model, TwoStageConfig
 # fmt: on

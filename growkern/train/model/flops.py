@@ -36,7 +36,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from growkern.families import load_family, supported_families
-from growkern.train.model.load import probing
+from growkern.train.model.language_model import probing
 from growkern.train.model.sub_model import ModelPart
 
 

@@ -21,7 +21,7 @@ from transformers import DataCollatorWithFlattening
 
 from growkern.errors import GrowthError
 from growkern.train.model.head import HeadInputs, head_swap, take_logits, tokens_to_try
-from growkern.train.model.load import (
+from growkern.train.model.language_model import (
     evaluating,
     no_zeros,
     parts_of,

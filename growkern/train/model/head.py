@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 
 from growkern.errors import GrowthError
 from growkern.ops.loss import IGNORE_INDEX
-from growkern.train.model.load import probing, setting
+from growkern.train.model.language_model import probing, setting
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Changes: TypeAlias = Sequence[tuple[Any, str, float]]

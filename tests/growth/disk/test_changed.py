@@ -15,7 +15,7 @@ from growkern.files import checksum
 from growkern.growth.disk.stream import Stream
 from growkern.growth.optimizer import file as optimizer_file
 from growkern.growth.source import formats, loading
-from growkern.train.model.load import load_language_model
+from growkern.train.model.language_model import load_language_model
 from testbed.models import LLAMA, random_model
 
 HOW = {"num_hidden_layers": 4, "progress": False}

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import growkern
-from growkern.families.load import load_family, supported_families
+from growkern.families.table_files import load_family, supported_families
 from testbed.models import random_model
 from testbed.relatives import RELATIVES
 

@@ -13,8 +13,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
 import growkern
-from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.families.table_files import load_family
 from growkern.growth.source.config import refuse_misread
 from testbed.families import FAMILIES, GROUPED
 from testbed.models import random_model, relative_error

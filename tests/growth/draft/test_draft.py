@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 
 import growkern
 from growkern.cli.commands import app
-from growkern.families.load import load_family, parse_family
 from growkern.families.model import ModelSpec
+from growkern.families.table_files import load_family, parse_family
 from growkern.growth.draft.family import DraftedFamily
 from growkern.growth.own_table import SizeCheck, TableReport
 from tests.shared import walks

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import growkern
-from growkern.families.load import supported_families
+from growkern.families.table_files import supported_families
 from growkern.growth.plan.tensors.tensor import build_tensor
 from testbed.families import BART, MODERN, NEOX, PYTHIA, ROTARY, SQUARE, T5, WINDOW
 from testbed.models import BERT, GPT2, LLAMA, random_model, relative_error

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import growkern
-from growkern.families.load import load_family, supported_families
 from growkern.families.model import ModelSpec
+from growkern.families.table_files import load_family, supported_families
 from testbed.families import FAMILIES
 from testbed.models import GPT2, LLAMA, as_stored, eager, outputs, random_model, relative_error
 from testbed.relatives import RELATIVES

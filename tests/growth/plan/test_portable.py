@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import growkern
-from growkern.families.load import load_family, supported_families
+from growkern.families.table_files import load_family, supported_families
 from testbed.families import FAMILIES
 from testbed.models import Float64Everywhere, outputs, random_model
 

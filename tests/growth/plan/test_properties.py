@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import growkern
-from growkern.families.load import load_family
+from growkern.families.table_files import load_family
 from growkern.growth.record.lineage import plan_from_lineage, read_lineage
 from growkern.growth.source.source import open_source
 from testbed.families import FAMILIES

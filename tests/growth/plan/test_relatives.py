@@ -14,8 +14,8 @@ import transformers
 
 import growkern
 from growkern.families.family import inner
-from growkern.families.load import load_family
 from growkern.families.model import ModelSpec
+from growkern.families.table_files import load_family
 from growkern.growth.outputs import image_shape
 from testbed.families import FAMILIES
 from testbed.growths import HEADS, alone, at_once, grown_by, head_counts, heads_grow, largest_error

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.families.load import load_family
+from growkern.families.table_files import load_family
 from growkern.growth.plan.tensors import tensor as tensors
 from growkern.growth.record.lineage import record_of
 from testbed.families import FAMILIES

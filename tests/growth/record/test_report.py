@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 import growkern
-from growkern.families.load import load_family
+from growkern.families.table_files import load_family
 from growkern.growth.record.verdict import rounding
 from testbed.families import FAMILIES, NEOX, T5
 from testbed.models import BERT, GPT2, LLAMA, random_model

@@ -15,10 +15,10 @@ from growkern import GrowthError
 from growkern.errors import GrowthWarning
 from growkern.publish.calls import Lock, lock_file_of
 from growkern.train.dataset import cache
-from growkern.train.dataset import load as loading
-from growkern.train.dataset.load import load_data
+from growkern.train.dataset import training_data as loading
 from growkern.train.dataset.records import Reader
 from growkern.train.dataset.source import DataSection
+from growkern.train.dataset.training_data import load_data
 from tests.train.dataset.data import WORDS, plain_rows, rows_of, texts, tokenizer, write_jsonl
 
 LENGTH = 8

@@ -11,7 +11,7 @@ from growkern import GrowthError, InheritanceSchedule, TeacherCache, TwoStageTra
 from growkern.errors import GrowthWarning
 from growkern.files import matching_files
 from growkern.train.dataset import source
-from growkern.train.dataset.load import TokenBlocks, pack_text
+from growkern.train.dataset.training_data import TokenBlocks, pack_text
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     MaskedLMCollator,

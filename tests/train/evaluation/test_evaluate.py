@@ -11,7 +11,7 @@ import transformers
 
 import growkern
 from growkern import DataSection
-from growkern.train.dataset.load import pack_text
+from growkern.train.dataset.training_data import pack_text
 from growkern.train.evaluation.evaluate import FOR_TRAINING, TextKeywords
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from testbed.tiny import build

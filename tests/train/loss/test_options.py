@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrainer
-from growkern.train.dataset.load import TokenBlocks
+from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loop.meter import MEASURED
 from growkern.train.loss import inheritance
 from growkern.train.loss.rows import (

@@ -25,7 +25,7 @@ from growkern import run as train
 from growkern.cli.commands import app
 from growkern.train.distributed.shards import create_optimizer_state
 from growkern.train.loop.checks import check_accelerator
-from growkern.train.model.load import load_tokenizer
+from growkern.train.model.language_model import load_tokenizer
 from growkern.train.model.sub_model import layer_stacks
 from growkern.train.topk_teacher.computed import ModelTeacher
 from testbed.models import random_model

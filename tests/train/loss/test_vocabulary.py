@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
 from growkern.errors import GrowthWarning
-from growkern.train.dataset.load import TokenBlocks
+from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loss.inheritance import check_padding, check_tokenizers, check_vocabulary
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher

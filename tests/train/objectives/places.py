@@ -7,7 +7,7 @@ import torch
 
 from examples.objectives import LENGTH, MODELS, TEXTS, make_model, make_tokenizer
 from growkern import DataSection
-from growkern.train.dataset.load import TokenBlocks, TrainingData
+from growkern.train.dataset.training_data import TokenBlocks, TrainingData
 
 RUN = """
 [model]

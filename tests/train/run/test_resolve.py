@@ -20,7 +20,7 @@ from growkern.train.run import start
 from growkern.train.run.file import load_run
 from growkern.train.run.resolve import resolve
 from testbed.tiny import VOCAB, arguments, build
-from tests.train.model.test_load import edit
+from tests.train.model.test_language_model import edit
 from tests.train.run.test_run import RUN, save_tokenizer, workplace  # noqa: F401
 from tests.train.topk_teacher.test_teacher_cache import make as make_cache
 

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from growkern import TwoStageConfig, TwoStageTrainer
-from growkern.train.dataset.load import TokenBlocks
+from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from testbed.tiny import VOCAB, TinyTokenizer, build
 

@@ -5,7 +5,7 @@ import torch
 
 from growkern import GrowthError
 from growkern.publish.manifest import differences, write_manifest
-from growkern.train.model.load import load_language_model
+from growkern.train.model.language_model import load_language_model
 from growkern.train.safety.export import export
 from testbed.tiny import build
 from tests.train.run.test_run import save_tokenizer

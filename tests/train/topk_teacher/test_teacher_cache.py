@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from growkern import GrowthError, TeacherCache, cache_teacher
 from growkern.publish.manifest import write_manifest
-from growkern.train.dataset.load import TokenBlocks
+from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.model.head import align_labels
 from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.topk_teacher import computed, store

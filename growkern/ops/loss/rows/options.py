@@ -2,7 +2,7 @@
 
 `LossCall` has their names, types, defaults and meanings, and `LIMITS` the values that a number may
 have. The keywords of each loss repeat names and types for editors and type checkers; `public` adds
-the rest to a loss. From here `python -m docs.options` writes `growkern/train/loss/options.py`, the
+the rest to a loss. From here `python -m docs.options` writes `growkern/train/loss/sections.py`, the
 sections of a run file, and `csrc/maths.h`.
 """
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from growkern.errors import GrowthError
 from growkern.growth.source.config import check_names
-from growkern.train.model.load import check_fits, load_language_model, load_tokenizer
+from growkern.train.model.language_model import check_fits, load_language_model, load_tokenizer
 from testbed.models import BERT, GPT2, random_model
 from testbed.tiny import build
 from tests.train.run.test_run import save_tokenizer
