@@ -27,7 +27,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from growkern.arguments import path_of
-from growkern.errors import FOUND, GrowthError, warn
+from growkern.errors import FOUND, GrowthError, say, warn
 from growkern.growth.optimizer import grow_optimizer_into
 from growkern.publish import locked
 from growkern.train.dataset import from_first, read_data
@@ -94,7 +94,7 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     path = path_of("path", path, "the name of a run file")
     command = resume_command(path)
     bars = nullcontext() if progress and sys.stderr.isatty() else without_bars()
-    with SignalWatch(f"stopped; to resume: {command}"), bars:
+    with SignalWatch(f"stopped; to resume: {command}"), bars, _telling_if_failed():
         check_switches()
         result, base = None, path.parent
         runs = load_runs(path)
@@ -163,6 +163,19 @@ def _warn_of_others() -> None:
             ranks = [str(rank) for rank, texts in enumerate(found) if message in texts]
             warn(f"rank {', '.join(ranks)}: {message}")
     FOUND.clear()
+
+
+@contextlib.contextmanager
+def _telling_if_failed() -> Iterator[None]:
+    """If a run fails, print what this process has found: the others may never come to compare."""
+    try:
+        yield
+    except Exception:
+        # the first process has printed its own
+        if (rank := os.environ.get("RANK", "0")) != "0":
+            for message in dict.fromkeys(FOUND):
+                say(f"growkern: warning: rank {rank}: {message}", sys.stderr)
+        raise
 
 
 def _found(run: ResolvedRun, overwrite: bool) -> tuple[dict[str, Any], bool]:
@@ -302,11 +315,14 @@ def _rows_of_teacher(run: ResolvedRun) -> TopKTeacher | None:
 
 
 def resume_command(file: Path) -> str:
-    """The command that starts a run again."""
+    """The command that starts a run again, with the launcher that has started it."""
     command = f"growkern train {shlex.quote(str(file))}"
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes == 1:
         return command
+    # srun may also have started torchrun
+    if "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"srun --ntasks={processes} ... (as before) {command}"
     local = os.environ.get("LOCAL_WORLD_SIZE", str(processes))
     launcher = f"torchrun --nproc_per_node={local}"
     if int(local) < processes:

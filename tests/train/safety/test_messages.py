@@ -81,6 +81,9 @@ def main(folder):
         result = train(folder / "run.toml", progress=False)
         assert (result and result.global_step) == steps
     assert switches() == before
+    warn("before a failure")
+    with pytest.raises(GrowthError, match="nothere"):
+        train(folder / "nothere.toml")
 
 
 @ONE
@@ -89,7 +92,10 @@ def test_a_run_without_progress_prints_nothing(workplace, ranks):  # noqa: F811
     done = warm.run("testbed.forked_ranks", ranks, __name__, workplace)
     warned = ["GrowthWarning: of all", "GrowthWarning: rank 1: of this one"][:ranks]
     assert (done.returncode, done.stdout) == (0, "")
-    assert re.findall(r"GrowthWarning: .*", done.stderr) == warned
+    said = re.findall(r"(?:GrowthWarning|^growkern: warning): .*", done.stderr, re.M)
+    # others than the first one print theirs if a run fails before they were compared
+    alone = ["growkern: warning: rank 1: before a failure"][: ranks - 1]
+    assert sorted(said) == sorted([*warned, "GrowthWarning: before a failure", *alone])
     state = json.loads((workplace / "out" / "trainer_state.json").read_text())
     assert len([line for line in state["log_history"] if "mlm" in line]) == 6
 
@@ -161,6 +167,11 @@ def test_the_command_to_resume(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert resume_command(file).startswith("torchrun --nproc_per_node=4 ... (as before")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert resume_command(file) == f"srun --ntasks=8 ... (as before) growkern train '{file}'"
+    # srun has started torchrun
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert resume_command(file).startswith("torchrun")
 
 
 @pytest.mark.parametrize(
