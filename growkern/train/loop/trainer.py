@@ -24,6 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError
 from growkern.growth.optimizer import growth_clip_norm_
+from growkern.growth.record import without_bars
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed import without_shared
 from growkern.train.loop import checks, setup
@@ -394,6 +395,7 @@ class TwoStageTrainer(Trainer):
         """Trainer's, without the weights that share the memory of one that was loaded."""
         super()._issue_warnings_after_load(without_shared(load_result, self.model))
 
+    @without_bars()
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Trainer's; all processes write a sharded model for a checkpoint, else it is gathered."""
         directory, is_first = Path(output_dir or str(self.args.output_dir)), self.args.should_save

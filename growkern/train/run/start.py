@@ -16,19 +16,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from transformers import PrinterCallback
 from transformers.trainer_utils import TrainOutput
-from transformers.utils import logging
 
 from growkern.arguments import path_of
 from growkern.errors import FOUND, GrowthError, say, warn
 from growkern.growth.optimizer import grow_optimizer_into
+from growkern.growth.record import without_bars
 from growkern.publish import locked
 from growkern.train.dataset import from_first, read_data
 from growkern.train.distributed import DistributedOptions
@@ -93,7 +91,7 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
     """
     path = path_of("path", path, "the name of a run file")
     command = resume_command(path)
-    bars = nullcontext() if progress and sys.stderr.isatty() else without_bars()
+    bars = without_bars(progress, ("huggingface_hub.utils", "datasets"))
     with SignalWatch(f"stopped; to resume: {command}"), bars, _telling_if_failed():
         check_switches()
         result, base = None, path.parent
@@ -328,21 +326,3 @@ def resume_command(file: Path) -> str:
     if int(local) < processes:
         launcher += " ... (as before, on every node)"
     return f"{launcher} -m {command}"
-
-
-@contextlib.contextmanager
-def without_bars() -> Iterator[None]:
-    """While active, transformers, the Hub's client and datasets show no progress bars."""
-
-    def hidden(bar: Any, args: Any, options: dict[str, Any]) -> Any:
-        return bar(*args, **{**options, "disable": True})
-
-    with contextlib.ExitStack() as stack:
-        # its switch would turn that of the Hub's client with it, and never back
-        stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(hidden))
-        for name in ("huggingface_hub.utils", "datasets"):
-            library = import_module(name) if find_spec(name) else None
-            if library is not None and not library.are_progress_bars_disabled():
-                library.disable_progress_bars()
-                stack.callback(library.enable_progress_bars)
-        yield

@@ -16,7 +16,7 @@ from growkern.errors import GrowthError, nearest
 from growkern.growth.disk import check_target, complete_config, copy_companions, may_replace
 from growkern.growth.history import history_in
 from growkern.growth.models import materialise, restore_buffers
-from growkern.growth.record import DTYPES, keep_lineage
+from growkern.growth.record import DTYPES, keep_lineage, without_bars
 from growkern.growth.source import class_in, read_config
 from growkern.publish import make_folder, read_manifest, workplace, write_manifest
 from growkern.train.distributed import has_weights, load_weights
@@ -26,6 +26,7 @@ from growkern.train.safety.checkpoints import exportable, first_whole
 KIND = "exporting"
 
 
+@without_bars()
 def export(run: Path, target: Path, *, dtype: str | None = None, overwrite: bool = False) -> Path:
     """Write the model of a run's last whole checkpoint as a Hugging Face directory.
 

@@ -123,7 +123,7 @@ def one_weight_written_past_autograd(model):
     return model
 
 
-def test_the_record_in_a_directory_says_that_the_weights_were_trained(tmp_path):
+def test_the_record_in_a_directory_says_that_the_weights_were_trained(tmp_path, capsys):
     large = tmp_path / "large"
     source = saved(tmp_path, "GPT2LMHeadModel", GPT2)
     growkern.grow_checkpoint(source, large, n_embd=32, progress=False)
@@ -142,7 +142,10 @@ def test_the_record_in_a_directory_says_that_the_weights_were_trained(tmp_path):
     assert "Before that, compared with its source:\n\n- exact:" in card
     assert card.endswith("## My own words\n")
     # the other way round, the record is that of the weights again
+    capsys.readouterr()
     growkern.grow(source, n_embd=32).save_pretrained(large)
+    # no bar where stderr is no terminal
+    assert capsys.readouterr().err == ""
     assert growkern.verify(source, large).ok
     assert "was not trained since" in (large / "README.md").read_text()
 

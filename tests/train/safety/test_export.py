@@ -38,8 +38,11 @@ def test_the_files_of_the_model_alone(checkpoint, tmp_path):
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
-def test_its_checksums_find_a_changed_byte(checkpoint, tmp_path):
+def test_its_checksums_find_a_changed_byte(checkpoint, tmp_path, capsys):
+    capsys.readouterr()
     export(checkpoint.parent, tmp_path / "model")
+    # no bar where stderr is no terminal
+    assert capsys.readouterr().err == ""
     found = differences(tmp_path / "model")
     assert (found.checked, found.wrong, found.uncovered) == (5, (), ())
     data = bytearray((tmp_path / "model" / "model.safetensors").read_bytes())
