@@ -149,6 +149,9 @@ def outputs(model, seed=0):
 def _run(model, inputs):
     with Float64Everywhere():
         result = model(**inputs)
+    if getattr(result, "logits_per_image", None) is not None:
+        # those of SigLIP have the width of the stream
+        return {"logits_per_image": result.logits_per_image}
     names = ("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits")
     names += ("mc_logits", "reconstruction", "text_embeds", "image_embeds")
     found = {n: getattr(result, n) for n in names if getattr(result, n, None) is not None}

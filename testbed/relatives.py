@@ -162,6 +162,7 @@ CLIP_IMAGES = {
     **{"intermediate_size": 20, "layer_norm_eps": 1e-2, "projection_dim": 7},
 }
 CLIP = {"text_config": CLIP_TEXT, "vision_config": CLIP_IMAGES, "projection_dim": 7}
+SIGLIP = {"text_config": {**CLIP_TEXT, "projection_size": 12}, "vision_config": CLIP_IMAGES}
 
 # a block without a norm before its attention, and kinds of layers
 MODERN = {
@@ -472,6 +473,9 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"qkv_bias": False, "image_size": [8, 16]},
     ),
     "clip": ("CLIPModel", CLIP, {}),
+    "siglip": ("SiglipModel", SIGLIP, {}),
+    "siglip_text_model": ("SiglipTextModel", {**CLIP_TEXT, "projection_size": 7}, {}),
+    "siglip_vision_model": ("SiglipVisionModel", CLIP_IMAGES, {"vision_use_head": False}),
     "clip_text_model": ("CLIPTextModelWithProjection", CLIP_TEXT, {}),
     "clip_vision_model": ("CLIPVisionModelWithProjection", CLIP_IMAGES, {}),
     "megatron-bert": ("MegatronBertForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),

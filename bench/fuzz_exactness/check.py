@@ -33,6 +33,7 @@ FLOAT32_ROOM = 16.0
 OUTPUTS = (
     *("logits", "prediction_logits", "seq_relationship_logits", "start_logits", "end_logits"),
     *("mc_logits", "reconstruction", "text_embeds", "image_embeds", "last_hidden_state"),
+    "logits_per_image",
 )
 # tokens that are generated after padded prompts
 STEPS = 4
@@ -245,7 +246,10 @@ def _outputs(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     with Float64():
         result = model(**inputs)
     outputs = {name: x for name in OUTPUTS if (x := getattr(result, name, None)) is not None}
-    if len(outputs) > 1:
+    if "logits_per_image" in outputs:
+        # other outputs of SigLIP have the width of the stream
+        outputs = {"logits_per_image": outputs["logits_per_image"]}
+    elif len(outputs) > 1:
         outputs.pop("last_hidden_state", None)
     at = inputs.get("attention_mask", torch.ones(0)).bool()
     per_token = {"decoder_input_ids"}.isdisjoint(inputs)

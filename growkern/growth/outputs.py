@@ -20,7 +20,7 @@ LARGEST = 50_000_000
 OUTPUTS = (
     *("logits", "prediction_logits", "start_logits", "last_hidden_state"),
     *("end_logits", "seq_relationship_logits", "mc_logits", "reconstruction"),
-    *("image_embeds", "text_embeds"),
+    *("logits_per_image", "image_embeds", "text_embeds"),
 )
 
 
