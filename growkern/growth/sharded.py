@@ -40,6 +40,7 @@ from growkern.growth.plan import (
     plan_growth,
     refuse_idle_options,
 )
+from growkern.growth.record import record_when_saved
 from growkern.growth.source import Source, located, open_source, refuse_unreadable
 from growkern.growth.stored import (
     own_name,
@@ -107,7 +108,8 @@ def grow_into(
     Returns:
         The report, with the bytes that this process computed and the number of tensors that were
         skipped. The plan is also stored as `model.growth_plan`, and the model generates with the
-        source's settings. Saving the model writes no lineage: keep `report.to_dict()` with it.
+        source's settings. Without skipped tensors its
+        `save_pretrained` also writes `lineage.json`, as that of `grow` does, but no card.
 
     Raises:
         GrowthError: the source or the model cannot be used; then the model is unchanged. Or the
@@ -128,6 +130,8 @@ def grow_into(
         progress=progress,
     )  # fmt: skip
     skipped = len(grown.tasks) - len(_targets(grown, named_tensors(model)))
+    if not skipped:
+        record_when_saved(model, grown, backend, allow_nonfinite)
     directory = opened.directory or Path()
     return GrowthReport(directory, grown, written, time.perf_counter() - start, skipped=skipped)
 

@@ -240,6 +240,7 @@ def without_bars(progress: bool = True, others: Sequence[str] = ()) -> Iterator[
 def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfinite: bool) -> None:
     """Let `save_pretrained` write `lineage.json` and `README.md` too, and `push_to_hub` send them.
 
+    There is no card for a plan without findings.
     If the model was trained or cast since, the record says so, and so does a card that is there.
     The next growth needs it. A model whose shapes were changed is saved as any
     other; a record that is in the directory then stays. `nonfinite` says whether NaN and Inf were
@@ -271,6 +272,11 @@ class _Record:
         # PyTorch counts the writes to a copy anew, so the copy counts as changed
         return {**vars(self), "state": None}
 
+    @property
+    def _is_judged(self) -> bool:
+        # a card says what was found. Later the source may be gone, or may have changed
+        return "findings" in vars(self.plan)
+
     def _is_own(self) -> bool:
         return self.state == _state(self.model)
 
@@ -293,10 +299,10 @@ class _Record:
                 # those of the weights that are replaced
                 (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
             write_lineage(lineage_text(plan, settings, self.files, trained=not is_own), directory)
-            if is_own:
+            if is_own and self._is_judged:
                 is_sentence = (directory / MODULES_FILE).is_file()
                 write_card(card_text(plan, settings, is_sentence=is_sentence), directory)
-            else:
+            elif not is_own:
                 note_training(directory)
         type(model).save_pretrained(model, save_directory, *args, **options)
         if is_first and not directory.is_file():
@@ -314,7 +320,7 @@ class _Record:
         return type(self.model)._upload_modified_files(self.model, working_dir, *args, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> Any:
-        if not self._is_own():
+        if not (self._is_own() and self._is_judged):
             return type(self.model).push_to_hub(self.model, repo_id, **options)
         return _upload(self.model, repo_id, **options)
 

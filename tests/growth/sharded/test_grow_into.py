@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import growkern
 from growkern.growth import sharded
+from growkern.growth.record.lineage import TRAINED
 from growkern.growth.source.distributed import runs_of
 from testbed.forked_ranks import on_ranks
 from testbed.models import BERT, GPT2, LLAMA, outputs, random_model
@@ -214,8 +215,9 @@ def same_parameters(model, grown):
     return all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 
-def test_materialised_model_is_filled_in_place():
+def test_materialised_model_is_filled_in_place(tmp_path):
     source = llama()
+    source.save_pretrained(tmp_path / "small")
     model = target_of(source, hidden_size=24)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     report = growkern.grow_into(model, source)
@@ -223,6 +225,16 @@ def test_materialised_model_is_filled_in_place():
     assert same_parameters(model, growkern.grow(source, hidden_size=24))
     assert report.bytes_written == sum(p.nbytes for p in model.parameters())
     assert report.plan is model.growth_plan
+    # its record is that of a growth, and says so if it was trained since
+    for large, trained in (("large", False), ("trained", True)):
+        model.save_pretrained(tmp_path / large)
+        names = {path.name for path in (tmp_path / large).iterdir()}
+        assert "lineage.json" in names and "README.md" not in names
+        report = growkern.verify(tmp_path / "small", tmp_path / large)
+        record = json.loads((tmp_path / large / "lineage.json").read_text())
+        assert (report.ok, TRAINED in record) == (not trained, trained)
+        with torch.no_grad():
+            model.lm_head.weight[0] += 1
     assert all(p._is_hf_initialized for p in model.parameters())
 
 
