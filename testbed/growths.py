@@ -71,9 +71,9 @@ def more_units(model, together=False):
 def alone(model):
     """What grows -> the table's sizes that change it, and as little else as fits."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
-    wider = {"stream": 2 * old["stream"]}
+    wider, stacks = {"stream": 2 * old["stream"]}, {*family.stacks.values()} & {*family.growable}
     found = {key: {key: size} for key, size in more_units(model).items()}
-    found |= {key: {key: old[key] + 1} for key in family.stacks.values()}
+    found |= {key: {key: old[key] + 1} for key in stacks}
     found |= {"vocab": {"vocab": 64}} if "vocab" in old else {}
     found["stream"] = wider
     for key, size in family.config.items():
@@ -100,7 +100,7 @@ def at_once(model):
     """Every size larger, and none a multiple where the family allows that."""
     family, old, heads = model.family, old_sizes(model), head_counts(model)
     sizes = more_units(model, together=True)
-    sizes |= {key: old[key] + 1 for key in family.stacks.values()}
+    sizes |= {key: old[key] + 1 for key in {*family.stacks.values()} & {*family.growable}}
     sizes |= {"vocab": 64} if "vocab" in old else {}
     if not family.forces_head_dim:
         sizes |= {key: 3 * n for key, n in parts_of_heads(model).items()}

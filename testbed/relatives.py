@@ -473,6 +473,21 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"qkv_bias": False, "image_size": [8, 16]},
     ),
     "clip": ("CLIPModel", CLIP, {}),
+    # its two groups run five times
+    "albert": (
+        "AlbertForMaskedLM",
+        {**ENCODER, "embedding_size": 8, "num_hidden_layers": 5, "num_hidden_groups": 2},
+        {},
+    ),
+    "deberta-v2": (
+        "DebertaV2ForMaskedLM",
+        {
+            **{**ENCODER, "relative_attention": True, "pos_att_type": "p2c|c2p"},
+            **{"share_att_key": True, "norm_rel_ebd": "layer_norm", "position_buckets": 4},
+            **{"position_biased_input": False, "type_vocab_size": 0},
+        },
+        {"share_att_key": False, "position_biased_input": True, "type_vocab_size": 2},
+    ),
     "siglip": ("SiglipModel", SIGLIP, {}),
     "siglip_text_model": ("SiglipTextModel", {**CLIP_TEXT, "projection_size": 7}, {}),
     "siglip_vision_model": ("SiglipVisionModel", CLIP_IMAGES, {"vision_use_head": False}),

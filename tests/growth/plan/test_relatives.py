@@ -134,6 +134,7 @@ def test_every_class_is_exact(model_type, class_name):
         ("qwen3_vl", {}, {"head_dim": 16}, "this qwen3_vl has no size 'head_dim' to grow"),
         ("qwen3_vl_moe", {}, {"moe_intermediate_size": 12}, "equal axes do not tell"),
         ("roformer", {}, {"hidden_size": 18, "num_attention_heads": 3}, "head_dim=6 has no rotary"),
+        ("albert", {}, {"num_hidden_layers": 8}, "this albert has no size .num_hidden_layers. to"),
         ("bloom", {}, {"n_head": 6}, "this bloom has no size 'n_head' to grow"),
         ("mpt", {}, {"d_model": 20}, "d_model=20 is not a multiple of n_heads=3"),
         ("mpt", {"attn_config": {"clip_qkv": 4.0}}, {"d_model": 24}, "attn_config.clip_qkv=4.0"),
