@@ -15,7 +15,7 @@ from growkern.errors import GrowthError
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.source.hub import located
 from growkern.growth.source.loading import load_model
-from growkern.plot.figure import SMALL, TEXT, WIDTH, check_format, new_figure, plain, save
+from growkern.plot.figure import SMALL, TEXT, WIDTH, check_picture, new_figure, plain, save
 from growkern.train.model.language_model import load_tokenizer
 
 # how many fit so that tokens can be read
@@ -83,7 +83,7 @@ def plot_attention(
         lineage: the lineage file of the growth, or its directory; None: that of the grown model.
         length: tokens to show, from the start of the text.
     """
-    check_format(Path(out))
+    check_picture(Path(out))
     if not text.strip():
         raise GrowthError("the text to draw attention maps for is empty")
     if len(checkpoints) > 2:

@@ -16,7 +16,7 @@ from growkern.growth.record.lineage import read_lineage, recorded_plan
 from growkern.growth.source.config import read_config
 from growkern.growth.source.hub import hub_model
 from growkern.growth.space.layout import Layer
-from growkern.plot.curves import HEADS, Curve, groups_of, savings_cells
+from growkern.plot.curves import HEADS, Curve, runs_by_name, savings_cells
 from growkern.plot.figure import COLORS, GREY, new_figure
 from growkern.plot.losses import draw as draw_losses
 
@@ -81,7 +81,7 @@ def demo_table(results: Path) -> str:
     """The table of the demo."""
     if not (demo := read(results / "demo.json")):
         return "not measured yet"
-    cells = savings_cells(groups_of(*_demo_curves(demo), paired=True))
+    cells = savings_cells(runs_by_name(*_demo_curves(demo), paired=True))
     return table(HEADS, cells)
 
 

@@ -65,7 +65,7 @@ SOURCE: Any = {
     "metavar": "SRC",
     "help": "Directory of the source checkpoint, or a model on the Hub, ORGANISATION/NAME.",
 }
-Source = Annotated[Path, typer.Argument(callback=checkpoint_there, **SOURCE)]
+SourcePath = Annotated[Path, typer.Argument(callback=checkpoint_there, **SOURCE)]
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of an SRC on the Hub.  \\[main]")
 ]

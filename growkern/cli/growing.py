@@ -24,7 +24,7 @@ from growkern.cli.app import (
     Overwrite,
     Revision,
     ShardSize,
-    Source,
+    SourcePath,
     Target,
     app,
     known_dtype,
@@ -163,7 +163,7 @@ def token_count(text: str | float) -> float:
 @app.command(cls=GrowthCommand)
 def plan(
     context: typer.Context,
-    source: Source,
+    source: SourcePath,
     revision: Revision = None,
     dtype: Dtype = None,
     as_json: AsJson = False,
@@ -200,7 +200,7 @@ def plan(
     place = located(source, revision, weights=False)
     from growkern.growth.plan import plan as make_plan
 
-    made = make_plan(place, dtype=dtype_of(dtype), **context.obj)
+    made = make_plan(place, dtype=torch_dtype(dtype), **context.obj)
     if as_json:
         more = {
             "estimate": made.estimate(ranks, tokens, source_tokens),
@@ -219,7 +219,7 @@ def plan(
 @app.command(cls=GrowthCommand)
 def grow(
     context: typer.Context,
-    source: Source,
+    source: SourcePath,
     target: Target,
     revision: Revision = None,
     overwrite: Overwrite = False,
@@ -258,7 +258,7 @@ def grow(
         place,
         target,
         overwrite=overwrite,
-        dtype=dtype_of(dtype),
+        dtype=torch_dtype(dtype),
         max_shard_size=max_shard_size,
         memory_limit=memory_limit,
         resume=not no_resume,
@@ -324,7 +324,7 @@ def tell_growth(
         raise typer.Exit(1)
 
 
-def dtype_of(name: str | None) -> Any:
+def torch_dtype(name: str | None) -> Any:
     """The torch dtype of a name in DTYPES, or None for None."""
     import torch
 

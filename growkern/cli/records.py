@@ -10,7 +10,7 @@ from growkern.cli.app import (
     AsJson,
     LineageFile,
     Revision,
-    Source,
+    SourcePath,
     app,
     checkpoint_there,
     print_json,
@@ -124,7 +124,7 @@ def compare_checksums(
 
 @tables.command()
 def draft(
-    source: Source,
+    source: SourcePath,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="TOML file to write; default: print it.")
     ] = None,

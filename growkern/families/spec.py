@@ -290,7 +290,7 @@ class Size:
         return () if self.field or not self.default else tuple(self.default.split())
 
 
-def root_of(scale: str) -> tuple[bool, bool, str]:
+def parse_scale(scale: str) -> tuple[bool, bool, str]:
     """A `scale`: whether it is an inverse, whether it is rounded, and the size it is the root of.
 
     The forms are "sqrt(SIZE)", "rounded(sqrt(SIZE))", and "1/" before one of these.

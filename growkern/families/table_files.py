@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from growkern.arguments import PLAIN, path_of
 from growkern.errors import GrowthError, TableError, nearest
 from growkern.families.family import Family
-from growkern.families.spec import CONDITIONS, NOTHING, condition_of, root_of
+from growkern.families.spec import CONDITIONS, NOTHING, condition_of, parse_scale
 from growkern.files import parse_toml, read_bounded
 
 # bytes of a file
@@ -165,7 +165,7 @@ def _reference_faults(where: str, family: Family) -> list[str]:
         check(f"spaces.{space.name}", {row.name: row for row in every}, space.asleep)
     scales = [(space.name, space.scale) for space in spaces.values()]
     for name, scale in [*scales, *((row.name, row.scale) for row in every)]:
-        check(f"{name}: scale", config, scale and root_of(scale)[2])
+        check(f"{name}: scale", config, scale and parse_scale(scale)[2])
     for row in every:
         check(row.name, stacks, row.stack)
         check(row.name, kinds, None if row.only is None else row.only.removeprefix("not_"))

@@ -20,12 +20,12 @@ from growkern.growth.disk import (
     are_stored,
     check_space,
     check_target,
-    complete,
     delete_staging,
     lay_out,
     read_modules,
     refusing,
     write_checksums,
+    write_companions,
     write_modules,
 )
 from growkern.growth.disk.staging import staging
@@ -299,8 +299,8 @@ def _carry_out(
         delete_staging(target)
         check_target(source_dir, target, overwrite)
     grown = make_plan()
-    source_dir = grown.source.directory or source_dir  # of a model on the Hub, in the cache
-    modules = read_modules(grown)
+    source, modules = grown.source, read_modules(grown)
+    source_dir = source.directory or source_dir  # of a model on the Hub, in the cache
     workers = workers_within(grown, limit)
     state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
     in_files = grown.large.stored_names, grown.large.transposed
@@ -324,12 +324,12 @@ def _carry_out(
             stream.run(workers, progress=progress)
         # remove all other files, so that only files of this growth are published
         place.keep_only(layout.sizes)
-        copied = complete(directory, grown.large, grown.dtype, layout, source_dir, grown.source)
+        copied = write_companions(directory, grown.large, grown.dtype, layout, source_dir, source)
         write_modules(grown, modules, directory)
         write_lineage(record, directory)
         if state is not None:
             state.write(directory / OPTIMIZER_FILE)
-        source, known = grown.source, journal.source_checksums
+        known = journal.source_checksums
         source.refuse_changed(
             lambda: source_files(source) == made_of["source"] and are_stored(source.headers, known)
         )

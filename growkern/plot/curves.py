@@ -204,7 +204,7 @@ def record(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def differences(curves: Sequence[Curve]) -> list[str]:
+def settings_apart(curves: Sequence[Curve]) -> list[str]:
     """What tells the settings of runs apart, in a few words for each; none if one is not known."""
     found: list[list[str]] = [[] for _ in curves]
     sections = dict.fromkeys(name for curve in curves for name in curve.settings)
@@ -366,7 +366,7 @@ def size_of(curves: Sequence[Curve]) -> str:
     return f"{human(curves[0].parameters)} parameters" if curves[0].parameters else ""
 
 
-def groups_of(
+def runs_by_name(
     curves: Sequence[Curve], sources: Sequence[Curve], paired: bool = False
 ) -> list[Group]:
     """The runs by name, in the order in which the names come first; arguments as of `draw`."""
@@ -378,7 +378,7 @@ def groups_of(
     # does: beyond that point a lower mark would not be reached
     end = float(Group("", tuple(reference), ()).mean()[1].mean(0)[-1])
     ends = [curve.losses[-1] for curve in reference]
-    about = differences([runs[0] for runs in by_name.values()])
+    about = settings_apart([runs[0] for runs in by_name.values()])
     groups = []
     for (name, runs), words in zip(by_name.items(), about, strict=True):
         marks = tuple(ends) if paired else (end,) * len(runs)

@@ -87,7 +87,7 @@ def new_figure(height: float, *, layout: Literal["constrained"] | None = None) -
     return figure
 
 
-def check_format(out: Path) -> None:
+def check_picture(out: Path) -> None:
     """Refuse a file that matplotlib cannot write, or that is no picture of it and would be lost."""
     known = sorted(new_figure(1).canvas.get_supported_filetypes().keys() - UNUSED_FORMATS)
     if out.suffix.lower().removeprefix(".") not in known:
@@ -106,7 +106,7 @@ def check_format(out: Path) -> None:
 
 
 def save(figure: Any, out: Path) -> None:
-    """Write a figure, in the format that the file's name ends with, see `check_format`."""
+    """Write a figure, in the format that the file's name ends with, see `check_picture`."""
     kind = out.suffix.lower().removeprefix(".")
     try:
         write_whole(out, lambda partial: figure.savefig(partial, format=kind, dpi=DPI))

@@ -23,8 +23,8 @@ from growkern.plot.curves import (
     Group,
     best_never_grown,
     first_crossing,
-    groups_of,
     read_curve,
+    runs_by_name,
     shares,
     size_of,
 )
@@ -32,7 +32,7 @@ from growkern.plot.figure import (
     GREY,
     SMALL,
     TEXT,
-    check_format,
+    check_picture,
     curves_in,
     draw_mark,
     label_ends,
@@ -76,7 +76,7 @@ def plot_runs(
         sources: training directories of the small model, one per seed. If none is given, they are
             found among `runs`, and so is the reference, see `growkern.plot.roles.arrange`.
     """
-    check_format(Path(out))
+    check_picture(Path(out))
     curves, places = [read_curve(run) for run in runs], list(map(Path, runs))
     small = list(map(read_curve, sources))
     if not small:
@@ -110,11 +110,11 @@ def draw(
     Returns:
         The runs by name, the reference first.
     """
-    check_format(Path(out))
+    check_picture(Path(out))
     drawn = [*curves, *sources]
     if len({curve.validation for curve in drawn}) != 1:
         raise GrowthError("give runs that all have a validation loss, or runs that all have none")
-    groups = groups_of(curves, sources, paired)
+    groups = runs_by_name(curves, sources, paired)
     below = 0.5 + 0.42 * len(groups) if len(groups) > 1 else 0.0
     figure = new_figure(5.4 + below, layout="constrained")
     if below:

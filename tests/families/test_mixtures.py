@@ -21,7 +21,7 @@ from growkern.families.model import ModelSpec
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.space.rules import check_kinds
+from growkern.growth.space.rules import check_layer_kinds
 from growkern.ops.expand.many import OneByOne
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks
@@ -114,9 +114,9 @@ def test_a_layer_of_another_kind_is_not_copied():
     family = dataclasses.replace(spec.family, kinds={"sparse": ("from:decoder_sparse_step",)})
     small = dataclasses.replace(spec, family=family)
     # the number moves with the layers, but sparse layers cannot lie before dense ones
-    check_kinds(small, "", (0, 0, 1), GrowthOptions())
+    check_layer_kinds(small, "", (0, 0, 1), GrowthOptions())
     with pytest.raises(GrowthError, match="layer 1 would copy layer 1 of the source, but only one"):
-        check_kinds(small, "", (0, 1, 0, 1), GrowthOptions())
+        check_layer_kinds(small, "", (0, 1, 0, 1), GrowthOptions())
 
 
 def test_a_depth_that_no_number_of_the_config_allows_is_refused():

@@ -55,7 +55,7 @@ PAIRS = {
 WITH_SHARED = ("Qwen2", "Glm4Moe", "DeepseekV3")
 
 
-def dense(name, dtype=torch.float64, **options):
+def dense_model(name, dtype=torch.float64, **options):
     return random_model(f"{name}ForCausalLM", {**SIZES, **PAIRS[name][1]}, dtype=dtype, **options)
 
 
@@ -86,7 +86,7 @@ def eager(model):
 )
 def test_a_dense_model_becomes_an_exact_mixture(name, shared):
     """Every recipe, the last one together with more layers and with uneven width and heads."""
-    source, kind = dense(name), PAIRS[name][0]
+    source, kind = dense_model(name), PAIRS[name][0]
     larger = {"hidden_size": 20, "num_hidden_layers": 3, "num_attention_heads": 10}
     if kind != "deepseek_v3":
         larger["num_key_value_heads"] = 5
@@ -121,7 +121,7 @@ def test_one_copy_of_the_ffn_alone_is_a_mixture(name, width):
 
 def test_only_fields_that_the_dense_model_has_are_copied():
     """A Llama keeps keys of other configs and ignores them. A Mixtral has a window."""
-    source, sizes = dense("Llama", sliding_window=5, router_jitter_noise=0.5), (4, 2)
+    source, sizes = dense_model("Llama", sliding_window=5, router_jitter_noise=0.5), (4, 2)
     grown = growkern.grow(source, to="mixtral", **sizes_of("mixtral", *sizes))
     assert grown.config.sliding_window is None and not grown.config.router_jitter_noise
     assert relative_error(source, eager(grown)) < 1e-12
@@ -137,7 +137,7 @@ def test_only_fields_that_the_dense_model_has_are_copied():
 
 def test_some_layers_stay_dense():
     # a window that no layer uses
-    source = dense("Qwen3", num_hidden_layers=3, **{**WINDOW, "max_window_layers": 3})
+    source = dense_model("Qwen3", num_hidden_layers=3, **{**WINDOW, "max_window_layers": 3})
     sizes = sizes_of("qwen3_moe", 4, 2)
     grown = growkern.grow(source, to="qwen3_moe", mlp_only_layers=[1], **sizes)
     assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == [True, False, True]
@@ -161,7 +161,7 @@ def test_some_layers_stay_dense():
 )
 def test_a_target_config_counts_its_own_layers(name, kind, field, value, deeper):
     layers = {"first_k_dense_replace": 3} if name == "DeepseekV3" else {}
-    source = dense(name, num_hidden_layers=3, **layers)
+    source = dense_model(name, num_hidden_layers=3, **layers)
     sizes = {**sizes_of(kind, 4, 2), field: value, "num_hidden_layers": 5}
     config = growkern.plan(source, to=kind, **sizes).target_config
     assert getattr(config, field) == deeper
@@ -196,7 +196,7 @@ def test_what_a_sibling_lacks_is_refused_by_name(source, options, why):
     given = {"to": "mixtral", **sizes_of("mixtral", 8, 2), **options}
     given = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(GrowthError, match=why):
-        growkern.plan(dense("Llama", **source), **given)
+        growkern.plan(dense_model("Llama", **source), **given)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ def test_what_a_sibling_lacks_is_refused_by_name(source, options, why):
 def test_what_does_not_fit_is_refused_by_name(name, source, options, why):
     kind = PAIRS[name][0]
     with pytest.raises(GrowthError, match=why):
-        growkern.plan(dense(name, **source), to=kind, **{**sizes_of(kind, 8, 4), **options})
+        growkern.plan(dense_model(name, **source), to=kind, **{**sizes_of(kind, 8, 4), **options})
 
 
 def test_weights_that_are_not_renormalised_are_exact_with_equal_rows_alone(tmp_path):
-    source = dense("Qwen3", torch.float32)
+    source = dense_model("Qwen3", torch.float32)
     source.save_pretrained(tmp_path / "dense")
     how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 8, 3), "norm_topk_prob": False}
     grown = growkern.grow(source, **how, router="zero", dtype=torch.float64)
@@ -255,13 +255,13 @@ def test_a_target_config_that_changes_the_function_is_refused():
     sizes = {**SIZES, **HEADS, "num_experts": 4, "num_experts_per_tok": 2}
     config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=16)
     with pytest.raises(GrowthError, match="norm_topk_prob=False"):
-        growkern.plan(dense("Qwen3"), target_config=config)
+        growkern.plan(dense_model("Qwen3"), target_config=config)
 
 
 @pytest.mark.parametrize("name, width, dtype", [("Qwen3", 8, "float64"), ("Llama", 16, "bfloat16")])
 def test_noise_cancels_in_pairs_of_experts(name, width, dtype):
     """Rows of the router are equal in a pair, and its down matrices add up bit for bit."""
-    source, kind = dense(name, getattr(torch, dtype)), PAIRS[name][0]
+    source, kind = dense_model(name, getattr(torch, dtype)), PAIRS[name][0]
     parts = 16 // width
     how = {"symmetry": "noise", "noise": 0.1, **sizes_of(kind, 4 * parts, 2 * parts, width)}
     plan = growkern.plan(source, to=kind, **how)
@@ -288,7 +288,7 @@ def test_noise_cancels_in_pairs_of_experts(name, width, dtype):
 def test_half_of_the_units_are_drawn_again():
     """Those units in gate, up and down alike; the others are copies, in parts of the FFN too."""
     how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 8, 2, 64), "hidden_size": 48}
-    source = dense("Qwen3", intermediate_size=128)
+    source = dense_model("Qwen3", intermediate_size=128)
     plans = [growkern.plan(source, **how, **options) for options in ({}, {"drop": 0.5})]
     tasks = {task.name: task for task in plans[1].tasks}
     kept = []
@@ -317,7 +317,7 @@ def test_half_of_the_units_are_drawn_again():
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_plan_says_how_far_a_change_moves_the_outputs(name):
     """With half of the units drawn again; and with layers that get new inputs."""
-    source, kind = dense(name), PAIRS[name][0]
+    source, kind = dense_model(name), PAIRS[name][0]
     how = {"to": kind, **sizes_of(kind, 8, 4, 8)}
     changes = {"drop": 0.5} if name != "Llama" else {"depth": "stack", "num_hidden_layers": 4}
     with pytest.warns(FunctionChangedWarning, match="outputs move by"):
@@ -329,7 +329,7 @@ def test_the_plan_says_how_far_a_change_moves_the_outputs(name):
 
 
 def test_drawn_units_are_the_same_on_disk(tmp_path):
-    source = dense("Qwen2", torch.float32)
+    source = dense_model("Qwen2", torch.float32)
     source.save_pretrained(tmp_path / "dense")
     how = {"to": "qwen2_moe", **sizes_of("qwen2_moe", 4, 2), "drop": 0.25}
     with pytest.warns(FunctionChangedWarning, match="drop=0.25"):
@@ -367,7 +367,7 @@ def test_a_model_of_eight_billion_parameters_is_planned(tmp_path):
 
 def test_a_directory_becomes_a_mixture(tmp_path, monkeypatch):
     """From disk to disk, interrupted and resumed."""
-    source = dense("Qwen3", torch.float32)
+    source = dense_model("Qwen3", torch.float32)
     source.save_pretrained(tmp_path / "dense")
     how = {"to": "qwen3_moe", **sizes_of("qwen3_moe", 8, 4, 8), "num_hidden_layers": 3}
     build, calls = stream.build_tensor, []
@@ -396,7 +396,7 @@ def test_a_directory_becomes_a_mixture(tmp_path, monkeypatch):
 
 def test_moments_are_shared_by_the_experts(tmp_path):
     """Every expert sees 1 / N of the tokens, as a weight of 1 / k is given to each of k experts."""
-    source = dense("Qwen2", torch.float32)
+    source = dense_model("Qwen2", torch.float32)
     optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
     source(
         input_ids=torch.arange(40).view(2, 20), labels=torch.arange(40).view(2, 20)
@@ -437,7 +437,7 @@ def test_moments_are_shared_by_the_experts(tmp_path):
 @pytest.mark.parametrize("name", ["Qwen2", "Glm4Moe"])
 def test_a_mixture_whose_shared_expert_is_the_dense_ffn_goes_on(name, tmp_path):
     """Its routed experts start at zero: the dense model's optimizer knows no stacks of matrices."""
-    source, tokens = dense(name, torch.float32), torch.arange(40).view(2, 20)
+    source, tokens = dense_model(name, torch.float32), torch.arange(40).view(2, 20)
     optimizer = torch.optim.AdamW(source.parameters(), lr=1e-3)
     source(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
@@ -472,7 +472,7 @@ def clustered(tmp_path_factory):
     Embeddings of a kind are close to each other, and layers add little to them.
     """
     folder = tmp_path_factory.mktemp("clustered")
-    source = dense("Qwen3", torch.float32)
+    source = dense_model("Qwen3", torch.float32)
     kinds_V = torch.arange(SIZES["vocab_size"]) % 3
     with torch.no_grad():
         of_kinds = torch.randn(3, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))

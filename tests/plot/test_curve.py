@@ -5,7 +5,7 @@ import math
 import pytest
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import Curve, curve_of, differences, first_crossing, read_curve
+from growkern.plot.curves import Curve, curve_of, first_crossing, read_curve, settings_apart
 from tests.plot.runs import HISTORY, write_run
 
 
@@ -53,11 +53,11 @@ def test_runs_are_told_apart_by_the_settings_in_which_they_differ():
 
     runs = [run("a", 0.1, 0, None), run("b", 0.2, 1, {"alpha": 0.5})]
     said = ["learning_rate 0.1, no inheritance", "learning_rate 0.2, with inheritance"]
-    assert differences(runs) == said
-    assert differences(runs[:1]) == [""]
+    assert settings_apart(runs) == said
+    assert settings_apart(runs[:1]) == [""]
     # of a run without a record nothing is known
     bare = Curve("c", (1,), (1.0,), (2.0,))
-    assert differences([runs[0], bare]) == ["", ""]
+    assert settings_apart([runs[0], bare]) == ["", ""]
 
 
 def test_reads_a_run_that_is_not_finished(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import NOT_KNOWN, NOT_REACHED, groups_of, savings_cells
+from growkern.plot.curves import NOT_KNOWN, NOT_REACHED, runs_by_name, savings_cells
 from growkern.plot.losses import (
     BEYOND,
     NO_SCRATCH,
@@ -265,9 +265,9 @@ def test_a_reference_whose_seeds_differ_by_some_flops_reaches_its_mark(tmp_path,
 
 
 def test_the_table_says_what_the_picture_says():
-    alone = savings_cells(groups_of([SCRATCH], []))
+    alone = savings_cells(runs_by_name([SCRATCH], []))
     assert alone == [["scratch", "8.00", "30", "-", "-", "-", "-"]]
-    rows = savings_cells(groups_of([SCRATCH, GROWN, SLOW], [SMALL]))
+    rows = savings_cells(runs_by_name([SCRATCH, GROWN, SLOW], [SMALL]))
     assert rows[1:] == [
         # whether it would have been there before 15 + 6 FLOPs is not known
         [
@@ -285,10 +285,10 @@ def test_the_table_says_what_the_picture_says():
     # the second seed reaches 3.5, its own mark, at 30 of 30
     scratch = [SCRATCH, curve("scratch", [9.0, 6.0, 5.0, 3.5])]
     grown = [GROWN, curve("grown", [6.5, 5.0, 4.5, 3.5])]
-    rows = savings_cells(groups_of([*scratch, *grown], [], paired=True))
+    rows = savings_cells(runs_by_name([*scratch, *grown], [], paired=True))
     assert rows[1] == ["grown", "6.00 to 6.50", "15 to 30", "-", "0% to 50%", "-", "-"]
     # they have one mark, 3.75, if they are no pairs: all of them reach it but the first
-    rows = savings_cells(groups_of([*scratch, *grown], []))
+    rows = savings_cells(runs_by_name([*scratch, *grown], []))
     assert rows[0][2] == NOT_REACHED and rows[1][4] == "8% to 42%"
 
 
@@ -308,7 +308,7 @@ def test_a_given_loss_is_compared_with_the_best_size_that_is_never_grown(losses,
     long = dataclasses.replace(curve("long", losses), parameters=10)
     # the one that the grown model began with was itself grown, and so is no size of its own
     source = dataclasses.replace(SMALL, method="fpi")
-    groups = groups_of([*sized, long], [source])
+    groups = runs_by_name([*sized, long], [source])
     _, grown, alone = savings_cells(groups)
     assert [alone[2], alone[5], grown[5]] == cells
     assert alone[3:5] == ["-", "-"] and grown[3:5] == ["42%", "30%"]

@@ -9,7 +9,7 @@ import growkern
 from growkern import GrowthError
 from growkern.publish.manifest import write_manifest
 from growkern.train.run import resolve
-from growkern.train.run.resolve import begin, is_ours
+from growkern.train.run.resolve import claim_output, is_ours
 
 OTHER = {"run": {"training": {"steps": 6}}, "inputs": {"data.train": "ab"}}
 MINE = {"run": {"training": {"steps": 5}}, "inputs": {"data.train": "ab"}}
@@ -51,7 +51,7 @@ def snapshot(path):
 def overwrite(out):
     """The two calls of `train`."""
     if not is_ours(out, MINE, overwrite=True):
-        begin(out, MINE)
+        claim_output(out, MINE)
 
 
 def test_a_run_is_overwritten(out):
@@ -113,7 +113,7 @@ def test_a_file_that_comes_during_the_checks_is_kept(out):
     (out / "thesis.txt").write_text("mine")
     before = snapshot(out)
     with pytest.raises(GrowthError, match=r"thesis\.txt"):
-        begin(out, MINE)
+        claim_output(out, MINE)
     assert snapshot(out) == before
 
 
@@ -130,7 +130,7 @@ def test_a_directory_that_is_emptied_can_be_emptied_again_after_every_kill(out, 
         with monkeypatch.context() as patched:
             patched.setattr(resolve, "move", move)
             try:
-                begin(out, MINE)
+                claim_output(out, MINE)
                 break
             except KeyboardInterrupt:
                 assert json.loads((out / "run.json").read_text()) == marker(OTHER)

@@ -18,7 +18,7 @@ from growkern import InheritanceSchedule, ServedTeacher, TeacherCache, TwoStageT
 from growkern import run as train
 from growkern.errors import GrowthError
 from growkern.train.dataset.training_data import TokenBlocks
-from growkern.train.loss.rows import taught_rows
+from growkern.train.loss.batch_rows import taught_rows
 from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.write import cache_teacher
 from testbed.tiny import VOCAB, TinyTokenizer, arguments, build, losses_of

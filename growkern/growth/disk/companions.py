@@ -87,7 +87,7 @@ def copy_companions(
     return checksums
 
 
-def complete(
+def write_companions(
     directory: Path,
     model: ModelSpec,
     dtype: torch.dtype,

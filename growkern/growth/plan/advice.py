@@ -21,7 +21,13 @@ from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
 from growkern.growth.plan.measured import is_decoder
 from growkern.growth.plan.target import unread_in
-from growkern.growth.space import computed_head_dim, is_undeclared, period_of, rule_of, whole_depths
+from growkern.growth.space import (
+    computed_head_dim,
+    is_undeclared,
+    period_of,
+    repetition_of,
+    whole_depths,
+)
 
 
 def warnings_of(
@@ -285,7 +291,7 @@ def _older_keys(plan: Blueprint) -> Iterator[str]:
 def _kinds(plan: Blueprint) -> Iterator[str]:
     """Lists of the kinds of layers whose period is lost, and the nearest depths that keep it."""
     small, (key, *_) = plan.small, plan.small.family.stacks.values()
-    period, keeps = rule_of(small)
+    period, keeps = repetition_of(small)
     for name in small.family.per_layer:
         if keeps(getattr(plan.large.text, name, None) or ()):
             continue

@@ -37,7 +37,7 @@ from growkern.growth.plan.target import check_given, finish_target, follow_heads
 from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_checksum
 from growkern.growth.source import Source, located, open_source
 from growkern.growth.space import (
-    check_kinds,
+    check_layer_kinds,
     layers_of,
     mixture_config,
     mixture_of,
@@ -404,7 +404,7 @@ def _plan_for(
             refusal.check(small.fields)
     for stack, layers in layer_maps.items():
         if small.size(family.stacks[stack]):
-            check_kinds(small, stack, layers, options)
+            check_layer_kinds(small, stack, layers, options)
     layers = next(iter(layer_maps.values()))
     large = finish_target(small, large, layers, dtype)
     grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)

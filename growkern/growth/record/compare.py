@@ -198,7 +198,7 @@ class _Compared(NamedTuple):
         return max(self.rebuilt, self.inverse or 0.0) + (0 if self.within else 1e9), self.name
 
 
-def check_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
+def compare_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
     """Compare every tensor of a grown model with the plan's, and by the inverse with the source."""
     by_kind: dict[str, list[_Compared]] = {}
 

@@ -173,7 +173,7 @@ def verify(
     for whose, model in (("source", opened), ("grown model", opened_grown)):
         notes += [f"{whose}: {line}" for line in model.warned]
     _check_belongs(plan, opened_grown)
-    groups = compare.check_tensors(plan, opened_grown)
+    groups = compare.compare_tensors(plan, opened_grown)
     if tokens is None:
         tokens = random_inputs(opened)
     compare.check_tokens(opened, tokens)
@@ -235,7 +235,7 @@ def _compare(
             outputs |= _samples(plan, old, tokens, is_rounded)
         # float32 weights were rounded when they were grown; where 16-bit ones are, the plan says so
         return outputs, torch.float32 if plan.dtype == torch.float32 else torch.float64
-    old, new = load_model(*source), load_model(*grown)
+    old, new = float32_model(*source), float32_model(*grown)
     outputs = compare.compare_outputs(plan, old, new, tokens, labels)
     coarsest = max((old.dtype, new.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     del new
@@ -243,7 +243,7 @@ def _compare(
     return outputs, coarsest if coarsest.itemsize > 2 else torch.float32
 
 
-def load_model(source: Source, given: Any) -> Any:
+def float32_model(source: Source, given: Any) -> Any:
     """A source as a float32 model; a model in memory that was given is returned as it is."""
     return as_model(source, torch.float32) if isinstance(given, (str, Path)) else given
 

@@ -153,7 +153,7 @@ def check_config(
     check_config_values(file, data, transformers.CONFIG_MAPPING[kind], family)
 
 
-def check_values(file: Path, model: ModelSpec) -> None:
+def check_sizes_and_activation(file: Path, model: ModelSpec) -> None:
     """Refuse sizes that no model has, and activations that transformers does not know."""
     model.check_sizes(str(file))
     activation = model.family.activation

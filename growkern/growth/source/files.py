@@ -354,7 +354,7 @@ def _check_places(entries: Mapping[str, Mapping[str, Any]], data_start: int, siz
         raise ValueError(f"it has {size} bytes, its header says {data_start + end}")
 
 
-def root_of(directory: Path) -> Path:
+def link_boundary(directory: Path) -> Path:
     """The directory that links may not leave: the checkpoint, or its repository in a Hub cache."""
     real = directory.resolve()
     # models--ORG--NAME/snapshots/REVISION holds links into models--ORG--NAME/blobs
@@ -366,7 +366,7 @@ def root_of(directory: Path) -> Path:
 def stays_in(file: Path, directory: Path) -> bool:
     """Whether a path below a directory, with all links followed, ends inside its root."""
     try:
-        return file.resolve().is_relative_to(root_of(directory))
+        return file.resolve().is_relative_to(link_boundary(directory))
     except (OSError, RuntimeError):
         # links in a circle
         return False

@@ -26,7 +26,7 @@ from growkern.growth.history import History, family_in, history_in, history_of, 
 from growkern.growth.models import class_of, is_dtensor, refuse_flattened, unwrapped
 from growkern.growth.source import live, refused
 from growkern.growth.source.config import (
-    check_values,
+    check_sizes_and_activation,
     config_directory,
     read_config_file,
     read_generation,
@@ -331,7 +331,7 @@ def _read_spec(
             f'"architectures": ["{some_class}"]'
         )
     spec = ModelSpec.of(config, config.architectures[0], family)
-    check_values(directory / "config.json", spec)
+    check_sizes_and_activation(directory / "config.json", spec)
     return spec, keys, block, needs, way
 
 

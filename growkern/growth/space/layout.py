@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from growkern.families import ModelSpec, Row, SpaceSpec, holds, root_of
+from growkern.families import ModelSpec, Row, SpaceSpec, holds, parse_scale
 from growkern.growth.options import GrowthOptions
 from growkern.growth.space.rules import keep_choice, sleeping_map
 from growkern.growth.space.spaces import (
@@ -221,7 +221,7 @@ class Layout:
             return self.upcycling.output_scale(self.large, row)
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
-        inverse, is_rounded, size = root_of(row.scale)
+        inverse, is_rounded, size = parse_scale(row.scale)
         old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.sizes(size))
         if is_rounded:
             old, new = (x.to(d) for x, d in zip((old, new), self.dtypes, strict=True))

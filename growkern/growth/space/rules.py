@@ -351,7 +351,7 @@ def _period_of_kinds(small: ModelSpec) -> int:
     return math.lcm(*(getattr(small.text, name) or 1 for word, name in fields if word == "every"))
 
 
-def check_kinds(
+def check_layer_kinds(
     small: ModelSpec, stack: str, layers: Sequence[int], options: GrowthOptions
 ) -> None:
     """Refuse a depth at which a layer copies one of another kind, by the layers of `layers_of`."""
@@ -392,10 +392,10 @@ def _first_other(small: ModelSpec, layers: Sequence[int]) -> tuple[int, str] | N
 
 def period_of(small: ModelSpec) -> int:
     """After how many layers the kinds of layers repeat; 1 if they do not."""
-    return rule_of(small)[0]
+    return repetition_of(small)[0]
 
 
-def rule_of(small: ModelSpec) -> tuple[int, Callable[[Sequence[str]], bool]]:
+def repetition_of(small: ModelSpec) -> tuple[int, Callable[[Sequence[str]], bool]]:
     """`period_of`, and whether a list of kinds repeats as the source's does."""
     family, config = small.family, vars(small.text)
     # keys that the config has may say more than its layers: the first period may not be over

@@ -46,7 +46,7 @@ from growkern.ops.loss.kl_mlm_loss import (
 )
 from growkern.ops.loss.linear.heads import (
     Head,
-    Settings,
+    HeadSettings,
     anchor_of,
     as_arguments,
     checked_heads,
@@ -188,7 +188,7 @@ def linear_kl_mlm_loss(
 
 
 def linear_loss(
-    student: Head, teachers: Sequence[Head], settings: Settings
+    student: Head, teachers: Sequence[Head], settings: HeadSettings
 ) -> Callable[[RowInputs], tuple[Tensor, Tensor]]:
     """`loss_and_rows` of the inputs of the rows. On a GPU the first products start now."""
 
@@ -213,7 +213,7 @@ def loss_and_rows(
     student: Head,
     teachers: list[Tensor],
     rows: RowInputs,
-    settings: Settings,
+    settings: HeadSettings,
     terms_of: Callable[[slice], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The loss, 0-d or (N,), and the rows' terms (R, N), by the backend of `settings`.

@@ -54,7 +54,7 @@ from growkern.ops.loss.kl_mlm_loss import (
 )
 from growkern.ops.loss.linear.heads import (
     Head,
-    Settings,
+    HeadSettings,
     checked_heads,
     settings_of,
 )
@@ -218,7 +218,7 @@ def topk_kl_mlm_loss(
 
 
 def _loss_and_rows(
-    student: Head, topk: list[Tensor], settings: Settings, rows: RowInputs
+    student: Head, topk: list[Tensor], settings: HeadSettings, rows: RowInputs
 ) -> tuple[Tensor, Tensor]:
     """As `loss_and_rows`."""
     if settings.backend == "reference":

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from growkern.train.loop.checks import stages_in_steps, steps_per_epoch, TrainerSettings
     from growkern.train.loop.display import last_losses
     from growkern.train.loop.growing import check_new_layers, check_order, grown_model, GrowthStep
-    from growkern.train.loop.growing import later_sizes, on_meta, options_of, Size, unfilled_model
+    from growkern.train.loop.growing import later_sizes, ModelSize, on_meta, options_of
+    from growkern.train.loop.growing import unfilled_model
     from growkern.train.loop.trainer import TwoStageTrainer
 # fmt: on
 

@@ -15,7 +15,7 @@ from growkern.train.distributed import create_optimizer_state
 from growkern.train.loop.growing import GrowthInRun
 from growkern.train.loop.meter import ExpertCounts, Meter
 from growkern.train.loss import Batches, InheritanceSchedule
-from growkern.train.model import unwrapped
+from growkern.train.model import inside_ddp
 from growkern.train.objectives import EpochCollator
 from growkern.train.optimizer import bare
 from growkern.train.safety import Saver, StepWatch
@@ -140,7 +140,7 @@ class ExpertBalancing(TrainerCallback):
         if not self._routers:
             self.stop()
             raise GrowthError(
-                f"{type(unwrapped(model)).__name__} has no router with a bias that only chooses "
+                f"{type(inside_ddp(model)).__name__} has no router with a bias that only chooses "
                 "experts: set config.output_router_logits=True, which balances by a loss"
             )
 

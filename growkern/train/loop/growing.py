@@ -146,10 +146,10 @@ def check_order(growth: Sequence[GrowthStep], steps: int) -> None:
         check_steps(end - start, alone, "steps to the next growth or the end of the run")
 
 
-def check_new_layers(growth: Sequence[GrowthStep], sizes: Sequence[Size]) -> None:
+def check_new_layers(growth: Sequence[GrowthStep], sizes: Sequence[ModelSize]) -> None:
     """Check that growths whose new layers train alone add some, for the sizes after each."""
     for step, size in zip(growth, sizes, strict=True):
-        old, new = zip(*layers_of(size), strict=True)
+        old, new = zip(*layers_around(size), strict=True)
         before, after = (" and ".join(map(str, layers)) for layers in (old, new))
         check_rules("new layers", step=step, old=old, new=new, before=before, after=after)
 
@@ -171,22 +171,22 @@ def rewarmed(step: int, rate: Callable[[int], float], growth: Sequence[GrowthSte
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """A size that a model has during a run. The model that the run begins with has no plan."""
 
     config: PreTrainedConfig
     plan: GrowthPlan | None
 
 
-def new_part(step: int, growth: GrowthStep, size: Size) -> ModelPart | None:
+def new_part(step: int, growth: GrowthStep, size: ModelSize) -> ModelPart | None:
     """The part that trains after a growth while its `new_layers_steps` last; None later."""
     if step >= growth.at_step + growth.new_layers_steps:
         return None
-    layers = layers_of(size)
+    layers = layers_around(size)
     return ModelPart(max(new for _, new in layers), tuple(new - old for old, new in layers))
 
 
-def layers_of(size: Size) -> list[tuple[int, int]]:
+def layers_around(size: ModelSize) -> list[tuple[int, int]]:
     """The layers before and after the growth to a size, of each stack in the order of the model."""
     if size.plan is None:
         raise ValueError("a run begins with this size, without a growth")
@@ -199,7 +199,7 @@ def sizes_of_run(
     growth: Sequence[GrowthStep],
     check: Callable[[Any], None] = lambda model: None,
     planned: Sequence[GrowthPlan] | None = None,
-) -> list[Size]:
+) -> list[ModelSize]:
     """The sizes of a model during a run, from its config alone.
 
     Args:
@@ -218,7 +218,7 @@ def sizes_of_run(
                     f"{head} and {owner} are two tensors, which growth inside a run would tie: "
                     "grow the model before the run, with growkern grow"
                 )
-    start = Size(config, plan_before(model))
+    start = ModelSize(config, plan_before(model))
     return [start, *later_sizes(small, history_of(model), dtype, growth, check, planned)]
 
 
@@ -238,7 +238,7 @@ def later_sizes(
     growth: Sequence[GrowthStep],
     check: Callable[[Any], None] = lambda model: None,
     planned: Sequence[GrowthPlan] | None = None,
-) -> list[Size]:
+) -> list[ModelSize]:
     """The sizes after each growth inside a run, each planned against the one before."""
     sizes = []
     for number, step in enumerate(growth, start=1):
@@ -248,7 +248,7 @@ def later_sizes(
         except GrowthError as error:
             which = f"growth {number} of {len(growth)} inside the run, the growth at step"
             raise GrowthError(f"{which} {step.at_step}: {error}") from error
-        sizes.append(Size(made.target_config, made))
+        sizes.append(ModelSize(made.target_config, made))
         small, history = made.large, History(made)
     return sizes
 
@@ -319,7 +319,7 @@ def grown_model(
 
 def unfilled_model(
     class_name: str,
-    size: Size,
+    size: ModelSize,
     options: DistributedOptions,
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
@@ -397,7 +397,7 @@ class GrowthInRun:
         self.steps, self.grown = tuple(steps), 0
         self.source: Path | None = None
         self.ends_here = self._stops = False
-        self.sizes: list[Size] = []
+        self.sizes: list[ModelSize] = []
         self._began, self._parameters = 0.0, 0
         self._class_name = type(model).__name__.removeprefix("FSDP")
 

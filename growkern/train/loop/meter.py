@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from growkern.ops.loss import LossParts
 from growkern.train.loss import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
-from growkern.train.model import IGNORE_INDEX, ModelPart, Sizes, is_experts, unwrapped
+from growkern.train.model import IGNORE_INDEX, ModelPart, TokenCounts, inside_ddp, is_experts
 
 # What a log line measures: it differs between runs that are equal otherwise. Trainer's
 # `speed_metrics` writes ..._tokens_per_second, PyTorch and Trainer name max_memory_allocated, and
@@ -149,7 +149,7 @@ class FlopCounter:
         decoder: bool = False,
     ) -> None:
         self.cost, self.teachers, self.tokens, self.decoder = cost, teachers, tokens, decoder
-        self._waiting: list[tuple[Callable[[Sizes], float], Tensor, int | None]] = []
+        self._waiting: list[tuple[Callable[[TokenCounts], float], Tensor, int | None]] = []
         self._of_rows: Tensor | float = 0.0
 
     def add(
@@ -162,7 +162,7 @@ class FlopCounter:
         cost, teachers = self.cost, self.teachers if taught else ()
         apart = TAUGHT_BY in inputs
 
-        def flops(sizes: Sizes) -> float:
+        def flops(sizes: TokenCounts) -> float:
             every = () if apart else teachers
             return cost.train_of(sizes, part) + sum(teacher.forward_of(sizes) for teacher in every)
 
@@ -200,7 +200,7 @@ class FlopCounter:
         device = self._waiting[0][1].device
         rows = torch.stack([sizes.to(device) for _, sizes, _ in self._waiting]).tolist()
         total += sum(
-            flops(Sizes(*row)._replace(apart=apart))
+            flops(TokenCounts(*row)._replace(apart=apart))
             for (flops, _, apart), row in zip(self._waiting, rows, strict=True)
         )
         self._waiting.clear()
@@ -208,7 +208,7 @@ class FlopCounter:
 
 
 def real_sizes(batch: Mapping[str, Any], name: str, *, decoder: bool) -> Tensor:
-    """The sizes of a batch without its padding: all of `Sizes` but the last, (6,) int64.
+    """The sizes of a batch without its padding: all of `TokenCounts` but the last, (6,) int64.
 
     A row without a mask counts whole. A decoder's row without a mask ends with its last label.
     """
@@ -255,7 +255,7 @@ class ExpertCounts:
     def watch(self, model: Any) -> None:
         """Count the tokens of a model's experts from now on, and no longer those of another one."""
         self.stop()
-        model = unwrapped(model)
+        model = inside_ddp(model)
         for block in model.modules():
             for experts in filter(is_experts, block.children()):
                 weight = next(p for p in experts.parameters(recurse=False) if p.ndim == 3)

@@ -43,13 +43,13 @@ from growkern.train.model import (
     find_stacks,
     head_options,
     head_swap,
+    inside_ddp,
     is_causal,
     layer_stacks,
     model_depth,
     run_model,
     take_logits,
     text_model,
-    unwrapped,
 )
 from growkern.train.model.sub_model import sub_model
 
@@ -171,7 +171,7 @@ class Objective:
         if self._router_weight:
             real_BS = real_rows(inputs, run.rows.labels_BS, causal=False)
             sums = partial(add_up, accelerator)
-            term = router_term(unwrapped(model), run.outputs, real_BS, sums)
+            term = router_term(inside_ddp(model), run.outputs, real_BS, sums)
             if term is not None:
                 meter.add("aux_loss", term.mean().detach(), term.tokens)
                 every = term.tokens if items is None or self._tokens is None else self._tokens
@@ -206,7 +206,7 @@ class Objective:
         **options: Any,
     ) -> _Run:
         # accelerate looks at every module to unwrap a model
-        inner, inputs = unwrapped(model), dict(inputs)
+        inner, inputs = inside_ddp(model), dict(inputs)
         rows = self._take_rows(inputs, plan, weighted=training)
         inputs = inputs_of(inner, inputs, rows.labels_BS)
         options |= self._options(inputs, rows, plan, items)

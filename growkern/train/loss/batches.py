@@ -27,12 +27,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from growkern.errors import GrowthError, warn
 from growkern.train.dataset import PlacingCollator, StreamReader, TokenStream
-from growkern.train.loss.rows import (
+from growkern.train.loss.batch_rows import (
     ROW_COUNTS,
     TAUGHT_BY,
     CountingCollator,
     RowCounts,
-    check_keys,
+    check_batch_keys,
     count_rows,
 )
 from growkern.train.model import IGNORE_INDEX, align_labels, document_starts
@@ -52,7 +52,7 @@ class Batches:
 
     Args:
         columns: of training data beside the labels.
-        kind: whether the model is `causal` and a `decoder`, see `growkern.train.loss.rows`.
+        kind: whether the model is `causal` and a `decoder`, see `growkern.train.loss.batch_rows`.
 
     Attributes:
         unlabelled: examples without a single label so far; None once a label was seen.
@@ -96,7 +96,7 @@ class Batches:
                 if not isinstance(batch, Mapping):
                     kind = type(batch).__name__
                     raise GrowthError(f"the data collator makes a {kind}, not a dict")
-                check_keys(batch, "labels", *(self._columns if training else ()))
+                check_batch_keys(batch, "labels", *(self._columns if training else ()))
                 labels_BS = align_labels(torch.as_tensor(batch["labels"]), causal=causal)
                 has_label = bool((labels_BS != IGNORE_INDEX).any())
                 if has_label:
@@ -183,7 +183,7 @@ class Batches:
         The list is changed in place. A process has `size` examples per batch.
         """
         for batch in batches:
-            check_keys(batch, "labels", *self._columns)
+            check_batch_keys(batch, "labels", *self._columns)
         if self._accelerator.num_processes == 1:
             return
         sent = are_sent(dataset, self._accelerator)

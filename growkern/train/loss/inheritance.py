@@ -41,7 +41,13 @@ from growkern.growth.space import dense_families
 from growkern.ops.loss import LossParts
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.distributed import is_sharded
-from growkern.train.loss.rows import TAUGHT_BY, LossRows, as_known, check_keys, examples_of
+from growkern.train.loss.batch_rows import (
+    TAUGHT_BY,
+    LossRows,
+    as_known,
+    check_batch_keys,
+    examples_of,
+)
 from growkern.train.loss.sections import InheritanceSchedule
 from growkern.train.model import (
     HeadInputs,
@@ -192,7 +198,7 @@ class TeachersOfSources(Teachers):
         The numbers of the teachers are removed from the inputs. Without a KL term no teacher runs.
         """
         if taught:
-            check_keys(inputs, TAUGHT_BY)
+            check_batch_keys(inputs, TAUGHT_BY)
         by = inputs.get(TAUGHT_BY) or ()
         shares: list[Share] = []
         for number, model in enumerate(self.models if taught else ()):

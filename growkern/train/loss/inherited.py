@@ -37,6 +37,7 @@ from growkern.ops.loss import (
     public,
 )
 from growkern.train.distributed import check_sharding, check_split_teacher
+from growkern.train.loss.batch_rows import ROW_OPTIONS, LossRows, as_known, real_rows, take_rows
 from growkern.train.loss.inheritance import (
     GIVE_SIZE,
     check_same_objective,
@@ -45,7 +46,6 @@ from growkern.train.loss.inheritance import (
     least,
     loss_beside,
 )
-from growkern.train.loss.rows import ROW_OPTIONS, LossRows, as_known, real_rows, take_rows
 from growkern.train.model import (
     IGNORE_INDEX,
     PRETRAINING,
@@ -55,6 +55,7 @@ from growkern.train.model import (
     check_head,
     head_options,
     head_swap,
+    inside_ddp,
     is_causal,
     is_experts,
     is_linear,
@@ -64,7 +65,6 @@ from growkern.train.model import (
     take_logits,
     teacher_inputs,
     teacher_options,
-    unwrapped,
 )
 from growkern.train.rules import check
 
@@ -193,7 +193,7 @@ def inherited_loss(
         loss = loss_of(*head_of_pair(model))
     else:
         inputs = inputs_of(model, inputs, rows.labels_BS)
-        inner = unwrapped(model)
+        inner = inside_ddp(model)
         swap = head_swap(inner, loss_of)
         outputs = run_model("model", model, inputs | router_inputs(inner), swap)
         loss, aux = _with_router(take_logits(outputs), inner, outputs, batch, rows, options)
@@ -265,7 +265,7 @@ def is_two_stacks(model: Any) -> bool:
     """Whether a model has an encoder and a decoder that predicts the labels, as T5 and BART do."""
     if is_pair(model):
         return False
-    inner = unwrapped(model)
+    inner = inside_ddp(model)
     names = {cls.__name__ for cls in type(inner).__mro__}
     return inner.config.is_encoder_decoder and bool(names & set(SEQ_TO_SEQ.values()))
 
@@ -278,12 +278,12 @@ def shifts_labels(model: Any, causal: bool | None) -> bool:
     if is_pair(model):
         return bool(causal)
     # a decoder beside an encoder reads its labels moved to the right
-    return not is_two_stacks(model) and is_causal(unwrapped(model))
+    return not is_two_stacks(model) and is_causal(inside_ddp(model))
 
 
 def _inner(model: Any) -> Any | None:
     """The model inside; None for a pair."""
-    return None if is_pair(model) else unwrapped(model)
+    return None if is_pair(model) else inside_ddp(model)
 
 
 def inputs_of(model: Any, inputs: dict[str, Any], labels_BS: Tensor) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def inputs_of(model: Any, inputs: dict[str, Any], labels_BS: Tensor) -> dict[str
     if given or not is_two_stacks(model):
         return inputs
     # each model has its own start token
-    ids_BS = unwrapped(model).prepare_decoder_input_ids_from_labels(labels=labels_BS)
+    ids_BS = inside_ddp(model).prepare_decoder_input_ids_from_labels(labels=labels_BS)
     return {**inputs, "decoder_input_ids": ids_BS}
 
 
@@ -307,7 +307,7 @@ def predict(
     if is_pair(teacher):
         hidden, weight, bias = head_of_pair(teacher)
         return HeadInputs(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
-    inner = unwrapped(teacher)
+    inner = inside_ddp(teacher)
     return teacher_inputs(inner, as_known(inputs_of(inner, inputs, labels_BS), known))
 
 
@@ -361,18 +361,18 @@ def check_models(
     """
     _check_type("model", model)
     if not is_pair(model):
-        _check_student(unwrapped(model))
+        _check_student(inside_ddp(model))
     sizes = []
     for teacher in teachers:
         _check_type("teacher", teacher)
         if not is_pair(teacher):
-            _check_teacher(unwrapped(teacher), model)
+            _check_teacher(inside_ddp(teacher), model)
             if vocab_size is None and not is_pair(model):
-                sizes.append(_known_tokens(unwrapped(teacher), unwrapped(model)))
+                sizes.append(_known_tokens(inside_ddp(teacher), inside_ddp(model)))
     known = least(sizes) if known is None else known
     if not any(is_pair(one) for one in (model, *teachers)):
         # before a teacher runs, and meets a token that it does not have
-        width, *widths = [columns_of(unwrapped(x)) for x in (model, *teachers)]
+        width, *widths = [columns_of(inside_ddp(x)) for x in (model, *teachers)]
         check_columns(LossCall(vocab_size=vocab_size, teacher_vocab_size=known), width, widths)
     return known
 
@@ -383,10 +383,10 @@ def _check_type(name: str, model: Any) -> None:
         if isinstance(head, Tensor) or isinstance(getattr(head, "weight", None), Tensor):
             return
         kind = f"a pair with a {type(head).__name__}"
-    elif isinstance(unwrapped(model), PreTrainedModel):
+    elif isinstance(inside_ddp(model), PreTrainedModel):
         return
     else:
-        kind = f"a {type(unwrapped(model)).__name__}"
+        kind = f"a {type(inside_ddp(model)).__name__}"
     if isinstance(model, str):
         kind += " (load it first: AutoModelForCausalLM.from_pretrained(...))"
     raise GrowthError(
@@ -415,7 +415,7 @@ def check_prediction(name: str, teacher: Any, model: Any) -> None:
 
 def _check_teacher(inner: Any, model: Any) -> None:
     if not is_pair(model):
-        check_prediction(f"the teacher ({type(inner).__name__})", inner, unwrapped(model))
+        check_prediction(f"the teacher ({type(inner).__name__})", inner, inside_ddp(model))
     if inner in _checked["teacher"]:
         return
     check_head(inner)

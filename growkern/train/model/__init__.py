@@ -6,9 +6,9 @@ from growkern.rooms import opener
 
 # fmt: off
 if TYPE_CHECKING:
-    from growkern.train.model.flops import is_experts, ModelCost, Sizes
-    from growkern.train.model.forward import check_causal, document_starts, head_inputs, run_model
-    from growkern.train.model.forward import teacher_inputs, unwrapped
+    from growkern.train.model.flops import is_experts, ModelCost, TokenCounts
+    from growkern.train.model.forward import check_causal, document_starts, head_inputs, inside_ddp
+    from growkern.train.model.forward import run_model, teacher_inputs
     from growkern.train.model.head import align_labels, align_rows, check_head, head_options
     from growkern.train.model.head import head_swap, HeadInputs, IGNORE_INDEX, is_linear, projected
     from growkern.train.model.head import softcap_of, take_logits, teacher_options

@@ -106,9 +106,9 @@ class ModelCost:
                 None.
             decoder_length: tokens per row of a decoder beside an encoder; None takes `length`.
         """
-        return self.forward_of(Sizes.of_rows(batch, length, pairs, decoder_length))
+        return self.forward_of(TokenCounts.of_rows(batch, length, pairs, decoder_length))
 
-    def forward_of(self, sizes: "Sizes") -> float:
+    def forward_of(self, sizes: "TokenCounts") -> float:
         """As `forward`, of a batch whose rows may be unequal."""
         outside = sizes.tokens * (self._before + self._after) + self._outside_attentions * (
             self._pairs(sizes) * self._attention
@@ -130,9 +130,9 @@ class ModelCost:
             part: layers that run; the lower ones of these run forward only. None trains all.
             pairs, decoder_length: as in `forward`.
         """
-        return self.train_of(Sizes.of_rows(batch, length, pairs, decoder_length), part)
+        return self.train_of(TokenCounts.of_rows(batch, length, pairs, decoder_length), part)
 
-    def train_of(self, sizes: "Sizes", part: ModelPart | None = None) -> float:
+    def train_of(self, sizes: "TokenCounts", part: ModelPart | None = None) -> float:
         """As `train`, of a batch whose rows may be unequal."""
         if part is None:
             return 3 * self.forward_of(sizes)
@@ -163,13 +163,13 @@ class ModelCost:
         """FLOPs of the output projection for one row."""
         return self._row * (3 if train else 1)
 
-    def _pairs(self, sizes: "Sizes") -> int:
+    def _pairs(self, sizes: "TokenCounts") -> int:
         return sizes.pairs if sizes.apart is None or not self._keeps_apart else sizes.apart
 
-    def _tokens(self, sizes: "Sizes", crosses: bool) -> int:
+    def _tokens(self, sizes: "TokenCounts", crosses: bool) -> int:
         return sizes.decoder_tokens if crosses else sizes.tokens
 
-    def _layer_flops(self, sizes: "Sizes", depths: Sequence[int] | None = None) -> float:
+    def _layer_flops(self, sizes: "TokenCounts", depths: Sequence[int] | None = None) -> float:
         """Of the bottom layers of each stack; None: of all layers."""
         total, depths = 0.0, [len(stack) for stack in self._layers] if depths is None else depths
         for layers, of_encoder, attends, crosses, depth in zip(
@@ -182,7 +182,7 @@ class ModelCost:
         return total
 
 
-class Sizes(NamedTuple):
+class TokenCounts(NamedTuple):
     """The numbers of sequences, of tokens, and of pairs of tokens that attend to each other.
 
     `apart` counts the pairs within the same sequence if several are packed into a row; else None.
@@ -199,7 +199,7 @@ class Sizes(NamedTuple):
     @classmethod
     def of_rows(
         cls, batch: int, length: int, apart: int | None, decoder_length: int | None
-    ) -> "Sizes":
+    ) -> "TokenCounts":
         """The sizes of equal rows; `decoder_length` None takes `length`."""
         decoder_length = length if decoder_length is None else decoder_length
         return cls(

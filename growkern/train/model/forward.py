@@ -36,7 +36,7 @@ _apart: WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = WeakKeyDictionary(
 CACHES = ("past_key_values", "cache_params", "mems", "state")
 
 
-def unwrapped(model: Any) -> Any:
+def inside_ddp(model: Any) -> Any:
     """The model inside DistributedDataParallel. One that was compiled as a whole is refused."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -64,7 +64,7 @@ def run_model(
             packed rows whose documents would see each other, and caches. `use_cache` is left out.
         within: contexts of the call. The checks are made before, on the model as it is.
     """
-    inner = unwrapped(model)
+    inner = inside_ddp(model)
     # it would count for more than the model's config
     inputs = {name: x for name, x in inputs.items() if name != "use_cache"}
     for name in CACHES:

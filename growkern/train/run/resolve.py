@@ -161,7 +161,7 @@ def _how_to_train_longer(before: dict[str, Any], run: dict[str, Any]) -> str:
     )
 
 
-def begin(output: Path, identity: dict[str, Any]) -> None:
+def claim_output(output: Path, identity: dict[str, Any]) -> None:
     """Empty the output directory and mark it as that of this run."""
     is_ours(output, identity, overwrite=True)
     output.mkdir(parents=True, exist_ok=True)

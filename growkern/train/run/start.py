@@ -33,7 +33,7 @@ from growkern.train.distributed import DistributedOptions
 from growkern.train.distributed.shard import shard
 from growkern.train.loop import (
     ExpertBalancing,
-    Size,
+    ModelSize,
     TwoStageTrainer,
     check_switches,
     grown_model,
@@ -47,7 +47,7 @@ from growkern.train.run.generations import check_generations
 from growkern.train.run.resolve import (
     Checkpoint,
     ResolvedRun,
-    begin,
+    claim_output,
     has_steps_left,
     identity_of,
     is_finished,
@@ -136,7 +136,7 @@ def _train(
             _grow_optimizer(run, trainer)
         # after all checks, so that a refused run deletes nothing
         if not ours and is_first:
-            begin(output, identity)
+            claim_output(output, identity)
         _warn_of_others()
         checkpoint = trainer.newest_whole_checkpoint()
         if progress and is_first:
@@ -280,7 +280,7 @@ def build_model(run: ResolvedRun, *, first_start: bool) -> Any:
         return shard(start.load(wanted), options)
     if first_start:
         return grown_model(run.plan, options, dtype)
-    size = Size(run.plan.target_config, run.plan)
+    size = ModelSize(run.plan.target_config, run.plan)
     return unfilled_model(run.plan.large.class_name, size, options, dtype)
 
 

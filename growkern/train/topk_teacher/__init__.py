@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from growkern.train.topk_teacher.store import TeacherCache
     from growkern.train.topk_teacher.teacher import cache_arguments, TopKCollator, TopKRows
     from growkern.train.topk_teacher.teacher import TopKTeacher
-    from growkern.train.topk_teacher.write import cache_teacher, check_options, check_place
+    from growkern.train.topk_teacher.write import cache_teacher, check_cache_options, check_place
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

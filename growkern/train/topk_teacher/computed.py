@@ -114,7 +114,7 @@ class ModelTeacher(TopKRows):
             check_causal(model)
         self.name, self.model, self.k = "the model", model, k
         columns = model.get_output_embeddings().weight.shape[0]
-        self._known = check_vocabulary(self.name, columns, vocab_size, k)
+        self._known = columns_that_count(self.name, columns, vocab_size, k)
         self.facts = RowFacts(temperature, rows, causal, self._known, None, epochs=1)
 
     def fingerprint(self) -> str:
@@ -139,7 +139,7 @@ class ModelTeacher(TopKRows):
         return placed(kept_BS, *(values.cpu() for values in rows))
 
 
-def check_vocabulary(name: str, columns: int | None, vocab_size: int | None, k: int) -> int:
+def columns_that_count(name: str, columns: int | None, vocab_size: int | None, k: int) -> int:
     """The columns of a teacher that count: all of its softmax, or fewer if others are padding."""
     columns = columns or vocab_size
     if columns is None:

@@ -33,7 +33,7 @@ from growkern.train.topk_teacher.computed import (
     Contents,
     Examples,
     ModelTeacher,
-    check_vocabulary,
+    columns_that_count,
     kept_rows,
     survey,
 )
@@ -145,7 +145,7 @@ def cache_teacher(
     """
     start_time = time.perf_counter()
     directory = Path(directory).resolve()
-    check_options(k, temperature, rows, dtype, epochs, batch_size)
+    check_cache_options(k, temperature, rows, dtype, epochs, batch_size)
     check_place(directory, overwrite)
     with workplace.Workplace(directory, KIND, may_replace) as place:
         if isinstance(model, (str, Path)):
@@ -158,7 +158,7 @@ def cache_teacher(
         wanted = "a language model, its directory or a ServedTeacher"
         check_kind("model", teacher, TopKRows, wanted)
         causal = teacher.facts.causal
-        vocabulary = check_vocabulary(teacher.name, teacher.facts.vocab_size, vocab_size, k)
+        vocabulary = columns_that_count(teacher.name, teacher.facts.vocab_size, vocab_size, k)
         examples = Examples(dataset, collator, epochs, batch_size)
         contents = survey(examples, rows, causal, vocabulary, progress)
         header = CacheHeader(
@@ -186,7 +186,7 @@ def cache_teacher(
 # ------------------------------------------------------------------ checks
 
 
-def check_options(
+def check_cache_options(
     k: int, temperature: float, rows: str, dtype: str, epochs: int, batch_size: int
 ) -> None:
     """Refuse options of `cache_teacher` that fit no teacher and no data."""

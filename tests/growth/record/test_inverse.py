@@ -70,7 +70,7 @@ def runs(text, value):
     return np.array(found)
 
 
-def dense(space, what):
+def as_matrix(space, what):
     """E, (target, source), or P, (source, target)."""
     index, values = runs(space[f"{what}_index"], False), runs(space[what], True)
     matrix = np.zeros((len(index), space["source"]))
@@ -99,7 +99,7 @@ def test_it_is_what_the_text_of_the_record_says(how):
                 continue
             layer = f"{space}@{entry.get('layer')}"
             space = record["maps"].get(layer) or record["maps"][space]
-            matrix = dense(space, "read") if role == "write" else dense(space, "write").T
+            matrix = as_matrix(space, "read") if role == "write" else as_matrix(space, "write").T
             value = np.moveaxis(np.tensordot(matrix, value, axes=(1, dim)), 0, dim)
         back = fold_back(plan, task, trained).numpy()
         assert np.allclose(back, value / entry.get("factor", 1), rtol=1e-12, atol=1e-12), task.name

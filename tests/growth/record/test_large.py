@@ -32,7 +32,7 @@ def pair(model_type, dtype, into=None, seed=1, **how):
 
 def scale_outputs_of(grown, share, monkeypatch):
     """Let the grown model's outputs be off by a share of themselves; no tensor shows it."""
-    load = verifying.load_model
+    load = verifying.float32_model
 
     def scaled(_module, _inputs, output):
         for name in ("logits", "prediction_logits", "last_hidden_state"):
@@ -46,7 +46,7 @@ def scale_outputs_of(grown, share, monkeypatch):
             model.register_forward_hook(scaled)
         return model
 
-    monkeypatch.setattr(verifying, "load_model", load_scaled)
+    monkeypatch.setattr(verifying, "float32_model", load_scaled)
 
 
 @pytest.mark.usefixtures("nothing_fits")

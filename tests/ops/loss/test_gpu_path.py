@@ -24,7 +24,7 @@ from growkern.ops.expand.call import ExpandCall
 from growkern.ops.expand.on_triton import expand_on_triton
 from growkern.ops.loss.linear import gemm, linear_op
 from growkern.ops.loss.linear import heads as heads_module
-from growkern.ops.loss.linear.heads import Head, Settings, Sizes, held_rows
+from growkern.ops.loss.linear.heads import Head, HeadSettings, Sizes, held_rows
 from growkern.ops.loss.rows import once_on_triton
 from growkern.ops.loss.rows.inputs import row_kinds, term_weights
 from growkern.ops.loss.rows.on_triton import rows_on_triton
@@ -491,7 +491,7 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     heads = [Head(made(N, n), made(V, n), made(V)) for n in (H, H_t)]
-    settings = Settings(
+    settings = HeadSettings(
         Sizes(V, V, **limits), Maths(2.0), True, False, [True] * 3, logits, "", "triton"
     )
     with NothingWaits():
@@ -701,7 +701,7 @@ def memory_of_a_sweep(N, V, H, H_t, monkeypatch, dtype=torch.bfloat16, **limits)
     rows = RowInputs(labels, kind, made(2, N, dtype=torch.float32))
     want = [True, True, False]
     sizes = Sizes(V, V, **limits)
-    settings = Settings(sizes, Maths(), False, False, want, torch.float32, "", "triton")
+    settings = HeadSettings(sizes, Maths(), False, False, want, torch.float32, "", "triton")
     with MostMemory([x for head in heads for x in head]) as found:
         _, _, *grads = linear_op.empty_outputs(heads[0], rows.weights, False, want)
         linear_op.sweep(heads, rows, settings, [*grads[:2], None])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import growkern
 from growkern.ops.loss.linear import linear_op
-from growkern.ops.loss.linear.heads import Head, Settings, Sizes
+from growkern.ops.loss.linear.heads import Head, HeadSettings, Sizes
 from growkern.ops.loss.rows.inputs import checked_labels, row_kinds
 from growkern.ops.loss.rows.options import Options
 from growkern.ops.loss.rows.state import Maths, RowInputs
@@ -180,7 +180,7 @@ def test_a_step_asks_the_gpu_nothing(beta, tile, device):
     weights = torch.rand(2, 6, device=device)
     maths = Maths(2.0, beta=beta, label_smoothing=0.1)
     sizes = Sizes(17, 17, chunk_bytes=600, max_rows=5, vocab_tile=tile)
-    settings = Settings(sizes, maths, True, False, [True] * 3, torch.float32, "", "triton")
+    settings = HeadSettings(sizes, maths, True, False, [True] * 3, torch.float32, "", "triton")
 
     def kernel(rows, state_SN, steps, drows_SN=None, dstudent_NV=None):
         for out in (state_SN, dstudent_NV):

@@ -12,7 +12,7 @@ import growkern
 from growkern.ops.backend import native
 from growkern.ops.loss.linear import linear_op
 from growkern.ops.loss.linear.gemm import chunk_size
-from growkern.ops.loss.linear.heads import Settings, Sizes, as_arguments, check_logits_dtype
+from growkern.ops.loss.linear.heads import HeadSettings, Sizes, as_arguments, check_logits_dtype
 from growkern.ops.loss.linear.linear_op import linear_kl_mlm_backward_op, linear_kl_mlm_op
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.ops.loss.rows.state import Maths
@@ -337,7 +337,7 @@ def test_opcheck(per_row, dtype, backend, device):
     weights = torch.rand(2, 4, device=device)
     anchor = torch.zeros(0, device=device, requires_grad=True)
     sizes = Sizes(vocab=9, columns=9)
-    settings = Settings(sizes, Maths(2.0), False, per_row, [True] * 3, dtype, "", backend)
+    settings = HeadSettings(sizes, Maths(2.0), False, per_row, [True] * 3, dtype, "", backend)
     inputs = (student, teachers[0], labels, kind, weights, anchor, *as_arguments(settings))
     library.opcheck(linear_kl_mlm_op, inputs)
     grads = [torch.randn(3, 4, device=device), torch.randn(4, device=device)]

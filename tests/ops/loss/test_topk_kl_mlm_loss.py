@@ -8,7 +8,7 @@ from torch import library
 from torch.nn import functional as F
 
 import growkern
-from growkern.ops.loss.linear.heads import Settings, Sizes, anchor_of, as_arguments
+from growkern.ops.loss.linear.heads import HeadSettings, Sizes, anchor_of, as_arguments
 from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.topk.topk_op import topk_kl_mlm_op
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
@@ -442,7 +442,9 @@ def test_opcheck(per_row, backend, device):
     kind = torch.tensor([3, 0, 2, 1], dtype=torch.int32, device=device)
     weights = torch.rand(3, 4, device=device)
     sizes = Sizes(9, 9, total=9)
-    settings = Settings(sizes, Maths(2.0), True, per_row, [True] * 3, torch.float32, "", backend)
+    settings = HeadSettings(
+        sizes, Maths(2.0), True, per_row, [True] * 3, torch.float32, "", backend
+    )
     rows = (labels.clamp(min=0), kind, weights)
     flat = [x for pair in zip(*topk, strict=True) for x in pair]
     inputs = (student, flat, *rows, anchor_of(student), *as_arguments(settings))

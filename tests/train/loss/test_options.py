@@ -9,7 +9,7 @@ from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrai
 from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loop.meter import MEASURED
 from growkern.train.loss import inheritance
-from growkern.train.loss.rows import (
+from growkern.train.loss.batch_rows import (
     ROW_COUNTS,
     TAUGHT_BY,
     CountingCollator,

@@ -6,7 +6,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
-from growkern.train.loss.rows import count_rows
+from growkern.train.loss.batch_rows import count_rows
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
 from testbed.tiny import FAMILIES, Batches, arguments, batch, build

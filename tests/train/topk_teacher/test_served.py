@@ -20,8 +20,8 @@ from growkern import (
 )
 from growkern import run as train
 from growkern.cli.commands import app
+from growkern.train.loss.batch_rows import count_kl_rows, take_rows
 from growkern.train.loss.batches import first_examples
-from growkern.train.loss.rows import count_kl_rows, take_rows
 from growkern.train.topk_teacher import http
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from testbed.tiny import VOCAB, TinyTokenizer, arguments, build, losses_of

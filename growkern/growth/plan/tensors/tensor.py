@@ -366,7 +366,7 @@ def build_norm(plan: Blueprint, task: Task, read: Read, backend: str | None) -> 
     index, scale, value = _gather(plan, task, value)
     exact = offset != 0 or gain != 1
     dtype = torch.float64 if exact else plan.dtype
-    from_next, upper = from_next_layer(plan, task), None
+    from_next, upper = norm_from_next_layer(plan, task), None
     if task.upper is not None and bool(from_next.any()):
         # AKI takes whole heads from the next layer's norm
         upper, index = read(task.upper).to(value.dtype) + offset, index + len(value) * from_next
@@ -439,7 +439,7 @@ def _extra(
     return appended, scale, is_appended
 
 
-def from_next_layer(plan: Blueprint, task: Task) -> Tensor:
+def norm_from_next_layer(plan: Blueprint, task: Task) -> Tensor:
     """Which target entries of a norm AKI takes from the next layer, (n,) bool."""
     assert task.tensor.norm is not None
     if task.upper is None or plan.options.aki != "unit":

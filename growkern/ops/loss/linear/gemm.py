@@ -21,7 +21,7 @@ from growkern.ops.backend import acc_torch_dtype, native
 from growkern.ops.loss.linear.heads import (
     LEAST_HELD,
     Head,
-    Settings,
+    HeadSettings,
     Sizes,
     first_axis,
     held_rows,
@@ -132,7 +132,7 @@ def chunk_size(
 def row_counts(
     heads: Sequence[Head],
     R: int,
-    settings: Settings,
+    settings: HeadSettings,
     grads: Sequence[Tensor | None],
     columns: int,
     *,

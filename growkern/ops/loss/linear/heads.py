@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 LIMITS = tuple(name for name in Sizes._fields if name in LossCall._fields)
 
 
-class Settings(NamedTuple):
+class HeadSettings(NamedTuple):
     """The arguments of a call that are not tensors.
 
     A custom op takes only plain lists: `as_arguments` makes those, and `from_arguments` gives the
@@ -70,17 +70,17 @@ class Settings(NamedTuple):
     wide_products: bool = False  # float64 logits from float64 products, see `project`
 
 
-def as_arguments(settings: Settings) -> list[Any]:
+def as_arguments(settings: HeadSettings) -> list[Any]:
     """The arguments of a custom op: sizes, maths, switches, want, dtype, group, backend."""
     sizes, maths, parts, per_row, want, *others, drop_tail, wide = settings
     return [list(sizes), list(maths), [parts, per_row, drop_tail, wide], want, *others]
 
 
-def from_arguments(arguments: Sequence[Any]) -> Settings:
+def from_arguments(arguments: Sequence[Any]) -> HeadSettings:
     """The inverse of `as_arguments`."""
     sizes, maths, (parts, per_row, *others), want, dtype, group, backend = arguments
     numbers = Sizes(*sizes), Maths(*maths)
-    return Settings(*numbers, parts, per_row, want, dtype, group, backend, *others)
+    return HeadSettings(*numbers, parts, per_row, want, dtype, group, backend, *others)
 
 
 # ------------------------------------------------------------------- sizes and outputs
@@ -164,7 +164,7 @@ def held_rows_on_cpu(rows: int, fitting: int, itemsize: int, columns: int) -> tu
 
 
 def logit_memory(
-    heads: int, numbers: int, like: Tensor, settings: Settings, free_VH: Tensor | None
+    heads: int, numbers: int, like: Tensor, settings: HeadSettings, free_VH: Tensor | None
 ) -> list[Tensor]:
     """Flat memory for so many logits of each head, and one more number.
 
@@ -232,7 +232,7 @@ def settings_of(
     vocab: int,
     shard: Shard,
     backend: str,
-) -> Settings:
+) -> HeadSettings:
     """The settings of a call."""
     total = shard.vocab or vocab
     limits = _checked_limits(call)
@@ -241,7 +241,7 @@ def settings_of(
     # a float64 student keeps its digits beside a float32 teacher
     wide_products = torch.float64 in (call.logits_dtype, student.hidden.dtype)
     dtype = check_logits_dtype(call.logits_dtype, student.hidden, len(options.teacher_weights) > 0)
-    return Settings(
+    return HeadSettings(
         sizes, options.maths, options.parts, options.reduction == "none", want, dtype,
         shard.group, backend, options.drop_tail, wide_products,
     )  # fmt: skip

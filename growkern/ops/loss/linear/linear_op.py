@@ -37,7 +37,7 @@ from growkern.ops.backend.launch import launch
 from growkern.ops.loss.linear.gemm import GradientSums, gemm_dtype, project, row_counts
 from growkern.ops.loss.linear.heads import (
     Head,
-    Settings,
+    HeadSettings,
     as_arguments,
     empty_gradients,
     empty_outputs,
@@ -114,7 +114,7 @@ def project_heads(
     hidden: Sequence[Tensor],
     columns: slice,
     logits: Sequence[Tensor],
-    settings: Settings,
+    settings: HeadSettings,
     with_biases: bool,
 ) -> None:
     """Write some columns of (1) of each head to its `logits`."""
@@ -143,7 +143,7 @@ class Chunk:
         rows_C: Tensor | slice,
         x_CH: Tensor,
         row_inputs: RowInputs,
-        settings: Settings,
+        settings: HeadSettings,
         memory: Sequence[Tensor],
         shape: tuple[int, int],
     ) -> None:
@@ -231,7 +231,7 @@ class Room(NamedTuple):
 
 
 def room_of(
-    heads: Sequence[Head], R: int, settings: Settings, grads: Sequence[Tensor | None]
+    heads: Sequence[Head], R: int, settings: HeadSettings, grads: Sequence[Tensor | None]
 ) -> Room:
     """The memory of a sweep that fills `grads`: dX, dW and db, if they are wanted."""
     x_NH, vocab = heads[0].hidden, settings.sizes.vocab
@@ -255,14 +255,14 @@ def room_of(
 def sweep(
     heads: Sequence[Head],
     row_inputs: RowInputs,
-    settings: Settings,
+    settings: HeadSettings,
     grads: Sequence[Tensor | None],
     make_chunk: Callable[..., Chunk] = Chunk,
     begun: Room | None = None,
 ) -> Tensor:
     """Return the terms of all rows, (T, N), and fill `grads`: dX, dW and db, if they are wanted.
 
-    `begun` holds the first tile of the logits already, see `begin`.
+    `begun` holds the first tile of the logits already, see `begin_products`.
     """
     student, (W, N) = heads[0], row_inputs.weights.shape
     x_NH, on_cpu = student.hidden, may_ask(student.hidden.device)
@@ -341,7 +341,7 @@ def arguments_of(others: Sequence[Any]) -> tuple[Any, ...]:
 Begun: TypeAlias = tuple[Sequence[Tensor], Room]
 
 
-def begin(heads: Sequence[Head], settings: Settings) -> Begun | None:
+def begin_products(heads: Sequence[Head], settings: HeadSettings) -> Begun | None:
     """Start the first products, before anything is known of the rows. None: not possible.
 
     A GPU then multiplies while the host launches the many small kernels that count and weigh rows.
@@ -366,7 +366,7 @@ def begin(heads: Sequence[Head], settings: Settings) -> Begun | None:
 def swept(
     heads: Sequence[Head],
     row_inputs: RowInputs,
-    settings: Settings,
+    settings: HeadSettings,
     make_chunk: Callable[..., Chunk] = Chunk,
     begun: Begun | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -384,7 +384,7 @@ def swept(
     return loss_N if settings.per_row else loss_N.sum(), rows_TN, dx, dw, db
 
 
-def _wanted(grads: Sequence[Tensor], settings: Settings) -> list[Tensor | None]:
+def _wanted(grads: Sequence[Tensor], settings: HeadSettings) -> list[Tensor | None]:
     asked = zip(grads, settings.want, strict=True)
     return [grad if wish and not settings.per_row else None for grad, wish in asked]
 
@@ -477,12 +477,12 @@ _BACKWARD_RULES = Rules(linear_kl_mlm_backward_op, refuse_second_derivative)
 LINEAR_KL_MLM = Rules(linear_kl_mlm_op, backward_of(linear_kl_mlm_op), setup_context)
 
 
-def begun_rules(heads: Sequence[Head], settings: Settings) -> Rules:
-    """`LINEAR_KL_MLM` for one call, of which `begin` has started what it can."""
+def begun_rules(heads: Sequence[Head], settings: HeadSettings) -> Rules:
+    """`LINEAR_KL_MLM` for one call, of which `begin_products` has started what it can."""
     if not is_plain_call([x for head in heads for x in head]):
         return LINEAR_KL_MLM
     # whoever keeps the rules, such as a graph, keeps no memory of the sweep
-    begun = [begin(heads, settings)]
+    begun = [begin_products(heads, settings)]
 
     def op(student: list[Tensor], teachers: list[Tensor], *others: Any) -> tuple[Tensor, ...]:
         *rows, _, settings = arguments_of(others)

@@ -91,7 +91,7 @@ def take_rows(
     """
     if row_weights is not None and not isinstance(row_weights, str):
         inputs["row_weights"], row_weights = row_weights, "row_weights"
-    check_keys(inputs, "labels", row_weights)
+    check_batch_keys(inputs, "labels", row_weights)
     labels_BS = align_labels(inputs.pop("labels"), causal=causal)
     weights_BS = None
     if row_weights is not None:
@@ -99,7 +99,7 @@ def take_rows(
     if kl_rows != "all" and TEACHER_IDS not in inputs and known is None:
         return LossRows(labels_BS, kl_rows, weights_BS)
     if decoder and kl_rows == "all":
-        check_keys(inputs, DECODER_MASK)
+        check_batch_keys(inputs, DECODER_MASK)
     wanted_BS = labels_BS != IGNORE_INDEX
     if kl_rows == "all":
         wanted_BS = real_rows(inputs, labels_BS, causal=causal, decoder=decoder)
@@ -112,7 +112,7 @@ def take_rows(
     return LossRows(labels_BS, rows_BS & taught_BS, weights_BS, untaught)
 
 
-def check_keys(batch: Mapping[str, Any], *names: str | None) -> None:
+def check_batch_keys(batch: Mapping[str, Any], *names: str | None) -> None:
     """Check that a batch of a data collator has these keys; None stands for no key."""
     for name in names:
         if name is not None and name not in batch:
