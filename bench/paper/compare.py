@@ -304,7 +304,7 @@ def _asks(words: str) -> bool:
 # what runs share whose losses may be compared
 SHARED = (
     *("family", "text", "vocab", "batch", "length", "dropout", "precision"),
-    *("validation_tokens", "validation_passes", "schedule", "optimizer"),
+    *("validation_tokens", "validation_passes", "schedule"),
 )
 Runs = Sequence[Row]
 

@@ -240,7 +240,7 @@ def _table(name: str, by_line: Mapping[Line, Pairs], rows: Mapping[str, Row]) ->
     lines, best = [], dict[int, Share]()
     for line, pairs in by_line.items():
         alone: dict[int, dict[Size, Share]] = {}
-        if is_base(pairs) and TABLES[name].baseline == "scratch":
+        if is_base(pairs) and not goes_on:
             alone = smaller_alone(line.setting, pairs, rows)
         if is_base(pairs):
             # seeds that lack a size say nothing of the best one

@@ -17,14 +17,17 @@ from growkern.families import ModelSpec
 from growkern.files import parse_toml
 from growkern.growth.plan.blueprint import Blueprint
 
-# the questions that a saving answers: what is wanted, and what to do where growth saves nothing
+# the questions that a saving answers: what is wanted, and what to do where it is one, or none
 QUESTIONS = {
-    "family": ("both models are wanted", "train each from scratch"),
-    "size": ("only the large one is wanted", "train it from scratch"),
-    "existing": ("the small one exists already", "train it from scratch"),
+    "family": ("both models are wanted", "grow", "train each from scratch"),
+    "size": ("only the large one is wanted", "grow", "train it from scratch"),
+    "existing": ("the small one exists already", "grow", "train it from scratch"),
+    "loss": ("any size will do", "train a smaller one longer", "train this size from scratch"),
 }
-OTHER_FIELDS = ("tokens", "axes", "kind", "times", "setting", "citation", "date")
-FIELDS = (*QUESTIONS, *OTHER_FIELDS)
+OF_GROWTH = ("family", "size", "existing")
+FIELDS = (*OF_GROWTH, "tokens", "axes", "kind", "times", "setting", "citation", "date")
+# a growth that saves for one of these saves for the other: the same FLOPs of two totals
+ALIKE = {"family": "existing", "existing": "family"}
 # tokens per parameter within a factor of two are alike
 NEAR = math.log(2)
 # lines of a list
@@ -39,9 +42,12 @@ def measurements(plan: Blueprint) -> tuple[dict[str, Any], ...]:
     wider, layers = new > old, plan.small.family.stacks.values()
     deeper = any(plan.large.size(key) > plan.small.size(key) for key in layers)
     axes = {"width": wider, "depth": deeper, "both": wider and deeper}
-    file = Path(__file__).with_name("measurements.toml")
-    rows = parse_toml(file.read_text(encoding="utf-8"))["measurement"]
+    rows = _file()["measurement"]
     return tuple({name: row.get(name) for name in FIELDS} for row in rows if axes[row["axes"]])
+
+
+def _file() -> dict[str, Any]:
+    return parse_toml(Path(__file__).with_name("measurements.toml").read_text(encoding="utf-8"))
 
 
 def is_decoder(model: ModelSpec) -> bool:
@@ -50,7 +56,9 @@ def is_decoder(model: ModelSpec) -> bool:
 
 
 def kind_of(model: ModelSpec) -> str:
-    """The kind of a model in `measurements.toml`."""
+    """The kind of a model in `measurements.toml`; "mixture": none was measured."""
+    if model.mixtures:
+        return "mixture"
     if len(model.family.stacks) > 1:
         return "encoder-decoder"
     return "decoder" if is_decoder(model) else "encoder"
@@ -60,23 +68,26 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
     """What the nearest measurements say of a growth, a line for each question.
 
     They are of the same kind of model, and grew at most twice, or by as much as this one. Those
-    without tokens turn a verdict that they contradict into a pilot.
+    without tokens turn a verdict that none of them shares into a pilot.
 
     Args:
         tokens: those that the target will be trained on.
     """
-    kind = kind_of(plan.small)
+    kind = kind_of(plan.large)
     keys = ("stream", *plan.small.family.stacks.values())
     times = max(2.0, *(plan.large.size(key) / plan.small.size(key) for key in keys))
-    rows = [x for x in measurements(plan) if x["kind"] == kind and (x["times"] or 0) <= times]
+    grown = [row for row in measurements(plan) if (row["times"] or 0) <= times]
     mine = tokens / plan.parameters()
-    lines = [f"  {words}: {_says(rows, name, mine)}" for name, (words, _) in QUESTIONS.items()]
     title = (
         f"in short, at {human(mine)} tokens per parameter (saved: training FLOPs to the loss from "
         "scratch; own runs: models of at most 2 million parameters):"
     )
-    other = "at few tokens (2 to 9) train a smaller one longer; at 20, scratch was level or ahead"
-    return title, *lines, f"  any size will do: {other}"
+    lines = [title]
+    for question, (words, *_) in QUESTIONS.items():
+        rows = _file()["never_grown"] if question == "loss" else grown
+        alike = [row for row in rows if row["kind"] == kind]
+        lines.append(f"  {words}: {_says(alike, question, mine)}")
+    return tuple(lines)
 
 
 def distance(mine: float, row: Row) -> float:
@@ -86,32 +97,38 @@ def distance(mine: float, row: Row) -> float:
 
 def _says(rows: Sequence[Row], question: str, mine: float) -> str:
     """The verdict of one question, and the figures it rests on."""
-    known = [row for row in rows if row[question]]
+    known = [row for row in rows if _figure(row, question)]
     nearest = min((distance(mine, row) for row in known), default=math.inf)
     near = [row for row in known if distance(mine, row) <= max(nearest + 0.2, NEAR) < math.inf]
-    others = [row for row in known if row["tokens"] is None and _saves(row[question])]
+    others = [row for row in known if row["tokens"] is None]
     found = [_told(part, question) for part in (near, others) if part]
     if not near or nearest > NEAR:
         far = "not measured within a factor of 2" if near else "not measured at known tokens"
         return f"{PILOT} ({'; '.join([far, *found])})"
     words = _weigh(near, question)
-    if others and _weigh(others, question) != words:
+    if others and all(_weigh([row], question) != words for row in others):
         words = PILOT
     return f"{words} ({'; '.join(found)})"
 
 
+def _figure(row: Row, question: str) -> Any:
+    """What a measurement says of a question, or of the one that has the same answer."""
+    return row.get(question) or row.get(ALIKE.get(question, question))
+
+
 def _weigh(rows: Sequence[Row], question: str) -> str:
-    """Whether most rows saved (grow), or most missed the loss or none saved (scratch)."""
-    saved = sum(_saves(row[question]) > 0 for row in rows)
-    missed = sum(_saves(row[question]) < 0 for row in rows)
+    """What to do, as most rows saved, or as most missed the loss or none saved."""
+    saved = sum(_saves(_figure(row, question)) > 0 for row in rows)
+    missed = sum(_saves(_figure(row, question)) < 0 for row in rows)
+    _, where_it_saves, otherwise = QUESTIONS[question]
     if 2 * saved > len(rows):
-        return "grow"
-    return QUESTIONS[question][1] if not saved or 2 * missed > len(rows) else PILOT
+        return where_it_saves
+    return otherwise if not saved or 2 * missed > len(rows) else PILOT
 
 
 def _saves(figure: str) -> int:
     """1 if a figure is above 0 with its interval, -1 if below or not reached, otherwise 0."""
-    found = re.fullmatch(r"(at least |up to |)(-?\d+)%(?: ± (\d+)%)?", figure)
+    found = re.fullmatch(r"(at least |up to |)(-?\d+)%(?: ± (\d+)%| \(1 seed\))?", figure)
     if found is None:
         return -1
     mean, half = int(found[2]), int(found[3] or 0)
@@ -124,9 +141,10 @@ def _told(rows: Sequence[Row], question: str) -> str:
     """In how many of some measurements growth saved, how much, and who measured."""
     tokens = sorted({row["tokens"] for row in rows} - {None})
     at = " to ".join(f"{x:g}" for x in dict.fromkeys([*tokens[:1], *tokens[-1:]]))
-    saved = [row[question].split(" ±")[0] for row in rows if _saves(row[question]) > 0]
-    saved.sort(key=lambda figure: int(re.sub(r"\D", "", figure)))
-    much = " to ".join(dict.fromkeys([*saved[:1], *saved[-1:]]))
+    saved = [row for row in rows if _saves(_figure(row, question)) > 0]
+    figures = [re.split(r" ±| \(", row[question])[0] for row in saved if row.get(question)]
+    figures.sort(key=lambda figure: int(re.sub(r"\D", "", figure)))
+    much = " to ".join(dict.fromkeys([*figures[:1], *figures[-1:]]))
     who = ", ".join(dict.fromkeys(row["citation"].split(",")[0] for row in rows))
     where = f"at {at}" if at else "tokens not said"
     return f"{where}: {len(saved)} of {len(rows)} saved{much and ', '}{much}, {who}"
@@ -135,13 +153,13 @@ def _told(rows: Sequence[Row], question: str) -> str:
 def listed(plan: Blueprint, tokens: float) -> list[str]:
     """The nearest `MOST` measurements under a head, one line each: those of such models first."""
     rows, mine = measurements(plan), tokens / plan.parameters()
-    kind, title = kind_of(plan.small), "training FLOPs that growth saved to the loss from scratch"
+    kind, title = kind_of(plan.large), "training FLOPs that growth saved to the loss from scratch"
     if not rows:
         return [f"{title}: not measured for such a growth, neither in a paper nor by us"]
     lines = [f"{title}, by what is wanted:", "tokens  both models     large alone     small exists"]
     for row in sorted(rows, key=lambda row: (row["kind"] != kind, distance(mine, row)))[:MOST]:
         cells = [f"{'' if row['tokens'] is None else row['tokens']:<6}"]
-        cells += (f"{_short(row[name] or '-'):<14}" for name in QUESTIONS)
+        cells += (f"{_short(row[name] or '-'):<14}" for name in OF_GROWTH)
         lines.append("  ".join([*cells, f"{row['setting']} ({row['citation']})"]))
     left = len(rows) - MOST
     return [*lines, f"{left} more: --json"] if left > 0 else lines
