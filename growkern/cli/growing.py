@@ -74,7 +74,8 @@ def growth_options() -> list[tuple[str, type, Any]]:
     options = []
     for field in fields(GrowthOptions):
         choices = CHOICES.get(field.name, ())
-        text = " | ".join(choices) or OTHER_OPTIONS[field.name]
+        listed = ("0,1,0,1",) if field.name == "depth" else ()
+        text = " | ".join((*choices, *listed)) or OTHER_OPTIONS[field.name]
         # a switch has no form that turns it off
         names = (f"--{field.name}",) if isinstance(field.default, bool) else ()
         option = typer.Option(

@@ -107,7 +107,8 @@ class GrowthStep(GrowthOptions):
         if self.at_step and self.depth == "auto":
             object.__setattr__(self, "depth", "stack")
         super().__post_init__()
-        if not self.sizes:
+        # a list of layers says how many there are
+        if not self.sizes and isinstance(self.depth, str):
             raise GrowthError("a growth needs sizes, such as num_hidden_layers = 12")
         check_rules("growth", self)
 

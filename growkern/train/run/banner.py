@@ -68,6 +68,7 @@ def _describe_growths(settings: Run, done: int) -> str:
     texts = []
     for step in settings.later_growths:
         sizes = ", ".join(f"{name} {size}" for name, size in step.sizes.items())
+        sizes = sizes or f"layers {', '.join(map(str, step.depth))}"
         made = " (done)" if step.at_step < done else ""
         texts.append(f"at step {step.at_step} to {sizes}{made}")
     return "; ".join(texts)

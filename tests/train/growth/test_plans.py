@@ -29,7 +29,6 @@ from tests.train.test_trainer import Batches, arguments
 LISTED = """
 [[growth]]
 at_step = 2
-num_hidden_layers = 5
 depth = {order}
 rate_factor = 1e-30
 """
