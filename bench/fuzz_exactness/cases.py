@@ -155,7 +155,9 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = rng.randint(3, 24)
     ratios = [key for key in family.ratios if key not in family.query_heads]
-    sizes |= {family.config_field(key): rng.randint(1, 4) for key in ratios}
+    # rotary positions turn an even number
+    step = {"head_dim": 2}
+    sizes |= {family.config_field(key): step.get(key, 1) * rng.randint(1, 4) for key in ratios}
     for above, _, below in (s.factors for s in family.config.values() if "/" in s.factors):
         if above == family.config_field("stream"):
             # which is a multiple of its heads
@@ -195,7 +197,9 @@ def _entries(family: Family, name: str) -> list[Any]:
 
 def _growth(rng: random.Random, family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
     how: dict[str, Any] = {}
-    for key in family.growable:
+    # how many experts are chosen follows from their number
+    chosen = {key for space in family.mixtures for key in (space.chosen, *space.groups)}
+    for key in (key for key in family.growable if key not in chosen):
         field = family.config_field(key)
         # heads of their own seldom fit the other sizes
         share = 0.2 if key == "kv_heads" or key in family.query_heads else 0.5

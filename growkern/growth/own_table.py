@@ -35,7 +35,7 @@ from growkern.families import (
 from growkern.growth.grow import grow
 from growkern.growth.models import persistent_buffers, restore_buffers, tie, untrained_model
 from growkern.growth.outputs import Float64, random_inputs
-from growkern.growth.plan import OUTPUT_ERROR, PLAIN_ROTARY, has_errors
+from growkern.growth.plan import BY_LAYER, OUTPUT_ERROR, PLAIN_ROTARY, has_errors
 from growkern.growth.record import PLANNED_ERROR, compare_outputs, measured_level, planned_error
 from growkern.growth.source import open_source, read_config
 from growkern.growth.space import period_of
@@ -269,12 +269,15 @@ def _tiny_config(spec: ModelSpec) -> Any:
             is_list = name in family.per_layer
             kept = values[:layers] if is_list else [i for i in values if i < layers]
             setattr(text, name, kept)
+    if own := text.to_dict().get(BY_LAYER):
+        text.per_layer_config = {i: value for i, value in own.items() if int(i) < layers}
     for name in family.conditional("from"):
         # layers of both kinds
         setattr(text, name, min(getattr(text, name) or 0, 1))
     for name in family.conditional("last"):
         # a layer of each kind before them
-        setattr(text, name, max(0, min(getattr(text, name) or 0, layers - period_of(small))))
+        most = layers - _layers_of_all_kinds(small)
+        setattr(text, name, max(0, min(getattr(text, name) or 0, most)))
     if rope := getattr(text, "rope_parameters", None):
         text.rope_parameters = plain_rotary(rope, small.turning // 2)
     for name, key in family.classes[spec.class_name].repeats.items():
@@ -286,7 +289,9 @@ def _tiny_config(spec: ModelSpec) -> Any:
 def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
     family, stacks = spec.family, spec.family.stacks.values()
     grouped = "kv_heads" in family.config and spec.size("kv_heads") < spec.size("q_heads")
-    layers = max(LAYERS, period_of(spec))
+    period = _layers_of_all_kinds(spec)
+    lasts = (getattr(spec.text, name) or 0 for name in family.conditional("last"))
+    layers = max(LAYERS, period + min(period, max(lasts, default=0)))
     sizes = {key: min(spec.size(key), UNITS) for key in family.unit_sizes}
     sizes |= dict.fromkeys(family.query_heads, HEADS)
     sizes |= {"stream": HEADS * HEAD_DIM, "vocab": TOKENS, "head_dim": HEAD_DIM}
@@ -300,6 +305,13 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
         sizes[str(space.size)] = min(spec.size(str(space.size)), EXPERTS)
         sizes[str(space.chosen)] = min(spec.size(str(space.chosen)), CHOSEN)
     return sizes
+
+
+def _layers_of_all_kinds(spec: ModelSpec) -> int:
+    """How many of the first layers have every kind that the model has."""
+    values = (getattr(spec.text, name, None) for name in spec.family.per_layer)
+    lists = (x for x in values if isinstance(x, list))
+    return max(period_of(spec), *(x.index(kind) + 1 for x in lists for kind in x), 1)
 
 
 def plain_rotary(rope: dict[str, Any], pairs: int = 0) -> dict[str, Any]:
@@ -458,6 +470,9 @@ def _sizes_to_grow(small: ModelSpec) -> Iterator[dict[str, int]]:
             # they follow the hidden size
             continue
         size, is_depth = small.size(key), key in family.stacks.values()
+        if not size:
+            # this config has none
+            continue
         for new in (size + 1,) if is_depth else (2 * size, size + size // 2):
             yield {field: new}
             if key == "stream" and family.forces_head_dim:

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.errors import TableError
+from growkern.families.load import load_family
 from growkern.families.table_files import own_family, read_family, shipped_table
-from growkern.growth.own_table import check_table
+from growkern.growth.own_table import check_table, first_growths
 from testbed.families import FAMILIES
 from testbed.models import LLAMA, random_model, relative_error
-from testbed.relatives import RELATIVES
+from testbed.relatives import GEMMA4_SMALL, RELATIVES
 
 CONFIG = {
     "model_type": "ernie4_5",
@@ -292,6 +293,16 @@ def test_a_right_table_of_a_mixture_with_groups_is_right(tmp_path):
     report = checked("glm4_moe", lambda table: None, tmp_path)
     assert report.ok and not report.faults
     assert sum(growth.verdict == "exact" for growth in report.growths) > 12
+
+
+def test_the_tiny_model_has_layers_of_every_kind_and_what_they_borrow():
+    """Kinds that do not repeat, as the defaults of 35 layers of Gemma 4, whose last one is full."""
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    sizes = {**GEMMA4_SMALL, "num_hidden_layers": 8, "layer_types": [*kinds, *kinds, *kinds[1:]]}
+    config = transformers.Gemma4TextConfig(**sizes | {"num_kv_shared_layers": 5})
+    family = load_family("gemma4_text")
+    [growth] = first_growths(family, config, "Gemma4ForCausalLM", ["num_hidden_layers"])
+    assert (growth.sizes, growth.verdict) == ("num_hidden_layers 6 -> 7", "exact")
 
 
 def of(part, name, axes):

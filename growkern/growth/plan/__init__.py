@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from growkern.growth.plan.pieces import FIXED_BYTES, MEMORY_LIMIT, Piece, pieces_of
     from growkern.growth.plan.pieces import usable_cores, workers_within
     from growkern.growth.plan.table import as_text
-    from growkern.growth.plan.target import followed_fields, PLAIN_ROTARY
+    from growkern.growth.plan.target import BY_LAYER, followed_fields, PLAIN_ROTARY
     from growkern.growth.plan.tensors.tensor import build_each, build_tensor, part_reader
     from growkern.growth.plan.tensors.untrained import is_dropped, untrained_places
 # fmt: on
