@@ -50,7 +50,7 @@ def more_units(model, together=False):
     """
     family, old = model.family, old_sizes(model)
     sizes = {key: old[key] + 13 for key in family.unit_sizes if old[key]}
-    sizes |= {key: old[key] + 1 for key in family.ratios if key in family.growable}
+    sizes |= {key: old[key] + 1 for key in family.ratios if key in family.growable and old[key]}
     units = [space for space in family.spaces.values() if space.kind == "units"]
     whole = {s.size for s in units if s.activated and s.size != "stream"}
     sizes |= {key: 2 * old[key] for key in whole & {*family.unit_sizes}}

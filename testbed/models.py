@@ -70,9 +70,9 @@ def random_model(class_name, sizes, *, seed=1, std=0.3, dtype=torch.float64, **c
         is_gain = parameter.ndim == 1 and name.endswith("weight")
         value = 1 + 0.4 * noise if is_gain else std * noise
         parameter.data = value.to(dtype)
-    for name, buffer in model.named_buffers():
+    for name, x in (*model.named_buffers(), *model.named_parameters()):
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
-            buffer += 0.2 * torch.randn(buffer.shape, generator=rng, dtype=torch.float64)
+            x.data += 0.2 * torch.randn(x.shape, generator=rng, dtype=torch.float64)
     model.tie_weights()
     return eager(model.eval())
 

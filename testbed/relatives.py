@@ -151,6 +151,12 @@ INDEXED = {
     **{"index_topk": 3, "index_head_dim": 6, "index_n_heads": 2},
     "layer_types": ["indexed_attention"] * 2,
 }
+# four of the ten entries of a head turn, and queries grow from the fourth position on
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale_all_dim": 1.0},
+    **{"mscale": 1.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.1},
+    "partial_rotary_factor": 0.4,
+}
 PATCHES = {
     **{"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "encoder_stride": 4},
     **{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
@@ -397,6 +403,28 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             **{**BIASES, "q_lora_rank": None, "topk_method": "greedy"},
             **dict.fromkeys(("n_group", "topk_group")),
         },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **{**ROTARY, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 7},
+            **{"moe_num_shared_experts": 1, "rms_norm_eps": 1e-2},
+        },
+        {"use_bias": True, "moe_num_shared_experts": 0},
+    ),
+    # wider norms without weights cannot serve a tied head
+    "nanochat": (
+        "NanoChatForCausalLM",
+        {**ROTARY, "rms_norm_eps": 1e-2, "tie_word_embeddings": False},
+        {"attention_bias": True, "final_logit_softcapping": None},
+    ),
+    "mistral4": (
+        "Mistral4ForCausalLM",
+        {
+            **{k: v for k, v in ROTARY.items() if k != "head_dim"},
+            **{**GROUPS, **LATENT, "rms_norm_eps": 1e-2, "rope_parameters": YARN},
+        },
+        {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
     ),
     "biogpt": ("BioGptForCausalLM", ENCODER, {}),
     "cohere": ("CohereForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3}, {"attention_bias": True}),

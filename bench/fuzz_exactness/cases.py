@@ -154,10 +154,9 @@ def _source_sizes(rng: random.Random, family: Family) -> dict[str, Any]:
         sizes[family.config_field("head_dim")] = rng.choice([2, 4, hidden // count])
     for key in family.unit_sizes:
         sizes[family.config_field(key)] = rng.randint(3, 24)
-    ratios = [key for key in family.ratios if key not in family.query_heads]
-    # rotary positions turn an even number
-    step = {"head_dim": 2}
-    sizes |= {family.config_field(key): step.get(key, 1) * rng.randint(1, 4) for key in ratios}
+    # those that never grow may bind others
+    ratios = [k for k in family.ratios if k in family.growable and k not in family.query_heads]
+    sizes |= {family.config_field(key): rng.randint(1, 4) for key in ratios}
     for above, _, below in (s.factors for s in family.config.values() if "/" in s.factors):
         if above == family.config_field("stream"):
             # which is a multiple of its heads

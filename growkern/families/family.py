@@ -64,6 +64,7 @@ NORM_KINDS = {
     "layernorm_without_bias": NormKind(centres=True, tensors=("weight",)),
     "layernorm_without_weight": NormKind(centres=True, tensors=()),
     "rmsnorm": NormKind(centres=False, tensors=("weight",)),
+    "rmsnorm_without_weight": NormKind(centres=False, tensors=()),
 }
 
 
@@ -279,8 +280,8 @@ class Family:
         written = {
             str(row.norm).partition(">")[2] for rows in self.tensors.values() for row in rows
         }
-        is_free = self.norm.has_weight and self.norm.placement == "pre" and "stream" not in written
-        return not self.norm.centres or is_free
+        is_free = self.norm.placement == "pre" and "stream" not in written
+        return self.norm.has_weight and (is_free or not self.norm.centres)
 
     @property
     def is_exact_in_any_width(self) -> bool:

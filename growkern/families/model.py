@@ -148,10 +148,12 @@ class ModelSpec:
 
     def check_sizes(self, where: str) -> None:
         """Refuse sizes that no model has. One without layers may grow new ones."""
-        for key, entry in self.family.config.items():
+        stacks, sizes = self.family.stacks.values(), self.family.config
+        # a null field may mean a model without these units
+        absent = {e.field for key, e in sizes.items() if key in stacks or e.default == "0"}
+        for key, entry in sizes.items():
             size, most = self.size(key), self.family.largest(key)
-            # a null field may mean a model without these units
-            is_optional = key in self.family.stacks.values() or entry.default == "0"
+            is_optional = absent & {entry.field, *entry.factors}
             if not (0 if is_optional else 1) <= size <= most:
                 field = self.family.config_field(key)
                 raise GrowthError(f"{where}: {field}={size} must lie in 1 .. {most}")

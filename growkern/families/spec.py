@@ -290,14 +290,15 @@ class Size:
         return () if self.field or not self.default else tuple(self.default.split())
 
 
-def parse_scale(scale: str) -> tuple[bool, bool, str]:
-    """A `scale`: whether it is an inverse, whether it is rounded, and the size it is the root of.
+def parse_scale(scale: str) -> tuple[float, bool, str]:
+    """A `scale`: the power of a size that it is, whether it is rounded, and the size.
 
-    The forms are "sqrt(SIZE)", "rounded(sqrt(SIZE))", and "1/" before one of these.
+    The forms are "SIZE", "sqrt(SIZE)", "rounded(sqrt(SIZE))", and "1/" before one of these.
     """
     root = scale.removeprefix("1/")
     size = root.removeprefix("rounded(").removeprefix("sqrt(").rstrip(")")
-    return root != scale, root.startswith("rounded("), size
+    power = 0.5 if "sqrt(" in root else 1.0
+    return power if root == scale else -power, root.startswith("rounded("), size
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 import growkern
 from growkern.errors import TableError
-from growkern.families.load import load_family
-from growkern.families.table_files import own_family, read_family, shipped_table
+from growkern.families.table_files import load_family, own_family, read_family, shipped_table
 from growkern.growth.own_table import check_table, first_growths
 from testbed.families import FAMILIES
 from testbed.models import LLAMA, random_model, relative_error

@@ -273,5 +273,5 @@ def _check_scaled(plan: Blueprint) -> None:
         raise GrowthError(f"{why} entries that are not copied: leave stream out")
     if any(layout.is_dual(name) for name in family.spaces):
         raise GrowthError(f"{why} the input of a tied head: untie it first, or keep {field}")
-    if layout.is_extended:
+    if layout.is_extended or new % old:
         raise UnfitError(f"{why} extra entries: give a multiple of {old}")

@@ -212,7 +212,7 @@ class Layout:
         return self.space(str(spec.untied), layer)
 
     def scale(self, row: SpaceSpec | Row) -> float:
-        """The factor that cancels a model's own factor, the root of a size, which grows.
+        """The factor that cancels a model's own factor, a size or its root, which grows.
 
         Some models round that root to the dtype of their weights, so this rounds it too. The
         result is 1 if the table's row names no such factor.
@@ -221,12 +221,13 @@ class Layout:
             return self.upcycling.output_scale(self.large, row)
         if row.scale is None or not holds(row.scale_when, self.small.fields):
             return 1.0
-        inverse, is_rounded, size = parse_scale(row.scale)
-        old, new = (torch.tensor(float(n), dtype=torch.float64).sqrt() for n in self.sizes(size))
+        power, is_rounded, size = parse_scale(row.scale)
+        sizes = torch.tensor(self.sizes(size), dtype=torch.float64)
+        old, new = sizes ** abs(power)
         if is_rounded:
             old, new = (x.to(d) for x, d in zip((old, new), self.dtypes, strict=True))
         ratio = new.item() / old.item()
-        return 1 / ratio if inverse else ratio
+        return ratio if power > 0 else 1 / ratio
 
     def head_map(self, heads: str, layer: Layer, keys: str | None = None) -> Tensor:
         """Source head of every target head, (target heads,) int64, by the size that counts them.
