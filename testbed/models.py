@@ -1,6 +1,7 @@
 """Tiny models with every parameter random, and float64 forward passes through Hugging Face code."""
 
 import inspect
+import re
 from functools import partial
 from pathlib import Path
 
@@ -169,11 +170,7 @@ def images(model, seed=0):
     inputs = {"pixel_values": torch.randn(3, *shape, generator=rng, dtype=torch.float64)}
     names, takes = dict(model.named_parameters()), inspect.signature(model.forward).parameters
     if "bool_masked_pos" in takes and any("mask_token" in name for name in names):
-        positions = next(x.shape[1] for name, x in names.items() if "position_embeddings" in name)
-        # the others are those of single tokens, as DeiT has two
-        patches = positions - sum(
-            name.endswith(("cls_token", "distillation_token")) for name in names
-        )
+        patches = shape[1] * shape[2] // model.config.patch_size**2
         inputs["bool_masked_pos"] = torch.rand(3, patches, generator=rng) < 0.5
     if model.main_input_name == "input_ids":
         inputs["input_ids"] = torch.randint(3, 50, (3, 9), generator=rng)
@@ -192,6 +189,9 @@ def text_outputs(model, seed=0):
         ids[:, 5] = model.config.eos_token_id
     elif model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
         inputs["decoder_input_ids"] = torch.randint(3, 50, (3, 9), generator=rng)
+    if re.match("Longformer.*(Question|Choice)", type(model).__name__):
+        # tokens before the second separator attend to all others
+        ids[:, 2:5] = model.config.sep_token_id
     if "MultipleChoice" in type(model).__name__:
         inputs = {name: x[None] for name, x in inputs.items()}
     at = mask.bool()

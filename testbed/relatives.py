@@ -516,6 +516,22 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"share_att_key": False, "position_biased_input": True, "type_vocab_size": 2},
     ),
+    "dinov3_vit": (
+        "DINOv3ViTModel",
+        {**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "num_register_tokens": 2},
+        {"use_gated_mlp": True, "key_bias": True, "mlp_bias": False, "image_size": [8, 16]},
+    ),
+    "longformer": (
+        "LongformerForMaskedLM",
+        {**ENCODER, "attention_window": [4, 4], "sep_token_id": 2},
+        {},
+    ),
+    # three rows of blocks, so that attention is sparse
+    "big_bird": (
+        "BigBirdForMaskedLM",
+        {**ENCODER, "block_size": 1, "num_random_blocks": 1, "pad_token_id": 0},
+        {"use_bias": False, "attention_type": "original_full"},
+    ),
     "siglip": ("SiglipModel", SIGLIP, {}),
     "siglip_text_model": ("SiglipTextModel", {**CLIP_TEXT, "projection_size": 7}, {}),
     "siglip_vision_model": ("SiglipVisionModel", CLIP_IMAGES, {"vision_use_head": False}),

@@ -46,6 +46,7 @@ LISTS: dict[str, list[Any]] = {
     "no_rope_layers": [0, 1],
     "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
     "attention_layers": ["global", "local"],
+    "attention_window": [4],
 }
 # options of every growth. A value that occurs twice is drawn twice as often
 OPTIONS = {

@@ -298,7 +298,8 @@ def _gradient_reaches(
         rng = torch.Generator().manual_seed(0)
         way_PH = torch.randn(hidden_BPH.shape[1:], generator=rng).to(hidden_BPH.device)
         (gradient,) = torch.autograd.grad((hidden_BPH * way_PH).sum(), seen[0])
-    gradient = gradient[:, others_S]
+    # Longformer adds padding to whole windows
+    gradient = gradient[:, : len(others_S)][:, others_S]
     return None if gradient.isnan().any() else bool(gradient.any())
 
 

@@ -24,7 +24,7 @@ from tests.shared import walks
 
 ALL = FAMILIES | {name: case[:2] for name, case in RELATIVES.items()}
 # rotary positions without options
-FIXED = ("gptj", "esm", "roformer")
+FIXED = ("gptj", "esm", "roformer", "dinov3_vit")
 TURNING = [m for m in ALL if load_family(m).attention.positions == "rotary" and m not in FIXED]
 BEFORE = {"original_max_position_embeddings": 16}
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **BEFORE}
