@@ -516,6 +516,17 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"share_att_key": False, "position_biased_input": True, "type_vocab_size": 2},
     ),
+    "beit": (
+        "BeitForMaskedImageModeling",
+        {
+            **{**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "vocab_size": 9},
+            **{"use_mask_token": True, "use_shared_relative_position_bias": True},
+        },
+        {
+            **{"use_absolute_position_embeddings": True, "use_relative_position_bias": True},
+            **{"use_shared_relative_position_bias": False, "use_mask_token": False},
+        },
+    ),
     "dinov3_vit": (
         "DINOv3ViTModel",
         {**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "num_register_tokens": 2},
