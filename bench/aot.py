@@ -11,7 +11,6 @@ bench/shared/cuda_cases.py. NVRTC compiles them to machine code, so that no othe
 its PTX. Without NVRTC their rows stay as they are.
 """
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -22,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -225,7 +224,6 @@ def compile_all(
     only: str = "",
     archs: Sequence[str] = (),
     kept: Sequence[dict[str, Any]] = (),
-    each: Callable[[dict[str, Any]], Any] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """Compile all kernels.
 
@@ -233,7 +231,6 @@ def compile_all(
         only: take only kernels whose name contains this.
         archs: the architectures; empty for all.
         kept: older rows. Those with an unchanged fingerprint are reused.
-        each: called with every new row as soon as it is made.
 
     Returns:
         One row per kernel and architecture.
@@ -249,9 +246,7 @@ def compile_all(
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(os.cpu_count(), mp_context=context))
             compiled = pool.map(_compile_named, jobs)
-        for row in compiled:
-            known[row["fingerprint"]] = row
-            each(row)
+        known |= {row["fingerprint"]: row for row in compiled}
     rows = [known[mark] for _, _, mark in wanted]
     if nvrtc.nvrtc() is None:
         rows += [row for row in kept if row["kernel"].startswith("CUDA") and only in row["kernel"]]
@@ -272,9 +267,7 @@ def compilers() -> dict[str, str | None]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser_of(__doc__)
     parser.add_argument(
         "--json", type=Path, default=results.RESULTS / "aot.json", help="file to update"
     )

@@ -21,22 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from bench.on_gpu.gpu_table import gpu_table, gpus
-from bench.paper.briefs import (
-    BRIEFS,
-    GPT2,
-    NeverGrown,
-    brief_text,
-    never_grown,
-    savings,
-)
-from bench.paper.compare import (
-    QUESTIONS,
-    Row,
-    check_savings,
-    committed,
-    compared,
-    fixed_sizes,
-)
+from bench.paper.briefs import BRIEFS, GPT2, NeverGrown, brief_text, never_grown, savings
+from bench.paper.compare import QUESTIONS, Row, check_savings, committed, compared, fixed_sizes
 from bench.paper.models import Size
 from bench.paper.page import write_page
 from bench.paper.plans import lines_of

@@ -17,15 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpt_110m.training import (
-    EVALUATIONS,
-    FALL,
-    Place,
-    Row,
-    Text,
-    Training,
-    head_loss,
-)
+from bench.gpt_110m.training import EVALUATIONS, FALL, Place, Row, Text, Training, head_loss
 from bench.paper.compare import is_early, saved
 from bench.paper.models import SEPARATOR, Size
 from bench.paper.settings import GPT_110M, Setting
@@ -51,16 +43,13 @@ ENDS, UNIT = (0.25, 0.5, 0.75, 1.0), 40
 FIRST_LAYERS, GROWS_AT, LONGER = 2, 0.5, 1.4
 
 
-def steps_of(ends: Sequence[float] = ENDS) -> float:
-    """The steps of a trunk with branches, over those of its longest run."""
-    return 1 + FALL * sum(ends[:-1])
-
-
 def steps_for(seconds: float, source_s: float, target_s: float, evaluation_s: float) -> int:
     """The steps of source, scratch and grown that fit into a time."""
     evaluations = 3 * (EVALUATIONS + 1) + len(ENDS)
     left = PLANNED * seconds - evaluations * evaluation_s
-    return max(1, int(left / (source_s + target_s * (1 + steps_of())) / UNIT)) * UNIT
+    # of a trunk with branches, over those of its longest run
+    branched = 1 + FALL * sum(ENDS[:-1])
+    return max(1, int(left / (source_s + target_s * (1 + branched)) / UNIT)) * UNIT
 
 
 def read_text(recorder: Recorder, setting: Setting) -> Text:

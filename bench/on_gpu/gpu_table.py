@@ -165,11 +165,7 @@ GPU_ROWS: tuple[tuple[str, str, Callable[[Sequence[Row]], str | None]], ...] = (
     ),
     ("the same, without peers", "headline_alone", _alone_figure),
     ("the same, on the device alone", "timeline", _device_figure),
-    (
-        "the same, 256 rows",
-        "bench_linear_kl_mlm_loss",
-        _loss_figure("256x128256"),
-    ),
+    ("the same, 256 rows", "bench_linear_kl_mlm_loss", _loss_figure("256x128256")),
     ("training step, BERT-base and a teacher", "train_bert", _step_figure),
     ("training step, Llama of 1B and a teacher", "train_llama", _step_figure),
     *(

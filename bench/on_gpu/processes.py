@@ -118,13 +118,7 @@ class _Started(subprocess.Popen):
     """A piece in a new Python. It gets the reading end of a pipe that closes when we end."""
 
     def __init__(
-        self,
-        piece: Piece,
-        path: Path,
-        log: Path,
-        limit_s: float,
-        env: dict[str, str],
-        toy: bool,
+        self, piece: Piece, path: Path, log: Path, limit_s: float, env: dict[str, str], toy: bool
     ) -> None:
         theirs, self._ours = os.pipe()
         command = [sys.executable, "-m", "bench.gpu", "--here", piece.name, "--document", str(path)]

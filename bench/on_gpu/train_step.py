@@ -28,30 +28,26 @@ IGNORED = -100
 Loss = Callable[[Any, Any, dict[str, Tensor], Tensor, bool], Tensor]
 
 
-def _llama(width: int, layers: int, heads: int, ffn: int, vocab: int) -> Any:
+# in the order of `FULL`
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "vocab_size",
+)
+
+
+def _llama(*sizes: int) -> Any:
     config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
+        **dict(zip(SIZES, sizes, strict=True)),
+        num_key_value_heads=max(1, sizes[2] // 4),
         tie_word_embeddings=True,
     )
     return transformers.LlamaForCausalLM(config)
 
 
-def bert(width: int, layers: int, heads: int, ffn: int, vocab: int) -> Any:
+def bert(*sizes: int) -> Any:
     # without dropout, because both sides must compute the same function
-    config = transformers.BertConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**dict(zip(SIZES, sizes, strict=True)), **dropout)
     return transformers.BertForMaskedLM(config)
 
 
@@ -94,11 +90,7 @@ def ours(
 
     def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear_kl_mlm_loss(
-            hidden,
-            weight,
-            head.hidden,
-            head.weight,
-            rows,
+            *(hidden, weight, head.hidden, head.weight, rows),
             student_bias=bias,
             teacher_bias=head.bias,
             alpha=ALPHA,

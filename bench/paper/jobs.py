@@ -217,9 +217,7 @@ def layerwise(job: Job, source: str) -> dict[str, Any]:
     name, layers, part = job.setting.layers_name, job.setting.target.layers, job.steps // 8
     growth = tuple(
         GrowthStep(
-            at_step=number * part,
-            sizes={name: (number + 1) * layers // 4},
-            new_layers_steps=part,
+            at_step=number * part, sizes={name: (number + 1) * layers // 4}, new_layers_steps=part
         )
         for number in (1, 2, 3)
     )

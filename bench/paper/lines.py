@@ -58,24 +58,14 @@ def _variants_of_sources(setting: Setting) -> dict[str, Setting]:
         replace(own, width=own.width // 4, heads=own.heads // 4),
         replace(own, layers=own.layers // 2),
     )
-    return {
-        f"source {size.name}": setting
-        if size == own
-        else setting.variant(f"from{size.name}", source=size)
-        for size in sizes
-    }
+    return {f"source {s.name}": setting.variant(f"from{s.name}", source=s) for s in sizes}
 
 
 def smaller_sources(setting: Setting) -> list[Line]:
     """What the paper has: DirectCopy and AKI from smaller sources."""
-    return [
-        Line(setting, "scratch"),
-        *(
-            Line(variant, name, label)
-            for label, variant in _variants_of_sources(setting).items()
-            for name in ("direct_copy", "aki")
-        ),
-    ]
+    variants = _variants_of_sources(setting).items()
+    grown = [Line(own, name, label) for label, own in variants for name in ("direct_copy", "aki")]
+    return [Line(setting, "scratch"), *grown]
 
 
 def _half_as_wide(setting: Setting) -> dict[int, tuple[Setting, str]]:
@@ -124,9 +114,7 @@ def stages(setting: Setting) -> list[Line]:
     whole, method = Line(setting, "aki"), Line(setting, "aki_two_stage")
     lines = [Line(setting, "scratch"), replace(whole, label="E_b = 0")]
     for parts in (2, 5, 10, 20):
-        share = parts / 40
-        same = share == setting.stage1_share
-        variant = setting if same else setting.variant(f"eb{parts}", stage1_share=share)
+        variant = setting.variant(f"eb{parts}", stage1_share=parts / 40)
         lines.append(Line(variant, method.system, f"E_b = {parts}", method))
     layers = 2 * setting.layers_per_block
     deeper = setting.variant(f"lb{layers}", layers_per_block=layers)
@@ -234,9 +222,7 @@ def directions(setting: Setting) -> list[Line]:
         ("depth", deep, "fpi_identity", SHORTER),
         ("both", both, "padded_identity", ()),
     ):
-        variant = (
-            setting if target == setting.target else setting.variant(target.name, target=target)
-        )
+        variant = setting.variant(target.name, target=target)
         lines += [Line(variant, "scratch", label), Line(variant, system, label, parts=parts)]
     return lines
 
@@ -251,8 +237,7 @@ def moment(setting: Setting) -> list[Line]:
     ages = []
     for share in (10, 30, 100, 400):
         steps = max(1, setting.source_steps * share // 100)
-        whole = steps == setting.source_steps
-        ages.append(setting if whole else setting.variant(f"at{share}", source_steps=steps))
+        ages.append(setting.variant(f"at{share}", source_steps=steps))
     grown = [
         Line(variant, name, f"source of {variant.source_steps:,} steps")
         for name in ("fpi_padded", "direct_copy")
@@ -272,9 +257,6 @@ def inheritance(setting: Setting) -> list[Line]:
 def domain(setting: Setting) -> list[Line]:
     """The trained target goes on with another kind of text, for a quarter of its steps."""
     other = setting.variant(
-        "domain",
-        text="domain",
-        steps=setting.steps // 4,
-        rate_steps=setting.rate_steps // 2,
+        "domain", text="domain", steps=setting.steps // 4, rate_steps=setting.rate_steps // 2
     )
     return [Line(other, "adapted"), Line(other, "adapted_taught")]

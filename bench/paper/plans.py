@@ -120,8 +120,7 @@ def one_run(setting: Setting) -> list[Line]:
     lines = []
     for sized in (deep, deep.variant(narrow.name, target=narrow)):
         for optimizer in ("adamw", "muon"):
-            same = optimizer == sized.optimizer
-            variant = sized if same else sized.variant(optimizer, optimizer=optimizer)
+            variant = sized.variant(optimizer, optimizer=optimizer)
             label = f"{sized.target.name}, {optimizer}"
             lines.append(Line(variant, "scratch", label))
             for parts, depth in ((2, "stack"), (4, "random")):
@@ -294,12 +293,8 @@ def upcycling(setting: Setting) -> list[Line]:
         copies = Line(mixture("experts", OF_MIXTURE), "upcycled", label)
         halves = Line(mixture("halves", OF_HALVES, 16, parts=2), "upcycled_halves", label)
         mixed = Line(mixture("twice", 2 * OF_MIXTURE), "scratch", f"mixture, {twice}")
-        dense = Line(
-            dense_run.variant("once", steps=2 * dense_run.steps),
-            "scratch",
-            f"dense, {twice}",
-            mixed,
-        )
+        once = dense_run.variant("once", steps=2 * dense_run.steps)
+        dense = Line(once, "scratch", f"dense, {twice}", mixed)
         drop = replace(copies, system="upcycled_drop")
         taught = Line(mixture("taught", TAUGHT * OF_MIXTURE), "upcycled_taught", label, copies)
         lines += [Line(dense_run, "continued", label), copies, halves]

@@ -111,7 +111,9 @@ class Setting:
         return self.origin._origin_without(ignored) if same else self
 
     def variant(self, label: str, **changes: Any) -> Setting:
-        """The same setting with some fields changed."""
+        """The setting with some fields changed; itself if none differs."""
+        if all(getattr(self, name) == value for name, value in changes.items()):
+            return self
         return replace(self, name=f"{self.name}-{label}", origin=self, **changes)
 
     def config(self, size: Size, layers: int | None = None) -> Any:

@@ -242,9 +242,7 @@ SYSTEMS = {
         grown("fresh", stream="padded"),
     ),
     "aki_padded": System(
-        "AKI, padded stream",
-        "AKI with such a hidden state",
-        grown("aki", stream="padded"),
+        "AKI, padded stream", "AKI with such a hidden state", grown("aki", stream="padded")
     ),
     "padded_adamw": System(
         "FPI, padded stream, AdamW",
@@ -292,9 +290,7 @@ SYSTEMS = {
         grown("fpi", "identity", stream="padded"),
     ),
     "fpi_interleave": System(
-        "FPI, interleave",
-        "FPI; each layer's copy stands beside it",
-        grown("fpi", "interleave"),
+        "FPI, interleave", "FPI; each layer's copy stands beside it", grown("fpi", "interleave")
     ),
     # Knowledge Inheritance: a small model teaches an untrained one
     "taught": System(

@@ -150,13 +150,7 @@ def make_logits(N: int, V: int, dtype: torch.dtype, rng: torch.Generator) -> tup
 
 
 def make_heads(
-    N: int,
-    V: int,
-    H: int,
-    H_t: int,
-    dtype: torch.dtype,
-    rng: torch.Generator,
-    drift: float = DRIFT,
+    N: int, V: int, H: int, H_t: int, dtype: torch.dtype, rng: torch.Generator, drift: float = DRIFT
 ) -> tuple[list[Tensor], list[Tensor]]:
     """A student and its teacher, each as [hidden, weight].
 

@@ -22,14 +22,13 @@ from bench.shared.system import reset_peak, status_mb
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 
 
-def loss_parser(description: str | None, *, compiled: bool = True) -> argparse.ArgumentParser:
-    """The options of benchmarks of losses; `compiled`: whether there is an option --compile."""
+def loss_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of benchmarks of losses."""
     parser = benchmark_parser(description, repeats=3, threads=True)
-    if compiled:
-        parser.add_argument(
-            "--compile", action=argparse.BooleanOptionalAction, default=True,
-            help="also measure torch.compile of the plain loss",
-        )  # fmt: skip
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True,
+        help="also measure torch.compile of the plain loss",
+    )  # fmt: skip
     return parser
 
 
@@ -70,9 +69,7 @@ class Provider(NamedTuple):
 
 
 def in_turns(
-    providers: Sequence[Provider],
-    repeats: int,
-    facts: dict[str, Any] | None = None,
+    providers: Sequence[Provider], repeats: int, facts: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Measure all providers in turns.
 

@@ -122,10 +122,7 @@ def git_facts() -> dict[str, Any]:
     changed = ("git", "status", "--porcelain", "--untracked-files=no", "--", "growkern", "csrc")
     status = _output(*changed, "testbed", "bench", "tests", ":!bench/results", ":!*.md")
     commit = _output("git", "rev-parse", "--short", "HEAD")
-    return {
-        "commit": commit or "unknown",
-        "dirty": None if status is None else bool(status),
-    }
+    return {"commit": commit or "unknown", "dirty": None if status is None else bool(status)}
 
 
 def today() -> str:

@@ -21,13 +21,7 @@ from torch.nn import functional as F
 
 from bench.shared import peers
 from bench.shared.harness import measure_all, name_of, options_of
-from bench.shared.loss_measure import (
-    DEVICE,
-    Provider,
-    gradient_error,
-    in_turns,
-    loss_parser,
-)
+from bench.shared.loss_measure import DEVICE, Provider, gradient_error, in_turns, loss_parser
 from growkern.ops.loss.kl_mlm_loss import kl_mlm_loss
 
 # rows and vocabulary: those of BERT, GPT-2 and modern models
