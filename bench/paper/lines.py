@@ -46,11 +46,7 @@ def systems(*names: str) -> Callable[[Setting], list[Line]]:
 
 
 def _variants_of_sources(setting: Setting) -> dict[str, Setting]:
-    """The setting, and those with a source of a half and a quarter of the width or half the layers.
-
-    Returns:
-        Label -> setting.
-    """
+    """By label: the setting; with sources of a half and a quarter of the width, half the layers."""
     own = setting.source
     sizes = (
         own,
@@ -69,11 +65,7 @@ def smaller_sources(setting: Setting) -> list[Line]:
 
 
 def _half_as_wide(setting: Setting) -> dict[int, tuple[Setting, str]]:
-    """The setting with a source half as wide, trained as long, and 3 and 4 times as long.
-
-    Returns:
-        Times -> (setting, label).
-    """
+    """By times: the setting with a source half as wide that is trained so often, and its label."""
     _, (label, half), *_ = _variants_of_sources(setting).items()
     made = {1: (half, label)}
     for times, name in ((3, "three-times"), (4, "longer")):
