@@ -111,7 +111,7 @@ def at_once(model):
     if family.forces_head_dim and family.query_heads:
         count = sizes.get(family.query_heads[0], old[family.query_heads[0]])
         # heads that never grow get wider
-        width = 2 * model.head_dim() + (not heads)
+        width = 2 * model.head_dim(family.query_heads[0]) + (not heads)
         return sizes | {"stream": width * count}
     is_bound = any(size.follows == "stream" for size in family.config.values())
     return sizes | {"stream": 2 * old["stream"] if is_bound else old["stream"] + 8}

@@ -426,6 +426,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
     ),
+    "pegasus": ("PegasusForConditionalGeneration", BART, {"scale_embedding": True}),
     "biogpt": ("BioGptForCausalLM", ENCODER, {}),
     "cohere": ("CohereForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3}, {"attention_bias": True}),
     "glm4_moe_lite": (
