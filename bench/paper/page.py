@@ -67,8 +67,8 @@ Losses are validation losses in nats per token, over at least 100,000 labels at 
 - The last columns are shares of FLOPs that are saved to the loss of the baseline after all steps,
   by what is wanted, as in docs/savings.md. For a size or a loss the FLOPs before
   count too: of sources, and of predictions that are kept once for any number of runs. A given loss
-  is compared with the best smaller size that was trained alone. These sizes stand below their
-  baseline as "never grown".
+  is compared with the best smaller size that was trained alone, with AdamW or Muon. These sizes
+  stand below their baseline as "never grown".
 - The optimizer's FLOPs count too. Those of AdamW are no products, and next to none. Muon's own
   products add 39 % to a step of GPT-2 4 x 128, 20 % to Qwen3 8 x 64 and 8 % to 8 x 32.
 - Between runs of two

@@ -16,6 +16,7 @@ from growkern.errors import human
 from growkern.families import ModelSpec
 from growkern.files import parse_toml
 from growkern.growth.plan.blueprint import Blueprint
+from growkern.package import DOCS
 
 # the questions that a saving answers: what is wanted, and what to do where it is one, or none
 QUESTIONS = {
@@ -56,7 +57,7 @@ def is_decoder(model: ModelSpec) -> bool:
 
 
 def kind_of(model: ModelSpec) -> str:
-    """The kind of a model in `measurements.toml`; "mixture": none was measured."""
+    """The kind of a model in `measurements.toml`; "mixture": no row is of one."""
     if model.mixtures:
         return "mixture"
     if len(model.family.stacks) > 1:
@@ -82,6 +83,8 @@ def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
         f"in short, at {human(mine)} tokens per parameter (saved: training FLOPs to the loss from "
         "scratch; own runs: models of at most 2 million parameters):"
     )
+    if plan.upcycling:
+        return (f"{title.split(' (')[0]}: a mixture beside its dense model: {DOCS}/upcycling.md",)
     lines = [title]
     for question, (words, *_) in QUESTIONS.items():
         rows = _file()["never_grown"] if question == "loss" else grown
@@ -99,16 +102,29 @@ def _says(rows: Sequence[Row], question: str, mine: float) -> str:
     """The verdict of one question, and the figures it rests on."""
     known = [row for row in rows if _figure(row, question)]
     nearest = min((distance(mine, row) for row in known), default=math.inf)
-    near = [row for row in known if distance(mine, row) <= max(nearest + 0.2, NEAR) < math.inf]
+    most = NEAR if nearest <= NEAR else nearest + 0.2
+    near = [row for row in known if distance(mine, row) <= most < math.inf]
     others = [row for row in known if row["tokens"] is None]
     found = [_told(part, question) for part in (near, others) if part]
     if not near or nearest > NEAR:
         far = "not measured within a factor of 2" if near else "not measured at known tokens"
         return f"{PILOT} ({'; '.join([far, *found])})"
-    words = _weigh(near, question)
+    both = {"width", "depth"} <= {row.get("axes") for row in rows}
+    words = _weigh_axes(near, question, both=both)
     if others and all(_weigh([row], question) != words for row in others):
         words = PILOT
     return f"{words} ({'; '.join(found)})"
+
+
+def _weigh_axes(near: Sequence[Row], question: str, *, both: bool) -> str:
+    """What to do. For width and depth at once: what growth of both says, or each if they agree."""
+    if not both:
+        return _weigh(near, question)
+    by_axes = {row["axes"]: [x for x in near if x["axes"] == row["axes"]] for row in near}
+    if "both" in by_axes:
+        return _weigh(by_axes["both"], question)
+    said = {_weigh(part, question) for part in by_axes.values()}
+    return said.pop() if len(by_axes) == 2 and len(said) == 1 else PILOT
 
 
 def _figure(row: Row, question: str) -> Any:
@@ -128,10 +144,10 @@ def _weigh(rows: Sequence[Row], question: str) -> str:
 
 def _saves(figure: str) -> int:
     """1 if a figure is above 0 with its interval, -1 if below or not reached, otherwise 0."""
-    found = re.fullmatch(r"(at least |up to |)(-?\d+)%(?: ± (\d+)%| \(1 seed\))?", figure)
+    found = re.fullmatch(r"(at least |up to |)(-?[\d.]+)%(?: ± ([\d.]+)%)?", figure)
     if found is None:
         return -1
-    mean, half = int(found[2]), int(found[3] or 0)
+    mean, half = float(found[2]), float(found[3] or 0)
     if mean > half:
         return int(found[1] != "up to ")
     return -int(mean < -half and found[1] != "at least ")
@@ -142,8 +158,9 @@ def _told(rows: Sequence[Row], question: str) -> str:
     tokens = sorted({row["tokens"] for row in rows} - {None})
     at = " to ".join(f"{x:g}" for x in dict.fromkeys([*tokens[:1], *tokens[-1:]]))
     saved = [row for row in rows if _saves(_figure(row, question)) > 0]
-    figures = [re.split(r" ±| \(", row[question])[0] for row in saved if row.get(question)]
-    figures.sort(key=lambda figure: int(re.sub(r"\D", "", figure)))
+    figures = [row[question].split("%")[0] for row in saved if row.get(question)]
+    figures.sort(key=lambda figure: float(figure.split()[-1]))
+    figures = [re.sub(r"[\d.]+", lambda x: f"{float(x[0]):.0f}", x) + "%" for x in figures]
     much = " to ".join(dict.fromkeys([*figures[:1], *figures[-1:]]))
     who = ", ".join(dict.fromkeys(row["citation"].split(",")[0] for row in rows))
     where = f"at {at}" if at else "tokens not said"
@@ -154,6 +171,8 @@ def listed(plan: Blueprint, tokens: float) -> list[str]:
     """The nearest `MOST` measurements under a head, one line each: those of such models first."""
     rows, mine = measurements(plan), tokens / plan.parameters()
     kind, title = kind_of(plan.large), "training FLOPs that growth saved to the loss from scratch"
+    if plan.upcycling:
+        return []
     if not rows:
         return [f"{title}: not measured for such a growth, neither in a paper nor by us"]
     lines = [f"{title}, by what is wanted:", "tokens  both models     large alone     small exists"]
@@ -162,7 +181,14 @@ def listed(plan: Blueprint, tokens: float) -> list[str]:
         cells += (f"{_short(row[name] or '-'):<14}" for name in OF_GROWTH)
         lines.append("  ".join([*cells, f"{row['setting']} ({row['citation']})"]))
     left = len(rows) - MOST
-    return [*lines, f"{left} more: --json"] if left > 0 else lines
+    lines += [f"{left} more: --json"] if left > 0 else []
+    alone = [row for row in _file()["never_grown"] if row["kind"] == kind]
+    lines += ["any size will do: a smaller model, never grown, saved to the same loss"] * bool(
+        alone
+    )
+    for row in sorted(alone, key=lambda row: distance(mine, row)):
+        lines.append(f"{row['tokens']:<6}  {row['loss']:<14}  {row['setting']} ({row['citation']})")
+    return lines
 
 
 def _short(figure: str) -> str:

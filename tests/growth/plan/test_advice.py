@@ -258,14 +258,14 @@ def line_and_base(run):
 
 
 def words_of(shares):
-    """The mean of shares with its interval, in whole per cent."""
+    """The mean of shares in per cent, with its interval."""
     values = [100 * x.value for x in shares]
     missed, (mean, half) = sum(map(math.isnan, values)), mean_and_half(values)
     if missed:
         return f"not reached by {missed} of {len(shares)}"
     if any(x.bound for x in shares):
-        return f"at least {sum(values) / len(shares):.0f}%"
-    return f"{mean:.0f}% (1 seed)" if len(shares) == 1 else f"{mean:.0f}% ± {half:.0f}%"
+        return f"at least {sum(values) / len(shares):.1f}%"
+    return f"{mean:.1f}%" if len(shares) == 1 else f"{mean:.1f}% ± {half:.1f}%"
 
 
 def test_figures_of_ours_are_those_of_their_runs():
@@ -293,7 +293,9 @@ def test_a_smaller_model_saves_what_its_runs_say():
         found = smaller_alone(base.setting, lines[base], COMMITTED).values()
         small, large = (x.replace(" ", "") for x in re.findall(r"\d+ x \d+", own["setting"]))
         shares = [share for of in found for size, share in of.items() if size.name == small]
-        assert own["loss"] == words_of(shares) and base.setting.target.name == large
+        assert own["loss"] == words_of(shares), own
+        assert ("one seed" in own["citation"]) == (len(shares) == 1)
+        assert base.setting.target.name == large
         # no other smaller size was trained by more seeds
         assert len(shares) == max(sum(size in of for of in found) for of in found for size in of)
         with torch.device("meta"):
@@ -330,7 +332,7 @@ def test_a_family_is_both_trainings_added_up():
         mean = sum(shares) / 3
         # the 97.5 % point of Student's t with 2 degrees of freedom
         half = 4.3027 * (sum((x - mean) ** 2 for x in shares) / 2 / 3) ** 0.5
-        assert told[question] == f"{mean:.0f}% ± {half:.0f}%"
+        assert told[question] == f"{mean:.1f}% ± {half:.1f}%"
 
 
 def test_no_line_that_was_run_is_left_out():
@@ -386,7 +388,7 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
             WIDER,
             2.2,
             [
-                "grow (at 2.2 to 2.4: 12 of 21",
+                "grow (at 2.2 to 2.4: 13 of 21",
                 "ways (at",
                 "grow (at 2.2 to 2.4: 13",
                 "longer (at 2",
@@ -397,7 +399,7 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
             "LlamaForCausalLM",
             WIDER,
             7,
-            ["both ways (not measured within a factor of 2; at 2.2 to 20: 12 of 25"],
+            ["both ways (not measured within a factor of 2; at 2.2 to 20: 13 of 25"],
         ),
         # measured for one question, so known for the other
         ("LlamaForCausalLM", DEEPER, 60, ["grow (at 42.9: 1 of 1 saved, Du", "(not", "saved, 35%"]),
