@@ -187,7 +187,9 @@ def listed(plan: Blueprint, tokens: float) -> list[str]:
         alone
     )
     for row in sorted(alone, key=lambda row: distance(mine, row)):
-        lines.append(f"{row['tokens']:<6}  {row['loss']:<14}  {row['setting']} ({row['citation']})")
+        lines.append(
+            f"{row['tokens']:<6}  {_short(row['loss']):<14}  {row['setting']} ({row['citation']})"
+        )
     return lines
 
 
