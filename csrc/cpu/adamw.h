@@ -1,6 +1,6 @@
 // The arguments of a step of AdamW with factors for every row and column.
 //
-// The formulas are (1) and (2) of growkern/ops/adamw/op.py. A vector is a matrix of one row.
+// The formulas are (1) and (2) of growkern/ops/adamw/step.py. A vector is a matrix of one row.
 #pragma once
 #include "native.h"
 
