@@ -466,6 +466,6 @@ def test_every_family_prints_its_plan(family):
     sizes = {model.family.config_field(key): model.size(key) + 1 for key in stacks}
     # ALBERT has one layer, which it repeats
     sizes = {name: sizes[name] for name in growable_fields(model.family) if name in sizes}
-    sizes = sizes or {"vocab_size": model.fields["vocab_size"] + 1}
+    sizes = sizes or {"vocab_size": model.fields.vocab_size + 1}
     plan = growkern.plan(random_model(*ALL[family]), depth="identity", **sizes)
     assert str(plan).split(":")[0] in ("exact", "approximate", "changed")
