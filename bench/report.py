@@ -173,7 +173,7 @@ def saved(results: Path) -> str:
         *tables.early_saving(results),
     ]
     heads = ["you want", "tokens per parameter", "training FLOPs saved"]
-    heads += ["a smaller model, never grown", "another growth"]
+    heads += ["a smaller model, never grown, to the same loss", "another growth"]
     return table(heads, lines)
 
 

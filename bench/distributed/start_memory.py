@@ -44,8 +44,6 @@ SOURCE = {
     "num_key_value_heads": 8,
 }
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072}
-
-
 GROWN = "GrowthAdamW with grown moments"
 PLAIN = ", plain PyTorch"
 KINDS = ("AdamW", "GrowthAdamW", GROWN, GROWN + PLAIN)

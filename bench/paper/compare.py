@@ -231,8 +231,6 @@ def _said(text: Text) -> str:
 #     size     (w - s - g) / w              only the large one is wanted, and nothing is there
 #     loss     (b - s - g) / b              any size will do
 #     existing (w - g) / w                  the small one is there, and its training is not counted
-
-
 # cells and lines of tables of savings
 MARK = "0%, the mark"
 NONE = "no smaller model was trained alone for as many FLOPs"
@@ -307,8 +305,6 @@ SHARED = (
     *("validation_tokens", "validation_passes", "schedule"),
 )
 Runs = Sequence[Row]
-
-
 # the bound of a share of which the runs had too few FLOPs to tell
 SHORT = "short"
 

@@ -3,6 +3,7 @@
 `bench.report` writes them into the pages. Where a result is missing, a table has only its head.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -195,6 +196,16 @@ def on_gpus(results: Path) -> list[dict[str, Any]]:
     return headlines(results) + [document for path in paths if (document := quotable(path))]
 
 
+# the providers beside growkern's loss in the README
+BESIDE_LOSS = {
+    "torch.compile": "`torch.compile`",
+    "torch.compile, float32 logits": "the same with float32 logits",
+    "liger jsd": "Liger-Kernel's chunked JSD",
+}
+# a runtime that says it does not know a family, and not that the tiny model lacks something
+UNKNOWN = re.compile(r"not supported|No conversion|not yet implemented|only Llama 3|Unknown gguf")
+
+
 def measured_on_gpus(results: Path) -> list[list[str]]:
     """Rows of the README's table: the loss and a training step on each GPU that was measured."""
     lines = []
@@ -203,15 +214,14 @@ def measured_on_gpus(results: Path) -> list[list[str]]:
         cells = {
             name: f"{1e3 * row['wall s']:.0f} ms, {row['extra MiB'] / 1024:.1f} GiB, gradient "
             f"error {row['gradient error']:.1%}"
-            for name in ("growkern", "torch.compile", "liger jsd")
+            for name in ("growkern", *BESIDE_LOSS)
             if "gradient error" in (row := by_name.get(name, {}))
         }
         if "growkern" in cells:
             own = cells.pop("growkern")
             what = f"loss of 8192 tokens, {document['machine']['gpu']}, bfloat16, one teacher"
             what += f" (commit {document['machine']['commit']})"
-            names = {"torch.compile": "`torch.compile`", "liger jsd": "Liger-Kernel's chunked JSD"}
-            others = [f"{names[name]}: {cell}" for name, cell in cells.items()]
+            others = [f"{BESIDE_LOSS[name]}: {cell}" for name, cell in cells.items()]
             if not others and (gemms := by_name.get("GEMMs alone")):
                 others = [f"its matrix products alone: {1e3 * gemms['wall s']:.0f} ms"]
             lines.append([what, own, "; ".join(others)])
@@ -433,10 +443,11 @@ def outside(results: Path) -> str:
     for family in sorted({row["family"] for row in grown}):
         cells = []
         for column in columns:
-            own = [x for x in rows if x["family"] == family]
-            own = [x for x in own if (x["runtime"], x["version"]) == column]
+            own = [
+                x for x in rows if (x["family"], x["runtime"], x["version"]) == (family, *column)
+            ]
             good = [x.get("off", 1.0) < LARGEST for x in own if x["growth"] != "source"]
-            seen = f"{sum(good)} of {len(good)}" if good else "refused"
-            cells.append(seen if own else "")
+            why = "no" if any(UNKNOWN.search(x.get("why", "")) for x in own) else "unclear"
+            cells.append((f"{sum(good)} of {len(good)}" if good else why) if own else "")
         lines.append([f"`{family}`", *cells])
     return table(["family", *(" ".join(column) for column in columns)], lines)

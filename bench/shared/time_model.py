@@ -37,8 +37,6 @@ LAUNCHES = (30, 32)
 # bytes per logit that the row kernel reads, by the size of a number of the gradient: float32 logits
 # of both heads, twice, and once more to correct a float32 gradient
 ROW_BYTES = {2: 16, 4: 24}
-
-
 # of heads and gradients: FLOPs of a GEMM per second, and bytes of a number
 DTYPES = {"bfloat16": (788e12, 2), "tf32": (395e12, 4), "float32": (54e12, 4)}
 SHAPES = ((8192, 128_256, 4096, 2048), (256, 128_256, 4096, 2048), (9830, 30_522, 768, 512))

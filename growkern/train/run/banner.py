@@ -36,12 +36,22 @@ def print_lines(lines: Mapping[str, str]) -> None:
         console.print(text, soft_wrap=True)
 
 
-def _describe_device(device: torch.device, processes: int) -> str:
-    """The device of a process and the number of processes."""
+def _describe_precision(run: ResolvedRun) -> str:
+    """The dtypes of the weights in training and on disk."""
+    distributed = run.settings.distributed
+    is_bf16 = run.settings.is_sharded and distributed and distributed.param_dtype == "bf16"
+    used = "bfloat16 over float32 shards" if is_bf16 else PRECISIONS[run.precision]
+    return f"{used}; the checkpoint is {str(run.model.dtype).removeprefix('torch.')}"
+
+
+def _describe_device(run: ResolvedRun) -> str:
+    """The device of a process, the number of processes, and how they share the model."""
+    device, processes = run.arguments.device, run.arguments.world_size
     name = str(device)
     if device.type == "cuda":
         name = f"{device.type} ({torch.cuda.get_device_name(device)})"
-    return f"{name}, {processes} process{'es' if processes > 1 else ''}"
+    way = ", sharded by FSDP2" if run.settings.is_sharded else ""
+    return f"{name}, {processes} process{'es' if processes > 1 else ''}{way}"
 
 
 def _describe_saving(directory: Path, training: TrainingSection) -> str:
@@ -60,7 +70,8 @@ def _describe_model(trainer: TwoStageTrainer, run: ResolvedRun) -> str:
     origin = f"from {run.model.directory}"
     if growth is not None:
         origin = f"grown {origin} by method {growth.method!r}"
-    return f"{name} {origin}, {human(count)} parameters"
+    later = " at first" if run.settings.later_growths else ""
+    return f"{name} {origin}, {human(count)} parameters{later}"
 
 
 def _describe_growths(settings: Run, done: int) -> str:
@@ -68,9 +79,10 @@ def _describe_growths(settings: Run, done: int) -> str:
     texts = []
     for step in settings.later_growths:
         sizes = ", ".join(f"{name} {size}" for name, size in step.sizes.items())
-        sizes = sizes or f"layers {', '.join(map(str, step.depth))}"
+        sizes = sizes or f"{len(step.depth)} layers"
         made = " (done)" if step.at_step < done else ""
-        texts.append(f"at step {step.at_step} to {sizes}{made}")
+        how = f"method {step.method!r}, depth {step.depth!r}, moments {step.moments!r}"
+        texts.append(f"at step {step.at_step} to {sizes} by {how}{made}")
     return "; ".join(texts)
 
 
@@ -102,14 +114,13 @@ def header(
     flops = trainer.flops_per_step(sequences, data.sequence_length, *_labelled_share(data))
     tokens = training.steps * sequences * data.sequence_length
     each = f"{sequences} x {data.sequence_length}"
-    dtype = str(run.model.dtype).removeprefix("torch.")
     lines = {
         "model": _describe_model(trainer, run),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
         "objective": data.objective,
-        "precision": f"{PRECISIONS[run.precision]}; the checkpoint is {dtype}",
+        "precision": _describe_precision(run),
         "optimizer": trainer.optimizers.described(),
-        "device": _describe_device(run.arguments.device, run.arguments.world_size),
+        "device": _describe_device(run),
         "steps": f"{training.steps}, of {each} tokens, {human(tokens)} in all",
         "FLOPs": ", ".join(f"{human(n)} in {name}" for name, n in flops.items()),
         "saves": _describe_saving(run.output, training),
