@@ -161,7 +161,8 @@ def _run(model, inputs):
 
 def takes_images(model):
     """Whether it reads no text, or compares images with one."""
-    return model.main_input_name == "pixel_values" or hasattr(model, "logit_scale")
+    compares = hasattr(model, "logit_scale") and hasattr(model.config, "vision_config")
+    return model.main_input_name == "pixel_values" or compares
 
 
 def images(model, seed=0):

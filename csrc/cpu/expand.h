@@ -1,7 +1,7 @@
 // The arguments of expand on a CPU, and the plan that its kernels follow.
 //
-// The formulas are (1) to (4) of growkern/ops/expand/expand_op.py. Letters: R, C rows and columns of the
-// weight; M, N those of the output. "Virtual" rows and columns count on from the weight into
+// The formulas are (1) to (4) of growkern/ops/expand/expand_op.py. Letters: R, C rows and columns
+// of the weight; M, N those of the output. "Virtual" rows and columns count on from the weight into
 // `upper`: virtual rows are 0 .. 2R-1, virtual columns 0 .. 2C-1.
 #pragma once
 #include <cmath>

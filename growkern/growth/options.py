@@ -266,6 +266,9 @@ class GrowthKeywords(TypedDict, total=False):
     num_local_experts: int
     num_experts_per_tok: int
     moe_topk: int
+    moe_k: int
+    moe_num_experts: int
+    moe_num_shared_experts: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     shared_intermediate_size: int

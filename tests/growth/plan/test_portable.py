@@ -25,7 +25,10 @@ SIZES = {
 }
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
 # the config class does not declare it, but all runtimes that know the family read it
-READ = {"apertus", "exaone4", "exaone_moe", "glm4_moe", "granite", "qwen3_moe", "smollm3"}
+READ = {
+    *("apertus", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4_moe", "granite", "nanochat"),
+    *("qwen3_moe", "smollm3"),
+}
 EVERY_3 = ["sliding_attention"] * 2 + ["full_attention"]
 
 
