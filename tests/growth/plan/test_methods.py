@@ -279,7 +279,7 @@ def test_bad_requests_name_the_fix(how, message):
 
 def test_sizes_the_config_class_refuses_are_refused():
     source = random_model("LlamaForCausalLM", LLAMA)
-    with pytest.raises(growkern.GrowthError, match=r"llama cannot have hidden_size=20, num_att"):
+    with pytest.raises(growkern.GrowthError, match=r"llama cannot have hidden_size=20, inter"):
         growkern.plan(source, hidden_size=20, num_attention_heads=6)
 
 
