@@ -212,13 +212,3 @@ def test_what_the_driver_refuses_is_told(launched, monkeypatch):
     monkeypatch.setattr(driver, "cuModuleLoadData", lambda *args: 209, raising=False)
     with pytest.raises(RuntimeError, match=r"loading expand_rows: no binary for this GPU \(209\)"):
         nvrtc.launch(made.kernel, made.grid, made.args, torch.device("cuda", 0))
-
-
-def test_reasons(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no NVIDIA GPU" in nvrtc.reason()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(nvrtc, "nvrtc", lambda: None)
-    assert "pip install nvidia-cuda-nvrtc" in nvrtc.reason()
-    monkeypatch.setattr(nvrtc, "source_folder", lambda: None)
-    assert "sources of csrc" in nvrtc.reason()

@@ -65,15 +65,6 @@ def test_code_of_an_instruction_set_shares_no_template_of_the_standard_library(p
     assert found <= HEADERS
 
 
-def test_info_says_what_is_lost_without_the_library(fresh):
-    fresh.setattr(native, "_candidates", lambda: [])
-    (found,) = (x for x in choose.describe_backends() if x.name == "cpu")
-    assert not found.live
-    assert "install a C++17 compiler" in found.reason
-    assert "growth, the losses and GrowthAdamW run in plain PyTorch" in found.reason
-    assert "slower, and with more memory" in found.reason
-
-
 def test_the_library_here_has_the_stamp_of_the_sources_here():
     if not native._candidates():
         pytest.skip("built without the compiled library")

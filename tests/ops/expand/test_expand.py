@@ -282,21 +282,6 @@ def test_exponents_of_every_bfloat16_add_up(isa):
         assert torch.equal(out.view(torch.int16), truth.view(torch.int16)), (row, col)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", LIVE)
-def test_no_worse_than_eager_against_float64(name, dtype, device):
-    name = backend_or_skip(name, device)
-    case = make_case(19, 33, 41, 70, dtype, device, upper="both")
-    W, U = case["weight"], case["upper"]
-    stacked = torch.cat([torch.cat([W, U], 1), torch.cat([U, U], 1)])
-    scale = case["row_scale"][:, None].to(dtype), case["col_scale"].to(dtype)
-    eager = stacked[case["rows"]][:, case["cols"]] * scale[0] * scale[1]
-    truth = by_elements(case).to(device)
-    actual = expand(**case, backend=name)
-    largest = truth.abs().max().item()
-    assert_no_worse_than_eager("out", actual, eager, truth, scale=largest)
-
-
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LIVE)
@@ -400,22 +385,6 @@ def test_shards_are_slices_of_the_whole(name, noise, device):
         assert torch.equal(out, whole[i, j])
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_noise_that_sums_to_zero_over_replicas_keeps_the_function(name, device):
-    name = backend_or_skip(name, device)
-    case = make_case(6, 5, 11, 20, torch.float64, device, scales=False)
-    cols = torch.arange(20, device=device) % 5
-    noise = torch.rand(4, 5, device=device, dtype=torch.float64) - 0.5
-    noise = (noise - noise.mean(0)).flatten()
-    case |= {"cols": cols, "col_noise": noise}
-    case |= {"col_scale": torch.full((20,), 0.25, device=device, dtype=torch.float64)}
-    grown = expand(**case, backend=name)
-    x = torch.randn(5, device=device, dtype=torch.float64)
-    torch.testing.assert_close(grown @ x[cols], case["weight"][case["rows"]] @ x)
-    # and it does break the symmetry: replicas differ by far more than rounding
-    assert (grown[:, :5] - grown[:, 5:10]).abs().min() > 1e-6
-
-
 @pytest.mark.parametrize("axis", ["row", "col"])
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -478,19 +447,6 @@ def test_opcheck(name, upper, noise, device):
     if "upper" in case:
         case["upper"].requires_grad_()
     library.opcheck(expand_op, (*ExpandCall(out, **case).inputs, torch.float32, name))
-
-
-def test_the_ops_take_the_fields_of_the_record():
-    """In the record's order: in another one, scales or noises would be swapped."""
-    tensors = list(ExpandCall._fields[1 : ExpandCall._fields.index("routing")])
-    inputs = [*tensors, "copies", "routed_dim", "amplitude", "seed", "row_offset", "col_offset"]
-    call = ExpandCall.of_inputs("out", inputs)
-    assert call.inputs == tuple(inputs)
-    assert call.routing == ("routed_dim", "copies", "amplitude")
-    wanted = {expand_op: [*inputs, "out_dtype", "backend"]}
-    wanted[expand_out_op] = ["out", *inputs, "backend"]
-    for registered, names in wanted.items():
-        assert [argument.name for argument in registered._opoverload._schema.arguments] == names
 
 
 def test_the_reference_compiles_as_one_graph(device):

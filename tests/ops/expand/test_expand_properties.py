@@ -83,42 +83,6 @@ def test_folded_back_it_is_the_source(data, name):
     assert torch.equal(fold(grown, [index for index, _ in drawn], weight.shape), weight.double())
 
 
-@walk(25)
-@given(data=st.data(), name=st.sampled_from(LIVE))
-def test_a_part_is_a_part_of_the_whole(data, name):
-    """With AKI's upper tensor and noise, on any slice of rows and columns."""
-    weight = data.draw(weights(ndim=2).filter(lambda x: x.dtype != torch.bfloat16))
-    (R, C), upper = weight.shape, torch.flip(weight, (0, 1))
-    lengths = [data.draw(st.integers(1, 40)) for _ in range(2)]
-    rows, cols = (
-        torch.tensor(data.draw(st.lists(st.integers(0, 2 * n - 1), min_size=m, max_size=m)))
-        for n, m in zip((R, C), lengths, strict=True)
-    )
-    axis = data.draw(st.sampled_from(["row", "col"]))
-    factor = torch.linspace(-1, 1, lengths[axis == "col"])
-    factors = {f"{axis}_scale": factor.abs() + 0.1, f"{axis}_noise": factor}
-    offsets = {"offsets": (data.draw(st.integers(0, 2**33)), 7)}
-    how = {"upper": upper, "seed": data.draw(st.integers(0, 2**63 - 1)), "backend": name}
-    whole = expand(weight, rows=rows, cols=cols, **factors, **offsets, **how)
-    starts = [data.draw(st.integers(0, m - 1)) for m in lengths]
-    i, j = (slice(a, data.draw(st.integers(a, m))) for a, m in zip(starts, lengths, strict=True))
-    factors = {k: x[i if axis == "row" else j] for k, x in factors.items()}
-    offsets = {"offsets": (offsets["offsets"][0] + i.start, 7 + j.start)}
-    part = expand(weight, rows=rows[i], cols=cols[j], **factors, **offsets, **how)
-    assert torch.equal(part, whole[i, j])
-    assert torch.equal(
-        expand(
-            weight,
-            rows=rows[i],
-            cols=cols[j],
-            **factors,
-            **offsets,
-            **how | {"backend": "reference"},
-        ),
-        part,
-    )
-
-
 @walk(80)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_copies_are_copies_of_bits(data, dtype):

@@ -270,35 +270,6 @@ def test_products_are_right_whatever_pytorch_offers(has, monkeypatch, fresh_prob
     assert has[0] or called == ["mm"]
 
 
-@pytest.mark.parametrize(
-    "limits, is_whole", [({}, True), ({"vocab_tile": 20}, True), ({"chunk_bytes": 14_400}, False)]
-)
-def test_one_chunk_writes_dw_in_its_own_dtype(limits, is_whole, monkeypatch, fresh_probes):
-    """No float32 copy of dW, whole or in tiles. The last limit makes two chunks of 36 rows."""
-    N, V, H = 72, 50, 16
-    products(monkeypatch, mm=True, addmm=True)
-    for module in (gemm, linear_op):
-        monkeypatch.setattr(module, "gemm_dtype", lambda x: x.dtype)
-    monkeypatch.setattr(linear_op, "may_ask", lambda device: False)
-    made = []
-    monkeypatch.setattr(
-        linear_op, "GradientSums", lambda *args: made.append(gemm.GradientSums(*args)) or made[-1]
-    )
-    student, teacher = ([torch.randn(n, H).bfloat16() for n in (N, V)] for _ in range(2))
-    labels = torch.randint(V, (N,))
-    labels[::5] = -100
-    given = [x.requires_grad_() for x in student]
-    loss = linear_kl_mlm_loss(*given, *teacher, labels, backend="cpu", **limits)
-    actual = torch.autograd.grad(loss, given)
-    wide = [x.detach().double().requires_grad_() for x in student]
-    beside = [x.double() for x in teacher]
-    truth = torch.autograd.grad(linear_kl_mlm_loss(*wide, *beside, labels), wide)
-    assert made[0].dw.dtype == (torch.bfloat16 if is_whole else torch.float32)
-    assert (made[0].dw is made[0].grads[1]) == is_whole
-    for x, exact in zip(actual, truth, strict=True):
-        assert relative_error(x, exact) <= 5e-3
-
-
 def count_products(monkeypatch):
     """The matrix products of dX and dW: (rows, whether it starts the sums, dtype of the sums)."""
     seen, add = [], gemm._add_product
@@ -368,24 +339,6 @@ def test_one_product_sums_dw_of_many_chunks(kind, dtype, held, H, monkeypatch, f
         assert relative_error(x, exact) <= (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-SHAPES = [(8192, 128_256, 4096, 1), (9830, 30_522, 768, 1), (2048, 30_522, 768, 1)]
-
-
-@pytest.mark.parametrize("N, V, H, K", SHAPES)
-@pytest.mark.parametrize("times", [1, 3, 8])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_held_rows_stay_within_an_eighth_of_plain_pytorch(N, V, H, K, times, itemsize):
-    """Plain PyTorch holds 36 bytes per logit: its eager loss, traced without memory."""
-    rows = N * times
-    chunk, held = heads_module.held_rows(rows, [H] * (1 + K), itemsize, V)
-    assert chunk % 256 == 0 and held % chunk == 0
-    # a dW of 16 bits that several products add to has float32 sums beside it
-    wide_dw = 0 if held >= rows or itemsize == 4 else 4 * V * H
-    memory = itemsize * (held * V + V * H) + 4 * (1 + K) * chunk * V + wide_dw
-    assert memory <= 36 * rows * V / 8
-    assert heads_module.held_rows(256, [H] * (1 + K), itemsize, V) == (256, 0)
-
-
 @pytest.mark.parametrize("works", [True, False])
 def test_a_gpu_without_narrow_products_gets_float32_ones(works, monkeypatch):
     monkeypatch.setattr(gemm, "multiplies_wide", lambda device, factor: works)
@@ -440,15 +393,6 @@ def kinds_and_weights(labels, alpha, **rest):
     return kind, term_weights(kind, options, torch.float32)
 
 
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_a_tensor_alpha_is_neither_read_nor_copied(where):
-    with FakeTensorMode(), NothingWaits():
-        alpha = torch.empty((), device=where)
-        labels = torch.empty(6, dtype=torch.int64, device="cuda")
-        kind, weight = kinds_and_weights(labels, alpha)
-    assert kind.device.type == weight.device.type == "cuda"
-
-
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 @pytest.mark.parametrize("kind", ["ready", "linear", "top-k"])
 def test_a_call_of_a_loss_asks_the_gpu_nothing(kind, where, monkeypatch):
@@ -478,7 +422,8 @@ def test_a_call_of_a_loss_asks_the_gpu_nothing(kind, where, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("limits", [{}, {"max_rows": 32}, {"vocab_tile": 20}])
-def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_step_of_the_linear_loss_can_be_captured(beta, dtype, limits, monkeypatch):
     """The whole sweep without memory: no question to the device, no copy from the host."""
     N, V, H, H_t = 64, 101, 32, 16
     logits = torch.float64 if dtype == torch.float32 else torch.float32
@@ -491,8 +436,9 @@ def test_a_step_of_the_linear_loss_can_be_captured(dtype, limits, monkeypatch):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     heads = [Head(made(N, n), made(V, n), made(V)) for n in (H, H_t)]
+    maths = Maths(2.0, beta=beta, label_smoothing=0.1)
     settings = HeadSettings(
-        Sizes(V, V, **limits), Maths(2.0), True, False, [True] * 3, logits, "", "triton"
+        Sizes(V, V, **limits), maths, True, False, [True] * 3, logits, "", "triton"
     )
     with NothingWaits():
         labels = torch.empty(N, dtype=torch.int64, device="meta")
@@ -571,36 +517,6 @@ def test_a_bias_is_added_to_each_logit(steps, has, V, cap):
     # a bias of 16 bits changes which columns a thread reads, and so the order of the sums
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
-
-
-@needs_triton
-@pytest.mark.parametrize("stride", [1, 3])
-def test_heads_with_biases_take_no_pass_of_their_own(stride, monkeypatch):
-    """The product of a head gets no bias; loss and gradients are those of the reference."""
-    N, V = 6, 70
-    biases = [torch.randn(V, stride)[:, 0] for _ in range(2)]
-    heads = [
-        [torch.randn(N, H), torch.randn(V, H) / 3, bias]
-        for H, bias in zip((8, 6), biases, strict=True)
-    ]
-    labels = torch.randint(V, (N,))
-    labels[2] = -100
-    given, found = [x.requires_grad_() for x in heads[0]], []
-    project, seen = linear_op.project, []
-
-    def spied(x, weight, bias, z, *rest):
-        seen.append(bias)
-        project(x, weight, bias, z, *rest)
-
-    monkeypatch.setattr(linear_op, "project", spied)
-    for each in ("triton", "reference"):
-        (x, w, b), (u, v, c) = given, heads[1]
-        options = {"temperature": 2.0, "backend": each, "logits_dtype": torch.float64}
-        loss = linear_kl_mlm_loss(x, w, u, v, labels, student_bias=b, teacher_bias=c, **options)
-        found.append([loss, *torch.autograd.grad(loss, given)])
-    assert set(seen) == {None}
-    for actual, truth in zip(*found, strict=True):
-        assert relative_error(actual, truth.double()) < 1e-5
 
 
 # ---------------------------------------------------------------- incoming scalar
@@ -728,12 +644,17 @@ def memory_by_hand(N, V, H, H_t, size):
     [(torch.bfloat16, "highest"), (torch.float32, "highest"), (torch.float32, "high")],
 )
 def test_the_sweep_takes_the_memory_that_was_planned(shape, dtype, precision, monkeypatch):
-    """Besides it there are only hidden states of the rows and their gradient."""
-    N, _, H, H_t = shape
+    """Besides it there are only hidden states of the rows and their gradient.
+
+    Plain PyTorch holds 36 bytes per logit: its eager loss, traced without memory.
+    """
+    N, V, H, H_t = shape
     expected = memory_by_hand(*shape, dtype.itemsize)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     actual = memory_of_a_sweep(*shape, monkeypatch, dtype)
     assert expected <= actual <= 1.02 * expected + 8 * N * (H + H_t)
+    # of fewer rows plain PyTorch holds little beside dW
+    assert expected <= 36 * N * V / 8 or N <= 256
 
 
 def memory_of_plain(N, V, H, H_t):

@@ -13,7 +13,7 @@ from growkern.ops.loss.kl_mlm_loss import kl_mlm_rows_reference
 from growkern.ops.loss.rows.on_cpu import is_narrow, rows_on_cpu, tail_gradient_on_cpu
 from growkern.ops.loss.rows.state import KL_ROW, MLM_ROW, Maths, Rows, Steps, n_numbers, terms
 from growkern.ops.loss.topk.buckets import TailFactors
-from tests.ops.loss.loss_inputs import make_logits, relative_error
+from tests.ops.loss.loss_inputs import DOORS, call, make_logits, relative_error
 from tests.ops.loss.test_linear_kl_mlm_loss import make_heads
 
 pytestmark = pytest.mark.usefixtures("several_threads")
@@ -395,7 +395,7 @@ def no_library():
         yield
 
 
-@pytest.mark.parametrize("name", ["logits", "hidden", "top k"])
+@pytest.mark.parametrize("name", DOORS)
 def test_the_reference_stands_in_block_by_block(name, no_library, monkeypatch):
     """The same loss and gradients as from all rows at once."""
     student, teachers, labels = make_heads(10, 33, 8, F32, "cpu")
@@ -403,21 +403,9 @@ def test_the_reference_stands_in_block_by_block(name, no_library, monkeypatch):
 
     def loss_and_grads(size):
         monkeypatch.setattr(door, "REFERENCE_ELEMENTS", size)
-        hidden, weight, bias = (x.detach().clone().requires_grad_() for x in student)
-        if name == "logits":
-            u = teachers[0][0] @ teachers[0][1].t()
-            found = growkern.kl_mlm_loss(hidden @ weight.t() + bias, u, labels, **options)
-        elif name == "hidden":
-            found = growkern.linear_kl_mlm_loss(
-                hidden, weight, *teachers[0][:2], labels, student_bias=bias, **options
-            )
-        else:
-            ids, logprobs = torch.arange(4).expand(10, 4), torch.full((10, 4), -2.0)
-            found = growkern.topk_kl_mlm_loss(
-                hidden, weight, ids, logprobs, labels, student_bias=bias, **options
-            )
-        loss, parts = found
-        grads = torch.autograd.grad(loss, [hidden, weight, bias])
+        given = [x.detach().clone().requires_grad_() for x in student]
+        loss, parts = call(name, given, teachers[0], labels, k=4, **options)
+        grads = torch.autograd.grad(loss, given)
         return loss.detach(), *parts, *grads
 
     rows = []

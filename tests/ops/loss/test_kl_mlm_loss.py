@@ -237,15 +237,6 @@ def test_a_row_without_a_kind_has_the_state_of_no_columns(backend, device):
     torch.testing.assert_close(state[:, 1], empty[:, 1], rtol=0, atol=0)
 
 
-def test_reference_can_be_differentiated_twice(device):
-    student, teachers, labels = make_logits(2, 5, torch.float64, device)
-
-    def loss(z):
-        return kl_mlm_loss(z, teachers, labels, backend="reference")
-
-    assert torch.autograd.gradgradcheck(loss, (student.requires_grad_(),))
-
-
 @pytest.mark.parametrize("kind", ["tensor", "float"])
 def test_compiles_whole_and_once_for_every_alpha_and_size(kind, device, backend="aot_eager"):
     """A float alpha is one graph as well, if torch.compile is told dynamic=True."""
