@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import growkern
-from growkern import ExpertBalancing, GrowthError, TwoStageTrainer
+from growkern import ExpertBalancing, TwoStageTrainer
 from growkern.errors import GrowthWarning
 from growkern.train.loop.setup import set_precision
 from testbed.tiny import arguments, build
@@ -130,11 +130,6 @@ def test_experts_that_sleep_wake():
     assert tokens[-1] > 0
 
 
-def test_a_router_without_a_bias_is_refused():
-    with pytest.raises(GrowthError, match="MixtralForCausalLM has no router with a bias"):
-        ExpertBalancing().watch(build("mixtral", layers=1))
-
-
 def test_the_bias_stays_float32_in_pure_bf16(tmp_path):
     model = build("deepseek", layers=2)
     bias_of(model).fill_(5.0).add_(torch.arange(8) * 1e-3)
@@ -163,18 +158,12 @@ tensorboard = false
 """
 
 
-@pytest.mark.parametrize("family", ["deepseek", "llama"])
-def test_a_run_file_balances_or_is_refused(family, tmp_path):
-    model = build(family, layers=2)
+def test_a_run_file_balances(tmp_path):
+    model = build("deepseek", layers=2)
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     (tmp_path / "text.txt").write_text(" ".join(f"w{i * i % 40}" for i in range(200)))
     (tmp_path / "run.toml").write_text(RUN)
-    if family == "llama":
-        with pytest.raises(GrowthError, match="LlamaForCausalLM has no router with a bias"):
-            growkern.run(tmp_path / "run.toml", progress=False)
-        assert not (tmp_path / "out").exists()
-        return
     growkern.run(tmp_path / "run.toml", progress=False)
     moved = bias_of(type(model).from_pretrained(tmp_path / "out")) - bias_of(model)
     # some experts had fewer tokens than others

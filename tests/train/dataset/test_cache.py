@@ -1,11 +1,9 @@
 """Tokens on disk: made once, never used when damaged, never half."""
 
-import io
 import multiprocessing
 import os
 import pickle
 import shutil
-import sys
 import threading
 import time
 
@@ -258,21 +256,3 @@ def test_little_is_in_memory(place, monkeypatch):
     write_jsonl(place / "a.jsonl", [{"text": text} for text in texts(600)])
     load(place)
     assert read[0] == 600 and max(lag) < 200
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-def test_no_bar_stands_before_an_error(stream, place, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", stream())
-    # a terminal has a bar, which is cleared; another stream never has one
-    (place / "a.jsonl").write_text('{"text": "w1"}\n')
-    section = DataSection(train=("a.jsonl",), sequence_length=LENGTH, cache="tokens")
-    with pytest.raises(GrowthError, match="fewer tokens"):
-        load_data(section, tokenizer(), base=place)
-    shown = sys.stderr.getvalue()
-    assert ("tokenising" in shown) == (stream is Terminal)
-    assert not shown or shown.endswith(" \r")

@@ -43,11 +43,6 @@ def take(stream, count):
     return [row["input_ids"].tolist() for row in itertools.islice(stream, count)]
 
 
-def test_no_token_is_lost_between_two_passes(make):
-    expected, _ = plain_rows(IN_ORDER * 3, LENGTH)
-    assert take(make(), len(expected)) == expected
-
-
 def test_windows_give_each_row_once_a_pass(make):
     one, left = plain_rows(IN_ORDER, LENGTH)
     assert left

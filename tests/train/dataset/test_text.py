@@ -15,9 +15,8 @@ from growkern.train.dataset.training_data import TokenBlocks, pack_text
 from growkern.train.objectives.language_modeling import (
     CausalLMCollator,
     MaskedLMCollator,
-    evaluation_collator,
 )
-from growkern.train.topk_teacher.teacher import TopKCollator, TopKTeacher
+from growkern.train.topk_teacher.teacher import TopKTeacher
 from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
 from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make
 
@@ -143,11 +142,6 @@ class Following:
         return stack(rows)
 
 
-class WithFrozen(Following):
-    def frozen(self):
-        return stack
-
-
 def test_a_plain_function_and_an_object_train_alike(tmp_path):
     following, losses = Following(), []
     for collator in (stack, following):
@@ -164,23 +158,6 @@ def test_a_plain_function_and_an_object_train_alike(tmp_path):
     assert losses[0] == losses[1]
     # 2 steps per epoch
     assert following.epochs == [0, 1, 2]
-
-
-def test_evaluation_takes_the_frozen_form_where_there_is_one():
-    following = Following()
-    assert evaluation_collator(stack) is stack
-    assert evaluation_collator(following) is following
-    assert evaluation_collator(WithFrozen()) is stack
-
-
-@pytest.mark.parametrize("inner", [stack, Following()], ids=["function", "object"])
-def test_a_cache_goes_round_an_inner_collator_only_if_it_follows(inner, tmp_path):
-    make(tmp_path / "c", k=4, epochs=2)
-    collator = TopKCollator(inner, TeacherCache(tmp_path / "c"))
-    for epoch in range(4):
-        collator.set_epoch(epoch)
-    assert getattr(inner, "epochs", [0, 1, 0, 1]) == [0, 1, 0, 1]
-    assert collator.frozen() is inner
 
 
 class Stream(IterableDataset):
@@ -214,13 +191,6 @@ def test_pipes_are_refused_unopened(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(GrowthError, match="not a regular file"):
         pack_text([tmp_path / "pipe.txt"], TOKENIZER, 8)
-
-
-def test_a_file_of_that_very_name_comes_before_a_pattern(tmp_path):
-    for name in ("a1.txt", "a2.txt", "a[1].txt"):
-        (tmp_path / name).touch()
-    assert matching_files(tmp_path, "a[1].txt") == [tmp_path / "a[1].txt"]
-    assert matching_files(tmp_path, "a[12].txt") == [tmp_path / "a1.txt", tmp_path / "a2.txt"]
 
 
 def test_a_pattern_of_too_many_names_is_refused(tmp_path, monkeypatch):

@@ -200,6 +200,9 @@ def test_a_state_of_another_optimizer_is_refused(straight):
     ("options", "message"),
     [
         ({"optimizer": "mun"}, "did you mean 'muon'"),
+        ({"optimizer": "growth_adamw"}, "growth-adamw"),
+        ({"optimizer": "growth-adamw", "optim": "adafactor"}, "args.optim is 'adafactor'"),
+        ({"optimizer": "growth-adamw"}, "was not grown"),
         ({"optimizer": "muon", "optim": "sgd"}, "'muon', but args.optim is 'sgd'"),
         ({"own": {"momentum": 0.9}}, "momentum is an option of Muon, but .* is 'auto'"),
         (

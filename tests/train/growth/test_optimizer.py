@@ -1,7 +1,6 @@
 """A model that was grown trains with GrowthAdamW, whatever way it comes to the trainer."""
 
 import copy
-import json
 import warnings
 
 import pytest
@@ -124,44 +123,7 @@ def test_a_subclass_says_what_decays(choice, tmp_path):
     assert sum(len(group["params"]) for group in groups if group["weight_decay"]) == 1
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"optimizer": "growth_adamw"}, "growth-adamw"),
-        ({"optimizer": "growth-adamw", "optim": "adafactor"}, "args.optim is 'adafactor'"),
-    ],
-    ids=str,
-)
-def test_contradictions_are_refused(options, message, tmp_path):
-    with pytest.raises(GrowthError, match=message):
-        trained(grown()[1], tmp_path, **options)
-
-
-def test_a_model_that_was_not_grown_is_refused(tmp_path):
-    with pytest.raises(GrowthError, match="was not grown"):
-        trained(build("llama", layers=2), tmp_path, optimizer="growth-adamw")
-
-
-def test_a_damaged_lineage_is_said(tmp_path):
-    source, _ = grown()
-    source.float().save_pretrained(tmp_path / "small")
-    growkern.grow_checkpoint(
-        tmp_path / "small", tmp_path / "large", progress=False, **TWICE["llama"]
-    )
-    file = tmp_path / "large" / "lineage.json"
-    file.write_text(json.dumps({"options": {}}))
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "large")
-    with pytest.warns(
-        GrowthWarning, match="trains with AdamW, because .*not a growth record"
-    ) as seen:
-        trainer = trained(loaded, tmp_path)
-    assert seen[0].filename == trained.__code__.co_filename, "names the caller's line"
-    assert type(optimizer_of(trainer)) is torch.optim.AdamW
-    with pytest.raises(GrowthError, match="not a growth record"):
-        trained(loaded, tmp_path, optimizer="growth-adamw")
-
-
-@pytest.mark.parametrize("text", ["null", "cut", None, "whole"])
+@pytest.mark.parametrize("text", ['{"options": {}}', "cut", None, "whole"])
 def test_a_lost_lineage_is_said_in_every_training(text, tmp_path):
     """Training of the grown model, and a run that grows it again."""
     source, _ = grown()
@@ -181,6 +143,8 @@ def test_a_lost_lineage_is_said_in_every_training(text, tmp_path):
     lines = [str(one.message) for one in caught if issubclass(one.category, GrowthWarning)]
     said = [line for line in lines if "trains with AdamW, because" in line and str(file) in line]
     assert len(said) == (text != "whole")
+    # the caller's line
+    assert text == "whole" or trained.__code__.co_filename in {one.filename for one in caught}
     assert isinstance(optimizer_of(trainer), GrowthAdamW) == (text == "whole")
     (tmp_path / "c.txt").write_text("w1 w2 w3 w4 w5 w6\n" * 50)
     save_tokenizer(tmp_path / "large")

@@ -11,7 +11,7 @@ from testbed.forked_ranks import on_ranks
 from testbed.models import random_model
 from testbed.relatives import RELATIVES
 from testbed.tiny import batch, build, randomise
-from tests.examples.test_scripts import MODELS
+from tests.examples.test_scripts import MODELS, decoder
 from tests.train.loss.plain import plain_loss
 
 
@@ -37,9 +37,12 @@ def assert_same(model, actual, expected):
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-7, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("name", MODELS)
+HEADS = {**MODELS, "granite, divided": lambda: decoder("Granite", logits_scaling=8.0)}
+
+
+@pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head(name):
-    student = MODELS[name]().double()
+    student = HEADS[name]().double()
     teacher = randomise(copy.deepcopy(student), 1).eval()
     student.eval()
     causal, inputs = "bert" not in name, padded()

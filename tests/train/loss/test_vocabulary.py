@@ -5,16 +5,13 @@ import shutil
 import warnings
 
 import pytest
-import torch
 import transformers
 from tokenizers import Tokenizer, models
 
 import growkern
 from growkern import GrowthError, InheritanceSchedule, TwoStageTrainer
 from growkern.errors import GrowthWarning
-from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loss.inheritance import check_padding, check_tokenizers, check_vocabulary
-from growkern.train.objectives.language_modeling import CausalLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from testbed.tiny import VOCAB, TinyTokenizer, arguments, batch, build
 from tests.train.topk_teacher.test_teacher_cache import make
@@ -261,15 +258,3 @@ def test_an_added_token_is_no_other_tokenizer():
     for words in (WORDS[1:], ["v", *WORDS[1:]], WORDS[::-1]):
         with pytest.raises(GrowthError, match="another tokenizer"):
             check_tokenizers(tokenizer(), [tokenizer(words)])
-
-
-def test_a_refused_teacher_stops_before_any_step(tmp_path):
-    student = build("gpt2", layers=1)
-    before = copy.deepcopy(student.state_dict())
-    with pytest.raises(GrowthError, match="padding does not explain"):
-        start(
-            tmp_path, student, build("gpt2", layers=1, vocab_size=83),
-            processing_class=TinyTokenizer(), data_collator=CausalLMCollator(TinyTokenizer()),
-            train_dataset=TokenBlocks(torch.full((2, 8), 7).int().numpy()),
-        )  # fmt: skip
-    assert all(torch.equal(x, before[name]) for name, x in student.state_dict().items())

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections import Counter, defaultdict
-from types import CodeType, SimpleNamespace
+from types import CodeType
 
 import pytest
 import torch
@@ -87,14 +87,6 @@ def test_weights_do_not_go_with_a_config_of_before(workplace, name):  # noqa: F8
     edit(file, hidden_act="relu")
     with pytest.raises(GrowthError, match=f"{name}/config.json was changed while it was read"):
         opened.load()
-
-
-def test_the_first_broken_rule_is_raised():
-    growth = SimpleNamespace(new_layers_steps=2, at_step=1)
-    with pytest.raises(GrowthError, match=r"the growth at step 1 lets .*: grow after stage 1"):
-        rules.check("growth in stage 1", growth=[growth], stage1_steps=3)
-    rules.check("growth in stage 1", growth=[growth], stage1_steps=1)
-    rules.check("growth in stage 1", growth=[growth], stage1_steps=None)
 
 
 ALONE = "[growth]\nat_step = 3\nnew_layers_steps = 1\nnum_hidden_layers = "

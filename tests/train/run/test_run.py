@@ -302,7 +302,6 @@ def killed():
         ('path = "model"', 'path = "modle"', "modle is not a checkpoint directory"),
         ('paths = ["teacher"]', 'paths = ["none"]', "none is not a checkpoint directory"),
         ("text/*.txt", "txet/*.txt", r"no file matches .*txet"),
-        ("layers_per_block = 1", "layers_per_block = 4", "layers_per_block is 4"),
         ("sequence_length = 16", "sequence_length = 1600", r"model has \d+ positions"),
         ("warmup_steps = 2", "weight_decay = -1.0", "weight_decay is -1.0: it must be 0 or more"),
         ('directory = "out"', 'directory = "model"', "model, which the run reads"),
@@ -335,20 +334,11 @@ def test_a_folder_with_brackets_is_no_pattern(workplace):
     folder.mkdir()
     for name in ("model", "teacher", "text", "run.toml"):
         (workplace / name).rename(folder / name)
-    # found, and then refused
-    (folder / "text" / "c.jsonl").write_text("{}")
+    # found, and then refused: records are not read as prose
+    (folder / "text" / "c.JSON").write_text("{}")
     (folder / "run.toml").write_text(RUN.replace("text/*.txt", "text/*"))
-    with pytest.raises(GrowthError, match=r"mixes files of two kinds, .*c\.jsonl"):
-        train(folder / "run.toml", progress=False)
-
-
-@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
-def test_records_are_not_read_as_prose(workplace):
-    (workplace / "text" / "c.JSON").write_text('{"text": "w1 w2"}')
-    (workplace / "run.toml").write_text(RUN.replace("text/*.txt", "text/*"))
     with pytest.raises(GrowthError, match=r"mixes files of two kinds, .*c\.JSON"):
-        train(workplace / "run.toml", progress=False)
-    assert not (workplace / "out").exists()
+        train(folder / "run.toml", progress=False)
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
@@ -360,31 +350,12 @@ def test_a_tokenizer_too_large_for_a_model_is_refused(workplace):
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
-def test_bf16_needs_no_gpu(workplace):
-    text = RUN.replace("steps = 6", 'precision = "bf16"\nsteps = 2').replace(
-        "stage1_steps = 3", "stage1_steps = 1"
-    )
-    text = text.replace("end_step = 4", "end_step = 2")
-    (workplace / "run.toml").write_text(text)
-    assert train(workplace / "run.toml", progress=False).global_step == 2
-
-
-@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_broken_weight_file_is_refused(workplace):
     file = workplace / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(GrowthError, match="truncated or corrupt"):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
-
-
-@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
-def test_a_teacher_with_another_tokenizer_is_refused(workplace):
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"v{i}" for i in range(VOCAB - 5))]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(workplace / "teacher")
-    with pytest.raises(GrowthError, match="another tokenizer"):
-        train(workplace / "run.toml", progress=False)
 
 
 GENERATIONS = """

@@ -20,7 +20,6 @@ from growkern.train.run.start import resume_command
 from growkern.train.safety.checkpoints import checkpoints_in
 from testbed import warm
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
-from tests.train.safety.runs import small_trainer
 
 ONE = pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 
@@ -98,19 +97,6 @@ def test_a_run_without_progress_prints_nothing(workplace, ranks):  # noqa: F811
     assert sorted(said) == sorted([*warned, "GrowthWarning: before a failure", *alone])
     state = json.loads((workplace / "out" / "trainer_state.json").read_text())
     assert len([line for line in state["log_history"] if "mlm" in line]) == 6
-
-
-@pytest.mark.parametrize("without_bar", [True, False])
-def test_log_lines_have_the_same_names_with_a_bar_and_without(tmp_path, capsys, without_bar):
-    trainer = small_trainer(tmp_path, args={"disable_tqdm": without_bar, "logging_steps": 1})
-    trainer.train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "label loss" in line]
-    # with the time, as this is no terminal
-    lines = [re.sub(r"^[\d-]{10} [\d:]{8} ", "", line) for line in lines]
-    first = next(line for line in trainer.state.log_history if "mlm" in line)
-    assert len(lines) == trainer.state.max_steps
-    assert lines[0].startswith(f"step 1 of {len(lines)}: label loss {first['mlm']:.4f}, ")
-    assert f", lr {first['learning_rate']:.3g}, grad_norm {first['grad_norm']:.3g}, " in lines[0]
 
 
 @ONE

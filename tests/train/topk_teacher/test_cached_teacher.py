@@ -120,20 +120,6 @@ def test_a_cache_that_does_not_fit_is_refused_before_training(change, message, t
         train_with(tmp_path / "a", "bert", TeacherCache(tmp_path / "c"), **change)
 
 
-def test_tokenizers_are_compared(tmp_path):
-    class Other(TinyTokenizer):
-        def get_vocab(self):
-            return {str(i): VOCAB - 1 - i for i in range(VOCAB)}
-
-    make(tmp_path / "c", k=4, tokenizer=Other())
-    common = {"two_stage": STAGES, "inheritance": SCHEDULE, "data_collator": collator_of("bert")}
-    with pytest.raises(GrowthError, match="another tokenizer"):
-        TwoStageTrainer(
-            build("bert", layers=2), arguments(tmp_path / "a"), train_dataset=blocks_of(),
-            teacher=TeacherCache(tmp_path / "c"), processing_class=TinyTokenizer(), **common,
-        )  # fmt: skip
-
-
 def test_a_run_file_names_a_cache(workplace, monkeypatch):  # noqa: F811
     """The commands' own path: the text, the masks and the seed of the run find their rows."""
     text = str(workplace / "text")
