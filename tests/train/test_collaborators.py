@@ -1,16 +1,13 @@
 """Collaborators of the trainer in a loop of one's own: what they measure, clip and restore."""
 
 import math
-import random
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
 from growkern.train.loop.meter import Meter
-from growkern.train.loss.batches import unchanged_random_state
 from growkern.train.safety.steps import clip_on_cpu
 
 STEPS = 8
@@ -67,18 +64,3 @@ def test_gradients_are_clipped_on_a_cpu_as_accelerate_does(most, scale, accelera
         found.append([clip(model), *(p.grad for p in model.parameters())])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-
-
-def test_every_generator_is_as_before():
-    """Those of Python, NumPy and PyTorch, which collators draw from, also after an error."""
-
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
-
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)  # noqa: NPY002
-    expected = draw()
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)  # noqa: NPY002
-    with pytest.raises(KeyError), unchanged_random_state():
-        assert draw() == expected
-        raise KeyError
-    assert draw() == expected

@@ -139,28 +139,19 @@ def test_a_damaged_cache_with_anything_else_in_it_is_kept(place, name):
     assert (directory / name).exists()
 
 
-def test_data_that_changes_while_it_is_tokenised_is_refused(place, monkeypatch):
-    def read(self, records, inner=Reader.read):
+@pytest.mark.parametrize(("owner", "name"), [(Reader, "read"), (loading, "_key")])
+def test_data_that_changes_while_it_is_tokenised_is_refused(owner, name, place, monkeypatch):
+    """Or behind its fingerprint, under which its tokens would be found for the text before."""
+
+    inner = getattr(owner, name)
+
+    def changing(*args):
+        found = inner(*args)
         write_jsonl(place / "a.jsonl", [{"text": text} for text in reversed(TEXTS)])
-        return inner(self, records)
+        return found
 
     with monkeypatch.context() as patched, pytest.raises(GrowthError, match="was changed while"):
-        patched.setattr(Reader, "read", read)
-        load(place)
-    assert not caches(place)
-    load(place)
-
-
-def test_data_that_changes_after_its_fingerprint_is_refused(place, monkeypatch):
-    """Or its tokens would be found under the fingerprint of the text before."""
-
-    def key_of(*args, inner=loading._key):
-        name = inner(*args)
-        write_jsonl(place / "a.jsonl", [{"text": text} for text in reversed(TEXTS)])
-        return name
-
-    with monkeypatch.context() as patched, pytest.raises(GrowthError, match="was changed while"):
-        patched.setattr(loading, "_key", key_of)
+        patched.setattr(owner, name, changing)
         load(place)
     assert not caches(place)
 

@@ -320,22 +320,6 @@ def test_arguments_that_transformers_refuses(workplace):
     assert not (workplace / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ('optim = "adafactor"', "'adafactor', which needs whole parameters"),
-        ("use_liger_kernel = true", "pip install liger-kernel"),
-        ("", "the number of processes is 1: set replicas to 1, or"),
-    ],
-)
-def test_arguments_that_are_refused_before_any_work(workplace, arguments, match):
-    text = PLAIN.replace("adam_beta2 = 0.95", arguments)
-    text += '[distributed]\nsharding = "fsdp"\n' + "replicas = 3\n" * (not arguments)
-    with pytest.raises(GrowthError, match=match):
-        train(write(workplace, text), progress=False)
-    assert not (workplace / "out").exists() and not (workplace / "tokens").exists()
-
-
 def test_owned_keys_exist():
     sections = typing.get_type_hints(Run)
     for name in OWNED.values():

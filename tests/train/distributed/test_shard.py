@@ -44,12 +44,6 @@ def sharded(mesh, model=None, **options):
     return shard(model, DistributedOptions(**{"sharding": "fsdp", **options}), mesh)
 
 
-def test_the_root_keeps_the_ties(mesh):
-    model = sharded(mesh)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
 def test_a_trainer_leaves_shards(mesh, tmp_path):
     """The probes at its start run the model, which gathers the root."""
     model = sharded(mesh)

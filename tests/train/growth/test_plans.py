@@ -114,18 +114,13 @@ class Changes(TrainerCallback):
             model.config.summary_first_dropout = 0.25
 
 
-def test_a_config_that_changes_in_training_grows_as_it_is(tmp_path):
-    trainer = trainer_for(tmp_path, callbacks=[Changes()])
-    trainer.train()
-    assert trainer.model.config.summary_first_dropout == 0.25
-
-
-def test_the_attention_stays(tmp_path):
+def test_the_attention_and_a_config_that_changes_in_training_stay(tmp_path):
     model = build("gpt2", layers=2, tied=True, attn_implementation="eager").double()
     assert model.config._attn_implementation == "eager"
-    trainer = trainer_for(tmp_path, model=model)
+    trainer = trainer_for(tmp_path, model=model, callbacks=[Changes()])
     trainer.train()
     assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.model.config.summary_first_dropout == 0.25
     assert trainer.model.config.n_embd == 64
 
 

@@ -154,9 +154,3 @@ def test_a_model_without_a_stack_is_refused(model_class, config_class):
     model = model_class(config_class(vocab_size=VOCAB, num_hidden_layers=2, **sizes))
     with pytest.raises(GrowthError, match="two_stage=None"):
         layer_stacks(model)
-
-
-def test_an_impossible_depth_is_refused():
-    stacks = layer_stacks(build("bert"))
-    with pytest.raises(GrowthError, match="must be positive"), sub_model(stacks, ModelPart(0, 2)):
-        pass
