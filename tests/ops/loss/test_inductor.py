@@ -72,9 +72,6 @@ VALUES = {
 VALUES |= {"student_bias": [torch.linspace(-1, 1, V)], "teacher_bias": [torch.linspace(1, -1, V)]}
 # beside values of all sorts, and without a teacher where that is a call of its own
 ALONE = ("alpha", "reduction", "num_items", "return_parts", "label_smoothing", "student_bias")
-# numbers, and what decides how they are used
-SYMBOLS = ("alpha", "temperature", "divergence", "softcap", "label_smoothing", "tail", "backend")
-SYMBOLS += ("teacher_weights",)
 
 
 def options_of(loss):
@@ -82,24 +79,45 @@ def options_of(loss):
     return [x.name for x in found if x.kind is x.KEYWORD_ONLY and x.name not in LEFT_OUT]
 
 
+def together(loss, taught):
+    """Every option at once, as far as they go together; each value is in one of these."""
+    for number in range(len(VALUES["alpha"]) if taught else 1):
+        names = [x for x in options_of(loss) if taught or x in ALONE]
+        options = {x: VALUES[x][number % len(VALUES[x])] for x in names}
+        # numbers of items divide a mean, and beta mixes the two sides of one divergence
+        del options["num_items" if number % 2 else "reduction"]
+        if options.get("divergence") == "reverse":
+            del options["beta"]
+            # it gives probability 0, which a reversed divergence turns into infinity
+            options.pop("tail", None)
+        yield options
+
+
 CALLS = [
-    (loss, option, number, taught)
+    (loss, {option: value}, taught, None)
     for loss in LOSSES
     for option in options_of(loss)
-    for number in range(len(VALUES[option]))
+    for number, value in enumerate(VALUES[option])
     for taught in (
         (True, False) if option in ALONE and (number == 0 or option != "alpha") else (True,)
     )
 ]
+# with dynamic=True numbers are symbols, as sizes are: no property of a tuple may read them
+CALLS += [
+    (loss, options, taught, True)
+    for loss in LOSSES
+    for taught in (True, False)
+    for options in together(loss, taught)
+]
 
 
-def step(loss, option, value, taught):
+def step(loss, options, taught):
     """A function of hidden states and weight, and these."""
     rng = torch.Generator().manual_seed(0)
     hidden, weight, *others = (torch.randn(rows, H, generator=rng) for rows in (N, V, N, V))
     labels = torch.randint(9, (N,), generator=rng)
-    labels[2] = -1 if option == "ignore_index" else -100
-    teachers = 2 if option == "teacher_weights" else 1
+    labels[2] = options.get("ignore_index", -100)
+    teachers = 2 if "teacher_weights" in options else 1
     logits = others[0] @ others[1].T
     given = {
         "kl_mlm_loss": [logits],
@@ -107,11 +125,8 @@ def step(loss, option, value, taught):
         "topk_kl_mlm_loss": [*reversed(logits[:, :9].log_softmax(-1).topk(4))],
     }[loss]
     given = [x if teachers == 1 else [x] * 2 for x in given] if taught else [None] * len(given)
-    options = {option: value}
-    if option == "beta":
-        options["divergence"] = "jsd"
-    if not taught:
-        options |= {"alpha": 0.0}
+    options = {"divergence": "jsd"} | options if "beta" in options else options
+    options = options if taught else options | {"alpha": 0.0}
     function = getattr(growkern, loss)
 
     def call(hidden, weight):
@@ -121,22 +136,23 @@ def step(loss, option, value, taught):
     return call, hidden.requires_grad_(), weight.requires_grad_()
 
 
-# with dynamic=True numbers are symbols, as sizes are: no property of a tuple may read them
 @pytest.mark.parametrize(
-    "loss, option, number, taught, dynamic",
-    [(*case, None) for case in CALLS] + [(*case, True) for case in CALLS if case[1] in SYMBOLS],
+    "loss, options, taught, dynamic",
+    CALLS,
+    ids=[f"{loss}-{'all' if all_ else next(iter(x))}-{taught}" for loss, x, taught, all_ in CALLS],
 )
 # PyTorch 2.9 would compile the guards of symbols in C++
 @torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False)
-def test_one_graph(loss, option, number, taught, dynamic):
-    value = VALUES[option][number]
-    call, *inputs = step(loss, option, value, taught)
+def test_one_graph(loss, options, taught, dynamic):
+    call, *inputs = step(loss, options, taught)
     torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    # of an option alone, only the graph's tracing is of its own
+    backend = "aot_eager" if dynamic else "eager"
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
     results = []
     for function in (call, compiled):
         found = function(*inputs)
-        found, parts = found if option == "return_parts" else (found, ())
+        found, parts = found if "return_parts" in options else (found, ())
         gradients = torch.autograd.grad(found.sum(), inputs)
         results.append([found, *gradients, *(x for x in parts if x is not None)])
     for ours, compiled in zip(*results, strict=True):
@@ -144,8 +160,11 @@ def test_one_graph(loss, option, number, taught, dynamic):
 
 
 def test_every_option_is_tried():
-    tried = {(loss, option) for loss, option, *_ in CALLS}
-    assert tried == {(loss, option) for loss in LOSSES for option in options_of(loss)}
+    for dynamic in (None, True):
+        calls = [call for call in CALLS if call[3] is dynamic]
+        tried = {(loss, option) for loss, options, *_ in calls for option in options}
+        assert tried == {(loss, option) for loss in LOSSES for option in options_of(loss)}
+        # a comprehension over teachers that are not there broke the graph
+        bare = {loss for loss, options, taught, _ in calls if "alpha" in options and not taught}
+        assert bare == {*LOSSES}
     assert {*LossCall._fields} - LEFT_OUT <= {option for _, option in tried}
-    # a comprehension over teachers that are not there broke the graph
-    assert all((loss, "alpha", 0, False) in CALLS for loss in LOSSES)

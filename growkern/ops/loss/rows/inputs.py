@@ -56,7 +56,8 @@ def check_columns(
     if not isinstance(known, int) or isinstance(known, bool) or known < 1:
         raise GrowthError(f"teacher_vocab_size must be a positive integer, got {known!r}")
     here = min(max(0, known - shard.start), vocab)
-    if min(teachers, default=here) < here:
+    # not by `default`: torch.compile breaks its graph at one that is a symbol
+    if min(*teachers, here, here) < here:
         raise GrowthError(
             f"teacher_vocab_size={known}, but the teachers have {list(teachers)} columns here, "
             f"fewer than {here}"
