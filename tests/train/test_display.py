@@ -3,9 +3,6 @@
 import io
 import sys
 
-import pytest
-
-from growkern.errors import GrowthWarning, warn
 from growkern.train.loop import display
 from tests.train.safety.runs import small_trainer
 
@@ -43,10 +40,3 @@ def test_a_silent_run_says_that_it_is_alive(tmp_path, capsys, monkeypatch):
     small_trainer(tmp_path / "b", args=SHOWN | args).train()
     said = capsys.readouterr().out
     assert "step 2 of 3" in said and "left" in said and "evaluating: 3 batches" in said
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_of_several_processes_the_first_warns(rank, monkeypatch, recwarn):
-    monkeypatch.setenv("RANK", rank)
-    warn("once")
-    assert [w.category for w in recwarn] == [GrowthWarning] * (rank == "0")

@@ -161,22 +161,6 @@ def test_the_table_says_what_it_was_made_from():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_what_is_narrow_or_spills_is_a_fault(monkeypatch):
-    # importing it turns the interpreter off, here for as long as this test
-    monkeypatch.setenv("TRITON_INTERPRET", "")
-    from bench.aot import faults
-
-    row = next(x for x in read(KEPT)["rows"] if not x["narrow"] and not x["narrow_stores"])
-    assert not faults(row)
-    for key, value in (("wide_share", 0.4), ("wide_store_share", 0.4), ("spilled_bytes", 8)):
-        assert len(faults(row | {key: value})) == 1
-    assert not faults(row | {"wide_store_share": 0.4, "narrow_stores": "a reason"})
-    # one of two streams read narrowly
-    forward = next(x for x in read(KEPT)["rows"] if x["kernel"] == "kl_mlm rows forward")
-    assert not faults(forward) and faults(forward | {"wide_share": 0.67})
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_table_that_was_edited_is_noticed(name, compiled):
     """One row is really compiled: fingerprints alone would not notice a wrong table."""

@@ -9,7 +9,7 @@ from growkern.errors import GrowthError
 from growkern.ops.expand import on_cuda, on_triton
 from growkern.ops.expand.call import ExpandCall, check_expand
 from growkern.ops.expand.expand_op import expand_reference
-from growkern.ops.expand.on_cuda import launches_of, lists_by_source
+from growkern.ops.expand.on_cuda import launches_of
 from testbed.cuda_emulator import emulate
 from tests.ops.expand.test_expand import CASES, call_of, in_runs, layouts, make_case
 from tests.ops.expand.test_expand_launches import Started
@@ -106,21 +106,6 @@ def test_columns_of_few_rows_are_shared_by_blocks():
     call = ExpandCall(torch.empty(1, 9000), W, cols=cols)
     assert launches_of(call).grid.blocks == 9
     assert torch.equal(run(call), W[:, cols])
-
-
-@pytest.mark.parametrize("rows", [range(300), range(299, -1, -1), [3] * 300, [0, 13, 0, 7, 6]])
-def test_output_rows_by_source(rows):
-    """Every one of them is once in the list of its row, and in no other."""
-    rows, listed = torch.tensor(rows) % 14, []
-    launch, first, after = lists_by_source(rows, 7)
-    emulate(*launch)
-    for group, i in enumerate(first.tolist()):
-        r, in_upper = divmod(group, 2)
-        while i >= 0:
-            assert rows[i] == r + 7 * in_upper
-            listed.append(i)
-            i = int(after[i])
-    assert sorted(listed) == list(range(len(rows)))
 
 
 @pytest.mark.parametrize("noise", ["none", "col", "row", "col 1.0", "row 1.5"])

@@ -9,9 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import growkern
 from growkern.ops.loss.linear import linear_op
-from growkern.ops.loss.rows.inputs import checked_labels, row_kinds
-from growkern.ops.loss.rows.options import Options
-from growkern.ops.loss.rows.state import Maths
+from growkern.ops.loss.rows.inputs import checked_labels
 from tests.ops.loss.loss_inputs import BACKENDS, DOORS, IGNORED, call, make_logits
 from tests.ops.loss.test_linear_kl_mlm_loss import assert_same, loss_and_grads, make_heads
 from tests.ops.loss.test_topk_kl_mlm_loss import make_inputs
@@ -237,16 +235,6 @@ def test_an_infinite_term_without_a_weight_costs_nothing(divergence, backend, do
     for reduction in ("mean", "sum", "none"):
         loss, grads = loss_and_grads_of(row_weights=none, reduction=reduction, return_parts=True)
         assert (loss == 0).all() and all((g == 0).all() for g in grads)
-
-
-@pytest.mark.parametrize("kl_rows", ["labels", "all", torch.tensor([True, False, True])])
-def test_kinds_of_rows_are_what_the_kernels_are_compiled_for(kl_rows):
-    labels = torch.tensor([5, -100, -100])
-    options = Options(0.5, Maths(), (1.0,), "mean", None, True, None)
-    kinds = row_kinds(labels, kl_rows, -100, options)
-    assert kinds.dtype == torch.int32
-    expected = {"labels": [3, 0, 0], "all": [3, 2, 2]}.get(str(kl_rows), [3, 0, 2])
-    assert kinds.tolist() == expected
 
 
 # rows of weight 0

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ import growkern
 from growkern import GrowthError, GrowthStep, InheritanceSchedule, TwoStageTrainer
 from growkern import run as train
 from growkern.growth.optimizer.moments import growth_lr_multipliers
-from growkern.growth.plan import growth_plan
 from growkern.growth.record.lineage import growth_plan_of
-from growkern.growth.source import source
 from growkern.train.safety.export import export
 from testbed.forked_ranks import on_ranks
 from testbed.tiny import build
@@ -184,30 +181,6 @@ def test_a_run_file_is_refused_before_its_data_is_read(workplace, last, message,
     with pytest.raises(GrowthError, match=message):
         train(workplace / "run.toml", progress=False)
     assert not (workplace / "out").exists()
-
-
-@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
-def test_each_growth_is_planned_once_and_its_source_opened_once(workplace, monkeypatch):  # noqa: F811
-    counts = Counter()
-
-    def counted(module, name):
-        function = getattr(module, name)
-
-        def count(*args, **options):
-            counts[name] += 1
-            return function(*args, **options)
-
-        monkeypatch.setattr(module, name, count)
-
-    counted(growth_plan, "made_to_fit")
-    counted(source, "_open_directory")
-    text = RUN.replace('[model]\npath = "model"\n', "").replace("= true", "= false")
-    (workplace / "run.toml").write_text(text + THRICE + "hidden_size = 24")
-    train(workplace / "run.toml", progress=False)
-    # at the start and twice inside the run
-    assert counts == {"made_to_fit": 3, "_open_directory": 3}
-    config = json.loads((workplace / "out" / "config.json").read_text())
-    assert (config["num_hidden_layers"], config["hidden_size"]) == (5, 24)
 
 
 @pytest.mark.parametrize(

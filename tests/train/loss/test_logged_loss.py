@@ -36,9 +36,3 @@ def test_steps_without_a_label_are_left_out(kl_rows, tmp_path):
     expected = [sum(steps[:2]) / 2, sum(steps[4:6]) / 2]
     assert threes[:2] == pytest.approx(expected, rel=1e-5)
     assert math.isnan(threes[2])
-
-
-def test_with_labels_in_every_step_it_is_trainers_mean(tmp_path):
-    steps, _ = lines(tmp_path, 1, empty=())
-    threes, _ = lines(tmp_path, 3, empty=())
-    assert threes == pytest.approx([sum(steps[i : i + 3]) / 3 for i in (0, 3, 6)], rel=1e-6)

@@ -279,13 +279,6 @@ def one_rank():
         dist.destroy_process_group()
 
 
-def sharded(mesh):
-    model = build("bert", layers=2)
-    for block in layer_stacks(model)[0]:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def test_models_that_were_sharded_in_part(one_rank, tmp_path):
     model = build("bert", layers=2)
     fully_shard(layer_stacks(model)[0][0], mesh=one_rank)
@@ -328,20 +321,6 @@ def test_a_tensor_parallel_model(one_rank, tmp_path):
     refuse("the model is tensor-parallel: .* not supported", tmp_path, model)
 
 
-def test_optimizer_state_leaves_sharded_weights_alone(one_rank):
-    model = sharded(one_rank)
-    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    create_optimizer_state(optimizer)
-    for name, p in model.named_parameters():
-        assert torch.equal(p.full_tensor(), before[name]), name
-        state = optimizer.state[p]
-        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
-        assert type(state["exp_avg"]) is type(p)
-        assert all(float(value.sum()) == 0 for value in map(plain, state.values()))
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(1e-2, 0.1)]
-
-
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": True}, {"foreach": True}])
@@ -362,7 +341,3 @@ def test_optimizer_state_is_that_of_a_step(kind, options, wide):
     )
     assert found == expected
     assert not any(value.any() for value in ours.state[p].values())
-
-
-def plain(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 
 from growkern import GrowthError, TwoStageTrainer
 from growkern.errors import GrowthWarning
-from growkern.train.loss.batches import check_stream, examples_in_last_sent
+from growkern.train.loss.batches import check_stream
 from growkern.train.objectives.language_modeling import MaskedLMCollator
 from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
 from tests.shared import walks
@@ -175,14 +174,3 @@ def test_a_stream_that_would_be_filled_up_is_refused():
     check_stream(Batches(3), each)
     check_stream(Stream(3), SimpleNamespace(num_processes=2, dispatch_batches=None))
     check_stream(Stream(3), SimpleNamespace(num_processes=1, dispatch_batches=False))
-
-
-@pytest.mark.parametrize("left", range(1, 9))
-def test_the_examples_that_are_no_repetitions(left):
-    """4 processes; accelerate gives each a batch of the remaining examples' share, rounded up."""
-    size = -(-left // 4)
-    loader = SimpleNamespace(remainder=left)
-    kept = [examples_in_last_sent(loader, rank, size) for rank in range(4)]
-    assert sum(kept) == left
-    assert kept == sorted(kept, reverse=True)
-    assert torch.tensor(kept).max() == size

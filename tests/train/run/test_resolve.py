@@ -1,4 +1,4 @@
-"""A run is resolved once: each config is read a few times only, and each rule has a message."""
+"""A run is resolved before any work: each rule is asked once, and has a message."""
 
 import dis
 import os
@@ -23,39 +23,6 @@ from testbed.tiny import VOCAB, arguments, build
 from tests.train.model.test_language_model import edit
 from tests.train.run.test_run import RUN, save_tokenizer, workplace  # noqa: F401
 from tests.train.topk_teacher.test_teacher_cache import make as make_cache
-
-OPENED = []
-# a hook cannot be removed, so there is one for all tests
-sys.addaudithook(
-    lambda event, args: OPENED.append(args[0]) if event == "open" and RECORDING else None
-)
-RECORDING = []
-
-
-@pytest.fixture
-def opened():
-    """The names of all files that are opened meanwhile, by Python code of any package."""
-    OPENED.clear()
-    RECORDING.append(True)
-    yield OPENED
-    RECORDING.clear()
-
-
-# a source is opened with checksums of its files before and after, which a journal would record
-@pytest.mark.parametrize(("begin", "most"), [("model", 3), ("growth", 5)])
-def test_a_config_is_opened_a_few_times(workplace, opened, begin, most):  # noqa: F811
-    """Of the model, of a teacher and of the source of a growth."""
-    if begin == "growth":
-        head, tail = RUN.index("[two_stage]"), RUN.index("[output]")
-        grown = '[growth]\nsource = "teacher"\nnum_hidden_layers = 3\n'
-        text = RUN[:head].replace('[model]\npath = "model"\n', grown) + RUN[tail:]
-        (workplace / "run.toml").write_text(text)
-    opened.clear()
-    train(workplace / "run.toml", progress=False)
-    times = Counter(map(os.fspath, (x for x in opened if isinstance(x, str | os.PathLike))))
-    places = ("model", "teacher") if begin == "model" else ("teacher",)
-    counts = [times[str(workplace / name / "config.json")] for name in places]
-    assert all(1 <= count <= most for count in counts), counts
 
 
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
@@ -289,11 +256,6 @@ def facts_of(rule):
             if owner == "x" and step.opname == "LOAD_ATTR"
         }
     return names
-
-
-def test_the_facts_of_a_rule_are_found():
-    rule = rules.Rule("a", lambda x: x.b and any(x.c for _ in "d"), "{x.e} {x.f.g}", "")
-    assert facts_of(rule) == {"b", "c", "e", "f"}
 
 
 @pytest.fixture

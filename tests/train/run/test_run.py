@@ -87,19 +87,6 @@ def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
     assert "mlm" not in said and "flops" not in said
 
 
-@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
-def test_the_loss_at_the_end_is_of_the_last_steps(workplace, capsys):
-    """With a log line every 10 steps, a shorter run logs its first step and its last."""
-    text = RUN.replace("log_every = 1\n", "").replace("eval_every = 3\n", "")
-    (workplace / "run.toml").write_text(text)
-    train(workplace / "run.toml")
-    said = capsys.readouterr().out
-    history = json.loads((workplace / "out" / "trainer_state.json").read_text())["log_history"]
-    first, last = (line for line in history if "loss" in line)
-    assert (first["step"], last["step"]) == (1, 6) and first["mlm"] != last["mlm"]
-    assert f"finished  6 steps, label loss {last['mlm']:.4f}, validation loss " in said
-
-
 def test_a_loss_of_another_step_is_printed_with_its_step():
     history = [{"step": 1, "mlm": 6.0}, {"step": 3, "eval_loss": 5.0}, {"step": 4, "flops": 1.0}]
     assert (

@@ -19,7 +19,6 @@ from growkern import run as train
 from growkern.train.loop import growing
 from growkern.train.run.start import _train_from
 from growkern.train.safety.checkpoints import checkpoints_in, damage
-from growkern.train.safety.saving import RESUME_HINT
 from growkern.train.safety.signals import SignalWatch, Terminated, settle
 from tests.train.growth.ranks import trainer_for
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
@@ -41,8 +40,14 @@ def straight(tmp_path_factory):
     return weights_of(trainer)
 
 
-@pytest.mark.parametrize("number", KINDS)
-@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"])
+@pytest.mark.parametrize(
+    "number, event",
+    [
+        *((number, "on_step_begin") for number in KINDS),
+        (signal.SIGTERM, "on_pre_optimizer_step"),
+        (signal.SIGINT, "on_optimizer_step"),
+    ],
+)
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, straight, number, event, capsys):
     before = signal.getsignal(number)
     trainer = small_trainer(tmp_path, callbacks=[At(4, send(number), event)])
@@ -330,26 +335,6 @@ def test_a_run_that_is_ended_by_a_signal_goes_on_where_it_was(workplace):  # noq
         load_file(output / "model.safetensors"),
         load_file(workplace / "straight" / "model.safetensors"),
     )
-
-
-@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
-def test_a_signal_before_the_first_step_is_one_line(workplace, monkeypatch, capsys):  # noqa: F811
-    from growkern.cli.main import main
-    from growkern.train.run import start as module
-
-    def interrupted(*args, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
-
-    monkeypatch.setattr(module, "build_trainer", interrupted)
-    monkeypatch.setattr(sys, "argv", ["growkern", "train", str(workplace / "run.toml")])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 143
-    errors = capsys.readouterr().err
-    assert errors.startswith("growkern: stopped; to resume: growkern train")
-    assert errors.count("\n") == 1
-    assert RESUME_HINT == "trainer.train(resume_from_checkpoint=True)"
 
 
 @pytest.mark.parametrize("how", ["__del__", "weakref", "suppress"])
