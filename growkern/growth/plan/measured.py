@@ -29,8 +29,10 @@ OF_GROWTH = ("family", "size", "existing")
 FIELDS = (*OF_GROWTH, "tokens", "axes", "kind", "times", "setting", "citation", "date")
 # a growth that saves for one of these saves for the other: the same FLOPs of two totals
 ALIKE = {"family": "existing", "existing": "family"}
-# tokens per parameter within a factor of two are alike
+# tokens per parameter within this factor are alike
 NEAR = math.log(2)
+# so are growths by factors within this one, and all that grow at most twice
+NEAR_TIMES, TWICE = math.log(1.4), 2.0
 # lines of a list
 MOST = 40
 PILOT = "run a short pilot of both ways"
@@ -68,29 +70,33 @@ def kind_of(model: ModelSpec) -> str:
 def verdict(plan: Blueprint, tokens: float) -> tuple[str, ...]:
     """What the nearest measurements say of a growth, a line for each question.
 
-    They are of the same kind of model, and grew at most twice, or by as much as this one. Those
-    without tokens turn a verdict that none of them shares into a pilot.
+    They are of the same kind of model, of alike tokens per parameter, and of growth by alike
+    factors. Those without tokens turn a verdict to which all of them are opposed into a pilot.
 
     Args:
         tokens: those that the target will be trained on.
     """
-    kind = kind_of(plan.large)
-    keys = ("stream", *plan.small.family.stacks.values())
-    times = max(2.0, *(plan.large.size(key) / plan.small.size(key) for key in keys))
-    grown = [row for row in measurements(plan) if (row["times"] or 0) <= times]
-    mine = tokens / plan.parameters()
+    kind, mine = kind_of(plan.large), tokens / plan.parameters()
     title = (
         f"in short, at {human(mine)} tokens per parameter (saved: training FLOPs to the loss from "
         "scratch; own runs: models of at most 2 million parameters):"
     )
     if plan.upcycling:
         return (f"{title.split(' (')[0]}: a mixture beside its dense model: {DOCS}/upcycling.md",)
-    lines = [title]
+    lines, times, grown = [title], _times(plan), measurements(plan)
     for question, (words, *_) in QUESTIONS.items():
         rows = _file()["never_grown"] if question == "loss" else grown
-        alike = [row for row in rows if row["kind"] == kind]
-        lines.append(f"  {words}: {_says(alike, question, mine)}")
+        alike = [row for row in rows if row["kind"] == kind and _figure(row, question)]
+        lines.append(f"  {words}: {_says(alike, question, mine, times)}")
     return tuple(lines)
+
+
+def _times(plan: Blueprint) -> dict[str, float]:
+    """How much larger the width and the number of layers become, and the larger of both."""
+    old, new = plan.layout.stream_sizes
+    layers = plan.small.family.stacks.values()
+    deeper = max(plan.large.size(key) / plan.small.size(key) for key in layers)
+    return {"width": new / old, "depth": deeper, "both": max(new / old, deeper)}
 
 
 def distance(mine: float, row: Row) -> float:
@@ -98,33 +104,44 @@ def distance(mine: float, row: Row) -> float:
     return math.inf if row["tokens"] is None else abs(math.log(row["tokens"] / mine))
 
 
-def _says(rows: Sequence[Row], question: str, mine: float) -> str:
+def _says(rows: Sequence[Row], question: str, mine: float, times: Mapping[str, float]) -> str:
     """The verdict of one question, and the figures it rests on."""
-    known = [row for row in rows if _figure(row, question)]
-    nearest = min((distance(mine, row) for row in known), default=math.inf)
+    nearest = min((distance(mine, row) for row in rows), default=math.inf)
     most = NEAR if nearest <= NEAR else nearest + 0.2
-    near = [row for row in known if distance(mine, row) <= most < math.inf]
-    others = [row for row in known if row["tokens"] is None]
-    found = [_told(part, question) for part in (near, others) if part]
-    if not near or nearest > NEAR:
-        far = "not measured within a factor of 2" if near else "not measured at known tokens"
+    near = [row for row in rows if distance(mine, row) <= most < math.inf]
+    axes = {row.get("axes") for row in near}
+    groups = [
+        _alike([row for row in near if row.get("axes") == axis], times)
+        for axis in (["both"] if "both" in axes else sorted(axes, key=str))
+    ]
+    others = _alike([row for row in rows if row["tokens"] is None], times)
+    weighed = [row for group in groups for row in group]
+    found = [_told(part, question) for part in (weighed or near, others) if part]
+    if not all(groups) or not near or nearest > NEAR:
+        far = "by such a factor" if nearest <= NEAR else "within a factor of 2"
+        far = f"not measured {far if near else 'at known tokens'}"
         return f"{PILOT} ({'; '.join([far, *found])})"
-    both = {"width", "depth"} <= {row.get("axes") for row in rows}
-    words = _weigh_axes(near, question, both=both)
-    if others and all(_weigh([row], question) != words for row in others):
+    said = {_weigh(group, question) for group in groups}
+    # width and depth at once: as each alone, if both were measured and agree
+    grows = {axis for axis in ("width", "depth") if times[axis] > 1}
+    known = axes & {"both", None} or axes >= grows
+    words = said.pop() if len(said) == 1 and known else PILOT
+    if others and all(_weigh([row], question) not in (words, PILOT) for row in others):
         words = PILOT
     return f"{words} ({'; '.join(found)})"
 
 
-def _weigh_axes(near: Sequence[Row], question: str, *, both: bool) -> str:
-    """What to do. For width and depth at once: what growth of both says, or each if they agree."""
-    if not both:
-        return _weigh(near, question)
-    by_axes = {row["axes"]: [x for x in near if x["axes"] == row["axes"]] for row in near}
-    if "both" in by_axes:
-        return _weigh(by_axes["both"], question)
-    said = {_weigh(part, question) for part in by_axes.values()}
-    return said.pop() if len(by_axes) == 2 and len(said) == 1 else PILOT
+def _alike(rows: Sequence[Row], times: Mapping[str, float]) -> list[Row]:
+    """Those that grew by about the factor of a plan; also where it is not known."""
+
+    def by(factor: float | None) -> float:
+        return math.log(max(factor or 0.0, TWICE))
+
+    return [
+        row
+        for row in rows
+        if not row.get("times") or abs(by(row["times"]) - by(times[row["axes"]])) <= NEAR_TIMES
+    ]
 
 
 def _figure(row: Row, question: str) -> Any:
@@ -133,13 +150,13 @@ def _figure(row: Row, question: str) -> Any:
 
 
 def _weigh(rows: Sequence[Row], question: str) -> str:
-    """What to do, as most rows saved, or as most missed the loss or none saved."""
+    """What to do, as most rows saved, or as most missed the loss."""
     saved = sum(_saves(_figure(row, question)) > 0 for row in rows)
     missed = sum(_saves(_figure(row, question)) < 0 for row in rows)
     _, where_it_saves, otherwise = QUESTIONS[question]
     if 2 * saved > len(rows):
         return where_it_saves
-    return otherwise if not saved or 2 * missed > len(rows) else PILOT
+    return otherwise if 2 * missed > len(rows) else PILOT
 
 
 def _saves(figure: str) -> int:
@@ -157,7 +174,7 @@ def _told(rows: Sequence[Row], question: str) -> str:
     """In how many of some measurements growth saved, how much, and who measured."""
     tokens = sorted({row["tokens"] for row in rows} - {None})
     at = " to ".join(f"{x:g}" for x in dict.fromkeys([*tokens[:1], *tokens[-1:]]))
-    saved = [row for row in rows if _saves(_figure(row, question)) > 0]
+    saved = [row for row in rows if _saves(_figure(row, question).replace("up to ", "")) > 0]
     figures = [row[question].split("%")[0] for row in saved if row.get(question)]
     figures.sort(key=lambda figure: float(figure.split()[-1]))
     figures = [re.sub(r"[\d.]+", lambda x: f"{float(x[0]):.0f}", x) + "%" for x in figures]
@@ -176,7 +193,7 @@ def listed(plan: Blueprint, tokens: float) -> list[str]:
     if not rows:
         return [f"{title}: not measured for such a growth, neither in a paper nor by us"]
     lines = [f"{title}, by what is wanted:", "tokens  both models     large alone     small exists"]
-    for row in sorted(rows, key=lambda row: (row["kind"] != kind, distance(mine, row)))[:MOST]:
+    for row in sorted(rows, key=lambda row: _order(row, kind, mine))[:MOST]:
         cells = [f"{'' if row['tokens'] is None else row['tokens']:<6}"]
         cells += (f"{_short(row[name] or '-'):<14}" for name in OF_GROWTH)
         lines.append("  ".join([*cells, f"{row['setting']} ({row['citation']})"]))
@@ -191,6 +208,11 @@ def listed(plan: Blueprint, tokens: float) -> list[str]:
             f"{row['tokens']:<6}  {_short(row['loss']):<14}  {row['setting']} ({row['citation']})"
         )
     return lines
+
+
+def _order(row: Row, kind: str, mine: float) -> tuple[bool, bool, float]:
+    """Where a measurement stands in a list: of like models first, then of both axes at once."""
+    return row["kind"] != kind, row["axes"] != "both", distance(mine, row)
 
 
 def _short(figure: str) -> str:

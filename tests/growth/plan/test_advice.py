@@ -369,14 +369,17 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
     assert all(f"note: {line}" in shown for line in plan.advice(1e11, 1e10))
     assert "13% ± 16%" not in shown and shown.endswith("\n".join(plan.verdict(1e11)) + "\n")
     assert "in short" not in str(plan) and "note" not in str(plan)
-    # however narrow the terminal is, a measurement has one line, and the nearest are first
+    # however narrow the terminal is, a measurement has one line. First come those of width and
+    # depth at once, and then the nearest
     both = growkern.plan(meta("LlamaForCausalLM", **BIG), **WIDER, **DEEPER)
     lines = printed(both.table(tokens=20 * both.parameters(), verbose=True), 60).splitlines()
-    rows = [line for line in lines if line.endswith(("(own runs)", "arXiv 2405.15319)"))]
+    ends = ("(own runs)", "arXiv 2405.15319)", "arXiv 2504.00623)")
+    rows = [line for line in lines if line.endswith(ends)]
     alone = [line for line in lines if ", in place of" in line]
     assert len(alone) == 9 and alone[0].startswith("20.0    missed 1 of 1 ")
     rows = [line for line in rows if line not in alone]
-    assert len(rows) == 40 and rows[0].startswith("20.0    missed 3 of 3   missed 3 of 3 ")
+    assert len(rows) == 40 and rows[0].startswith("2.0     37.9% ± 19.6%   21.0% ± 25.0% ")
+    assert rows[2].startswith("20.0    missed 3 of 3   missed 3 of 3 ")
     assert f"{len(both.measurements()) - 40} more: --json" in lines
     other = growkern.plan(meta("LlamaForCausalLM", **BIG), intermediate_size=8192)
     assert "neither in a paper nor by us" in printed(other.table(tokens=1e11, verbose=True))
@@ -419,8 +422,18 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
                 "this size from scratch",
             ],
         ),
-        # those from a quarter of the width are of another growth
+        # growth of both at once comes before that of each, and its interval holds 0
+        (
+            "LlamaForCausalLM",
+            {**WIDER, **DEEPER},
+            2,
+            ["grow (at 2: 1 of 1", "ways (at 2: 0 of 1 saved, own runs; tokens not said: 1 of 1"],
+        ),
+        # those from a quarter and an eighth of the width are of another growth
         ("BertForMaskedLM", {"hidden_size": 16}, 2.4, ["grow (at 2.4: 7 of 7 saved, 47% to 53%"]),
+        ("BertForMaskedLM", {"hidden_size": 48}, 2.4, ["scratch (at 2.4: 2 of 7"] * 3),
+        ("BertForMaskedLM", {"hidden_size": 96}, 2.4, ["scratch (at 2.4: 0 of 3 saved, own"] * 3),
+        ("LlamaForCausalLM", {"hidden_size": 4096}, 2.2, ["ways (not measured by such a f"] * 3),
         ("BertForMaskedLM", {"intermediate_size": 64}, 2.4, ["(not measured at known tokens)"] * 3),
     ],
 )
