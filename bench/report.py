@@ -21,11 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from bench.on_gpu.gpu_table import gpu_table, gpus
-from bench.paper.briefs import BRIEFS, GPT2, NeverGrown, brief_text, never_grown, savings
-from bench.paper.compare import QUESTIONS, Row, check_savings, committed, compared, fixed_sizes
+from bench.paper.briefs import BRIEFS, NeverGrown, brief_text, never_grown, runs_beside, savings
+from bench.paper.compare import QUESTIONS, Row, check_savings, committed, fixed_sizes
 from bench.paper.models import Size
 from bench.paper.page import write_page
-from bench.paper.plans import lines_of
 from bench.shared import tables
 from bench.shared.harness import parser_of
 from bench.shared.pictures import READABLE, demo_table, draw_demo, draw_early
@@ -37,10 +36,6 @@ from growkern.plot.figure import COLORS, GREY, new_figure
 
 # the README and the pages of the documentation
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-# --------------------------------------------------------------- ahead of time
-
 
 # the keys of a row that say why its loads or stores may be narrow
 NARROW = {"loads": "narrow", "stores": "narrow_stores"}
@@ -92,9 +87,6 @@ def aot_table(results: Path) -> str:
     )
     lines = [line(row) for row in document.get("rows", [])]
     return head + table([*columns.values(), "narrow, because"], lines) + "\n"
-
-
-# ----------------------------------------------------------------------- write
 
 
 def families(results: Path) -> str:
@@ -151,11 +143,12 @@ def saved(results: Path) -> str:
         f"a plain copy: {text}"
         for text in savings(rows, ("table5", "direct_copy", ""), ("family", "existing"), sizes)
     )
-    small = ("family", "scratch", "4x64")
-    alone, younger = (
-        f"{size.layers} x {size.width}: {never_grown(rows, NeverGrown(where, size), ('loss',))[0]}"
-        for where, size in ((GPT2, SMALL), (small, Size(4, 32, 2)))
+    alone, both, paid = (
+        f"4 x 64: {text}"
+        for text in never_grown(rows, NeverGrown(GROWN, SMALL), ("loss", "family", "existing"))
     )
+    small = NeverGrown(("family", "scratch", "4x64"), Size(4, 32, 2))
+    younger = f"4 x 32: {never_grown(rows, small, ('loss',))[0]}"
     late, fresh = (
         re.sub(
             "not reached by (.*)",
@@ -165,8 +158,14 @@ def saved(results: Path) -> str:
         for line in (("chained", "4x64"), ("chained_fresh", "4x64 at 0.0052"))
     )
     lines = [
-        ["the small one exists: GPT-2 of 4 x 64, for 4 x 128", "2", existing, alone, copied_later],
-        ["a family: GPT-2 of 4 x 64 and 4 x 128", "2", family, alone, copied],
+        [
+            "the small one exists: GPT-2 of 4 x 64, for 4 x 128",
+            "2",
+            existing,
+            paid,
+            copied_later,
+        ],
+        ["a family: GPT-2 of 4 x 64 and 4 x 128", "2", family, both, copied],
         ["a family: Qwen3 of 4 x 32 and 4 x 64", "20", late, younger, f'`method="fresh"`: {fresh}'],
         ["a given size: GPT-2 of 4 x 128", "2", size, alone, "-"],
         ["a given loss: that of GPT-2 4 x 128", "2", loss, alone, "-"],
@@ -204,10 +203,8 @@ def _mean(curves: Sequence[Points]) -> Points:
 
 def _curves(rows: Mapping[str, Row]) -> dict[str, Points]:
     """FLOPs and losses, means over the seeds, of the small model, of both large ones."""
-    lines = compared(lines_of(GROWN[0], "tiny"), GROWN[0], rows)
-    pairs = next(pairs for x, pairs in lines.items() if (x.system, x.label) == GROWN[1:])
-    setting = next(iter(lines)).setting
-    small = [fixed_sizes(setting, seed, rows)[SMALL] for seed in pairs]
+    line, pairs = runs_beside(rows, GROWN)
+    small = [fixed_sizes(line.setting, seed, rows)[SMALL] for seed in pairs]
 
     def ends(runs: Sequence[Row]) -> Points:
         return [(row["source flops"] + row["flops"][-1], row["losses"][-1]) for row in runs]

@@ -249,7 +249,8 @@ def block(path: str, of: dict[type, str], said: dict[Any, str]) -> str:
     for member, x in members(thing) if isinstance(thing, type) and thing not in of else ():
         parts = parts_of(x)
         says = " ".join((parts[""], *(f"{k}: {y}" for k, y in parts.items() if k in ("Returns",))))
-        rows.append(f"| `{re.sub('^def ', '', signature(x, member))}` | {plain(says)} |")
+        line = re.sub("^def ", "", signature(x, member)).replace("|", "\\|")
+        rows.append(f"| `{line}` | {plain(says)} |")
     if rows:
         text.append("\n".join(("| member | meaning |\n|---|---|", *rows)))
     return "\n\n".join(text)

@@ -79,6 +79,7 @@ def _both_rates(system: str, rates: str = "0.009 0.003") -> tuple[Where | None, 
 
 
 GPT2, BERT = ("table5", "scratch", ""), ("table2", "scratch", "")
+ONE_RUN = ((64, "adamw"), (32, "adamw"), (64, "muon"))
 BRIEFS = {
     "methods": Brief(
         "method",
@@ -99,19 +100,19 @@ BRIEFS = {
         {
             f"{layers} layers, `{depth}` at 70 % of the steps": tuple(
                 ("one_run", f"{depth}_at_70", f"from {layers}x{width}, 8x{width}, {optimizer}")
-                for width, optimizer in ((64, "adamw"), (32, "adamw"), (64, "muon"))
+                for width, optimizer in ONE_RUN
             )
             for layers, depth in ((2, "random"), (4, "stack"))
         },
         {
-            "4 layers, never grown": tuple(
-                NeverGrown(("one_run", "scratch", f"8x{size.width}, {optimizer}"), size)
-                for size, optimizer in (
-                    (Size(4, 64, 4), "adamw"),
-                    (Size(4, 32, 2), "adamw"),
-                    (Size(4, 64, 4), "muon"),
+            f"{layers} layers, never grown": tuple(
+                NeverGrown(
+                    ("one_run", "scratch", f"8x{width}, {optimizer}"),
+                    Size(layers, width, width // 16),
                 )
+                for width, optimizer in ONE_RUN
             )
+            for layers in (4, 2)
         },
     ),
     "upcycling": Brief(
@@ -224,7 +225,7 @@ def savings(
     Args:
         sizes: of the models that are never grown. Where none was run, nothing is said of a loss.
     """
-    line, pairs = _found(rows, where)
+    line, pairs = runs_beside(rows, where)
     if line is None or where is None:
         return ["-"] * len(questions)
     if TABLES[where[0]].baseline != "scratch":
@@ -248,19 +249,34 @@ def savings(
 def never_grown(
     rows: Mapping[str, Row], place: NeverGrown | None, questions: Sequence[str]
 ) -> list[str]:
-    """What a model that is never grown saves. It has another size, so it answers one question."""
-    line, pairs = _found(rows, place and place.where)
+    """What a model that is never grown saves. It has another size, so it answers one question.
+
+    Beside a grown line it is the line's small model, trained on. What that saves is told as a share
+    of what growth is compared with.
+    """
+    line, pairs = runs_beside(rows, place and place.where)
     if line is None or place is None:
         return ["-"] * len(questions)
     if place.size is None:
         return [MARK] * len(questions)
-    found = smaller_alone(line.setting, pairs, rows).values()
-    known = [of[place.size] for of in found if place.size in of]
-    text = text_of(known, SEEDS) if known else "not trained alone for as many FLOPs"
-    return [text if question == "loss" else "-" for question in questions]
+    smaller = smaller_alone(line.setting, pairs, rows)
+    known = {seed: of[place.size] for seed, of in smaller.items() if place.size in of}
+    spent = {n: own[-1]["source flops"] / base[-1]["flops"][-1] for n, (own, base) in pairs.items()}
+
+    def text(question: str) -> str:
+        if question != "loss" and not (question in ("family", "existing") and any(spent.values())):
+            return "-"
+        paid = dict.fromkeys(spent, 0.0) if question == "loss" else spent
+        shares = [
+            Share((x.value + paid[n]) / (1 + paid[n] * (question == "family")), x.bound)
+            for n, x in known.items()
+        ]
+        return text_of(shares, SEEDS) if shares else "run too short"
+
+    return [text(question) for question in questions]
 
 
-def _found(rows: Mapping[str, Row], where: Where | None) -> tuple[Line | None, Pairs]:
+def runs_beside(rows: Mapping[str, Row], where: Where | None) -> tuple[Line | None, Pairs]:
     """A line of a table at size "tiny", and its runs beside those of its baseline."""
     name, *wanted = where or ("", "", "")
     lines = compared(lines_of(name, "tiny"), name, rows) if where else {}

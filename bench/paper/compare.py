@@ -233,10 +233,13 @@ def _said(text: Text) -> str:
 #     existing (w - g) / w                  the small one is there, and its training is not counted
 # cells and lines of tables of savings
 MARK = "0%, the mark"
-NONE = "no smaller model was trained alone for as many FLOPs"
-# what says that a column or a cell tells of a saving
+NONE = "no smaller model was trained alone for about as many FLOPs"
+# what says that a line tells of a saving
+FIGURE = re.compile(r"\d ?%|\d per cent|\d times|not reach")
 TELLS = re.compile(
-    r"\bsav(ed|es|ings?)\b|not reached by \d|did not reach|[≥≤] -?\d|± [\d.]+ ?%|% (less|fewer)",
+    r"\bsav(ed|es|ings?)\b|not reached by \d|did not reach|[≥≤] -?\d|± [\d.]+ ?%"
+    r"|(%|per cent) (less|fewer|cheaper|reduction)|^[^|]*FLOPs?\b.*(reduction|speed-?up|%)"
+    r"|(reduction|speed-?up)\b.*FLOP|(a family|a given (size|loss)|exists)\b.*\d ?%",
     re.I,
 )
 
@@ -252,34 +255,36 @@ def check_savings(name: str, text: str) -> str:
     Raises:
         GrowthError: a saving has no question, or no model that is never grown.
     """
+    if bare := re.search(r"^ *:?-+:? *\|.*$", text, re.M):
+        raise GrowthError(f"{name}: {bare[0]!r}: begin the lines of a table with |")
     for part in re.findall(r"(?:^ *\|.*\n?)+", text, re.M):
-        head, _, *lines = ([x.strip() for x in line.strip("|").split("|")] for line in _rows(part))
+        rows = (re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in part.splitlines())
+        head, _, *lines = ([x.strip() for x in row] for row in rows)
         _check_table(f"table {name!r}, {head[0]!r}", head, lines)
     return text
-
-
-def _rows(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines()]
 
 
 def _check_table(name: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """Check one table, by column and line. (`check_savings`)"""
     questions = f"one of {', '.join(QUESTIONS.values())}"
     marks: dict[str, list[int]] = {}
-    for column, words in enumerate(["", *head[1:]]):
-        if column and (_asks(words) or (_asks(head[0]) and not any(map(_asks, head[1:])))):
+    for column, words in enumerate(head[1:], 1):
+        if _asks(words) or (_asks(head[0]) and not any(map(_asks, head[1:]))):
             mark = re.sub(f":? ?({'|'.join(QUESTIONS.values())})", "", words)
             marks.setdefault(mark if _asks(words) else "", []).append(column)
+    asked = [column for columns in marks.values() for column in columns]
+    for line in lines:
+        cells = [(x, y) for n, (x, y) in enumerate(zip(head, line, strict=True)) if n not in asked]
+        # an address says nothing, and nor does the level of an interval
+        told = re.sub(r"\]\([^)]*\)|95 % interval", "", " | ".join(y for _, y in cells))
+        figures = told.partition(" | ")[2]
+        if not FIGURE.search(figures) or not TELLS.search(" | ".join([told, *dict(cells)])):
             continue
-        for line in lines:
-            if not TELLS.search(words) and not TELLS.search(line[column]):
-                continue
-            cells = [(x, y) for x, y in zip(head, line, strict=True) if y != "-"]
-            told = "; ".join(f"{x}: {y}" if "never grown" in x else y for x, y in cells)
-            if not _asks(told):
-                raise GrowthError(f"{name}: {told}: name the question of this saving, {questions}")
-            if "never grown" not in told and NONE not in told:
-                raise GrowthError(f"{name}: {told}: add the model that is never grown")
+        told = "; ".join(f"{x}: {y}" if "never grown" in x else y for x, y in cells if y != "-")
+        if not _asks(told):
+            raise GrowthError(f"{name}: {told}: name the question of this saving, {questions}")
+        if "never grown" not in told and NONE not in told:
+            raise GrowthError(f"{name}: {told}: add the model that is never grown")
     if not marks and any("below" in words for words in head):
         raise GrowthError(f"{name}: name the question of these differences, {questions}")
     starts = [0, *[number for number, line in enumerate(lines) if MARK in line][1:]]
@@ -412,8 +417,12 @@ def smaller_alone(
 
 
 def best_of(shares: Iterable[Share]) -> Share:
-    """What the best of some sizes saves, or 0, if the large one is best."""
-    return max([*(x for x in shares if not math.isnan(x.value)), Share(0.0)])
+    """What the best of some sizes saves, or 0, if the large one is best.
+
+    A size of which only a bound is known may be the best one.
+    """
+    found = [x for x in shares if not math.isnan(x.value)]
+    return Share(max([0.0, *(x.value for x in found)]), "≥" if any(x.bound for x in found) else "")
 
 
 def text_of(shares: Sequence[Share], seeds: int) -> str:

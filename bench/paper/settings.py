@@ -199,7 +199,6 @@ TINY_QWEN = replace(
     target=Size(2, 64, 4),
     source_steps=1600,
     steps=1600,
-    rate_steps=500,
 )
 # for tests: it says nothing about the systems
 MICRO_GPT = replace(
@@ -216,17 +215,13 @@ MICRO_GPT = replace(
     vocab=300,
 )
 # For the minutes of `bench.gpt_110m`, which finds the steps by a probe. The rate was never tried.
-GPT_110M = Setting(
+GPT_110M = replace(
+    TINY_GPT,
     name="gpt-110m",
-    family="gpt2",
     source=Size(12, 512, 8),
     target=Size(12, 768, 12),
-    source_steps=2000,
-    steps=2000,
-    rate_steps=500,
     rates=(1e-3,),
     source_rate=1e-3,
-    warmup=0.05,
     batch=64,
     length=512,
     layers_per_block=2,

@@ -58,9 +58,6 @@ def range_of(rows: Sequence[Row], key: str, digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-# ------------------------------------------------------------------------- growing
-
-
 def expand(results: Path) -> str:
     """`expand` on a CPU: ranges over index maps and scaling. Each table has one kind of output."""
     rows = rows_of(results, "expand")
@@ -136,9 +133,6 @@ def drafts(results: Path) -> str:
         lines += [[words, *map(str, (counts.total(), counts["exact"], others, counts["refused"]))]]
     heads = ["model types that predict tokens and", "number", "drafted exactly"]
     return table([*heads, "drafted, not exact", "refused"], lines if rows else [])
-
-
-# ------------------------------------------------------------------------- losses
 
 
 def linear_loss(results: Path) -> str:
@@ -330,9 +324,6 @@ def top_k(results: Path) -> str:
     return table([*head, *(f"{end}, {who}" for end in ends for who in students)], lines)
 
 
-# ------------------------------------------------------------------------- optimizer
-
-
 def growth_adamw(results: Path) -> str:
     """GrowthAdamW beside PyTorch's fused AdamW."""
     document = quotable(results / "growth_adamw.json")
@@ -348,9 +339,6 @@ def growth_adamw(results: Path) -> str:
     threads = document.get("machine", {}).get("threads", "?")
     head = [f"a step over a GPT-2 of 2 layers x 768, {threads} threads"]
     return table([*head, "times AdamW(fused=True)", "extra memory, MiB"], lines)
-
-
-# ----------------------------------------------- growth to 110 million parameters
 
 
 # name in the rows, in the table and the picture
@@ -429,9 +417,6 @@ def early_saving(results: Path) -> list[list[str]]:
             tokens = f"{plan['tokens per parameter']:.1f}"
             return [[what, tokens, f"{savings[0]['saved']:.0%}", alone, "-"]]
     return []
-
-
-# --------------------------------------------------------------------- other software
 
 
 def outside(results: Path) -> str:
