@@ -13,6 +13,8 @@ from growkern.ops.backend import custom_ops
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.loss.linear import gemm, linear_op
 from growkern.ops.loss.rows import on_triton
+from growkern.ops.loss.rows.options import Maths
+from growkern.ops.loss.rows.state import Rows, Steps, n_numbers
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 V, H, ROWS_OF_CHUNK = 640, 64, 256
@@ -93,3 +95,20 @@ def test_operations_do_not_grow_in_number(call, teacher, each, own):
     assert small(many[rows:last]) == []
     others = [sum(x not in ("ROWS", "PRODUCT") for x in names) for names in (few, many)]
     assert (others[1] - others[0]) / 3 <= each
+
+
+def test_row_weights_of_a_chunk_are_read_where_they_are(device):
+    """Some columns of those of the batch have another stride between terms: the kernel gets it."""
+    rng = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(4, 33, generator=rng).to(device) for _ in range(2))
+    weights = torch.rand(2, 10, generator=rng).to(device)[:, 3:7]
+    labels = torch.zeros(4, dtype=torch.int64, device=device)
+    kinds = torch.full((4,), 3, dtype=torch.int32, device=device)
+    rows = Rows(student, [teacher], labels, kinds, 33, Maths(2.0), False)
+    steps = Steps(sums=True, grad=True)
+    found = []
+    for drows in (weights, weights.contiguous()):
+        state, grad = student.new_empty(n_numbers(1), 4), torch.empty_like(student)
+        on_triton.rows_on_triton(rows, state, steps, drows, grad)
+        found.append(grad)
+    assert torch.equal(*found) and found[0].abs().min() > 0
