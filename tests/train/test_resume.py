@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import TrainingArguments
 from transformers import trainer as trainer_of_transformers
 
@@ -14,7 +13,9 @@ from growkern import InheritanceSchedule, TwoStageConfig, TwoStageTrainer
 from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loop.meter import MEASURED
 from growkern.train.objectives.language_modeling import MaskedLMCollator
-from testbed.tiny import VOCAB, TinyTokenizer, build
+from testbed.models import random_model
+from testbed.relatives import RELATIVES
+from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build
 from tests.train.safety.runs import assert_same, small_trainer, weights_of
 
 STEPS = 10
@@ -138,20 +139,12 @@ def test_a_mixture_resumes_with_the_experts_of_its_checkpoint(grows, tmp_path):
     growth = [growkern.GrowthStep(at_step=1, sizes={"num_hidden_layers": 3})] if grows else []
 
     def trained(checkpoint):
-        config = transformers.Qwen3MoeConfig(
-            **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8},
-            **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
-            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-            experts_implementation="eager",
+        how = {"dtype": torch.float32, "experts_implementation": "eager"}
+        model = random_model(*RELATIVES["qwen3_moe"][:2], **how)
+        args = arguments(
+            tmp_path, max_steps=4, save_strategy="steps", save_steps=2, save_only_model=False
         )
-        args = transformers.TrainingArguments(
-            **{"output_dir": str(tmp_path), "max_steps": 4, "save_steps": 2, "use_cpu": True},
-            **{"report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2},
-        )
-        tokens = torch.arange(12).repeat(9, 1) + torch.arange(9)[:, None]
-        data = [{"input_ids": row, "labels": row} for row in tokens]
-        model = transformers.Qwen3MoeForCausalLM(config)
-        trainer = growkern.TwoStageTrainer(model, args, train_dataset=data, growth=growth)
+        trainer = TwoStageTrainer(model, args, train_dataset=Batches(8), growth=growth)
         trainer.train(checkpoint)
         assert trainer.model.config._experts_implementation == "eager"
         return trainer.model.state_dict()

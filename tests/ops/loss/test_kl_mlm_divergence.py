@@ -199,8 +199,6 @@ def test_row_weights_leave_counts_alone_and_parts_but_for_rows_of_weight_0(backe
         ({"divergence": "kl"}, "divergence must be one of"),
         ({"beta": 0.5}, "belongs to divergence='jsd'"),
         ({"divergence": "jsd", "beta": 1.0}, "beta must lie in .0, 1.*'reverse'"),
-        ({"label_smoothing": 1.0}, "label_smoothing"),
-        ({"z_loss": -1.0}, "z_loss"),
         ({"row_weights": torch.ones(3)}, "row_weights must be"),
         ({"row_weights": torch.ones(4).requires_grad_()}, "without gradient"),
         ({"vocab_start": 0}, "needs group"),

@@ -187,18 +187,6 @@ def test_growth_in_place_is_growth_through_the_disk(workplace):  # noqa: F811
     assert max(float(entry["step"]) for entry in kept["state"].values()) == 8
 
 
-def test_sections(tmp_path):
-    run = load_run(write(tmp_path, "a", grown_run(GROWTH, SHARDED)))
-    assert run.growth.sizes == SIZES and run.growth.symmetry == "routing"
-    assert run.checkpoint == "model" and run.distributed.sharding == "fsdp"
-
-    run = load_run(write(tmp_path, "a", grown_run(SCHEDULE)))
-    first, second, third = run.growth
-    assert first.sizes == {"hidden_size": 24} and first.moments == "reset"
-    assert second.sizes == {"num_hidden_layers": 4} and second.moments == "grow"
-    assert run.first_growth is first and run.later_growths == (second, third)
-
-
 @pytest.mark.parametrize(
     ("text", "match"),
     [

@@ -9,7 +9,7 @@ from transformers.utils.logging import get_logger
 
 from growkern import GrowthError
 from growkern.train.model.forward import check_causal
-from growkern.train.model.head import align_labels, align_rows, check_head, head_swap
+from growkern.train.model.head import check_head, head_swap
 from testbed.tiny import FAMILIES, VOCAB, batch, build
 
 SIZES = {
@@ -125,12 +125,3 @@ def test_embeddings_that_are_scaled_in_place_can_be_probed():
 
     model.model.forward = scaled
     check_causal(model)
-
-
-def test_causal_rows_and_labels_shift_alike():
-    labels = torch.tensor([[4, 5, 6, -100]])
-    mask = torch.tensor([[1, 1, 1, 0]])
-    assert align_labels(labels, causal=True).tolist() == [[5, 6, -100, -100]]
-    assert align_rows(mask, causal=True).tolist() == [[True, True, False, False]]
-    assert align_labels(labels, causal=False) is labels
-    assert align_rows(mask, causal=False).tolist() == [[True, True, True, False]]

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from growkern import GrowthError, TwoStageConfig
-from growkern.train.model.sub_model import ModelPart, layer_stacks, model_depth, sub_model
+from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
 from testbed.tiny import FAMILIES, VOCAB, batch, build, stack_of
 
 EMBEDDINGS = ("bert.embeddings", "wte", "wpe", "embed_tokens")
@@ -131,15 +131,6 @@ def test_the_whole_model_is_visible_inside_and_restored_after_an_exception():
         raise RuntimeError("on purpose")
     assert type(stack) is torch.nn.ModuleList and len(stack) == 5
     assert not hasattr(stack, "_shown")
-
-
-def test_depth_beyond_a_stack_runs_all_of_it():
-    model = build("llama", layers=2)
-    stacks = layer_stacks(model)
-    assert model_depth(stacks) == 2
-    expected = model(input_ids=batch()["input_ids"]).logits
-    with sub_model(stacks, ModelPart(6, 6)):
-        assert torch.equal(model(input_ids=batch()["input_ids"]).logits, expected)
 
 
 @pytest.mark.parametrize(

@@ -52,19 +52,6 @@ def test_lengths_of_spans_follow_the_poisson_distribution():
         expected *= 3.0 / (length + 1)
 
 
-def test_inserted_masks_stand_for_nothing():
-    collator = DenoisingCollator(TOKENIZER, permute=False)
-    surplus = 0
-    for epoch in range(200):
-        collator.set_epoch(epoch)
-        noisy = collator.corrupt(distinct())
-        gone = np.setdiff1d(distinct()["input_ids"], noisy)
-        runs = 1 + int((np.diff(gone) > 1).sum())
-        surplus += int((noisy == MASK).sum()) - runs
-    # exp(-3) of all spans, of which there are 60 / 3 in a row
-    assert surplus / 200 == pytest.approx(20 * np.exp(-3.0), rel=0.25)
-
-
 def test_sentences_change_places_within_their_text():
     stop = TOKENIZER.convert_tokens_to_ids(".")
     texts = [[[200, 201, stop], [210, stop], [220, 221]], [[300, stop], [310, 311, stop]]]

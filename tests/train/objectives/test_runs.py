@@ -106,7 +106,7 @@ def test_settings_that_do_not_fit_are_refused_before_any_work(case, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("objective", MODELS)
+@pytest.mark.parametrize("objective", ["mlm", "denoising"])
 def test_the_example_trains_with_every_objective(objective, tmp_path):
     trainer = example.train(objective, tmp_path)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

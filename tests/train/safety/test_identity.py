@@ -61,6 +61,7 @@ def test_another_tokenizer_of_the_same_name(workplace, monkeypatch):  # noqa: F8
 @ONE
 def test_what_changes_no_step_may_change(begun):
     text = RUN.replace("eval_every = 3", "eval_every = 2").replace("log_every = 1", "log_every = 3")
+    text = text.replace("save_every = 2", 'save_every = 3\nsave_minutes = 5\non_nonfinite = "skip"')
     (begun / "run.toml").write_text(text)
     with pytest.raises(KeyboardInterrupt):
         train(begun / "run.toml", progress=False)

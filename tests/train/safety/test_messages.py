@@ -135,16 +135,6 @@ def test_a_cut_model_is_not_a_finished_run(workplace, capsys):  # noqa: F811
     assert model.read_bytes() == whole[:-1]
 
 
-@ONE
-def test_what_does_not_change_the_weights_may_change_when_a_run_resumes(workplace):  # noqa: F811
-    file, out = workplace / "run.toml", workplace / "out"
-    train(file, progress=False)
-    (out / "manifest.json").unlink()
-    text = RUN.replace("log_every = 1", 'log_every = 2\non_nonfinite = "skip"')
-    file.write_text(text.replace("save_every = 2", "save_every = 3\nsave_minutes = 5"))
-    assert train(file, progress=False) is None
-
-
 def test_the_command_to_resume(monkeypatch, tmp_path):
     file = tmp_path / "my run.toml"
     assert resume_command(file) == f"growkern train '{file}'"

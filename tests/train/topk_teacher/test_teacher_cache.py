@@ -496,17 +496,7 @@ def test_a_shard_is_compared_once_in_all_processes(tmp_path, monkeypatch):
     assert len(compared) == 2 + len(shards)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "{}",
-        "[]",
-        '{"format": 1, "algorithm": "md5", "files": {}}',
-        "{",
-        '{"files": {"../x": {}}}',
-    ],
-)
+@pytest.mark.parametrize("text", [None, "{", "{}", '{"files": {"../x": {}}}'])
 def test_a_manifest_that_says_nothing_is_refused(tmp_path, text):
     make(tmp_path / "c")
     (tmp_path / "c" / "manifest.json").unlink()
