@@ -10,7 +10,7 @@ from growkern.ops.loss.linear.heads import HeadSettings, Sizes, anchor_of, as_ar
 from growkern.ops.loss.rows.state import Maths
 from growkern.ops.loss.topk.topk_op import topk_kl_mlm_op
 from growkern.ops.loss.topk_kl_mlm_loss import topk_kl_mlm_loss
-from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, relative_error
+from tests.ops.loss.loss_inputs import BACKENDS, IGNORED, check_compiled, relative_error
 from tests.ops.loss.test_linear_kl_mlm_loss import NAMES, assert_same, drifted_heads, make_heads
 
 PROVIDERS = BACKENDS[1:]  # what is tested against the reference
@@ -413,20 +413,16 @@ def test_opcheck(per_row, backend, device):
 
 
 def test_compiles_whole_and_once_for_every_alpha(device):
-    student, topk, labels = make_teachers(6, 33, 8, [4, 7], torch.float32, device)
     others = {"divergence": "jsd", "label_smoothing": 0.1, "vocab_tile": 20}
-    torch._dynamo.reset()
-    compiled = torch.compile(topk_kl_mlm_loss, fullgraph=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for alpha in (0.0, 0.5, 1.0):
-            inputs = [x.clone().requires_grad_() for x in student]
-            loss = compiled(
-                *inputs[:2], *topk, labels, student_bias=inputs[2],
-                alpha=torch.tensor(alpha, device=device), **others,
-            )  # fmt: skip
-            grads = torch.autograd.grad(loss, inputs)
-            expected = loss_and_grads(student, topk, labels, alpha=alpha, **others)
-            assert_same((loss.detach(), grads), expected, rtol=1e-5)
+    check_compiled(
+        torch.compile(topk_kl_mlm_loss, fullgraph=True, backend="aot_eager"),
+        lambda N: make_teachers(N, 33, 8, [4, 7], torch.float32, device),
+        lambda compiled, z, topk, labels, a: compiled(
+            *z[:2], *topk, labels, student_bias=z[2], alpha=torch.tensor(a, device=device), **others
+        ),
+        lambda z, topk, labels, a: loss_and_grads(z, topk, labels, alpha=a, **others),
+        [(alpha, 6) for alpha in (0.0, 0.5, 1.0)],
+    )
 
 
 GOOD = {

@@ -1,12 +1,10 @@
 """Options of the loss and counts of rows, from trainer arguments and run files to the loss."""
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from growkern import GrowthError, InheritanceSchedule, LossOptions, TwoStageTrainer
-from growkern.train.dataset.training_data import TokenBlocks
 from growkern.train.loop.meter import MEASURED
 from growkern.train.loss import inheritance
 from growkern.train.loss.batch_rows import (
@@ -16,10 +14,9 @@ from growkern.train.loss.batch_rows import (
     count_rows,
     examples_of,
 )
-from growkern.train.objectives.language_modeling import MaskedLMCollator
 from growkern.train.run.file import Run
 from testbed.forked_ranks import on_ranks
-from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
+from testbed.tiny import Batches, arguments, build, losses_of
 from tests.train.loss import epochs
 from tests.train.loss.plain import plain_loss
 from tests.train.run.test_config import COMPLETE, load  # noqa: F401
@@ -171,19 +168,6 @@ def test_the_loss_is_told_how_many_rows_are_live(family, kl_rows, calls, tmp_pat
     trainer.evaluate()
     assert len(calls) == 6 + 2
     assert all(limit == live for limit, live in calls), calls
-
-
-def test_the_cached_epochs_masks_are_counted_too(calls, tmp_path):
-    blocks = TokenBlocks(np.random.default_rng(0).integers(5, VOCAB, (8, 16)).astype(np.int32))
-    trainer = TwoStageTrainer(
-        build("bert", layers=1),
-        arguments(tmp_path, max_steps=8),
-        data_collator=MaskedLMCollator(TinyTokenizer(), 0.3),
-        train_dataset=blocks,
-    )
-    trainer.train()
-    assert len({limit for limit, _ in calls}) > 1
-    assert all(limit == live for limit, live in calls)
 
 
 def test_batches_that_cannot_be_counted_stay_as_they_are():

@@ -8,10 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import DistributedType, DynamoBackend
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
@@ -32,6 +30,7 @@ from growkern.train.topk_teacher.computed import ModelTeacher
 from testbed.models import random_model
 from testbed.relatives import LOCAL
 from testbed.tiny import Batches, arguments, build
+from tests.train.distributed.conftest import mesh  # noqa: F401
 from tests.train.run.test_run import workplace  # noqa: F401
 
 SCHEDULE = InheritanceSchedule(end_step=4)
@@ -270,42 +269,33 @@ def test_accelerate_was_told_elsewhere(told, match, tmp_path):
         check_accelerator(accelerator)
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_models_that_were_sharded_in_part(one_rank, tmp_path):
+def test_models_that_were_sharded_in_part(mesh, tmp_path):  # noqa: F811
     model = build("bert", layers=2)
-    fully_shard(layer_stacks(model)[0][0], mesh=one_rank)
+    fully_shard(layer_stacks(model)[0][0], mesh=mesh)
     refuse("on parts of the model only", tmp_path, model)
     options = {"teacher": model, "inheritance": SCHEDULE}
     refuse("on parts of the teacher only", tmp_path, **options)
     model = build("bert", layers=2)
-    fully_shard(model, mesh=one_rank, ignored_params={model.cls.predictions.bias})
+    fully_shard(model, mesh=mesh, ignored_params={model.cls.predictions.bias})
     refuse("cls.predictions.bias of the model is not sharded", tmp_path, model)
 
 
-def test_tied_weights_in_groups_of_their_own(one_rank, tmp_path):
+def test_tied_weights_in_groups_of_their_own(mesh, tmp_path):  # noqa: F811
     model = build("bert", layers=2, tied=True)
-    fully_shard(model.get_output_embeddings(), mesh=one_rank)
-    fully_shard(model, mesh=one_rank)
+    fully_shard(model.get_output_embeddings(), mesh=mesh)
+    fully_shard(model, mesh=mesh)
     refuse("cls.predictions.decoder and model share a weight.* in one list", tmp_path, model)
     model = build("llama", layers=2, tied=True)
-    fully_shard([model.get_input_embeddings(), model.get_output_embeddings()], mesh=one_rank)
-    TwoStageTrainer(fully_shard(model, mesh=one_rank), arguments(tmp_path, use_cpu=True))
+    fully_shard([model.get_input_embeddings(), model.get_output_embeddings()], mesh=mesh)
+    TwoStageTrainer(fully_shard(model, mesh=mesh), arguments(tmp_path, use_cpu=True))
 
 
-def test_a_model_in_distributed_data_parallel(one_rank, tmp_path):
+def test_a_model_in_distributed_data_parallel(mesh, tmp_path):  # noqa: F811
     model = torch.nn.parallel.DistributedDataParallel(build("bert"))
     refuse("wrapped in DistributedDataParallel: pass model.module", tmp_path, model)
 
 
-def test_models_that_pytorch_replicates(one_rank, tmp_path):
+def test_models_that_pytorch_replicates(mesh, tmp_path):  # noqa: F811
     """By DistributedDataParallel in place, and by the groups of FSDP2."""
     for name in ("replicate", "replicate_with_fsdp"):
         module = pytest.importorskip(f"torch.distributed._composable.{name}")
@@ -316,8 +306,8 @@ def test_models_that_pytorch_replicates(one_rank, tmp_path):
             refuse(match, tmp_path, model if role == "model" else None, **options)
 
 
-def test_a_tensor_parallel_model(one_rank, tmp_path):
-    model = distribute_module(build("llama", layers=2), one_rank)
+def test_a_tensor_parallel_model(mesh, tmp_path):  # noqa: F811
+    model = distribute_module(build("llama", layers=2), mesh)
     refuse("the model is tensor-parallel: .* not supported", tmp_path, model)
 
 

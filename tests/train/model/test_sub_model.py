@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 from growkern import GrowthError, TwoStageConfig
 from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
-from testbed.tiny import FAMILIES, VOCAB, batch, build, stack_of
+from testbed.models import random_model
+from testbed.relatives import RELATIVES
+from testbed.tiny import FAMILIES, batch, build, stack_of
 
 EMBEDDINGS = ("bert.embeddings", "wte", "wpe", "embed_tokens")
 
@@ -133,15 +134,8 @@ def test_the_whole_model_is_visible_inside_and_restored_after_an_exception():
     assert not hasattr(stack, "_shown")
 
 
-@pytest.mark.parametrize(
-    ("model_class", "config_class"),
-    [
-        (transformers.AlbertForMaskedLM, transformers.AlbertConfig),
-        (transformers.MPNetForMaskedLM, transformers.MPNetConfig),
-    ],
-)
-def test_a_model_without_a_stack_is_refused(model_class, config_class):
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-    model = model_class(config_class(vocab_size=VOCAB, num_hidden_layers=2, **sizes))
+@pytest.mark.parametrize("name", ["albert", "mpnet"])
+def test_a_model_without_a_stack_is_refused(name):
+    model = random_model(*RELATIVES[name][:2])
     with pytest.raises(GrowthError, match="two_stage=None"):
         layer_stacks(model)
