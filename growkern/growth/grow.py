@@ -29,7 +29,14 @@ from growkern.growth.disk import (
     write_modules,
 )
 from growkern.growth.disk.staging import staging
-from growkern.growth.models import class_shapes, fit_cache, restore_buffers, tie, untrained_model
+from growkern.growth.models import (
+    class_shapes,
+    cpu_by_default,
+    fit_cache,
+    restore_buffers,
+    tie,
+    untrained_model,
+)
 from growkern.growth.optimizer import OPTIMIZER_FILE, OptimizerStream
 from growkern.growth.options import parse_size
 from growkern.growth.plan import (
@@ -123,7 +130,7 @@ def grow(
     Source: bert2BERT (Chen et al., ACL 2022), Eq. 5-16 and Algorithm 1; `expand` for the kernel.
     """
     # whatever the caller's modes are, the model has numbers and can be trained
-    with torch.inference_mode(False), torch.device("cpu"):
+    with torch.inference_mode(False), cpu_by_default():
         grown = plan(
             located(source, revision),
             target_config=target_config,
@@ -308,7 +315,7 @@ def _carry_out(
     with refusing(target):
         check_space(target, sum(layout.sizes.values()) + (state.nbytes if state else 0))
     # whatever the caller's default device is, pieces of weights have numbers
-    with torch.device("cpu"), staging(target, resume=resume) as place:
+    with cpu_by_default(), staging(target, resume=resume) as place:
         check_target(source_dir, target, overwrite)
         directory = place.open_new()
         made_of = identity(grown, layout, settings)

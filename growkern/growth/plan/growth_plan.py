@@ -20,6 +20,7 @@ from growkern.arguments import check_kind
 from growkern.errors import GrowthError
 from growkern.families import ModelSpec, holds, read_family
 from growkern.growth.history import TABLE_SUM_KEY
+from growkern.growth.models import cpu_by_default
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.advice import (
     divides,
@@ -343,7 +344,7 @@ def plan_growth(
         check_centroids(made)
     if judged:
         # findings may read norm weights, and the source may be gone when someone asks for them
-        with torch.device("cpu"):
+        with cpu_by_default():
             _ = made.findings
     return made
 
@@ -409,7 +410,7 @@ def _plan_for(
     large = finish_target(small, large, layers, dtype)
     grown = GrowthPlan(opened, large.config, options, layer_maps, frozenset(inserted), dtype)
     # maps hold numbers also where a caller makes models on the meta device
-    with torch.device("cpu"):
+    with cpu_by_default():
         # build the maps now, so that impossible ones (lost query heads) fail before any work
         for name in family.spaces:
             grown.layout.space(name, 0)
