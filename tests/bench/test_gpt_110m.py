@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from bench.gpt_110m import family, seed, training
 from bench.on_gpu import gpu_table
@@ -96,37 +95,6 @@ def test_flops_are_those_of_the_weights_and_of_attention(tmp_path):
     attention = 4 * H * S
     own = B * S * setting.target.layers * (2 * layer + attention) + 2 * B * (S - 1) * H * V
     assert one.step_flops == pytest.approx(3 * own)
-
-
-def test_without_time_left_only_three_systems_train(tmp_path, monkeypatch):
-    """All is compiled before the steps are chosen."""
-    torch._dynamo.reset()
-    # `seed` sets it for its process, which here is that of all tests
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    probe, graphs = seed.probe, []
-
-    def probe_and_count(place):
-        found = probe(place)
-        graphs.append(dict(counters["stats"]))
-        return found
-
-    monkeypatch.setattr(seed, "probe", probe_and_count)
-    recorder = Recorder("gpt_110m_2", tmp_path / "rows.json", toy=True, limit_s=seed.RESERVE_S + 1)
-    seed.run(recorder)
-    assert graphs == [counters["stats"]]
-    rows = recorder.document["rows"]
-    trained = list(dict.fromkeys(row["system"] for row in rows if "loss" in row))
-    assert trained == ["source", "scratch", "grown"]
-    assert [row["system"] for row in rows if row.get("what") == "left out"] == [
-        "2 to 4 layers",
-        "DirectCopy",
-    ]
-    (plan,) = (row for row in rows if row.get("what") == "plan")
-    assert plan["tokens of a run"] == plan["steps"] * 4 * 16 and plan["seed"] == 2
-    (found,) = (row for row in rows if row.get("what") == "early saving")
-    assert f"(early: {plan['tokens per parameter']:.2f} tokens per parameter)" in found["words"]
-    figure = gpu_table._early_figure(rows)
-    assert f"{found['source counted']:.1%}" in figure and "never grown" in figure
 
 
 # ---------------------------------------------------------------------- the family

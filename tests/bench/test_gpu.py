@@ -14,14 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bench import gpu
 from bench.on_gpu import pieces, processes
-from bench.shared import harness, loss_measure, results
-from bench.shared.recorder import Recorder
-from bench.speed import kl_mlm_loss
-from bench.speed import linear_kl_mlm_loss as headline
+from bench.shared import results
 from growkern.ops.backend.launch import HAS_TRITON
 from tests.bench.documents import ROW, document
 
@@ -169,25 +165,6 @@ def test_a_piece_that_breaks_keeps_its_rows(tmp_path, monkeypatch):
         assert why in document["failures"][0]
 
 
-def test_a_benchmark_that_breaks_keeps_the_rows_that_it_has_measured(tmp_path, monkeypatch):
-    """Here the second case fails, after the first one was measured."""
-    steps = [{"wall s": 0.5}]
-
-    def measure_once(*case):
-        return [steps.pop()] if steps else pytest.fail("no memory left")
-
-    for name in ("collector", "observer", "compiler"):
-        monkeypatch.setattr(harness, name, getattr(harness, name))
-    monkeypatch.setattr(kl_mlm_loss, "SHAPES", None)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(kl_mlm_loss, "measured", measure_once)
-    recorder = Recorder("rows", tmp_path / "rows.json", toy=True)
-    with pytest.raises(pytest.fail.Exception):
-        TOY_PIECES["bench_kl_mlm_loss"].run(recorder)
-    (row,) = results.read(recorder.path)["rows"]
-    assert row["shape"] == "4x100" and row["wall s"] == 0.5
-
-
 STARTS_A_CHILD = """
 import subprocess, sys, time
 import bench.launches.versions
@@ -284,20 +261,6 @@ NINE_MINUTES = (
     *("versions", "timeline", "check_lines", "check_gathers", "check_once", "rows", "gathers"),
     *("headline_alone", "check_loss", "bench_expand", "train_llama"),
 )
-
-
-def test_the_headline_compiles_its_peers_after_all_others_have_taken_their_turns(monkeypatch):
-    monkeypatch.setattr(headline, "DEVICE", "cuda")
-    named = headline.providers((4, 40, 8, 8), torch.bfloat16, with_compile=True)
-    first, last = ([one.name for one in group] for group in headline.apart(named))
-    ours = ["growkern", "growkern, CUDA graph"]
-    assert first[:4] == ["GEMMs alone", *ours, "plain"] and "liger kl" in first
-    again = ["growkern, again", "growkern, again, labels alone"]
-    compiled = ["torch.compile", "torch.compile, float32 logits", "liger jsd"]
-    assert last == [*again, *compiled, "torch.compile, labels alone"]
-    # both take turns with it
-    assert {loss_measure._compiled_of(name) for name in again} <= set(last)
-    assert len(first) + len(last) == len(named) + len(again)
 
 
 def test_a_piece_that_overruns_gives_way_to_the_next(tmp_path, monkeypatch):

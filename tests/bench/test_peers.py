@@ -4,12 +4,10 @@ import sys
 from types import ModuleType
 
 import pytest
-import torch
 
 from bench.shared import harness, loss_measure, peers
 from bench.shared.loss_measure import Provider, in_turns
 from bench.shared.peers import Peer
-from bench.speed import linear_kl_mlm_loss
 
 
 def fails():
@@ -43,33 +41,6 @@ def test_a_failing_library_leaves_the_other_rows(monkeypatch):
     assert by_name["bad"] == by_name["late"] == {"why not": "ValueError: not for this dtype"}
     with pytest.raises(ValueError, match="not for this dtype"):
         in_turns([Provider("ours", fails, ours=True)], 1)
-
-
-@pytest.mark.parametrize("by_head", [True, False])
-def test_trl_is_called_in_both_orders_of_its_arguments(by_head, monkeypatch):
-    """With stand-ins of both signatures the gradient is that of the divergence."""
-
-    def divergence(z, u, mask, beta):
-        assert mask.shape == z.shape[:2] and beta == 0.0
-        kl = torch.nn.functional.kl_div(
-            z.log_softmax(-1), u.log_softmax(-1), log_target=True, reduction="none"
-        )
-        return kl.sum(-1).mean(), None, None
-
-    def heads_together(hidden, student_weight, teacher_hidden, teacher_weight, *rest, chunk_size):
-        return divergence(hidden @ student_weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
-
-    def hidden_together(hidden, teacher_hidden, weight, teacher_weight, *rest, num_items=None):
-        return divergence(hidden @ weight.t(), teacher_hidden @ teacher_weight.t(), *rest)
-
-    names = ("trl", "trl.trainer", "trl.trainer.distillation_trainer")
-    modules = {name: ModuleType(name) for name in names}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    last = modules[names[-1]]
-    last._chunked_divergence_loss = heads_together if by_head else hidden_together
-    monkeypatch.setattr(loss_measure, "DEVICE", "cpu")
-    assert loss_measure.error_of(peers.trl_chunked, 1.0, 50, 12, 8, torch.float32) < 1e-5
 
 
 def test_rows_are_there_before_all_turns_are_over(monkeypatch):
@@ -107,49 +78,3 @@ def test_ratios_are_taken_turn_by_turn(monkeypatch):
 def named(names):
     """Providers whose step is their name."""
     return [Provider(name, name) for name in names]
-
-
-def test_cut_cross_entropy_is_called_with_labels_only(monkeypatch):
-    """With a stand-in of the same signature, loss and gradient are those of cross-entropy."""
-    module = ModuleType("cut_cross_entropy")
-
-    def linear_cross_entropy(e, c, targets, *, impl):
-        assert impl == ("cce" if torch.cuda.is_available() else "torch_compile")
-        return torch.nn.functional.cross_entropy(e @ c.t(), targets)
-
-    module.linear_cross_entropy = linear_cross_entropy
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", module)
-    named = {name: rest for name, *rest in linear_kl_mlm_loss.losses(False, torch.float32)}
-    loss, alpha, error_alpha, peer = named["cut_cross_entropy, labels alone"]
-    assert not peer.why_not() and alpha == error_alpha == 0
-    monkeypatch.setattr(loss_measure, "DEVICE", "cpu")
-    error = loss_measure.error_of(loss, 0.0, 50, 12, 8, torch.float32)
-    assert error < 1e-6
-    ours = named["growkern, labels alone"][0]
-    assert loss_measure.error_of(ours, 0.0, 50, 12, 8, torch.float32) < 1e-6
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_liger_compiles_its_chunks_on_a_gpu_as_by_default(device, monkeypatch):
-    """A stand-in of the same signature tells how it is made; its loss is that of the equation."""
-    module, made = ModuleType("liger_kernel.chunked_loss"), []
-
-    class LigerFusedLinearJSDLoss:
-        def __init__(self, hard, soft, *, beta, compiled=True, chunk_size=1024):
-            assert beta == 0.0
-            self.parts = hard, soft
-            made.append((compiled, chunk_size))
-
-        def __call__(self, x, w, teacher_x, teacher_w, labels):
-            (hard, soft), log_p = self.parts, (teacher_x @ teacher_w.t()).log_softmax(-1)
-            log_q = (x @ w.t()).log_softmax(-1)
-            kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-            return hard * torch.nn.functional.nll_loss(log_q, labels) + soft * kl
-
-    module.LigerFusedLinearJSDLoss = LigerFusedLinearJSDLoss
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(peers, "DEVICE", device)
-    monkeypatch.setattr(loss_measure, "DEVICE", "cpu")
-    assert loss_measure.error_of(peers.liger_jsd, 0.3, 50, 12, 8, torch.float32) < 1e-5
-    assert made == [(True, 1024) if device == "cuda" else (False, 256)]

@@ -60,29 +60,6 @@ def test_the_readme_quotes_only_what_a_gpu_measured(tmp_path):
         assert tables.measured_on_gpus(tmp_path) == []
 
 
-def test_the_readme_quotes_the_headline_without_peers(tmp_path, monkeypatch):
-    """The first command measures it alone: beside an older one with peers, and not twice."""
-    ours = {"provider": "growkern", "wall s": 0.05, "extra MiB": 2048.0, "gradient error": 0.002}
-    gemms = {"provider": "GEMMs alone", "wall s": 0.04, "extra MiB": 9.0}
-    whole, alone = (tmp_path / "nvidia-h200" / f"headline{x}.json" for x in ("", "_alone"))
-    today = {"commit": "def", "kernels": results.source_digest(results.KERNELS)}
-    now = ours | {"wall s": 0.045}
-    results.write(alone, document(rows=[gemms, now], machine=today))
-    ((what, own, others),) = tables.measured_on_gpus(tmp_path)
-    assert "(commit def)" in what and own.startswith("45 ms, 2.0 GiB")
-    assert others == "its matrix products alone: 40 ms"
-    changed = "have changed since the GPU figures of commit"
-    assert changed not in tables.headline(tmp_path)
-    results.write(whole, document(rows=[ours, ours | {"provider": "liger jsd"}]))
-    pages = (tables.headline(tmp_path), report.speed(tmp_path))
-    assert [row[1][:5] for row in tables.measured_on_gpus(tmp_path)] == ["50 ms", "45 ms"]
-    for text in pages:
-        assert "abc" in text and "def" in text and f"{changed} abc.**" in text
-    results.write(whole, document(rows=[ours], machine=today))
-    assert [row[1][:5] for row in tables.measured_on_gpus(tmp_path)] == ["50 ms"]
-    assert "45.0" not in tables.headline(tmp_path)
-
-
 def test_a_failed_check_reads_failed(tmp_path):
     path = tmp_path / "nvidia-h200" / "check_expand.json"
     why = ["bfloat16: error 1 | 2\nand more", "another"]
@@ -117,24 +94,3 @@ def test_a_page_says_which_figures_are_of_other_kernels(tmp_path):
             assert "commit abc" in text or "H200, abc" in text
             assert text.splitlines()[-1].startswith("|") != old
     assert results.machine()["kernels"] == today
-
-
-def test_what_the_first_command_measures_is_on_the_page(tmp_path):
-    """A row that says that another kernel ran gives no figure."""
-    folder = tmp_path / "nvidia-h200"
-    found = {"rows": 1, "teachers": 1, "asked": "once", "read": "once", "ms": 3.0}
-    given = {"dtype": "bfloat16", "maps": "tiled", "kind": "{}", "device ms": 2.0}
-    steps = [{"step": name, "device ms": x} for name, x in (("growkern", 6), ("GEMMs alone", 5))]
-    rows = {
-        "rows": [found, found | {"asked": "twice", "read": "twice", "ms": 4.0}],
-        "gathers": [given | {"gathered in": "memory"}],
-        "timeline": steps,
-    }
-    rows["gathers"].append(given | {"gathered in": "shared memory", "device ms": 1.0})
-    for name, some in rows.items():
-        results.write(folder / f"{name}.json", document(rows=some))
-    text = report.gpu_table(tmp_path)
-    assert all(x in text for x in ("0.75 with a teacher", "0.50 bfloat16, tiled", "1.20 x its"))
-    found["read"] = "twice"
-    results.write(folder / "rows.json", document(rows=rows["rows"]))
-    assert "with a teacher" not in report.gpu_table(tmp_path)

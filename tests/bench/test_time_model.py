@@ -36,16 +36,3 @@ def test_the_model_of_time_counts_the_bytes_of_the_machine_code(size, name):
         if (row["kernel"], row["arch"]) == (kernel, "sm_90")
     }
     assert time_model.ROW_BYTES[size] + size == counted
-
-
-@pytest.mark.parametrize("dtype, most", [("float32", 0.01), ("tf32", 0.05)])
-def test_the_model_of_time_counts_the_products_of_float32_heads(dtype, most):
-    """1 GiB of dz is held. The first product writes dW, and each other reads and writes it."""
-    N, V, H, H_t = time_model.SHAPES[0]
-    one = time_model.estimate((N, V, H, H_t), dtype=dtype)
-    assert (one.chunks, one.products) == (32, 4)
-    copy = time_model.COPY["H200"]
-    moved = one.passes["sums of dW"] * copy
-    assert moved == pytest.approx(8 * V * H * 3)
-    assert one.passes["row kernel"] * time_model.ROWS * copy == pytest.approx(28 * N * V)
-    assert one.passes["sums of dW"] <= most * one.gemms

@@ -5,9 +5,9 @@ import torch
 import transformers
 
 import growkern
-from bench.paper.attention import attention_maps, paired_rows, plot_attention
+from bench.paper.attention import attention_maps, plot_attention
 from examples.demo.corpus import train_tokenizer
-from testbed.models import BERT, LLAMA, random_model
+from testbed.models import BERT, random_model
 from tests.plot.runs import drawn, texts
 
 TEXT = "attention is drawn for every head of every layer " * 4
@@ -42,47 +42,6 @@ def test_attention_maps_are_the_models_own_and_copies_attend_alike(tmp_path):
     assert maps[0].shape == (2, 3, 9, 9) and maps[1].shape == (2, 6, 9, 9)
     torch.testing.assert_close(maps[0].sum(-1), torch.ones(2, 3, 9))
     torch.testing.assert_close(maps[1], torch.cat([maps[0], maps[0]], 1))
-
-
-def cells(plan):
-    """Per layer: (source layer, source head) and grown head of every column."""
-    rows = paired_rows(plan)
-    return [
-        [
-            ((above.layer, above.head), below.head)
-            for above, below in zip(source.cells, grown.cells, strict=True)
-        ]
-        for source, grown in zip(rows[::2], rows[1::2], strict=True)
-    ]
-
-
-def test_heads_stand_below_the_heads_they_come_from():
-    source = random_model("BertModel", BERT)
-    plan = growkern.plan(source, hidden_size=24, num_hidden_layers=3)
-    order = [(0, 0), (0, 3), (1, 1), (1, 4), (2, 2), (2, 5)]
-    # layer 1 is inserted behind layer 0
-    assert cells(plan) == [[((layer, a), b) for a, b in order] for layer in (0, 0, 1)]
-    assert [row.inserted for row in paired_rows(plan)] == [False, False, True, True, False, False]
-
-
-def test_aki_heads_stand_below_heads_of_the_next_layer():
-    plan = growkern.plan(random_model("BertModel", BERT), hidden_size=24, method="aki")
-    first, last = cells(plan)
-    assert first == [((k, h), h + 3 * k) for h in range(3) for k in (0, 1)]
-    assert last == [((1, h), h + 3 * k) for h in range(3) for k in (0, 1)]
-
-
-def test_grouped_query_heads_follow_their_keys():
-    source = random_model("LlamaModel", LLAMA)
-    plan = growkern.plan(source, num_attention_heads=12, num_key_value_heads=4)
-    assert cells(plan)[0] == [((0, h), h + 6 * k) for h in range(6) for k in (0, 1)][:8]
-
-
-def test_new_heads_of_a_direct_copy_have_nothing_above():
-    plan = growkern.plan(random_model("BertModel", BERT), hidden_size=24, method="direct_copy")
-    above, below = paired_rows(plan)[:2]
-    assert [cell and cell.head for cell in above.cells] == [0, 1, 2, None, None, None]
-    assert [cell.head for cell in below.cells] == [0, 1, 2, 3, 4, 5]
 
 
 def test_attention_is_drawn(pair, tmp_path, monkeypatch):

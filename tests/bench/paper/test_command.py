@@ -3,11 +3,8 @@
 import hashlib
 import signal
 import tracemalloc
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
 
 from bench.paper import __main__ as command
 from bench.paper import corpus, page
@@ -118,14 +115,6 @@ def test_rows_of_another_text_are_neither_taken_over_nor_saved(tmp_path):
     assert (tmp_path / "paper.json").read_bytes() == before
 
 
-def test_known_rows_of_another_text_are_refused(results, lines, tmp_path, monkeypatch, capsys):
-    for option in ("--known", "--save"):
-        call = ("table5", "--dir", tmp_path / "runs", "--text", lines, option)
-        said = refused(monkeypatch, capsys, *call)
-        assert "10,261,696 bytes" in said and "cannot be compared" in said
-    assert rows_of(tmp_path / "runs") == {}
-
-
 def test_known_rows_join_those_of_a_folder(tmp_path):
     append_row(tmp_path / ROWS, row("tiny-gpt/a", 1.0))
     take_over(tmp_path, [row("tiny-gpt/a", 2.0), row("tiny-gpt/b", 2.0)])
@@ -133,26 +122,6 @@ def test_known_rows_join_those_of_a_folder(tmp_path):
         "tiny-gpt/a": [1.0],
         "tiny-gpt/b": [2.0],
     }
-
-
-def test_a_large_text_is_not_counted_whole(tmp_path, monkeypatch):
-    """Its validation text would be a part of gigabytes."""
-    monkeypatch.setattr(corpus, "MOST_CHARACTERS", 8)
-    file = tmp_path / "one.txt"
-    file.write_text("".join(f"some text that differs in {i}\n" for i in range(20_000)))
-    setting = replace(MICRO_GPT, validation_tokens=100)
-    counted = []
-
-    def from_pretrained(path):
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        return lambda text: counted.append(text) or tokenizer(text)
-
-    monkeypatch.setattr(corpus, "AutoTokenizer", SimpleNamespace(from_pretrained=from_pretrained))
-    prepare(tmp_path, setting, {"corpus": [file]})
-    assert [len(text) for text in counted] == [800]
-    text = (tmp_path / setting.validation).read_text()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / setting.tokenizer)
-    assert 80 <= len(tokenizer(text).input_ids) <= 120
 
 
 def parts(files):
@@ -228,31 +197,6 @@ def test_a_folder_has_one_text(lines, tmp_path, monkeypatch, capsys):
     assert facts[HASH] in said and "another --dir" in said
     lines.write_text(lines.read_text() + "more\n")
     assert facts[HASH] in refused(monkeypatch, capsys, *call, "--text", lines)
-
-
-def test_known_runs_are_not_trained_again_for_their_accuracies(tmp_path, monkeypatch):
-    asked = {}
-
-    class Place:
-        def __init__(self, *_):
-            pass
-
-        def make(self, jobs):
-            return [row(job.name) | {"rate": job.rate} for job in jobs]
-
-        def has_model(self, name):
-            return "scratch" in name
-
-        def classify(self, jobs):
-            asked["jobs"] = {job.system for job in jobs}
-
-    monkeypatch.setattr(command, "Workplace", Place)
-    monkeypatch.setattr(command, "prepare", lambda *_: {})
-    monkeypatch.setattr(command, "of_text", lambda *_: [])
-    for known, systems in ((["--known"], {"scratch"}), ([], {"scratch", "fpi"})):
-        call = ("table2", "--systems", "scratch", "fpi", "--dir", str(tmp_path), *known)
-        command.train_table(command.options_of(call))
-        assert asked["jobs"] == systems
 
 
 def test_one_run_is_repeated_beside_the_committed_one(results, tmp_path, monkeypatch, capsys):

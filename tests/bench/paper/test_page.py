@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench.paper.briefs import brief_text
-from bench.paper.compare import MARK, NONE, best_rate, compared, interval, runs_of, saved, title_of
+from bench.paper.compare import MARK, NONE, best_rate, compared, interval, runs_of, saved
 from bench.paper.page import page_text, report, table, write_page
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.shared.results import write
@@ -131,22 +131,6 @@ def test_the_page_shows_a_picture_of_every_table(tmp_path):
         assert line.split("|")[8:10] == [source_counted, of_any_size]
         assert of_any_size == " not known ", "no model that is never grown"
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-
-
-def test_lines_that_lack_seeds_are_named(tmp_path):
-    """Also where this leaves the baseline alone, which has no picture."""
-    lines = lines_of("moment", "tiny")[:5]
-    for counts in ((3, 3, 1, 3, 0), (2, 1, 0, 0, 0), (2, 0, 0, 0, 0)):
-        losses = [own[:count] for own, count in zip(MOMENT, counts, strict=True)]
-        rows = list(rows_for(lines, losses))
-        write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
-        by_name = {row["name"]: row for row in rows}
-        text = table("moment", "tiny", compared(lines, "moment", by_name), by_name)
-        named = text.partition("Seeds are missing of: ")[2]
-        for line, count in zip(lines, counts, strict=True):
-            assert (f"| {title_of(line)} |" in text) == (count == counts[0])
-            assert (title_of(line) in named) == (0 < count < counts[0])
-        assert write_page(tmp_path)
 
 
 def test_a_rate_whose_loss_is_no_number_is_not_the_best():
