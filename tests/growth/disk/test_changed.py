@@ -14,7 +14,7 @@ from growkern import GrowthError
 from growkern.files import checksum
 from growkern.growth.disk.stream import Stream
 from growkern.growth.optimizer import file as optimizer_file
-from growkern.growth.source import formats, loading
+from growkern.growth.source import loading
 from growkern.train.model.language_model import load_language_model
 from testbed.models import LLAMA, random_model
 
@@ -265,7 +265,3 @@ def test_weights_with_a_new_link_are_compared(source, tmp_path, monkeypatch):
     during(monkeypatch, change)
     with pytest.raises(GrowthError, match=r"model\.safetensors was changed while it was read"):
         growkern.grow_checkpoint(source, tmp_path / "large", **HOW)
-
-
-def test_a_file_system_may_keep_no_inodes(source):
-    assert "inode" not in str(formats.Stamps.of(source).identity())

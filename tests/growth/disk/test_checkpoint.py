@@ -73,13 +73,6 @@ def test_a_grown_checkpoint_loads_like_any_other(source, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
 
 
-def test_dtype_is_the_sources_or_the_one_asked_for(source, tmp_path):
-    grow(source, tmp_path / "bf16", dtype=torch.bfloat16)
-    tensors = load_file(tmp_path / "bf16" / "model.safetensors")
-    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
-    assert growkern.verify(source, tmp_path / "bf16").ok
-
-
 def test_old_names_and_foreign_heads_are_understood(source, tmp_path):
     """gamma/beta, a stored position buffer and the pooler of the published BERT files."""
     file = source / "model.safetensors"
@@ -405,13 +398,9 @@ def test_existing_target_is_kept_unless_told(source, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["grown", "source"]
 
 
-FOREIGN = ["thesis.tex", "notes.md", "data.json", "train.py", ".git/HEAD", ".git", ".gitignore"]
-FOREIGN += ["original/params.json", "onnx/model.onnx", "checkpoint-1/model.safetensors", "empty/"]
-FOREIGN += ["1_Pooling/notes/config.json", "figure.png", "survey_results.json", "thesis.model"]
-FOREIGN += ["COPYING-thesis.txt", "tokenizer_experiments.md", "modeling_diary.py", "optimizer.pt"]
-FOREIGN += ["LICENSE-keys.pem", "vocab-of-the-talk.txt", "best.safetensors", "notes.jinja"]
-FOREIGN += ["model.gguf", "additional_chat_templates/tool.jinja", "merges.txt", "LICENSE"]
-FOREIGN += [".gitattributes", "model-00001-of-00002.safetensors", "1_Pooling/config.json"]
+FOREIGN = ["thesis.tex", ".git/HEAD", ".git", "checkpoint-1/model.safetensors", "empty/"]
+FOREIGN += ["1_Pooling/notes/config.json", "tokenizer_experiments.md", "optimizer.pt"]
+FOREIGN += ["additional_chat_templates/tool.jinja", "LICENSE", "model-00001-of-00002.safetensors"]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -612,9 +601,8 @@ def str_of(renderable):
     return capture.get()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_distributed_source_is_verified_like_any_other(tmp_path, tied):
-    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32, tie_word_embeddings=tied)
+def test_a_distributed_source_is_verified_like_any_other(tmp_path):
+    source = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32, tie_word_embeddings=True)
     source.config.architectures = ["LlamaForCausalLM"]
     source.config.save_pretrained(tmp_path / "source")
     shards, target = tmp_path / "source" / "step_7", tmp_path / "grown"

@@ -75,15 +75,6 @@ def test_links_out_of_the_checkpoint_are_left_out(source, tmp_path, name):
     assert not (tmp_path / "large" / name).exists()
 
 
-def test_a_linked_folder_out_of_the_checkpoint_is_left_out(source, tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "a.jinja").write_text("of somebody else")
-    (source / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
-    with pytest.warns(UserWarning, match="outside of the checkpoint"):
-        grow(source, tmp_path / "large")
-    assert not (tmp_path / "large" / "additional_chat_templates").exists()
-
-
 def test_links_inside_the_checkpoint_and_its_cached_repository_are_followed(source, tmp_path):
     repository = tmp_path / "models--a--b"
     (repository / "blobs").mkdir(parents=True)

@@ -272,7 +272,6 @@ def test_patterns_of_layers_follow_layer_types_or_go(case, tmp_path):
     growkern.grow(model, **how).save_pretrained(tmp_path / "memory")
     for place in ("disk", "memory"):
         assert read(tmp_path / place).get(key) == then
-    assert growkern.verify(tmp_path / "small", tmp_path / "disk").ok
     again = type(model).from_pretrained(tmp_path / "disk")
     torch.testing.assert_close(logits(again), logits(model), rtol=1e-3, atol=1e-3)
 

@@ -68,13 +68,11 @@ WIDER = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 40}
 DEEPER = {"num_hidden_layers": 4, "identity_gain": 1e-8}
 CASES = {
     "mean": ([Pooling(12, "mean")], WIDER),
-    "normalised": ([Pooling(12, "mean"), Normalize()], WIDER),
     "cls": ([Pooling(12, "cls"), Normalize()], WIDER),
     "largest": ([Pooling(12, "max")], WIDER),
     "two modes": ([Pooling(12, ("cls", "mean")), Normalize()], WIDER),
     "a dense layer": ([Pooling(12, "mean"), linear(12, 5), Normalize()], WIDER),
     "signed shares": ([Pooling(12, "max"), Normalize()], {**WIDER, "symmetry": "split"}),
-    "three copies": ([Pooling(12, "mean")], {"hidden_size": 36}),
     "deeper": ([Pooling(12, "mean"), Normalize()], DEEPER),
     "both": ([Pooling(12, "mean"), Normalize()], {**WIDER, **DEEPER}),
 }

@@ -128,25 +128,6 @@ def test_a_disk_takes_a_direct_write_in_bites(tmp_path, content, direct, monkeyp
     assert (tmp_path / "file").read_bytes() == content.numpy().tobytes()
 
 
-def test_other_errors_of_the_disk_are_told(tmp_path, content, monkeypatch):
-    def full(file, data, at):
-        raise OSError(errno.ENOSPC, "full")
-
-    file = TargetFile(tmp_path / "file", SIZE, b"")
-    data = Buffer().room(SIZE, 0).copy_(content)
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="full"):
-        file.write(data, 0)
-    file.close()
-
-
-def test_a_buffer_lies_as_the_file_does():
-    buffer = Buffer()
-    for size, at in ((10, 3), (100_000, BLOCK_BYTES - 1), (5, 2 * BLOCK_BYTES), (200_000, 88)):
-        room = buffer.room(size, at)
-        assert room.shape == (size,) and (room.data_ptr() - at) % BLOCK_BYTES == 0
-
-
 def test_a_grown_checkpoint_is_the_same_past_the_cache(tmp_path, direct):
     """Tensors of several blocks, none of which begins where a block does."""
     sizes = {"vocab_size": 997, "intermediate_size": 136}

@@ -134,27 +134,6 @@ def test_experts_take_the_steps_of_matrices(in_float64):
         torch.testing.assert_close(stack, torch.stack(each))
 
 
-def step_of_muon(momentum):
-    group = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
-    return _muon._zeropower_via_newtonschulz(momentum, group, _muon.DEFAULT_NS_STEPS, _muon.EPS)
-
-
-@pytest.mark.parametrize("shape", [(12, 48), (48, 12), (16, 16)])
-@pytest.mark.parametrize("copies", [(1, 2), (2, 1), (2, 2), (3, 2), (4, 1)])
-def test_the_step_is_the_grown_step_times_a_root(shape, copies, in_float64):
-    """sqrt(c_in / c_out), with PyTorch's own five unconverged Newton-Schulz steps."""
-    rng = torch.Generator().manual_seed(0)
-    momentum = torch.randn(shape, generator=rng, dtype=torch.float64)
-    out, into = copies
-
-    def grow(x):
-        return x.repeat_interleave(out, 0).repeat_interleave(into, 1)
-
-    # a weight (out, in) is divided by the copies of its input, its gradient by those of its output
-    found, expected = step_of_muon(grow(momentum) / out), grow(step_of_muon(momentum)) / into
-    assert (found - math.sqrt(into / out) * expected).abs().max() <= 4e-15
-
-
 def test_factors_of_even_growth():
     plan = growkern.plan(random_model("LlamaForCausalLM", LLAMA), **GROUPS)
     factors = growkern.growth_lr_multipliers(plan)
@@ -269,25 +248,3 @@ def test_findings_are_exact_if_and_only_if_steps_and_growth_commute(how, in_floa
     commute = (new - old).abs().max() <= 1e-12 * old.abs().max()
     found = growkern.moment_findings(target.growth_plan, optimizer="muon")[-1]
     assert (found.what, found.level == "exact") == ("steps of Muon", bool(commute)), found.why
-
-
-def test_findings_say_where_steps_of_muon_are_exact():
-    source = random_model("LlamaForCausalLM", LLAMA)
-    even, uneven = (
-        growkern.plan(source, symmetry="none", **how)
-        for how in (GROUPS, {**GROUPS, "intermediate_size": 33})
-    )
-    assert growkern.moment_findings(even, optimizer="muon")[-1].level == "exact"
-    found = growkern.moment_findings(uneven, optimizer="muon")[-1]
-    assert (found.level, found.what) == ("approximate", "steps of Muon")
-    assert "uneven in 6 matrices" in found.why
-    assert len(growkern.moment_findings(uneven)) == 1
-    with pytest.raises(growkern.GrowthError, match="did you mean 'muon'"):
-        growkern.moment_findings(even, optimizer="mouon")
-
-
-@pytest.mark.parametrize("how", [{"hidden_size": 20}, {"vocab_size": 60}, {"method": "aki"}])
-def test_factors_are_positive_in_every_growth(how):
-    plan = growkern.plan(random_model("BertForMaskedLM", BERT), **{"hidden_size": 24, **how})
-    for factors in growkern.growth_lr_multipliers(plan).values():
-        assert all(0.1 < factor < 10 for factor in factors.muon.values())

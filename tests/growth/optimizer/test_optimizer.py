@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 import growkern
 from growkern.growth.optimizer.moments import starts_at_zero
-from growkern.growth.optimizer.state import decay_names
 from testbed.families import PYTHIA, ROTARY
 from testbed.models import BERT, GPT2, LLAMA, Float64Everywhere, images, random_model
 from testbed.relatives import RELATIVES
@@ -285,16 +284,6 @@ def test_old_slices_keep_the_old_block_as_it_is_and_nothing_else():
             assert torch.equal(entry[key], expected), (name, key)
 
 
-def test_old_slices_of_a_larger_head_are_where_its_old_entries_are():
-    """Rotary pair i of 4 entries becomes pair 2 i of 8: entries 0, 2, 4 and 6."""
-    source = random_model("LlamaForCausalLM", LLAMA)
-    _, grown, _, own = grown_states(source, {"head_dim": 8}, moments="old_slices")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    heads = grown[name]["exp_avg"].reshape(6, 8, 12)
-    assert torch.equal(heads[:, ::2].reshape(24, 12), own[name]["exp_avg"])
-    assert not heads[:, 1::2].any()
-
-
 def test_old_slices_of_a_fused_matrix_are_where_the_old_entries_of_its_parts_are():
     """4 of 8 entries turn, 8 of 16: pairs 0 and 1 become 0 and 2, entries 4 to 7 become 8 to 11."""
     source = random_model("GPTNeoXForCausalLM", PYTHIA)
@@ -460,12 +449,6 @@ def test_groups_without_some_parameters_keep_them_out():
     state = growkern.grow_optimizer(optimizer.state_dict(), target.growth_plan)
     names = [name for name, _ in target.named_parameters() if "embeddings" not in name]
     assert state["param_groups"][0]["param_names"] == names
-
-
-def test_decay_names_are_the_trainers():
-    model = random_model("BertForMaskedLM", BERT)
-    names = {name for name, _ in model.named_parameters()}
-    assert names - decay_names(model) == {n for n in names if "LayerNorm" in n or "bias" in n}
 
 
 # ----------------------------------------------------------------- refusals

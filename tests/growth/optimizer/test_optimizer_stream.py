@@ -80,8 +80,13 @@ def assert_same_state(actual, expected):
 # -------------------------------------------------------------- what is written
 
 
-@pytest.mark.parametrize("moments", ["grow", "old_slices", "reset"])
-@pytest.mark.parametrize("class_name", CASES)
+@pytest.mark.parametrize(
+    "class_name, moments",
+    [
+        *((name, "grow") for name in CASES),
+        *(("GPT2LMHeadModel", x) for x in ("old_slices", "reset")),
+    ],
+)
 def test_the_file_holds_what_grow_optimizer_makes(tmp_path, class_name, moments):
     sizes, how = CASES[class_name]
     source = saved(tmp_path, class_name, sizes, amsgrad=class_name == "GPT2LMHeadModel")
@@ -387,8 +392,7 @@ def test_flipped_bits_are_seen(tmp_path):
 def test_records_that_claim_to_be_compressed_are_refused(tmp_path):
     source = saved(tmp_path)
     raw = bytearray((source / "optimizer.pt").read_bytes())
-    at = -1
-    while (at := raw.find(b"PK\x01\x02", at + 1)) >= 0:
+    for at in [found.start() for found in re.finditer(b"PK\x01\x02", raw)][::7]:
         # the compression method of an entry of the central directory
         spoilt = raw[: at + 10] + b"\x08" + raw[at + 11 :]
         (source / "optimizer.pt").write_bytes(spoilt)

@@ -74,8 +74,8 @@ def test_after_every_growth_the_steps_are_those_of_the_first_model(case):
         large, new = grown(large, new, wider)
         assert relative(large, small) <= 1e-12
         before = outputs(small)["logits"]
-        train(small, optimizer, range(start, start + 20))
-        train(large, new, range(start, start + 20))
+        train(small, optimizer, range(start, start + 10))
+        train(large, new, range(start, start + 10))
         assert (outputs(small)["logits"] - before).abs().max() > 0.1
         assert relative(large, small) <= 1e-12
         assert growkern.moment_findings(large.growth_plan)[0].level == "exact"
@@ -97,17 +97,7 @@ def test_width_and_depth_in_any_order(depth):
     assert relative(large, small) > 0.1
 
 
-def test_the_factors_are_of_the_parameters_not_of_the_optimizer_before():
-    """Plain AdamW after the first growth changes nothing about the second."""
-    small = random_model("GPT2LMHeadModel", GPT2, std=0.2)
-    middle = growkern.grow(small, **EVEN, n_embd=24)
-    train(middle, torch.optim.AdamW(groups(middle), **OPTIONS), range(3))
-    large = growkern.grow(middle, **EVEN, n_embd=48)
-    straight = growkern.grow(small, **EVEN, n_embd=48)
-    same_factors(*(growth_lr_multipliers(x.growth_plan) for x in (large, straight)))
-
-
-@pytest.mark.parametrize("rule", test_muon.RULES)
+@pytest.mark.parametrize("rule", test_muon.RULES[1:])
 def test_muon_takes_the_steps_of_the_first_model(rule, monkeypatch):
     # the polynomial of Muon in float64: by itself it rounds to bfloat16
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
@@ -183,17 +173,9 @@ def lose(directory):
     (directory / "lineage.json").unlink()
 
 
-def damage(directory):
-    (directory / "lineage.json").write_text("{")
-
-
 def cut(directory):
     file = directory / "lineage.json"
     file.write_text(file.read_text()[:3000])
-
-
-def empty(directory):
-    (directory / "lineage.json").write_text("null")
 
 
 def keep(directory):
@@ -213,7 +195,7 @@ def edit(**changes):
     ("change", "why"),
     [
         (lose, "large/lineage.json is missing: copy it from the grown model"),
-        (damage, "not valid JSON"),
+        (cut, "not valid JSON"),
         (lambda directory: (directory / "lineage.json").write_text("[]"), "is damaged"),
         (edit(model_class="BertForMaskedLM"), "Bert"),
         (edit(maps={}), "draws other maps"),
@@ -241,12 +223,11 @@ def said(make):
     return made, [str(one.message) for one in caught if "how is not known" in str(one.message)]
 
 
-@pytest.mark.parametrize("name", ["large", "small"])
-@pytest.mark.parametrize("change", [keep, empty, cut, lose])
+@pytest.mark.parametrize(
+    "name, change", [("small", keep), ("large", keep), ("large", cut), ("large", lose)]
+)
 def test_a_lost_record_is_said_in_the_plan_and_by_the_optimizers(name, change, chain, tmp_path):
     place = tmp_path / name
-    if name == "small":
-        change = keep
     change(place)
     sizes = {**EVEN, **WIDEST}
     growkern.grow_checkpoint(place, tmp_path / "new", progress=False, **sizes)
@@ -306,12 +287,9 @@ def filled_from(model):
 
 
 @pytest.mark.parametrize("moved", MOVED)
-@pytest.mark.parametrize("grown_once", [True, False])
-def test_a_growth_is_not_forgotten_where_its_record_is_not(
-    grown_once, moved, chain, tmp_path, monkeypatch
-):
+def test_a_growth_is_not_forgotten_where_its_record_is_not(moved, chain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = loaded("middle" if grown_once else "large")
+    model = loaded("large")
     assert growkern.moment_findings(growkern.plan(model, **EVEN, **WIDEST))[0].level == "exact"
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")

@@ -1,13 +1,10 @@
 """The steps of GrowthAdamW: fused ones against the formula in float64, and the memory of all."""
 
-import math
-
 import pytest
 import torch
 
 import growkern
 from growkern.growth.optimizer import adamw
-from growkern.growth.optimizer.moments import EntryFactors
 from growkern.ops.adamw import step as op
 from growkern.ops.adamw.factors import UpdateRule
 from testbed.models import GPT2, random_model
@@ -28,18 +25,6 @@ def test_fused_steps_are_those_of_the_formula(shape, dtype, tolerance, amsgrad, 
     for x, y in zip(changed(part), expected, strict=True):
         assert torch.allclose(x.double(), y, rtol=tolerance, atol=tolerance)
     assert torch.equal(part.gradient, gradient)
-
-
-def test_only_equal_factors_are_uniform():
-    even, uneven = (factors_for((4, 5), torch.float64, even=x) for x in (True, False))
-    found = adamw.uniform_of(even)
-    assert found.lr == pytest.approx(math.prod(x.flatten()[0].item() for x in even.lr))
-    assert found.eps == pytest.approx(math.prod(x.flatten()[0].item() for x in even.eps))
-    assert adamw.uniform_of(uneven) is None
-    assert adamw.uniform_of(factors_for((4,), torch.float64, even=False)) is None
-    assert adamw.is_old_of(uneven) is None
-    none = EntryFactors(even.lr, even.eps, (even.old[0], ~even.old[1]))
-    assert adamw.is_old_of(none) is False
 
 
 def test_tensors_that_do_not_lie_alike_are_not_fused():
