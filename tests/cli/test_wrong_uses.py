@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import growkern
+from testbed.families import T5
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.cli.test_commands import RUN, WORDS, assert_bad_input, run
 from tests.cli.wrong_uses import USES
 
 __all__ = ["run"]
-T5 = {"d_model": 12, "num_heads": 3, "d_kv": 4, "d_ff": 20, "num_layers": 2}
 MODELS = {
     "bert": ("BertForMaskedLM", BERT),
     "gpt2": ("GPT2LMHeadModel", GPT2),

@@ -1,6 +1,5 @@
 """The README and the documentation: all blocks run and print what the page says."""
 
-import dataclasses
 import inspect
 import json
 import math
@@ -120,16 +119,6 @@ def test_the_reference_is_fresh_and_has_every_public_name():
     for name in named:
         first = inspect.getdoc(getattr(growkern, name)).splitlines()[0]
         assert first in page, name
-
-
-def test_the_reference_of_run_files_has_every_key_with_its_limits():
-    page = reference.RUN_FILE.read_text()
-    for name, cls in reference.sections().items():
-        assert f"## `[{name}]`" in page
-        for field in dataclasses.fields(cls):
-            assert f"\n| `{field.name}` | " in page, field.name
-    assert "| `eval_every` | integer, 0 or more | " in page
-    assert '| `precision` | `"fp32"`, `"bf16"`, `"pure-bf16"` | `"fp32"` | ' in page
 
 
 def test_the_formats_of_records_are_those_of_the_code():

@@ -30,16 +30,6 @@ def test_split_depends_on_content_alone(tmp_path):
     assert moved != corpus and read_corpus([*files[1:], tmp_path / "zz.py"]) == moved
 
 
-def test_max_files_takes_the_same_files_every_time(tmp_path):
-    for i in range(200):
-        (tmp_path / f"{i:03}.py").write_text(f"x = {i}\n")
-    files = library_files(tmp_path)
-    some = read_corpus(files, max_files=150)
-    assert len(some.train) + len(some.validation) == 150
-    assert some == read_corpus(files, max_files=150)
-    assert set(some.train) < set(read_corpus(files).train)
-
-
 def test_skips_what_is_not_the_librarys_own_text(tmp_path):
     for name in ("a.py", "b.rst", "c.txt", "d.pyc", "site-packages/e.py", "x/test/f.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -65,14 +65,9 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_there_is_a_file_of_each_kind():
-    assert len(RUNS) == 15
-
-
 # what the comments of a file offer in place of a line of it
 OTHERS = [
-    ("two_stage", 'method = "aki"', f'method = "{method}"')
-    for method in ("fpi", "direct_copy", "random")
+    ("two_stage", 'method = "aki"', f'method = "{method}"') for method in ("fpi", "random")
 ] + [
     ("inheritance", 'decay = "linear"', 'decay = "switch"'),
     ("progressive", 'depth = "random"', 'depth = "stack"'),

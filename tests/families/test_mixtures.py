@@ -4,8 +4,6 @@ Truth: the source in transformers, in float64 with eager experts, with every par
 size of every family is in `tests.growth.plan.test_relatives`.
 """
 
-import copy
-import dataclasses
 import os
 import warnings
 
@@ -17,11 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import growkern
 from growkern.errors import GrowthError
-from growkern.families.model import ModelSpec
-from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.axes import asleep, axis_map
 from growkern.growth.plan.tensors.tensor import build_tensor
-from growkern.growth.space.rules import check_layer_kinds
 from growkern.ops.expand.many import OneByOne
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import layer_stacks
@@ -85,14 +80,6 @@ def test_new_experts_are_copies_where_other_rows_come_from_the_next_layer():
         assert torch.equal(new.mlp.gate.weight, old.mlp.gate.weight.repeat(2, 1))
 
 
-def test_a_config_whose_experts_are_no_copies_is_refused():
-    source = qwen3_moe()
-    config = copy.deepcopy(source.config)
-    config.num_local_experts = 6
-    with pytest.raises(GrowthError, match="num_local_experts=6 is no multiple"):
-        growkern.plan(source, target_config=config)
-
-
 @pytest.mark.parametrize(
     "options, layers, sparse",
     [
@@ -106,17 +93,6 @@ def test_layers_keep_their_kind(options, layers, sparse):
     grown = growkern.grow(source, num_hidden_layers=layers, depth="identity")
     assert relative_error(source, grown) < 1e-12
     assert [hasattr(layer.mlp, "experts") for layer in grown.model.layers] == sparse
-
-
-def test_a_layer_of_another_kind_is_not_copied():
-    spec = ModelSpec.of(qwen3_moe(mlp_only_layers=[]).config, "Qwen3MoeForCausalLM")
-    # the first of two layers is dense, by a number
-    family = dataclasses.replace(spec.family, kinds={"sparse": ("from:decoder_sparse_step",)})
-    small = dataclasses.replace(spec, family=family)
-    # the number moves with the layers, but sparse layers cannot lie before dense ones
-    check_layer_kinds(small, "", (0, 0, 1), GrowthOptions())
-    with pytest.raises(GrowthError, match="layer 1 would copy layer 1 of the source, but only one"):
-        check_layer_kinds(small, "", (0, 1, 0, 1), GrowthOptions())
 
 
 def test_a_depth_that_no_number_of_the_config_allows_is_refused():

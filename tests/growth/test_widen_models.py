@@ -210,13 +210,6 @@ def test_layers_that_mix_entries(middle):
         growkern.widen(small, large, inputs=(x,))
 
 
-def test_a_norm_over_neighbours():
-    small, large = (nn.Sequential(nn.Conv1d(6, h, 1), nn.LocalResponseNorm(3)) for h in (8, 16))
-    for inputs in (None, (torch.randn(2, 6, 5),)):
-        with pytest.raises(GrowthError, match=r"1 \(LocalResponseNorm\)"):
-            growkern.widen(trained(small), large, inputs=inputs)
-
-
 @pytest.mark.parametrize(
     "function",
     [

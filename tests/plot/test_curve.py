@@ -1,7 +1,5 @@
 """Curves and savings, from curves whose answer is known."""
 
-import math
-
 import pytest
 
 from growkern.errors import GrowthError
@@ -18,13 +16,6 @@ def test_crossing_is_linear_between_points():
 
 def test_the_first_crossing_counts_where_a_loss_goes_up_again():
     assert first_crossing([0, 10, 20, 30], [8, 4, 6, 4], 5) == pytest.approx(7.5)
-
-
-def test_crossing_of_an_exponential_decay():
-    """Against the closed form: exp(-t / 100) = 1/2 at t = 100 ln 2."""
-    times = list(range(0, 200, 2))
-    found = first_crossing(times, [math.exp(-t / 100) for t in times], 0.5)
-    assert found == pytest.approx(100 * math.log(2), rel=1e-3)
 
 
 def test_curve_of_a_log():

@@ -233,15 +233,6 @@ def test_another_users_directory_is_not_used(target, monkeypatch):
         work(target.with_name("target"), overwrite=True)
 
 
-def test_it_is_private(target):
-    place = target.parent / ".target.making"
-    (place / "new").mkdir(parents=True)
-    place.chmod(0o777)
-    modes = []
-    work(target, meanwhile=lambda: modes.append(stat.S_IMODE(place.stat().st_mode)))
-    assert modes == [0o700]
-
-
 # --------------------------------------------------------------------- the lock
 
 

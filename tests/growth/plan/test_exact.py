@@ -129,7 +129,7 @@ def test_pairs_that_turn_below_a_norm_keep_one_scale(head_dim):
     assert relative_error(source, grown) < 1e-7
 
 
-@pytest.mark.parametrize("symmetry", ["none", "routing", "split"])
+@pytest.mark.parametrize("symmetry", ["none", "split"])
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_t5_divides_the_input_of_an_untied_head_too(is_shared, symmetry, tmp_path):
     """An edit of the config of a tied T5 unties its head, but leaves `scale_decoder_outputs`."""

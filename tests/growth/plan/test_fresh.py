@@ -1,12 +1,9 @@
 """method="fresh": the source's function stays, and what is new is as its class initialises it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import growkern
-from growkern.growth.plan import build_tensor
 from testbed.models import BERT, GPT2, LLAMA, random_model, relative_error
 
 GQA = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -137,20 +134,3 @@ def test_moments_of_what_is_new_are_zero():
     rates = growkern.growth_lr_multipliers(plan)[f"{layer}down_proj.weight"]
     assert all(bool((x == x.flatten()[0]).all()) for x in rates.lr)
     assert not rates.old[1].flatten()[20:].any()
-
-
-def test_a_scheme_of_the_paper_is_refused():
-    with pytest.raises(growkern.errors.GrowthError, match="fresh"):
-        growkern.plan(random_model("LlamaForCausalLM", LLAMA), method="fresh", scheme="paper")
-
-
-def test_what_writes_the_padding_of_a_hidden_state_stays_0():
-    """Also of a matrix that reads a hidden state, which no shipped table has."""
-    sizes = {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3}
-    source = random_model("LlamaForCausalLM", sizes)
-    plan = growkern.plan(source, hidden_size=24, num_attention_heads=6, method="fresh")
-    (task,) = (t for t in plan.tasks if t.name == "model.layers.0.self_attn.o_proj.weight")
-    axes = ("write:stream", "read:normed")
-    grown = build_tensor(plan, replace(task, tensor=replace(task.tensor, axes=axes)))
-    assert grown[:12, 12:].all()
-    assert not grown[12:].any()

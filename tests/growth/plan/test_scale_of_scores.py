@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import growkern
-from testbed.models import Float64Everywhere, outputs, random_model
+from testbed.models import random_model
+from tests.growth.plan.test_portable import differ
 
 SIZES = {
     "vocab_size": 50,
@@ -40,12 +41,6 @@ def as_llama_cpp(model):
         if hasattr(module, "q_proj"):
             module.scaling = module.head_dim**-0.5
     return other
-
-
-def differ(a, b):
-    with Float64Everywhere():
-        a, b = outputs(a), outputs(b)
-    return max((a[k] - b[k]).abs().max().item() / b[k].abs().max().item() for k in b)
 
 
 @pytest.mark.parametrize("how", GROWTHS, ids=str)

@@ -259,19 +259,6 @@ def test_the_records_are_made_before_the_weights(tmp_path, monkeypatch):
                 growkern.grow_checkpoint(source, tmp_path / "large", n_layer=4, progress=False)
 
 
-@pytest.mark.parametrize("card", [None, "# A model", "---\nlicense: mit\n---\n# A model"])
-def test_a_source_with_any_card_or_none_is_grown_without_a_word(card, tmp_path, caplog):
-    source = saved(tmp_path, "GPT2LMHeadModel", GPT2)
-    if card is not None:
-        (source / "README.md").write_text(card)
-    caplog.clear()
-    with caplog.at_level("WARNING", "huggingface_hub"):
-        growkern.grow_checkpoint(source, tmp_path / "large", n_layer=4, progress=False)
-    assert not [x for x in caplog.records if x.name.startswith("huggingface_hub")]
-    found = ModelCard.load(tmp_path / "large" / "README.md").data.to_dict()
-    assert found.get("license") == ("mit" if card and "mit" in card else None)
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """What was sent to the Hub: {"files": ..., method: its arguments}. "card" is the one there."""

@@ -27,8 +27,10 @@ def opened(kind, directory):
     return directory
 
 
-@pytest.mark.parametrize("allow_nonfinite", [False, True])
-@pytest.mark.parametrize("kind", ["memory", "file", "sharded", "distributed"])
+@pytest.mark.parametrize(
+    "kind, allow_nonfinite",
+    [("memory", False), ("file", True), ("sharded", False), ("distributed", True)],
+)
 def test_a_grown_model_is_saved_whole_and_loaded(kind, allow_nonfinite, tmp_path):
     source = opened(kind, tmp_path / "small")
     large = growkern.grow(source, allow_nonfinite=allow_nonfinite, **SIZES)

@@ -1,13 +1,10 @@
 """The plan of a grown model that was loaded from disk: the same factors, without the source."""
 
-import json
-
 import pytest
 import torch
 import transformers
 
 import growkern
-from growkern import GrowthError
 from growkern.growth.optimizer.moments import growth_lr_multipliers
 from growkern.growth.record.lineage import growth_plan_of
 from testbed.families import FAMILIES
@@ -59,21 +56,3 @@ def test_every_option_counts(tmp_path, how):
     found = growth_lr_multipliers(growth_plan_of(loaded))
     for name, factors in growth_lr_multipliers(plan).items():
         same(found[name], factors)
-
-
-def test_a_model_that_was_not_grown_has_no_plan(tmp_path):
-    model = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
-    assert growth_plan_of(model) is None
-    model.save_pretrained(tmp_path)
-    assert growth_plan_of(type(model).from_pretrained(tmp_path)) is None
-
-
-def test_other_maps_than_those_of_the_growth_are_refused(tmp_path):
-    loaded, _ = saved(tmp_path, "LlamaForCausalLM", LLAMA, hidden_size=24)
-    file = tmp_path / "large" / "lineage.json"
-    record = json.loads(file.read_text())
-    space = next(iter(record["maps"].values()))
-    space["read"] = space["write"]
-    file.write_text(json.dumps(record))
-    with pytest.raises(GrowthError, match="draws other maps than the one that grew"):
-        growth_plan_of(loaded)

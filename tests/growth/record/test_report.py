@@ -108,17 +108,3 @@ def test_texts_that_the_source_cannot_read_are_refused():
     assert growkern.verify(source, grown).ok
     with pytest.raises(growkern.GrowthError, match=r"the source, fails on these tokens.*<eos>"):
         growkern.verify(source, grown, tokens=torch.full((2, 5), 7))
-
-
-def test_names_of_tensors_are_whole_at_80_columns():
-    _, text = verified("BertForMaskedLM", BERT, hidden_size=24)
-    assert "position_embeddings.weight " in text
-
-    def damage(model):
-        model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data += 1
-
-    report, text = verified("T5ForConditionalGeneration", T5, damage, d_model=24)
-    name = "layer.0.SelfAttention.relative_attention_bias.weight"
-    row = next(line for line in text.splitlines() if line.startswith(name))
-    assert row.rstrip().endswith("FAIL") and "\u2026" not in text
-    assert f"\nFAIL: encoder.block.0.{name}\n" in text and not report.ok

@@ -107,14 +107,3 @@ def test_a_new_format_may_hold_an_optimizer(sources):
         grown.append([entry["exp_avg"] for entry in adam.state.values()])
     assert grown[0] and all(map(torch.equal, *grown))
     assert any(x.abs().max() > 0 for x in grown[0])
-
-
-def test_formats_of_directories(sources, tmp_path):
-    _, plain, toy = sources
-    assert formats.format_of(toy) is TOY and formats.format_of(plain) is formats.SAFETENSORS
-    (tmp_path / ".metadata").write_bytes(b"")
-    assert formats.format_of(tmp_path) is formats.DISTRIBUTED
-    assert formats.header_reader(plain / "model.safetensors") is formats.SAFETENSORS.read_header
-    assert formats.header_reader(tmp_path / ".metadata") is None
-    assert formats.header_reader(plain / "config.json") is None
-    assert isinstance(read_toy(toy, None)["transformer.wte.weight"], StoredTensor)

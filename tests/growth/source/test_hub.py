@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import growkern
 from growkern.errors import GrowthWarning
 from growkern.growth.source.hub import hub_model, located
-from testbed.models import BERT, LLAMA, random_model
+from testbed.models import LLAMA, random_model
 from tests.growth.record.test_lineage import files
 from tests.growth.source.hub_server import commit_of, serving
 
@@ -153,14 +153,6 @@ def test_a_plan_downloads_no_weights(server, small, shard_size, monkeypatch):
     assert growkern.grow(NAME, hidden_size=24).growth_plan.exact
 
 
-def test_a_plan_of_a_family_that_runs_the_source(server, tmp_path):
-    bert = tmp_path / "bert"
-    random_model("BertForMaskedLM", BERT, dtype=torch.float32).save_pretrained(bert)
-    server.models["acme/bert"] = {"main": bert}
-    how = {"hidden_size": 20, "num_attention_heads": 5}
-    assert growkern.plan("acme/bert", **how).findings == growkern.plan(bert, **how).findings
-
-
 def test_the_snapshot_of_a_plan_is_completed_for_a_growth(server, tmp_path):
     directory = located(NAME, weights=False)
     growkern.grow_checkpoint(directory, tmp_path / "large", hidden_size=24, progress=False)
@@ -268,11 +260,9 @@ def test_the_command_line(server, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
     environment.pop("HF_HUB_OFFLINE", None)
 
-    def run(*arguments, **variables):
+    def run(*arguments):
         line = [sys.executable, "-m", "growkern", *arguments]
-        return subprocess.run(
-            line, env={**environment, **variables}, capture_output=True, text=True, check=False
-        )
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
 
     grown = run("grow", NAME, "large", "--hidden-size", "24", "--revision", "v1")
     assert grown.returncode == 0, grown.stderr
@@ -281,6 +271,3 @@ def test_the_command_line(server, tmp_path):
     # as do commands that read a model
     measured = run("eval", NAME, "--text", str(tmp_path / "large" / "notes.txt"))
     assert measured.returncode == 2 and "has 64 positions" in measured.stderr
-    failed = run("plan", "acme/none", "--hidden-size", "24", HF_HUB_OFFLINE="1")
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1, failed.stderr
-    assert "HF_HUB_OFFLINE is set" in failed.stderr

@@ -5,8 +5,6 @@ import torch
 import transformers
 
 import growkern
-from growkern.families.model import ModelSpec
-from growkern.growth.models import initial_tensors
 from growkern.growth.plan.tensors import untrained
 from growkern.growth.plan.tensors.tensor import build_tensor, source_index
 from testbed.models import BERT, GPT2, LLAMA, random_model
@@ -126,17 +124,6 @@ def test_a_part_draws_only_its_own(monkeypatch):
     assert sum(drawn) == 64 * 512
     assert [len(i) for i in source_index(plan, task, (slice(40, 60), slice(8, 30)))] == [10, 4]
     assert [len(i) for i in source_index(plan, task, (slice(640, 704), slice(0, 512)))] == [0, 12]
-
-
-def test_the_class_is_asked_and_left_as_it_was():
-    config = transformers.GPT2Config(**GPT2, initializer_range=0.5)
-    spec = ModelSpec.of(config, "GPT2LMHeadModel")
-    initial = initial_tensors(spec, spec.shapes)
-    assert initial["transformer.wte.weight"].deviation == 0.5
-    # 2 layers, two projections each
-    assert initial["transformer.h.1.mlp.c_proj.weight"].deviation == 0.25
-    torch.manual_seed(0)
-    assert 0.4 < transformers.GPT2LMHeadModel(config).transformer.wte.weight.std() < 0.6
 
 
 def test_an_unknown_initialisation_is_refused(monkeypatch):
