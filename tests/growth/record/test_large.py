@@ -53,7 +53,7 @@ def scale_outputs_of(grown, share, monkeypatch):
 @pytest.mark.usefixtures("nothing_fits")
 @pytest.mark.parametrize(
     "model_type, dtype",
-    zip(FAMILIES, itertools.cycle((torch.bfloat16, torch.float16)), strict=False),
+    [*zip(FAMILIES, itertools.cycle((torch.bfloat16, torch.float16)), strict=False)],
 )
 def test_an_error_just_above_rounding_in_16_bits_is_caught(model_type, dtype, monkeypatch):
     source, grown = pair(model_type, dtype)
