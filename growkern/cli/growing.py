@@ -56,6 +56,10 @@ OTHER_OPTIONS = {
 }
 
 
+# a size that fewer families have is left out of help
+FEWEST = 3
+
+
 def completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
     """A function that completes the beginning of a value in a shell."""
     return lambda incomplete: [name for name in choices if name.startswith(incomplete)]
@@ -98,8 +102,11 @@ def growth_options() -> list[tuple[str, type, Any]]:
         for name, word in family.sparse_fields.items() if family.dense else ():
             choosing.setdefault(name, {})[model_type] = word
     for name, families in sizes.items():
-        option = typer.Option(help=", ".join(families), rich_help_panel="Target sizes")
-        options.append((name, int, option))
+        # help shows sizes that many have, and those of one's own table
+        is_known = len(families) >= FEWEST or not set(given).isdisjoint(families)
+        text = f"{len(families)} families" if len(families) > 1 else families[0]
+        panel = {"rich_help_panel": "Target sizes", "hidden": not is_known}
+        options.append((name, int, typer.Option(help=text, **panel)))
     for name, words in choosing.items():
         is_list = "in" in words.values()
         how: dict[str, Any] = {"parser": layer_numbers, "metavar": "0,3"} if is_list else {}
@@ -195,7 +202,8 @@ def plan(
     """Show what growing would do. Reads the config and the file headers.
 
     Where a dense model becomes a mixture that computes something else, it also runs SRC on random
-    texts, and reads its weights.
+    texts, and reads its weights. Sizes that few families have are options too, such as --dim of
+    DistilBERT: docs/families.md lists them.
     """
     # before PyTorch is imported: a wrong name costs no more than the question to the Hub
     place = located(source, revision, weights=False)
@@ -245,7 +253,11 @@ def grow(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Grow the checkpoint SRC into the new checkpoint DST."""
+    """Grow the checkpoint SRC into the new checkpoint DST.
+
+    Sizes that few families have are options too, such as --dim of DistilBERT: docs/families.md
+    lists them.
+    """
     check_with(optimizer, moments)
     for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):
         parse_size(name, size)

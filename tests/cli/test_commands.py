@@ -114,6 +114,10 @@ def test_target_sizes_come_from_the_family_tables(run):
     assert code == 0
     for option in ("--hidden-size", "--n-embd", "--num-key-value-heads", "--n-layer"):
         assert option in out
+    # those that few families have are options that help does not list
+    assert "--ffn-dim" not in out and "bert-generation" not in out
+    code, _, err = run("plan", "nowhere", "--ffn-dim", 8)
+    assert code == 2 and "nowhere" in err
 
 
 def test_no_warning_of_another_library_stands_before_the_line(tmp_path):
