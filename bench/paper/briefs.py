@@ -18,6 +18,7 @@ from bench.paper.compare import (
     check_savings,
     committed,
     compared,
+    fixed_sizes,
     is_base,
     mean_and_half,
     saved,
@@ -90,7 +91,9 @@ BRIEFS = {
             "`direct_copy`": _of_families("direct_copy"),
         },
         {
-            "4 x 64, never grown": tuple(NeverGrown(x, Size(4, 64, 4)) for x in (BERT, GPT2)),
+            "4 x 64, never grown": tuple(
+                NeverGrown(x, Size(4, 64, 4)) for x in _of_families("fpi_padded") if x
+            ),
             "4 x 32, never grown": (NeverGrown(BERT, Size(4, 32, 2)), None),
         },
     ),
@@ -261,6 +264,7 @@ def never_grown(
         return [MARK] * len(questions)
     smaller = smaller_alone(line.setting, pairs, rows)
     known = {seed: of[place.size] for seed, of in smaller.items() if place.size in of}
+    is_run = any(place.size in fixed_sizes(line.setting, seed, rows) for seed in pairs)
     spent = {n: own[-1]["source flops"] / base[-1]["flops"][-1] for n, (own, base) in pairs.items()}
 
     def text(question: str) -> str:
@@ -271,7 +275,7 @@ def never_grown(
             Share((x.value + paid[n]) / (1 + paid[n] * (question == "family")), x.bound)
             for n, x in known.items()
         ]
-        return text_of(shares, SEEDS) if shares else "run too short"
+        return text_of(shares, SEEDS) if shares else "run too short" if is_run else "not run"
 
     return [text(question) for question in questions]
 

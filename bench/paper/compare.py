@@ -235,10 +235,10 @@ def _said(text: Text) -> str:
 MARK = "0%, the mark"
 NONE = "no smaller model was trained alone for about as many FLOPs"
 # what says that a line tells of a saving
-FIGURE = re.compile(r"\d ?%|\d per cent|\d times|not reach")
+FIGURE = re.compile(r"\d ?%|\d per ?cent|\d(x| times)\b|not reach")
 TELLS = re.compile(
     r"\bsav(ed|es|ings?)\b|not reached by \d|did not reach|[≥≤] -?\d|± [\d.]+ ?%"
-    r"|(%|per cent) (less|fewer|cheaper|reduction)|^[^|]*FLOPs?\b.*(reduction|speed-?up|%)"
+    r"|(%|per ?cent) (less|fewer|reduction)|cheaper|^[^|]*FLOPs?\b.*(reduction|speed-?up|%)"
     r"|(reduction|speed-?up)\b.*FLOP|(a family|a given (size|loss)|exists)\b.*\d ?%",
     re.I,
 )
@@ -315,7 +315,7 @@ SHORT = "short"
 
 
 class Share(NamedTuple):
-    """A share of FLOPs that is saved; `bound`: "≥" or "≤" if the shortest run tells no more."""
+    """A share of FLOPs that is saved; `bound`: "≥", "≤" or both if runs tell no more."""
 
     value: float
     bound: str = ""
@@ -375,7 +375,7 @@ def share(question: str, runs: Runs, best: Share, base: Runs) -> Share:
     bound = "≥" if is_early(runs, base) else ""
     if question == "loss":
         left = 1 - saved(runs, base, with_source=True)
-        return Share(1 - left / (1 - best.value), bound or ("≤" if best.bound else ""))
+        return Share(1 - left / (1 - best.value), bound + ("≤" if best.bound else ""))
     if question == "size":
         return Share(saved(runs, base, with_source=True), bound)
     if question == "existing":
@@ -432,10 +432,10 @@ def text_of(shares: Sequence[Share], seeds: int) -> str:
     missed = sum(math.isnan(x.value) for x in shares)
     if missed:
         return f"not reached by {missed} of {len(shares)}"
-    values, bounds = [100 * x.value for x in shares], {x.bound for x in shares} - {""}
+    values, bounds = [100 * x.value for x in shares], {y for x in shares for y in x.bound}
+    few = f" ({len(values)} seed)" if len(values) < seeds else ""
     if bounds:
         # of a bound from both sides nothing is known
         mean = sum(values) / len(values)
-        return "not known" if len(bounds) > 1 else f"{bounds.pop()} {mean:.1f}%"
-    few = f" ({len(values)} seed)" if len(values) < seeds else ""
+        return "not known" if len(bounds) > 1 else f"{bounds.pop()} {mean:.1f}%{few}"
     return f"{interval(values, 1)}%{few}"

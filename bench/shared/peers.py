@@ -46,9 +46,6 @@ def why_failed(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-# --------------------------------------- hidden states, an output matrix, a teacher
-
-
 def liger_jsd(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
     """Its defaults compile each chunk. On a CPU small chunks are called as they are."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
@@ -135,9 +132,6 @@ def _in_chunks() -> Any:
     return torch.nn.LinearCrossEntropyOptions()
 
 
-# ------------------------------------------------------- the same without a teacher
-
-
 def cut_cross_entropy(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Tensor:
     """Its GPU kernel; on a CPU its `torch_compile` version, which holds all logits."""
     from cut_cross_entropy import linear_cross_entropy
@@ -151,9 +145,6 @@ def liger_labels(student: Any, teacher: Any, labels: Tensor, alpha: float) -> Te
 
     hidden, weight = student
     return LigerFusedLinearCrossEntropyLoss()(weight, hidden, labels)
-
-
-# ------------------------------------------------------------------- ready logits
 
 
 def liger_kl_div(

@@ -412,7 +412,7 @@ def early_saving(results: Path) -> list[list[str]]:
         savings = [row for row in early_runs(rows, system) if row.get("saved") is not None]
         if savings:
             what = f"a given size: {plan['parameters'] / 1e6:.0f} million parameters, {system} in "
-            what += f"one run, one seed, on a GPU (commit {commit})"
+            what += f"one run, one seed and rate, on a GPU (commit {commit})"
             alone = f"12 layers of width 512: ≥ {early_small(rows):.0%}"
             tokens = f"{plan['tokens per parameter']:.1f}"
             return [[what, tokens, f"{savings[0]['saved']:.0%}", alone, "-"]]

@@ -30,7 +30,7 @@ FIELDS = (*OF_GROWTH, "tokens", "axes", "kind", "times", "setting", "citation", 
 # a growth that saves for one of these saves for the other: the same FLOPs of two totals
 ALIKE = {"family": "existing", "existing": "family"}
 # tokens per parameter within this factor are alike
-NEAR = math.log(2)
+NEAR = math.log(1.5)
 # so are growths by factors within this one, and all that grow at most twice
 NEAR_TIMES, TWICE = math.log(1.4), 2.0
 # lines of a list
@@ -117,15 +117,21 @@ def _says(rows: Sequence[Row], question: str, mine: float, times: Mapping[str, f
     others = _alike([row for row in rows if row["tokens"] is None], times)
     weighed = [row for group in groups for row in group]
     found = [_told(part, question) for part in (weighed or near, others) if part]
-    if not all(groups) or not near or nearest > NEAR:
-        far = "by such a factor" if nearest <= NEAR else "within a factor of 2"
-        far = f"not measured {far if near else 'at known tokens'}"
-        return f"{PILOT} ({'; '.join([far, *found])})"
     said = {_weigh(group, question) for group in groups}
     # width and depth at once: as each alone, if both were measured and agree
     grows = {axis for axis in ("width", "depth") if times[axis] > 1}
-    known = axes & {"both", None} or axes >= grows
-    words = said.pop() if len(said) == 1 and known else PILOT
+    unknown = ""
+    if not near:
+        unknown = "at known tokens" if others else " "
+    elif nearest > NEAR:
+        unknown = "within a factor of 1.5"
+    elif not all(groups):
+        unknown = "by such a factor"
+    elif not (axes & {"both", None} or axes >= grows) or len(said) > 1:
+        unknown = "at once"
+    if unknown:
+        return f"{PILOT} ({'; '.join([f'not measured {unknown}'.strip(), *found])})"
+    words = said.pop()
     if others and all(_weigh([row], question) not in (words, PILOT) for row in others):
         words = PILOT
     return f"{words} ({'; '.join(found)})"
@@ -160,10 +166,11 @@ def _weigh(rows: Sequence[Row], question: str) -> str:
 
 
 def _saves(figure: str) -> int:
-    """1 if a figure is above 0 with its interval, -1 if below or not reached, otherwise 0."""
+    """1 if a figure is above 0 with its interval, -1 if below or mostly missed, otherwise 0."""
+    if missed := re.fullmatch(r"not reached by (\d) of (\d)", figure):
+        return -int(2 * int(missed[1]) > int(missed[2]))
     found = re.fullmatch(r"(at least |up to |)(-?[\d.]+)%(?: ± ([\d.]+)%)?", figure)
-    if found is None:
-        return -1
+    assert found, figure
     mean, half = float(found[2]), float(found[3] or 0)
     if mean > half:
         return int(found[1] != "up to ")
