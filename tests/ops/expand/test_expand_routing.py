@@ -1,5 +1,7 @@
 """Routing in `expand`: copies add up to the weight bit for bit, and the hash chooses fairly."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -28,8 +30,12 @@ def test_routed_copies_add_up_bit_for_bit(name, dtype, amplitude, axis, device):
         (0.3 * torch.finfo(dtype).smallest_normal, least, -3 * least)
     ):
         W[:, 3 + column] = smallest
-    for index in (torch.arange(62) % 31, torch.arange(93) % 31, torch.arange(155) // 5,
-                  uneven(31, 80, 1)):  # fmt: skip
+    maps = [torch.arange(62) % 31, torch.arange(93) % 31, torch.arange(155) // 5]
+    maps.append(uneven(31, 80, 1))
+    if name == "triton" and device == "cpu":
+        # interpreted kernels take long: each map on one axis
+        maps = maps[axis == "row" :: 2]
+    for index in maps:
         routing = Routing(1, copies_of(index).to(device), amplitude)
         case = {"weight": W, "cols": index.to(device), "routing": routing, "seed": 3}
         if axis == "row":
@@ -102,10 +108,9 @@ def test_routing_needs_a_matrix_and_no_noise():
 
 
 @pytest.mark.usefixtures("several_threads")
-@pytest.mark.parametrize("isa", native.available_isas())
 @pytest.mark.parametrize("axis, scaled", [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_instruction_sets_route_large_outputs_past_the_caches(dtype, axis, scaled, isa):
+def test_instruction_sets_route_large_outputs_past_the_caches(dtype, axis, scaled):
     """Bit for bit, at arbitrary maps; rows begin at any place of a line, or all at the same."""
     rng = torch.Generator().manual_seed(0)
     R, C, M = 67, 701, 800
@@ -120,7 +125,7 @@ def test_instruction_sets_route_large_outputs_past_the_caches(dtype, axis, scale
                 torch.float64 if dtype == F64 else F32
             )
         expected = expand_reference(ExpandCall(torch.empty(0, dtype=dtype), **case))
-        for offset in (0, 1):
+        for offset, isa in product((0, 1), native.available_isas()):
             out = torch.zeros(M, N + offset, dtype=dtype)[:, offset:]
             expand_on_cpu(ExpandCall(out, **case), isa=isa)
-            assert torch.equal(out, expected)
+            assert torch.equal(out, expected), isa
