@@ -56,8 +56,8 @@ OTHER_OPTIONS = {
 }
 
 
-# a size that fewer families have is left out of help
-FEWEST = 3
+# a size that fewer families have is accepted and completed, but left out of help
+FEWEST, RARE = 20, "rare"
 
 
 def completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
@@ -104,9 +104,8 @@ def growth_options() -> list[tuple[str, type, Any]]:
     for name, families in sizes.items():
         # help shows sizes that many have, and those of one's own table
         is_known = len(families) >= FEWEST or not set(given).isdisjoint(families)
-        text = f"{len(families)} families" if len(families) > 1 else families[0]
-        panel = {"rich_help_panel": "Target sizes", "hidden": not is_known}
-        options.append((name, int, typer.Option(help=text, **panel)))
+        text = f"{len(families)} families" if is_known else RARE
+        options.append((name, int, typer.Option(help=text, rich_help_panel="Target sizes")))
     for name, words in choosing.items():
         is_list = "in" in words.values()
         how: dict[str, Any] = {"parser": layer_numbers, "metavar": "0,3"} if is_list else {}
@@ -139,6 +138,13 @@ class GrowthCommand(TyperCommand):
         """The parameters of the function, then the growth options, then --help."""
         own = super().get_params(ctx)
         return [*self.params, *self.growth.params, *own[len(self.params) :]]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the options, but not the sizes that few families have: a hundred lines."""
+        for option in self.growth.params:
+            # hidden here only: a shell completes no hidden option
+            cast(Any, option).hidden = cast(Any, option).help == RARE
+        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the function, which knows nothing of the growth options."""
@@ -202,8 +208,8 @@ def plan(
     """Show what growing would do. Reads the config and the file headers.
 
     Where a dense model becomes a mixture that computes something else, it also runs SRC on random
-    texts, and reads its weights. Sizes that few families have are options too, such as --dim of
-    DistilBERT: docs/families.md lists them.
+    texts, and reads its weights. Any other size in the config of SRC is an option too, such as
+    --n-embd of GPT-2: docs/families.md lists them.
     """
     # before PyTorch is imported: a wrong name costs no more than the question to the Hub
     place = located(source, revision, weights=False)
@@ -255,8 +261,8 @@ def grow(
 ) -> None:
     """Grow the checkpoint SRC into the new checkpoint DST.
 
-    Sizes that few families have are options too, such as --dim of DistilBERT: docs/families.md
-    lists them.
+    Any other size in the config of SRC is an option too, such as --n-embd of GPT-2:
+    docs/families.md lists them.
     """
     check_with(optimizer, moments)
     for name, size in (("max_shard_size", max_shard_size), ("memory_limit", memory_limit)):

@@ -70,7 +70,7 @@ def _unknown_option(error: Any) -> str | None:
     )
     advice = f"did you mean {meant}?" if meant else see
     if not is_known and any(x in sizes for x in near):
-        advice += f" Some models call it otherwise: {see}"
+        advice += " Some models call it otherwise: see docs/families.md"
     return f"No such option: {name}; {advice}"
 
 

@@ -109,15 +109,21 @@ def test_a_table_of_ones_own_is_checked_and_gives_its_sizes(run, checkpoint, tmp
     ]
 
 
-def test_target_sizes_come_from_the_family_tables(run):
+def test_help_is_short_and_a_shell_completes_the_sizes_of_all_families(run, monkeypatch):
     code, out, _ = run("plan", "--help")
     assert code == 0
-    for option in ("--hidden-size", "--n-embd", "--num-key-value-heads", "--n-layer"):
+    for option in ("--hidden-size", "--num-key-value-heads", "--to", "--family", "--n-embd"):
         assert option in out
     # those that few families have are options that help does not list
-    assert "--ffn-dim" not in out and "bert-generation" not in out
-    code, _, err = run("plan", "nowhere", "--ffn-dim", 8)
+    assert "--n-layer" not in out and "bert-generation" not in out
+    code, _, err = run("plan", "nowhere", "--n-layer", 8)
     assert code == 2 and "nowhere" in err
+    monkeypatch.setenv("_GROWKERN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "growkern plan --n-la")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    script = Path(sys.executable).with_name("growkern")
+    done = subprocess.run([script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--n-layer", "--n-layers"]
 
 
 def test_no_warning_of_another_library_stands_before_the_line(tmp_path):

@@ -46,7 +46,7 @@ COMMANDS = [
     Use("plan {bert} --layers 4", ("did you mean --num-hidden-layers?",)),
     Use("plan {gpt2} --layers 4", ("did you mean --n-layer?",)),
     Use("plan {t5} --layers 4", ("did you mean --num-layers, --num-decoder-layers?",)),
-    Use("plan a/model --layers 4", ("did you mean --num-hidden-layers?", "--help")),
+    Use("plan a/model --layers 4", ("did you mean --num-hidden-layers?", "families.md")),
     Use("plan {bert} --width 24", ("did you mean --hidden-size?",)),
     Use("plan {gpt2} --width=24", ("did you mean --n-embd?",)),
     Use("plan {bert} --hidden-size", ("--hidden-size", "argument")),
