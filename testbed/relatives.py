@@ -14,6 +14,7 @@ ENCODER = {**BERT, "layer_norm_eps": 1e-12, "pad_token_id": 1}
 ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"pad_token_id": 0}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
+TURNED = {**ENCODER, "rope_parameters": ROPE}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 FULL = {"layer_types": ["full_attention", "full_attention"], "sliding_window": None}
 ROPELESS = {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4}
@@ -678,6 +679,9 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mpt": ("MptForCausalLM", MPT, {}),
     "esm": ("EsmForMaskedLM", ESM, {"token_dropout": False}),
     "roformer": ("RoFormerForMaskedLM", {**ENCODER, "embedding_size": 8}, {}),
+    "nomic_bert": ("NomicBertForMaskedLM", TURNED, {}),
+    "gte": ("GteForMaskedLM", TURNED, {"type_vocab_size": 0}),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3ForMaskedLM", TURNED, {}),
 }
 
 

@@ -341,7 +341,10 @@ class ModelSpec:
 
     @property
     def stored_names(self) -> dict[str, str | Names]:
-        """Name -> name or names in files, of the tensors for which these differ."""
+        """Name -> name or names in files, of the tensors for which these differ.
+
+        Several with one name are parts of its first axis, in this order.
+        """
         begins = self.family.classes[self.class_name].files
 
         def in_files(name: str) -> str:
@@ -448,4 +451,5 @@ class ModelSpec:
                 norm=(source, target),
                 fallback=None if row.fallback is None else f"{named(row.fallback)}.{kind}",
                 stored=None if tensor.stored is None else f"{tensor.stored}.{kind}",
+                files=tuple(f"{file}.{kind}" for file in tensor.files),
             )

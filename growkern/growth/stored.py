@@ -79,6 +79,10 @@ class StoredTensor:
         """Rows [start, stop) of the first axis."""
         return self.read()[start:stop]
 
+    def part(self, start: int, stop: int) -> StoredTensor:
+        """Rows [start, stop) of the first axis, as a tensor of their own."""
+        return RowsOf((stop - start, *self.shape[1:]), self.dtype, self, start)
+
     def read_entries(self, index: Sequence[Tensor]) -> Tensor:
         """A tensor of the whole shape, in which only the wanted entries have to be right.
 
@@ -123,6 +127,21 @@ class Filled(StoredTensor):
         for start, stop in consecutive(index[0].unique()):
             self.fill(out[start:stop], start, stop)
         return out
+
+
+@dataclass(frozen=True)
+class RowsOf(Filled):
+    """Rows of another stored tensor, from `first` on."""
+
+    whole: StoredTensor
+    first: int
+
+    @property
+    def file(self) -> str:
+        return self.whole.file
+
+    def fill(self, out: Tensor, start: int, stop: int) -> None:
+        out.copy_(self.whole.rows(self.first + start, self.first + stop))
 
 
 # processor time to grow to 4.6 GB, without writing: 7.1 s in pieces of 1 MB, 3.5 s in 4 MB, 2.4 s

@@ -105,10 +105,17 @@ def lay_out(
     names_of: dict[str, tuple[str, ...]] = {}
     # of every tensor in files
     kinds: dict[str, Kind] = {}
+    # of each of them, the model's that lie in it one after another
+    inside: dict[str | Names, list[str]] = {}
+    for name in stored:
+        if name in shapes:
+            inside.setdefault(stored[name], []).append(name)
     # transformers orders tensors before it renames them
     for name in sorted(shapes, key=dot_natural_key) if stored else shapes:
         own, shape = stored.get(name, name), shapes[name]
         if isinstance(own, str):
+            if len(others := inside.get(own, [])) > 1:
+                shape = (sum(shapes[n][0] for n in others), *shape[1:])
             names_of[own], kinds[own] = (own,), (shape, dtypes[name])
             continue
         for part in own:
@@ -144,7 +151,10 @@ def lay_out(
     for name, shape in shapes.items():
         own = stored.get(name, name)
         if isinstance(own, str):
-            place = Header(files[places[own][0]], own, shape, dtypes[name], places[own][1])
+            place = Header(files[places[own][0]], own, kinds[own][0], dtypes[name], places[own][1])
+            if len(others := inside.get(own, [])) > 1:
+                above = sum(shapes[n][0] for n in others[: others.index(name)])
+                place = place.part(above, above + shape[0])
             tensors[name] = Transposed(place) if name in transposed else place
         else:
             parts = ([places[n] for n in expert] for expert in zip(*own, strict=True))

@@ -80,6 +80,10 @@ class Header(StoredTensor):
         shape = (stop - start, *self.shape[1:]) if self.shape else ()
         return self._map(start * row, (stop - start) * row).view(shape)
 
+    def part(self, start: int, stop: int) -> Header:
+        ((_, at, _),) = self.places(start, stop)
+        return dataclasses.replace(self, shape=(stop - start, *self.shape[1:]), start=at)
+
     def inside(self, directory: Path) -> Header:
         """The same tensor, whose file lies in a directory."""
         return dataclasses.replace(self, opened=weight_file(directory / self.file))

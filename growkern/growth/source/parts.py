@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import accumulate, chain, pairwise, product
 from pathlib import Path
 
 import torch
@@ -278,34 +278,40 @@ def stacked(
 ) -> dict[str, StoredTensor]:
     """The stored tensors, with the model's names for those that its table names otherwise in files.
 
-    The tensors of single experts become one `Stacked`.
+    The tensors of single experts become one `Stacked`. One of several is cut.
     """
-    known = {file: (t, part) for t in model.tensors for part, file in enumerate(t.files)}
-    known |= {t.stored: (t, 0) for t in model.tensors if t.stored}
+    known: dict[str, list[tuple[TensorSpec, int]]] = {}
+    for t in model.tensors:
+        for part, file in enumerate([t.stored] if t.stored else t.files):
+            known.setdefault(file, []).append((t, part))
 
     @cache
-    def place_of(key: str) -> tuple[TensorSpec, int] | None:
-        return next((known[n] for n in spellings(model, key) if n in known), None)
+    def places_of(key: str) -> list[tuple[TensorSpec, int]]:
+        return next((known[n] for n in spellings(model, key) if n in known), [])
 
     result: dict[str, StoredTensor] = {}
     joined: dict[str, dict[tuple[int, int], StoredTensor]] = {}
     for raw, header in headers.items():
         # the last number in a name is that of the expert
         number = NUMBERED.fullmatch(raw) if known else None
-        place = place_of(f"{number[1]}.{{e}}.{number[3]}") if number else None
-        expert = int(number[2]) if number and place else 0
-        place = place or place_of(raw)
-        if place is None:
+        places = places_of(f"{number[1]}.{{e}}.{number[3]}") if number else []
+        expert = int(number[2]) if number and places else 0
+        places = places or places_of(raw)
+        if not places:
             result[raw] = header
             continue
-        parts = joined.setdefault(place[0].name, {})
-        if parts.setdefault((expert, place[1]), header) is not header:
-            raise GrowthError(f"{where}: {raw} is there twice: remove the one that is out of date")
+        shapes = [model.shapes[t.name] for t, _ in places]
+        cut = _cut(header, shapes, f"{where}: {raw}") if len(places) > 1 else [header]
+        for (t, part), own in zip(places, cut, strict=True):
+            if joined.setdefault(t.name, {}).setdefault((expert, part), own) is not own:
+                raise GrowthError(
+                    f"{where}: {raw} is there twice: remove the one that is out of date"
+                )
     turned = {*model.transposed}
     for raw in result if turned else ():
         for name in turned.intersection(spellings(model, raw)):
             result[raw] = _as_in_model(result[raw], model.shapes[name])
-    tensors = {t.name: t for t, _ in known.values()}
+    tensors = {t.name: t for t, _ in chain.from_iterable(known.values())}
     for name, parts in joined.items():
         if name in result:
             raise GrowthError(
@@ -313,6 +319,17 @@ def stacked(
             )
         result[name] = _joined(model, tensors[name], parts, where)
     return result
+
+
+def _cut(stored: StoredTensor, shapes: Sequence[tuple[int, ...]], name: str) -> list[StoredTensor]:
+    """Tensors of these shapes, which files hold one after another in one."""
+    ends = [0, *accumulate(shape[0] for shape in shapes)]
+    if stored.shape != (whole := (ends[-1], *shapes[0][1:])):
+        raise GrowthError(
+            f"{name} has shape {list(stored.shape)}, but its config says {list(whole)}: "
+            f"{OTHER_CHECKPOINT}"
+        )
+    return [stored.part(*rows) for rows in pairwise(ends)]
 
 
 def _as_in_model(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
