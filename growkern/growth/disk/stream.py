@@ -25,6 +25,7 @@ import math
 import os
 import struct
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -102,26 +103,7 @@ def lay_out(
     for name in transposed:
         *first, rows, columns = shapes[name]
         shapes[name] = (*first, columns, rows)
-    names_of: dict[str, tuple[str, ...]] = {}
-    # of every tensor in files
-    kinds: dict[str, Kind] = {}
-    # of each of them, the model's that lie in it one after another
-    inside: dict[str | Names, list[str]] = {}
-    for name in stored:
-        if name in shapes:
-            inside.setdefault(stored[name], []).append(name)
-    # transformers orders tensors before it renames them
-    for name in sorted(shapes, key=dot_natural_key) if stored else shapes:
-        own, shape = stored.get(name, name), shapes[name]
-        if isinstance(own, str):
-            if len(others := inside.get(own, [])) > 1:
-                shape = (sum(shapes[n][0] for n in others), *shape[1:])
-            names_of[own], kinds[own] = (own,), (shape, dtypes[name])
-            continue
-        for part in own:
-            # all experts of a part go into one file, and count as one tensor
-            names_of[part[0]] = part
-            kinds |= dict.fromkeys(part, ((shape[1] // len(own), *shape[2:]), dtypes[name]))
+    names_of, kinds, begins = _in_files(shapes, dtypes, stored)
     empty = {
         name: torch.empty(len(part), *kinds[name][0], dtype=kinds[name][1], device="meta")
         for name, part in names_of.items()
@@ -152,14 +134,46 @@ def lay_out(
         own = stored.get(name, name)
         if isinstance(own, str):
             place = Header(files[places[own][0]], own, kinds[own][0], dtypes[name], places[own][1])
-            if len(others := inside.get(own, [])) > 1:
-                above = sum(shapes[n][0] for n in others[: others.index(name)])
-                place = place.part(above, above + shape[0])
+            if kinds[own][0] != shape:
+                place = place.part(begins[name], begins[name] + shape[0])
             tensors[name] = Transposed(place) if name in transposed else place
         else:
             parts = ([places[n] for n in expert] for expert in zip(*own, strict=True))
             tensors[name] = Stacked.of(shape, dtypes[name], own[0][0], parts)
     return ShardLayout(tensors, heads, sizes, index)
+
+
+def _in_files(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    stored: Mapping[str, str | Names],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, Kind], dict[str, int]]:
+    """The tensors of files.
+
+    Returns:
+        Those that count as one, by the first of them; the kind of each; the row of a joined one at
+        which each tensor of the model begins.
+    """
+    names_of: dict[str, tuple[str, ...]] = {}
+    kinds: dict[str, Kind] = {}
+    begins: dict[str, int] = {}
+    rows = Counter[str | Names]()
+    for name, own in stored.items():
+        if shapes.get(name):
+            begins[name] = rows[own]
+            rows[own] += shapes[name][0]
+    # transformers orders tensors before it renames them
+    for name in sorted(shapes, key=dot_natural_key) if stored else shapes:
+        own, shape = stored.get(name, name), shapes[name]
+        if isinstance(own, str):
+            shape = (rows[own], *shape[1:]) if name in begins else shape
+            names_of[own], kinds[own] = (own,), (shape, dtypes[name])
+            continue
+        for part in own:
+            # all experts of a part go into one file, and count as one tensor
+            names_of[part[0]] = part
+            kinds |= dict.fromkeys(part, ((shape[1] // len(own), *shape[2:]), dtypes[name]))
+    return names_of, kinds, begins
 
 
 def _head(file: str, kinds: Mapping[str, Kind]) -> tuple[bytes, list[int]]:
