@@ -104,7 +104,7 @@ def growth_options() -> list[tuple[str, type, Any]]:
     for name, families in sizes.items():
         # help shows sizes that many have, and those of one's own table
         is_known = len(families) >= FEWEST or not set(given).isdisjoint(families)
-        text = f"{len(families)} families" if is_known else RARE
+        text = f"{len(families)} famil{'ies' if len(families) > 1 else 'y'}" if is_known else RARE
         options.append((name, int, typer.Option(help=text, rich_help_panel="Target sizes")))
     for name, words in choosing.items():
         is_list = "in" in words.values()

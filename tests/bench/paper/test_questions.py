@@ -12,6 +12,7 @@ from bench.paper.compare import (
     NONE,
     QUESTIONS,
     Share,
+    best_of,
     check_savings,
     committed,
     saved,
@@ -43,6 +44,10 @@ def test_the_three_questions_by_hand():
     assert share("loss", grown, Share(0.2, "≥"), scratch).bound == "≤"
     assert text_of([share("loss", grown, Share(0.2, "≥"), scratch)], 1).startswith("≤")
     assert text_of([Share(0.1, "≥"), Share(0.1, "≤")], 2) == "not known"
+    assert text_of([share("loss", early, Share(0.2, "≥"), scratch)], 1) == "not known"
+    # a size of which only a bound is known may be the best
+    assert best_of([Share(0.3), Share(0.2, "≥"), Share(math.nan)]) == (0.3, "≥")
+    assert best_of([Share(0.3), Share(-0.2)]) == (0.3, "") and best_of([]) == (0.0, "")
     assert text_of([Share(math.nan), Share(0.1)], 2) == "not reached by 1 of 2"
 
 
