@@ -60,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreter.make_quick()
     interpreter.convert_as_gpus()
     interpreter.allow_new_numpy()
+    # the disk takes 10 ms each time. What is synchronised, and when, the tests of faults look at
+    os.fsync = os.fstat
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a script that runs the tests in the background hands down a SIGINT that is ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
