@@ -1,5 +1,6 @@
 """Growing again and again: the factors of all growths count, so the steps are the first model's."""
 
+import copy
 import json
 import shutil
 import warnings
@@ -119,18 +120,25 @@ def test_muon_takes_the_steps_of_the_first_model(rule, monkeypatch):
 # ------------------------------------------------------------------------ disk
 
 
-@pytest.fixture
-def chain(tmp_path):
-    """A model that was grown twice, in memory and from disk to disk."""
+@pytest.fixture(scope="module")
+def grown_twice(tmp_path_factory):
+    """A model that was grown twice, in memory and from disk to disk, and the directory."""
+    place = tmp_path_factory.mktemp("chain")
     small = random_model("LlamaForCausalLM", LLAMA, dtype=torch.float32)
-    small.save_pretrained(tmp_path / "small")
+    small.save_pretrained(place / "small")
     middle = growkern.grow(small, **EVEN, **WIDE)
     large = growkern.grow(middle, **EVEN, **WIDER)
     for source, target, sizes in (("small", "middle", WIDE), ("middle", "large", WIDER)):
-        growkern.grow_checkpoint(
-            tmp_path / source, tmp_path / target, **EVEN, **sizes, progress=False
-        )
-    return large
+        growkern.grow_checkpoint(place / source, place / target, **EVEN, **sizes, progress=False)
+    return large, place
+
+
+@pytest.fixture
+def chain(grown_twice, tmp_path):
+    """It, to be changed."""
+    large, place = grown_twice
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    return copy.deepcopy(large)
 
 
 def loaded(directory):
