@@ -231,7 +231,8 @@ class Family:
         for kind, sizes in self.states.items():
             if self.is_kind(kind, layer, config):
                 fields = self.fields(config)
-                return STATE_PRODUCTS * math.prod(self.config[key].of(fields) for key in sizes)
+                state = [self.config[key].of(fields) for key in sizes]
+                return STATE_PRODUCTS * math.prod(state) if state else 0
         return None
 
     def conditional(self, *words: str) -> dict[str, str]:

@@ -1,14 +1,17 @@
-"""The delta nets of Qwen3-Next as matrix products, all of which a counter of FLOPs sees."""
+"""The delta nets of Qwen as matrix products, all of which a counter of FLOPs sees."""
 
 import torch
 from torch.nn import functional as F
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 
 def by_products(monkeypatch):
-    """Let Qwen3-Next compute with the two functions below."""
-    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", _delta_rule)
-    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", _convolution)
+    """Let Qwen3-Next and Qwen3.5 compute with the two functions below."""
+    for module in (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", _delta_rule)
+        monkeypatch.setattr(module, "causal_conv1d_fn", _convolution)
 
 
 def _delta_rule(query, key, value, g, beta, **options):

@@ -18,16 +18,17 @@ count them. Kernels that compute in chunks multiply more. Its convolution adds 2
 Padding is not counted: in training, S is the number of real tokens of a row. The count then does
 not depend on the rows that share a batch, and so not on the number of processes.
 
-A multiply-add counts as two operations. Causal attention counts as the full square. Sequences that
-are packed into one row count as one long sequence, unless the attention keeps them apart
-(FlashAttention). A decoder layer beside an encoder attends twice, and its keys and values for the
-second time are computed from the encoder's tokens. Maps that run once per sequence (BERT's pooler)
-count once per sequence. Activations, norms, and the recomputation of checkpointed layers and of
-FlashAttention's backward pass are not counted.
+A multiply-add counts as two operations. Causal attention and attention in windows count as the full
+square. DeBERTa's products with positions and the choice of tokens in DeepSeek-V3.2 do not count.
+Sequences that are packed into one row count as one long sequence, unless the attention keeps them
+apart (FlashAttention). A decoder layer beside an encoder attends twice, and its keys and values for
+the second time are computed from the encoder's tokens. Maps that run once per sequence (BERT's
+pooler) count once per sequence. Activations, norms, and the recomputation of checkpointed layers
+and of FlashAttention's backward pass are not counted.
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -280,32 +281,39 @@ def _weights(module: Any) -> int:
 
 def _uses(linear: nn.Module, args: Any) -> int:
     """How many rows a linear map gets, or all experts together."""
-    # experts take their inputs, and the numbers of those that are chosen for each
-    return int(args[1].numel()) if is_experts(linear) else math.prod(args[0].shape[:-1])
+    # experts take their inputs, and the numbers of those that are chosen for each; experts that all
+    # run for all tokens take their inputs alone
+    is_routed = is_experts(linear) and len(args) > 1
+    return int(args[1].numel()) if is_routed else math.prod(args[0].shape[:-1])
 
 
 def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
-    rows: Counter[nn.Module] = Counter()
-    before: Counter[nn.Module] = Counter()
-    at_input: dict[nn.Module, Counter[nn.Module]] = {}
+    rows: dict[nn.Module, float] = defaultdict(float)
+    before: dict[nn.Module, float] = defaultdict(float)
+    at_input: dict[nn.Module, dict[nn.Module, float]] = {}
     entered: list[tuple[nn.Module, Tensor]] = []
     beside: list[Any] = []  # what the current layer gets besides its input
     crosses: set[nn.Module] = set()
-    of_encoder: Counter[nn.Module] = Counter()
+    of_encoder: dict[nn.Module, float] = defaultdict(float)
     per_sequence: dict[nn.Module, float] = {}
     left: list[Any] = []  # the output of the layer that ran last
     bare: list[bool] = []
+    padded = 1.0  # rows of the current layer per token: Longformer fills up its windows
 
     def leave(layer: nn.Module, args: Any, output: Any) -> None:
+        nonlocal padded
+        padded = 1.0
         left[:] = output[:1] if isinstance(output, tuple) else [output]
 
     def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal padded
         entered.append((layer, args[0] if args else kwargs["hidden_states"]))
+        padded = math.prod(entered[-1][1].shape[-3:-1]) / (sequences * length)
         beside[:] = [x for x in (*args, *kwargs.values()) if x is not entered[-1][1]]
         bare.append(any(x is y for x in beside for y in left))
 
     def count(linear: nn.Module, args: Any, output: Any) -> None:
-        uses = _uses(linear, args)
+        uses = _uses(linear, args) / padded
         is_pooled = isinstance(linear, nn.Linear | Conv1D) and args[0].ndim == 2
         if is_pooled and uses == sequences:
             per_sequence[linear] = per_sequence.get(linear, 0) + 1
@@ -314,7 +322,7 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         if not entered:
             before[linear] += uses
         elif args[0] is entered[-1][1]:
-            at_input.setdefault(entered[-1][0], Counter())[linear] += uses
+            at_input.setdefault(entered[-1][0], defaultdict(float))[linear] += uses
         elif any(args[0] is x for x in beside):
             # the keys and values of an attention over the output of the encoder
             crosses.add(entered[-1][0])
@@ -325,7 +333,10 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         hooks.append(layer.register_forward_hook(leave))
     inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
-    sequences, length = inputs[model.main_input_name].shape
+    tokens_in = inputs[model.main_input_name]
+    sequences, length = tokens_in.shape
+    if model.config.is_encoder_decoder:
+        inputs.setdefault("decoder_input_ids", tokens_in)
     try:
         with probing(model):
             model(**inputs)
@@ -334,7 +345,7 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
             hook.remove()
     tokens = sequences * length
 
-    def per_token(counts: Counter[nn.Module]) -> dict[nn.Module, float]:
+    def per_token(counts: dict[nn.Module, float]) -> dict[nn.Module, float]:
         return {module: count / tokens for module, count in counts.items()}
 
     first = {layer: per_token(counts) for layer, counts in at_input.items()}
