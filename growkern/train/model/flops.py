@@ -298,24 +298,27 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     per_sequence: dict[nn.Module, float] = {}
     left: list[Any] = []  # the output of the layer that ran last
     bare: list[bool] = []
-    padded = 1.0  # rows of the current layer per token: Longformer fills up its windows
+    inputs = _probe_inputs(model)
+    tokens = inputs[model.main_input_name].numel()
+    # as the current layer gets them: Longformer fills up its windows
+    given = tokens
 
     def leave(layer: nn.Module, args: Any, output: Any) -> None:
-        nonlocal padded
-        padded = 1.0
+        nonlocal given
+        given = tokens
         left[:] = output[:1] if isinstance(output, tuple) else [output]
 
     def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal padded
+        nonlocal given
         entered.append((layer, args[0] if args else kwargs["hidden_states"]))
-        padded = math.prod(entered[-1][1].shape[-3:-1]) / (sequences * length)
+        given = math.prod(entered[-1][1].shape[-3:-1])
         beside[:] = [x for x in (*args, *kwargs.values()) if x is not entered[-1][1]]
         bare.append(any(x is y for x in beside for y in left))
 
     def count(linear: nn.Module, args: Any, output: Any) -> None:
-        uses = _uses(linear, args) / padded
+        uses = _uses(linear, args) / given
         is_pooled = isinstance(linear, nn.Linear | Conv1D) and args[0].ndim == 2
-        if is_pooled and uses == sequences:
+        if is_pooled and len(args[0]) == len(inputs[model.main_input_name]):
             per_sequence[linear] = per_sequence.get(linear, 0) + 1
             return
         rows[linear] += uses
@@ -332,24 +335,18 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     for layer in (layer for stack in stacks for layer in stack):
         hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         hooks.append(layer.register_forward_hook(leave))
-    inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
-    tokens_in = inputs[model.main_input_name]
-    sequences, length = tokens_in.shape
-    if model.config.is_encoder_decoder:
-        inputs.setdefault("decoder_input_ids", tokens_in)
     try:
         with probing(model):
             model(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    tokens = sequences * length
+    return _Uses(rows, before, at_input, crosses, of_encoder, per_sequence, any(bare))
 
-    def per_token(counts: dict[nn.Module, float]) -> dict[nn.Module, float]:
-        return {module: count / tokens for module, count in counts.items()}
 
-    first = {layer: per_token(counts) for layer, counts in at_input.items()}
-    return _Uses(
-        *(per_token(rows), per_token(before), first, crosses, per_token(of_encoder)),
-        *(per_sequence, any(bare)),
-    )
+def _probe_inputs(model: Any) -> dict[str, Tensor]:
+    inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
+    if model.config.is_encoder_decoder:
+        # Pegasus does not make them of input_ids, as its kin do
+        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+    return inputs
