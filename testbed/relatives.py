@@ -684,6 +684,9 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "jina_embeddings_v3": ("JinaEmbeddingsV3ForMaskedLM", TURNED, {}),
 }
 
+# those that read text and have an output projection
+TEXT = [name for name, (kind, *_) in RELATIVES.items() if "For" in kind and "Image" not in kind]
+
 
 def with_sizes(family: Family, config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """The options of a config with other sizes, where the family has them."""

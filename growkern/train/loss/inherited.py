@@ -59,6 +59,7 @@ from growkern.train.model import (
     is_causal,
     is_experts,
     is_linear,
+    probe_inputs,
     probing,
     projected,
     run_model,
@@ -538,7 +539,7 @@ def check_router(model: Any) -> None:
     if not _asks(model) or router_inputs(model):
         return
     config = model.config.get_text_config()
-    inputs = {name: x.to(model.device) for name, x in model.dummy_inputs.items()}
+    inputs = probe_inputs(model)
     with probing(model):
         outputs = model(**inputs, output_router_logits=True)
     loss = getattr(outputs, "aux_loss", None)

@@ -37,7 +37,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from growkern.families import load_family, supported_families
-from growkern.train.model.language_model import probing
+from growkern.train.model.language_model import probe_inputs, probing
 from growkern.train.model.sub_model import ModelPart
 
 
@@ -298,7 +298,7 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
     per_sequence: dict[nn.Module, float] = {}
     left: list[Any] = []  # the output of the layer that ran last
     bare: list[bool] = []
-    inputs = _probe_inputs(model)
+    inputs = probe_inputs(model)
     tokens = inputs[model.main_input_name].numel()
     # as the current layer gets them: Longformer fills up its windows
     given = tokens
@@ -342,11 +342,3 @@ def _uses_per_token(model: Any, stacks: Sequence[nn.ModuleList]) -> _Uses:
         for hook in hooks:
             hook.remove()
     return _Uses(rows, before, at_input, crosses, of_encoder, per_sequence, any(bare))
-
-
-def _probe_inputs(model: Any) -> dict[str, Tensor]:
-    inputs = {key: value.to(model.device) for key, value in model.dummy_inputs.items()}
-    if model.config.is_encoder_decoder:
-        # Pegasus does not make them of input_ids, as its kin do
-        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
-    return inputs

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 
 from growkern.errors import GrowthError
 from growkern.ops.loss import IGNORE_INDEX
-from growkern.train.model.language_model import probing, setting
+from growkern.train.model.language_model import probe_inputs, probing, setting
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Changes: TypeAlias = Sequence[tuple[Any, str, float]]
@@ -199,7 +199,7 @@ def check_head(model: Any) -> None:
 
 def tokens_to_try(model: Any) -> dict[str, Tensor]:
     """A small input. Some of its tokens may be padding by their ids; the mask says they are not."""
-    inputs = {name: x.to(model.device) for name, x in model.dummy_inputs.items()}
+    inputs = probe_inputs(model)
     return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 

@@ -257,6 +257,15 @@ def probing(model: Any) -> Iterator[None]:
         free_gathered(model)
 
 
+def probe_inputs(model: Any) -> dict[str, Tensor]:
+    """The few tokens that transformers tries a model with, on its device."""
+    inputs = {name: x.to(model.device) for name, x in model.dummy_inputs.items()}
+    if model.config.is_encoder_decoder:
+        # Pegasus does not make them of input_ids, as its kin do
+        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+    return inputs
+
+
 @contextlib.contextmanager
 def no_zeros(model: Any) -> Iterator[None]:
     """While active, a model computes as if none of its parameters were zero throughout.

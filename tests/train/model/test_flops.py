@@ -9,7 +9,7 @@ from growkern.train.loss.batch_rows import count_rows
 from growkern.train.model.flops import ModelCost
 from growkern.train.model.sub_model import ModelPart, layer_stacks, sub_model
 from testbed.models import random_model
-from testbed.relatives import RELATIVES
+from testbed.relatives import RELATIVES, TEXT
 from testbed.tiny import FAMILIES, Batches, arguments, batch, build
 from tests.shared.delta import by_products
 
@@ -88,7 +88,6 @@ COARSE |= {"nemotron_h": 0.06, "granitemoehybrid": 0.04, "bamba": 0.05, "falcon_
 COARSE |= {"mamba2": 0.11, "lfm2": 0.003}
 # without a list of layers of their own; or towers of images beside the text
 NOT_COUNTED = {"mpnet", "albert", "clip", "siglip"}
-TEXT = [n for n, (kind, _, _) in RELATIVES.items() if "For" in kind and "Image" not in kind]
 
 
 @pytest.mark.parametrize("name", sorted({*TEXT} - {*KINDS} - NOT_COUNTED))

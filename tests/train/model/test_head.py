@@ -7,9 +7,11 @@ import torch
 import transformers
 from transformers.utils.logging import get_logger
 
-from growkern import GrowthError
+from growkern import GrowthError, inherited_loss
 from growkern.train.model.forward import check_causal
 from growkern.train.model.head import check_head, head_swap
+from testbed.models import random_model
+from testbed.relatives import RELATIVES, TEXT
 from testbed.tiny import FAMILIES, VOCAB, batch, build
 
 SIZES = {
@@ -64,6 +66,20 @@ def test_probes_say_nothing_of_padding(caplog, monkeypatch):
         assert not caplog.messages
         model(model.dummy_inputs["input_ids"])
         assert "attention_mask" in caplog.text
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_the_loss_without_logits_is_the_own_loss_of_every_family(name):
+    kind, sizes, _ = RELATIVES[name]
+    model, inputs = random_model(kind, sizes), batch()
+    if name == "esm":
+        with pytest.raises(GrowthError, match="changes its logits"):
+            check_head(model)
+        return
+    check_head(model)
+    # transformers computes the loss of causal models in float32
+    truth = model.eval()(**inputs).loss.item()
+    assert inherited_loss(model, None, inputs).item() == pytest.approx(truth, rel=1e-6)
 
 
 MIXTURES = {
