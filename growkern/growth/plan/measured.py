@@ -199,10 +199,13 @@ def listed(plan: Blueprint, tokens: float) -> list[str]:
         return []
     if not rows:
         return [f"{title}: not measured for such a growth, neither in a paper nor by us"]
-    lines = [f"{title}, by what is wanted:", "tokens  both models     large alone     small exists"]
+    lines = [
+        f"{title}, by what is wanted (not reached 2/3: by 2 of 3 seeds):",
+        "tokens  both models      large alone      small exists",
+    ]
     for row in sorted(rows, key=lambda row: _order(row, kind, mine))[:MOST]:
         cells = [f"{'' if row['tokens'] is None else row['tokens']:<6}"]
-        cells += (f"{_short(row[name] or '-'):<14}" for name in OF_GROWTH)
+        cells += (f"{_short(row[name] or '-'):<15}" for name in OF_GROWTH)
         lines.append("  ".join([*cells, f"{row['setting']} ({row['citation']})"]))
     left = len(rows) - MOST
     lines += [f"{left} more: --json"] if left > 0 else []
@@ -212,7 +215,7 @@ def listed(plan: Blueprint, tokens: float) -> list[str]:
     )
     for row in sorted(alone, key=lambda row: distance(mine, row)):
         lines.append(
-            f"{row['tokens']:<6}  {_short(row['loss']):<14}  {row['setting']} ({row['citation']})"
+            f"{row['tokens']:<6}  {_short(row['loss']):<15}  {row['setting']} ({row['citation']})"
         )
     return lines
 
@@ -224,6 +227,5 @@ def _order(row: Row, kind: str, mine: float) -> tuple[bool, bool, float]:
 
 def _short(figure: str) -> str:
     """A figure that fits into a column."""
-    for words, fewer in (("not reached by", "missed"), ("at least", "≥"), ("up to", "≤")):
-        figure = figure.replace(words, fewer)
-    return figure
+    figure = re.sub(r"not reached by (\d) of (\d)", r"not reached \1/\2", figure)
+    return figure.replace("at least", "≥").replace("up to", "≤")

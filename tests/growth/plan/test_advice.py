@@ -331,10 +331,10 @@ def test_the_table_shows_both_trainings_and_what_was_measured():
     ends = ("(own runs)", "arXiv 2405.15319)", "arXiv 2504.00623)")
     rows = [line for line in lines if line.endswith(ends)]
     alone = [line for line in lines if ", in place of" in line]
-    assert len(alone) == 9 and alone[0].startswith("20.0    missed 1 of 1 ")
+    assert len(alone) == 9 and alone[0].startswith("20.0    not reached 1/1  ")
     rows = [line for line in rows if line not in alone]
-    assert len(rows) == 40 and rows[0].startswith("2.0     37.9% ± 19.6%   21.0% ± 25.0% ")
-    assert rows[2].startswith("20.0    missed 3 of 3   missed 3 of 3 ")
+    assert len(rows) == 40 and rows[0].startswith("2.0     37.9% ± 19.6%    21.0% ± 25.0%  ")
+    assert rows[2].startswith("20.0    not reached 3/3  not reached 3/3  ")
     assert f"{len(both.measurements()) - 40} more: --json" in lines
     other = growkern.plan(meta("LlamaForCausalLM", **BIG), intermediate_size=8192)
     assert "neither in a paper nor by us" in printed(other.table(tokens=1e11, verbose=True))
