@@ -37,6 +37,8 @@ MOST = 1e40
 NOT_REACHED, NOT_KNOWN = "not reached", "not known"
 # the file with the settings of a run, and what a log line puts before new sizes
 RUN_FILE, SIZE = "run.json", "growth/"
+# the other numbers of such a line
+LOSSES = ("loss_before", "loss_after")
 # of the settings by which runs are told apart, and of a value; files and seeds are not shown
 MOST_KEYS, LONGEST = 3, 40
 # the method of a model that a run makes new
@@ -70,7 +72,8 @@ class Curve:
     """The losses of a run, with the steps and the FLOPs so far at which they were measured.
 
     `validation` says whether these are validation losses. Steps ascend. `growths` has the FLOPs at
-    which the model grew inside the run, and `grown` the new sizes. `finished` says whether the run
+    which the model grew inside the run, and `grown` the new sizes. If it was evaluated before and
+    after a growth, the second point is there by one bit more FLOPs. `finished` says whether the run
     came to its end. `last` has its last step, and the steps that it was to have. `settings` are
     those of its run file. `parameters` are those of the model at the end; 0: not known. `method` is
     that of its growth, "" without one. `taught` says whether the FLOPs hold those of a teacher.
@@ -239,24 +242,32 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     validation = any("eval_loss" in line for line in history)
     # with a teacher, "loss" includes the KL term; only "mlm" can be compared with other runs
     keys = ("eval_loss",) if validation else ("mlm", "loss")
-    points: dict[int, tuple[float, float]] = {}
+    points: dict[tuple[int, bool], tuple[float, float]] = {}
     growths: dict[int, tuple[float, str]] = {}
-    flops_before = 0.0
+    last: dict[str, Any] = {}
+    grows_at = set[int]()
     for line in history:
-        # the first line of the grown model; the line before is that of its growth
+        # the first line of the grown model; the training line before is that of its growth
         if "growth" in line:
             sizes = [
                 f"{name.removeprefix(SIZE)} {size}"
                 for name, size in line.items()
-                if name.startswith(SIZE) and name != f"{SIZE}loss_before"
+                if name.startswith(SIZE) and not name.endswith(LOSSES)
             ]
-            growths[line["growth"]] = flops_before, "\n".join(sizes)
-        flops_before = line.get("flops", flops_before)
+            growths[line["growth"]] = last.get("flops", 0.0), "\n".join(sizes)
+            grows_at.add(last.get("step", 0))
+        if "loss" in line:
+            last = line
+    for line in history:
         key = next((key for key in keys if key in line), None)
         if key is not None and "flops" in line:
-            points[line["step"]] = line["flops"], line[key]
-    steps = tuple(sorted(points))
-    flops, losses = (tuple(points[step][i] for step in steps) for i in (0, 1))
+            step = line["step"]
+            is_after = step in grows_at and (step, False) in points
+            flops = math.nextafter(line["flops"], math.inf) if is_after else line["flops"]
+            points[step, is_after] = flops, line[key]
+    places = sorted(points)
+    steps = tuple(step for step, _ in places)
+    flops, losses = (tuple(points[place][i] for place in places) for i in (0, 1))
     at = tuple(cost for cost, _ in growths.values())
     grown = tuple(sizes for _, sizes in growths.values())
     counts = [line["parameters"] for line in history if "parameters" in line]

@@ -217,7 +217,10 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
 
 
 def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
-    """A line where a model grew, with its new sizes at the end of the line that is free."""
+    """A line where a model grew, with its new sizes at the end of the line that is free.
+
+    If the loss was measured before and after the growth, two points show both.
+    """
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     marks = []
     for number, group in enumerate(groups):
@@ -226,13 +229,19 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
         grown = curve.grown or ("",) * len(curve.growths)
         for cost, sizes in zip(curve.growths, grown, strict=True):
             level = float(np.interp(cost, curve.flops, curve.losses))
-            at = (group.before + cost) / unit
-            marks.append((at, (level - low) / (high - low), sizes, style_of(number).color))
+            at, color = (group.before + cost) / unit, style_of(number).color
+            words = ["grows to", *sizes.split("\n")[:MOST_SIZES]] if sizes else ["grows"]
+            pairs = zip(curve.flops, curve.losses, strict=True)
+            ends = [loss for x, loss in pairs if cost <= x <= math.nextafter(cost, math.inf)]
+            if len(ends) > 1:
+                words.append(f"loss {ends[0]:.3f}, then {ends[1]:.3f}")
+                point = {"marker": "o", "linestyle": "", "color": color, "markersize": 7}
+                axes.plot([at] * 2, ends, **point, markeredgecolor="white", zorder=3, gid="growth")
+            marks.append((at, (level - low) / (high - low), words, color))
     last, used = {0: left, 1: left}, {0: 0, 1: 0}
-    for at, level, sizes, color in sorted(marks):
+    for at, level, words, color in sorted(marks):
         axes.axvline(at, color=color, linestyle=":", linewidth=1.0, gid="growth")
         end = 1 if level < 0.6 else 0
-        words = ["grows to", *sizes.split("\n")[:MOST_SIZES]] if sizes else ["grows"]
         # below, or above, those of a growth shortly before
         skipped = used[end] if at - last[end] < ROOM * (right - left) else 0
         last[end], used[end] = at, skipped + len(words)
@@ -260,6 +269,11 @@ def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[floa
         settled = float(np.interp(curve.flops[0] + span / 10, curve.flops, curve.losses))
         early = curve.losses[0] - low <= FAR_START * (settled - low)
         tops.append(max(settled, curve.losses[0]) if early else settled)
+        # the jump of a growth stays in the picture
+        tops += [
+            float(np.interp(math.nextafter(x, math.inf), curve.flops, curve.losses))
+            for x in curve.growths
+        ]
     tops += [max(curve.losses[-1] for curve in drawn)]
     top = low + 1.35 * (max(tops) - low)
     if top - low > (1 - LEAST_ZOOM) * (high - low):

@@ -36,6 +36,21 @@ def test_a_growth_is_where_its_last_line_before_is():
     assert found.growths == (20.0,) and found.grown == ("hidden_size 8\nnum_hidden_layers 4",)
 
 
+def test_a_growth_has_the_losses_before_and_after_it_also_if_its_line_comes_later():
+    lines = [
+        {"step": 4, "loss": 5.0, "flops": 40.0},
+        *({"step": 4, "eval_loss": loss, "flops": 40.0} for loss in (5.0, 6.0)),
+        *({"step": 5, "eval_loss": loss, "flops": 60.0} for loss in (4.0, 4.0)),
+        {"step": 6, "loss": 4.0, "flops": 80.0, "growth": 1, "growth/hidden_size": 8},
+    ]
+    lines[-1] |= {"growth/eval_loss_before": 5.0, "growth/eval_loss_after": 6.0}
+    found = curve_of(lines, "run")
+    assert found.losses == (5.0, 6.0, 4.0) and found.steps == (4, 4, 5)
+    assert found.growths == (40.0,) and found.grown == ("hidden_size 8",)
+    assert found.flops == pytest.approx((40.0, 40.0, 60.0), rel=1e-12)
+    assert found.flops[0] < found.flops[1]
+
+
 def test_runs_are_told_apart_by_the_settings_in_which_they_differ():
     def run(name, rate, seed, teacher):
         training = {"learning_rate": rate, "batch_size": 8, "seed": seed}

@@ -371,6 +371,21 @@ def test_a_mark_of_an_unfinished_run_gets_a_sentence(tmp_path):
     assert notes_on(plot_runs([whole, part], out)) == notes_on(plot_runs([part], out)) == []
 
 
+def test_the_jump_of_a_growth_is_drawn_and_told(tmp_path, monkeypatch):
+    losses = [50.0, 3.0, *(2.0 - n / 10 for n in range(18))]
+    lines = [{"step": n, "eval_loss": x, "flops": 10.0 * n} for n, x in enumerate(losses)]
+    grown = [{"step": 6, "loss": 2.0, "flops": 60.0}, {**lines[6], "eval_loss": 6.5}]
+    lines[7:7] = [*grown, {"step": 7, "loss": 2.0, "flops": 70.0, "growth": 1}]
+    run = write_run(tmp_path / "run", lines)
+    figure = drawn(monkeypatch, lambda: plot_runs([run], tmp_path / "a.png"))
+    main = figure.axes[0]
+    (said,) = texts(figure, "growth")
+    assert said == "grows\nloss 1.600, then 6.500" and 6.5 < main.get_ylim()[1] < 50
+    (points,) = (x for x in main.lines if x.get_gid() == "growth" and x.get_marker() == "o")
+    assert list(points.get_xdata()) == [60.0] * 2
+    assert list(points.get_ydata()) == pytest.approx([1.6, 6.5])
+
+
 def test_an_unfinished_run_is_named_with_its_step_and_nothing_is_said_of_savings(
     tmp_path, monkeypatch
 ):

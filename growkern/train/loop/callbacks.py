@@ -86,7 +86,8 @@ class LoopCallback(TrainerCallback):
         if self.steps.take_report():
             # all processes report an error at the same step, and none waits for another
             self.saver.wait(state.global_step)
-        self.growths.end_part(control, state.global_step)
+        evaluates = args.eval_strategy == "steps" and state.global_step >= args.eval_delay
+        self.growths.end_part(control, state.global_step, evaluates=evaluates)
         self.steps.choose_work(control, state, args)
         self._count_passes(state)
 

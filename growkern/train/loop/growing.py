@@ -421,12 +421,13 @@ class GrowthInRun:
         """Whether the model grows after so many steps."""
         return self.grown < len(self.steps) and step == self.steps[self.grown].at_step
 
-    def end_part(self, control: Any, step: int) -> None:
-        """Let Trainer save, if the model grows after this step; see `stop`."""
+    def end_part(self, control: Any, step: int, *, evaluates: bool) -> None:
+        """Let Trainer log, save and maybe evaluate, if the model grows after this step."""
         # Trainer asks again when an epoch ends with the step
         if self.is_due(step) and not self.ends_here:
             self.ends_here = True
             control.should_log = control.should_save = True
+            control.should_evaluate |= evaluates
 
     @contextlib.contextmanager
     def stop(self, control: Any) -> Iterator[None]:
@@ -482,7 +483,11 @@ class GrowthInRun:
         last = lines[-1] if lines else {}
         sizes = {f"growth/{name}": new for name, (_, new) in self._changes().items()}
         before = {"growth/loss_before": last.get("mlm", last["loss"])} if last else {}
-        return {"growth": self.grown, **sizes, **before}
+        # the smaller model, and then the larger one
+        at = self.steps[self.grown - 1].at_step
+        found = [x["eval_loss"] for x in history if x["step"] == at and "eval_loss" in x]
+        ends = zip(("growth/eval_loss_before", "growth/eval_loss_after"), found[-2:], strict=True)
+        return {"growth": self.grown, **sizes, **before, **(dict(ends) if found[1:] else {})}
 
     def checkpoint(self, run: Path, step: int, saver: Saver) -> Path:
         """The checkpoint of the smaller model that the last part of the run has saved."""

@@ -86,7 +86,8 @@ class TwoStageTrainer(Trainer):
 
     The first line after a growth inside the run has its number as `growth`, the new sizes as
     `growth/hidden_size` and so on, and the label loss of the last line before as
-    `growth/loss_before`. Its own `mlm` is the loss after it.
+    `growth/loss_before`. Its own `mlm` is the loss after it. The validation losses right before and
+    after the growth are `growth/eval_loss_before` and `growth/eval_loss_after`.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a

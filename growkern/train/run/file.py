@@ -329,7 +329,7 @@ class TrainingSection:
         seed: of the data order, the masks and dropout.
         log_every: optimizer steps between two log lines.
         eval_every: optimizer steps between two evaluations; 0 evaluates at the end only. A model
-            is also evaluated before its first step, and after a growth.
+            is also evaluated before its first step, and before and after a growth.
         save_every: optimizer steps between two checkpoints; 0: by save_minutes only.
         save_minutes: minutes between two checkpoints; 0: by save_every only. The end of a run
             and SIGINT and SIGTERM always save.

@@ -255,14 +255,14 @@ def evaluations(trainer):
     return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
 
 
-def test_a_grown_model_is_evaluated_before_its_first_step(tmp_path):
+def test_a_model_is_evaluated_before_and_after_its_growth(tmp_path):
     """A growth that is exact has the loss of the small model; a resumed run measures it once."""
-    args = {"eval_strategy": "steps", "eval_steps": 3, "save_steps": 1}
+    args = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 1}
     growth, data = [GrowthStep(at_step=3, sizes={SIZES[1]: 80})], Batches(4)
     trainer = trainer_in(tmp_path / "a", growth, args=args, eval_dataset=data)
     trainer.train()
     found = evaluations(trainer)
-    assert [step for step, _ in found] == [3, 3, 6, 9]
+    assert [step for step, _ in found] == [3, 3, 4, 8, 9]
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5) and found[1] != found[2]
     for step in (2, 3, 4):
         again = trainer_in(tmp_path / "a", growth, args=args, eval_dataset=data)
@@ -283,6 +283,21 @@ def test_a_grown_model_is_evaluated_before_its_first_step(tmp_path):
         found.append([loss for step, loss in evaluations(one) if step == 0])
         assert found[-1] in ([], [before])
     assert [len(losses) for losses in found] == [0, 1, 0]
+
+
+def test_tensorboard_has_the_validation_losses_before_and_after_a_growth(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    args = {"eval_strategy": "steps", "eval_steps": 4, "report_to": "tensorboard"}
+    growth = [GrowthStep(at_step=3, sizes={SIZES[0]: 4})]
+    trainer = trainer_in(tmp_path, growth, args=args, eval_dataset=Batches(4))
+    trainer.train()
+    shown = {}
+    for file in tmp_path.rglob("events.*"):
+        read = events.EventAccumulator(str(file)).Reload()
+        shown |= {tag: read.Scalars(tag)[0].value for tag in read.Tags()["scalars"]}
+    found = [shown[f"train/growth/eval_loss_{when}"] for when in ("before", "after")]
+    assert found == pytest.approx([loss for _, loss in evaluations(trainer)[:2]])
+    assert abs(found[1] - found[0]) > 1e-3
 
 
 def test_a_run_does_not_start_again_with_a_model_that_is_gone(tmp_path):

@@ -173,6 +173,13 @@ def test_sizes_that_are_wrong_are_named(load, key, match, is_list):
         load(f"{COMPLETE}\n{head}\n{where}\n{key}\n")
 
 
+def test_a_single_growth_inside_a_run_may_be_a_table_or_a_list_of_one(load):
+    runs = [
+        load(f"{COMPLETE}\n{head}\nat_step = 30\nn = 3\n") for head in ("[growth]", "[[growth]]")
+    ]
+    assert runs[0].growths == runs[1].growths and runs[0].later_growths[0].sizes == {"n": 3}
+
+
 ODD_VALUES = {
     "31 digits": ("steps = 100", "steps = 1" + "0" * 30, "training.steps is 1.*64 bits"),
     "a long name": ("steps = 100", '"' + "a" * 200_000 + '" = 1', "has no key 'aaa"),
