@@ -1,4 +1,4 @@
-"""`bench.paper` with saves every four steps, where a usual run saves every minute.
+"""`bench.paper` with one length, and saves every four steps, where a usual run saves every minute.
 
     python -m tests.bench.paper.saving PATTERN ARGUMENT...
 
@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 from bench.paper import __main__ as command
-from bench.paper import runs
+from bench.paper import plans, runs
 
 run_of = runs.run_of
 
@@ -32,5 +32,6 @@ def die_at(pattern):
 
 if __name__ == "__main__":
     runs.run_of = saving
+    plans.PARTS = (1.0,)
     threading.Thread(target=die_at, args=(sys.argv.pop(1),), daemon=True).start()
     command.main()
