@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,28 +177,11 @@ def test_every_record_is_aligned_and_summed(tmp_path, monkeypatch, is_large):
 
 # ------------------------------------------------------------------- interrupted
 
-KILLED = """
-import os, signal, sys
-from growkern.growth.optimizer import file
-from growkern.cli.main import main
-blocks = file.row_blocks
-file.row_blocks = lambda shape, size, _: blocks(shape, size, 300)
-build, count = file.grow_moment, []
-def build_until(*args, **kwargs):
-    count.append(1)
-    if len(count) > 40:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return build(*args, **kwargs)
-file.grow_moment = build_until
-sys.argv = ["growkern", *sys.argv[1:]]
-main()
-"""
-
 
 def test_killed_while_it_is_written_the_same_line_goes_on(tmp_path):
     source, target = saved(tmp_path), tmp_path / "grown"
     command = ["grow", source, target, "--n-embd", "20", "--optimizer", source / "optimizer.pt"]
-    done = subprocess.run([sys.executable, "-c", KILLED, *command], capture_output=True, text=True)
+    done = warm.run("tests.growth.optimizer.killed", *command)
     assert done.returncode == -signal.SIGKILL, done.stderr
     staging = tmp_path / ".grown.growing"
     assert not target.exists()
