@@ -5,14 +5,7 @@ import torch
 
 import growkern
 from testbed.families import FAMILIES
-from testbed.models import (
-    BERT,
-    GPT2,
-    LLAMA,
-    Float64Everywhere,
-    random_model,
-    relative_error,
-)
+from testbed.models import BERT, GPT2, LLAMA, Float64Everywhere, random_model, relative_error
 from tests.growth.plan.test_matrix import ANY_WIDTH, EXACT, width
 
 

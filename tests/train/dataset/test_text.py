@@ -12,10 +12,7 @@ from growkern.errors import GrowthWarning
 from growkern.files import matching_files
 from growkern.train.dataset import source
 from growkern.train.dataset.training_data import TokenBlocks, pack_text
-from growkern.train.objectives.language_modeling import (
-    CausalLMCollator,
-    MaskedLMCollator,
-)
+from growkern.train.objectives.language_modeling import CausalLMCollator, MaskedLMCollator
 from growkern.train.topk_teacher.teacher import TopKTeacher
 from testbed.tiny import VOCAB, Batches, TinyTokenizer, arguments, build, losses_of
 from tests.train.topk_teacher.test_teacher_cache import blocks_of, collator_of, make
