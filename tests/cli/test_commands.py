@@ -22,6 +22,7 @@ from growkern.cli.main import main
 from growkern.publish.manifest import write_manifest
 from growkern.train.distributed.shard import join_processes
 from growkern.train.model import language_model
+from testbed import warm
 from testbed.families import T5
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
@@ -78,12 +79,8 @@ def test_help_names_every_command(run):
 
 
 def test_version_and_help():
-    def said(*arguments):
-        line = [sys.executable, "-m", "growkern", *arguments]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
-
-    assert said("--version").stdout == f"growkern {growkern.__version__}\n"
-    alone = said()
+    assert warm.run("growkern", "--version").stdout == f"growkern {growkern.__version__}\n"
+    alone = warm.run("growkern")
     assert (alone.returncode, alone.stderr) == (2, "") and "Usage: growkern" in alone.stdout
 
 

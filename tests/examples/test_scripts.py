@@ -177,12 +177,7 @@ def test_the_command_of_centroids_writes_what_growth_reads(tmp_path):
 
 def torchrun(number, *command):
     """The output of a script on several processes."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         "--nproc_per_node", str(number), *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent)},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = warm.run("testbed.torchrun", number, *command, limit_s=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

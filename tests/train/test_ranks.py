@@ -1,12 +1,8 @@
 """Training on two processes is training on one."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +12,12 @@ import transformers
 from growkern import GrowthError
 from growkern import run as train
 from growkern.train.loop.meter import MEASURED
+from testbed import warm
 from testbed.forked_ranks import on_ranks
 from testbed.tiny import Batches
 from tests.train import ranks
 from tests.train.distributed import rows
 from tests.train.run.test_run import RUN, workplace  # noqa: F401
-
-ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +106,8 @@ def test_every_process_reads_the_rows_that_plain_trainer_gives_it(workplace):  #
 @pytest.mark.parametrize("workplace", ["bert"], indirect=True)
 def test_a_run_file_on_two_processes(workplace):  # noqa: F811
     """The same batches and masks, shared out; one of the processes writes."""
-    command = [*TORCHRUN, "-m", "growkern", "train", str(workplace / "run.toml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    command = ("growkern", "train", workplace / "run.toml")
+    done = warm.run("testbed.torchrun", 2, *command)
     assert done.returncode == 0, done.stderr
     said = done.stdout
     assert said.count("finished  6 steps, label loss ") == said.count("to resume  ") == 1

@@ -21,13 +21,13 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import TrainerCallback
 
 from growkern import run as train
 from growkern.train.run import start as module
 from growkern.train.safety import saving
 from testbed import warm
+from testbed.torchrun import launch
 
 
 class Killer(TrainerCallback):
@@ -85,30 +85,26 @@ def rank(folder, run, seed, *kills):
     folder, number = Path(folder), int(os.environ["RANK"])
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    notes = [folder / f"kill-{i}" for i in range(len(kills))]
+    notes = [folder / f"kill-{i}" for i in range(len(kills) + 1)]
     struck = sum(note.exists() for note in notes)
-    if struck < len(kills):
-        how = kills[struck], len(kills) - struck, f"{seed}:{struck}"
-        ranks, build = int(os.environ["WORLD_SIZE"]), module.build_trainer
-        killer = Killer(notes[struck], *how, number, ranks)
+    # the last attempt is not killed
+    how = (*kills, "")[struck], len(kills) - struck, f"{seed}:{struck}"
+    ranks, build = int(os.environ["WORLD_SIZE"]), module.build_trainer
+    killer = Killer(notes[struck], *how, number, ranks)
 
-        def killing(*args, **options):
-            trainer = build(*args, **options)
-            trainer.add_callback(killer)
-            return trainer
+    def killing(*args, **options):
+        trainer = build(*args, **options)
+        trainer.add_callback(killer)
+        return trainer
 
-        module.build_trainer = killing
+    module.build_trainer = killing
     train(folder / run, progress=False)
     warm.note_modules()
 
 
 def main(folder, run, seed, *kills):
     """As `torchrun --standalone --nproc_per_node=2 --max-restarts=N`."""
-    how = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=len(kills), run_id=run,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork",
-    )  # fmt: skip
-    elastic_launch(how, rank)(folder, run, seed, *kills)
+    launch(2, rank, folder, run, seed, *kills, restarts=len(kills))
 
 
 if __name__ == "__main__":
