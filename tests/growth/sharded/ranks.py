@@ -46,7 +46,6 @@ CASES = {
         {"hidden_size": 20, "num_hidden_layers": 3, "depth": "identity"},
         "hsdp",
     ),
-    "bert aki, hsdp": ("BertForMaskedLM", BERT, {}, {"hidden_size": 24, "method": "aki"}, "hsdp"),
     "gpt2 uneven aki, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "aki"}, "fsdp"),
     "gpt2 fresh, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "fresh"}, "fsdp"),
     "llama fresh, fsdp x tp": (
@@ -57,12 +56,12 @@ CASES = {
         "fsdp x tp",
     ),
     "gpt2 random, fsdp": ("GPT2LMHeadModel", GPT2, {}, {"n_embd": 20, "method": "random"}, "fsdp"),
-    "gpt2 direct copy, hsdp": (
+    "gpt2 direct copy, fsdp": (
         "GPT2LMHeadModel",
         GPT2,
         {},
         {"n_embd": 20, "method": "direct_copy"},
-        "hsdp",
+        "fsdp",
     ),
     "llama untied uneven, fsdp": ("LlamaForCausalLM", LLAMA, UNTIED, UNEVEN, "fsdp"),
     "llama, tp": ("LlamaForCausalLM", LLAMA, UNTIED, {"hidden_size": 24}, "tp"),
@@ -114,16 +113,19 @@ CASES = {
 TWO_RANKS = (
     "bert uneven, fsdp",
     "gpt2 uneven aki, fsdp",
+    "gpt2 fresh, fsdp",
     "gpt2 random, fsdp",
+    "gpt2 direct copy, fsdp",
     "llama untied uneven, fsdp",
     "llama, tp",
     "llama, copies",
     "mixtral experts, fsdp",
     "glm experts asleep, fsdp",
     "mistral becomes mixtral, fsdp",
+    "neox larger heads aki, fsdp",
 )
 OTHERS = tuple(name for name in CASES if name not in TWO_RANKS)
-RANKS = {2: TWO_RANKS, 4: (*OTHERS, "mixtral experts, fsdp")}
+RANKS = {2: TWO_RANKS, 4: OTHERS}
 
 # of these, optimizers too
 OPTIMIZERS = {
