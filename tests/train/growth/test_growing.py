@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,12 +72,36 @@ def trainer_in(
     )  # fmt: skip
 
 
+class Reader(TwoStageTrainer):
+    """Keeps the tokens of every micro-batch that it trains on."""
+
+    def compute_loss(self, model, inputs, *args, **options):
+        self.__dict__.setdefault("read", []).append(inputs["input_ids"].clone())
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+@pytest.fixture(scope="module")
+def watched():
+    return Watcher()
+
+
+@pytest.fixture(scope="module")
+def straight(watched, tmp_path_factory):
+    # set here too: the fixture that makes the tests deterministic lives for one test
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    trainer = trainer_in(tmp_path_factory.mktemp("straight"), watcher=watched, cls=Reader)
+    trainer.train()
+    # of later trainings it reads more
+    watched.read = trainer.read[:]
+    return trainer
+
+
 def by_parameter(optimizer, model):
     return {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_the_state_grows_and_the_rest_goes_on(family, tmp_path):
+def test_the_state_grows_and_the_rest_goes_on(family, straight, watched, tmp_path):
     layers, units = ("n_layer", "n_inner") if family == "gpt2" else SIZES
     growth = [
         replace(
@@ -84,9 +109,11 @@ def test_the_state_grows_and_the_rest_goes_on(family, tmp_path):
         )
         for one in GROWTH
     ]
-    watcher = Watcher()
-    trainer = trainer_in(tmp_path, growth, family=family, watcher=watcher)
-    trainer.train()
+    trainer, watcher = straight, watched
+    if family == "gpt2":
+        watcher = Watcher()
+        trainer = trainer_in(tmp_path, growth, family=family, watcher=watcher)
+        trainer.train()
     assert trainer.state.global_step == STEPS and trainer.model.config.num_hidden_layers == 5
     logged = {x["step"]: x for x in trainer.state.log_history if "loss" in x}
     assert sorted(logged) == list(range(1, STEPS + 1))
@@ -101,7 +128,7 @@ def test_the_state_grows_and_the_rest_goes_on(family, tmp_path):
 
     # the independent way: the checkpoint of the smaller model, loaded and grown by hand
     for number, one in enumerate(growth):
-        checkpoint = tmp_path / f"checkpoint-{one.at_step}"
+        checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{one.at_step}"
         small = type(trainer.model).from_pretrained(checkpoint)
         assert small.config.num_hidden_layers == (2, 4)[number]
         large = growkern.grow(small, **one.options(), **one.sizes)
@@ -157,36 +184,23 @@ def test_a_run_may_begin_without_layers(tmp_path):
     assert flops[3] - flops[2] > flops[1] - flops[0] > 0
 
 
-def test_the_rate_follows_one_schedule(tmp_path):
+def test_the_rate_follows_one_schedule(straight, watched):
     """Linear from a warm-up of 2 steps to 0 at step 9, times 1/3 and 2/3 after the first growth.
 
     And times 1/2 from the second one on.
     """
-    watcher = Watcher()
-    trainer_in(tmp_path, watcher=watcher).train()
     for step in range(STEPS):
         factor = step / 2 if step < 2 else (STEPS - step) / (STEPS - 2)
         factor *= {3: 1 / 3, 4: 2 / 3}.get(step, 1) * (0.5 if step >= 6 else 1)
-        (rate,) = watcher.seen[step]["rates"]
+        (rate,) = watched.seen[step]["rates"]
         assert rate == pytest.approx(1e-2 * factor, rel=1e-12), step
 
 
-class Reader(TwoStageTrainer):
-    """Keeps the tokens of every micro-batch that it trains on."""
-
-    def compute_loss(self, model, inputs, *args, **options):
-        self.__dict__.setdefault("read", []).append(inputs["input_ids"].clone())
-        return super().compute_loss(model, inputs, *args, **options)
-
-
-def test_the_data_goes_on(tmp_path):
-    grown, same = (
-        trainer_in(tmp_path / name, growth, cls=Reader)
-        for name, growth in (("grown", GROWTH), ("same", ()))
-    )
-    grown.train(), same.train()
-    assert len(grown.read) == len(same.read) > STEPS
-    for one, other in zip(grown.read, same.read, strict=True):
+def test_the_data_goes_on(straight, watched, tmp_path):
+    same = trainer_in(tmp_path, (), cls=Reader)
+    same.train()
+    assert len(watched.read) == len(same.read) > STEPS
+    for one, other in zip(watched.read, same.read, strict=True):
         assert torch.equal(one, other)
 
 
@@ -205,15 +219,6 @@ def test_resumed_equals_straight_bit_for_bit(straight, stop, tmp_path):
     if stop == 4:
         again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         assert_same(weights_of(straight), weights_of(again))
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    # set here too: the fixture that makes the tests deterministic lives for one test
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    trainer = trainer_in(tmp_path_factory.mktemp("straight"))
-    trainer.train()
-    return trainer
 
 
 def test_only_new_layers_train_at_first(tmp_path):
@@ -300,17 +305,16 @@ def test_tensorboard_has_the_validation_losses_before_and_after_a_growth(tmp_pat
     assert abs(found[1] - found[0]) > 1e-3
 
 
-def test_a_run_does_not_start_again_with_a_model_that_is_gone(tmp_path):
-    trainer = trainer_in(tmp_path)
-    trainer.train()
-    weights, files = weights_of(trainer), sorted(tmp_path.iterdir())
+def test_a_run_does_not_start_again_with_a_model_that_is_gone(straight):
+    folder = Path(straight.args.output_dir)
+    weights, files = weights_of(straight), sorted(folder.iterdir())
     with pytest.raises(GrowthError, match="has grown in this trainer, so the run cannot"):
-        trainer.train()
-    assert_same(weights_of(trainer), weights)
-    assert sorted(tmp_path.iterdir()) == files
+        straight.train()
+    assert_same(weights_of(straight), weights)
+    assert sorted(folder.iterdir()) == files
     # the checkpoint before the last growth has the model that is grown again
-    trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-6")
-    assert_same(weights_of(trainer), weights)
+    straight.train(resume_from_checkpoint=folder / "checkpoint-6")
+    assert_same(weights_of(straight), weights)
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_save", "on_evaluate"])
