@@ -28,7 +28,8 @@ def schedule_of(kl_rows):
 
 
 def models_of(family):
-    return build(family, tied=True).double(), build(family, layers=2, width=8, seed=9).double()
+    student = build(family, layers=3, tied=True).double()
+    return student, build(family, layers=2, width=8, seed=9).double()
 
 
 def trainer_for(folder, case, batch, **options):
