@@ -1,5 +1,6 @@
 """Sees every operation of a rank: counts collectives, and finds the largest memory given out."""
 
+import functools
 from pathlib import Path
 
 import torch
@@ -29,6 +30,11 @@ class Watch(TorchDispatchMode):
             memory.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        # nothing is compiled inside, and to say so takes as long as an operation
+        return False
+
     def __init__(self):
         super().__init__()
         self.collectives = self.largest = 0
@@ -38,14 +44,19 @@ class Watch(TorchDispatchMode):
             # what it does with its local tensor comes here again
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        self.collectives += getattr(func, "_overloadpacket", None) in COLLECTIVES
+        self.collectives += communicates(func)
         for tensor in [result] if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+            if type(tensor) is torch.Tensor and tensor.is_cpu:
                 memory = tensor.untyped_storage()
                 size = memory.nbytes()
                 if size > self.largest and not is_mapped(memory.data_ptr()):
                     self.largest = size
         return result
+
+
+@functools.cache
+def communicates(func):
+    return getattr(func, "_overloadpacket", None) in COLLECTIVES
 
 
 def is_mapped(at):
