@@ -37,6 +37,8 @@ LONGEST = (
     "tests/train/distributed/test_elastic.py",
     "tests/train/distributed/test_parity.py",
     "tests/bench/paper/test_tables.py",
+    "tests/docs/test_pages.py",
+    "tests/unchanged/test_unchanged.py",
 )
 # long paths then break no line of a command's output
 COLUMNS = "1000"
