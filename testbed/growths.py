@@ -18,7 +18,8 @@ def head_counts(model):
 
 def heads_grow(family):
     """True if heads may get more entries."""
-    return bool((family.forces_head_dim and family.query_heads) or growable_parts(family))
+    forced = family.forces_head_dim and family.query_heads and "stream" in family.growable
+    return bool(forced or growable_parts(family))
 
 
 def growable_parts(family):
@@ -75,6 +76,8 @@ def alone(model):
     found = {key: {key: size} for key, size in more_units(model).items()}
     found |= {key: {key: old[key] + 1} for key in stacks}
     found |= {"vocab": {"vocab": 64}} if "vocab" in old else {}
+    if "stream" not in family.growable:
+        return found
     found["stream"] = wider
     for key, size in family.config.items():
         if size.follows == "stream":
@@ -105,6 +108,8 @@ def at_once(model):
     if not family.forces_head_dim:
         sizes |= {key: 3 * n for key, n in parts_of_heads(model).items()}
     sizes |= more_experts(model, 3)
+    if "stream" not in family.growable:
+        return sizes
     if not family.is_exact_in_any_width:
         return sizes | heads | {"stream": 2 * old["stream"]}
     sizes |= {key: 5 if key == "kv_heads" else 5 * n // 3 for key, n in heads.items()}

@@ -1,6 +1,7 @@
 """Tiny models with every parameter random, and float64 forward passes through Hugging Face code."""
 
 import inspect
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from growkern.growth.models import restore_buffers
-from growkern.growth.outputs import image_shape
+from growkern.families.model import ModelSpec
+from growkern.growth.outputs import input_names
 from growkern.growth.record.compare import inverse
 from growkern.growth.record.lineage import origin_of
 
@@ -162,19 +164,23 @@ def _run(model, inputs):
 def takes_images(model):
     """Whether it reads no text, or compares images with one."""
     compares = hasattr(model, "logit_scale") and hasattr(model.config, "vision_config")
-    return model.main_input_name == "pixel_values" or compares
+    return model.main_input_name != "input_ids" or compares
 
 
 def images(model, seed=0):
-    """Random images for a model that reads nothing else, with patches masked if it can mask."""
-    rng, shape = torch.Generator().manual_seed(seed), image_shape(model.config)
-    inputs = {"pixel_values": torch.randn(3, *shape, generator=rng, dtype=torch.float64)}
+    """Random images or sound for a model, with patches masked if it can mask."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = ModelSpec.of(model.config, type(model).__name__).input_shape
+    name, text = input_names(model)
+    inputs = {name: torch.randn(3, *shape, generator=rng, dtype=torch.float64)}
     names, takes = dict(model.named_parameters()), inspect.signature(model.forward).parameters
+    patches = math.prod(shape[1:]) // getattr(model.config, "patch_size", 1) ** 2
     if "bool_masked_pos" in takes and any("mask_token" in name for name in names):
-        patches = shape[1] * shape[2] // model.config.patch_size**2
         inputs["bool_masked_pos"] = torch.rand(3, patches, generator=rng) < 0.5
-    if model.main_input_name == "input_ids":
-        inputs["input_ids"] = torch.randint(3, 50, (3, 9), generator=rng)
+    if text:
+        inputs[text] = torch.randint(3, 50, (3, 9), generator=rng)
+    if "noise" in takes:
+        inputs["noise"] = torch.rand(3, patches, generator=rng)
     return inputs
 
 

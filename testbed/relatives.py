@@ -46,6 +46,16 @@ BART = {
     "max_position_embeddings": 16,
     "eos_token_id": 1,
 }
+WHISPER = {
+    **{k: v for k, v in BART.items() if k != "max_position_embeddings"},
+    **{
+        "max_target_positions": 17,
+        "max_source_positions": 6,
+        "num_mel_bins": 5,
+        "classifier_proj_size": 9,
+    },
+    **{"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2},
+}
 # queries grow from the fourth position on
 LATER = {
     "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4}
@@ -681,6 +691,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "roformer": ("RoFormerForMaskedLM", {**ENCODER, "embedding_size": 8}, {}),
     "nomic_bert": ("NomicBertForMaskedLM", TURNED, {}),
     "gte": ("GteForMaskedLM", TURNED, {"type_vocab_size": 0}),
+    "whisper": ("WhisperForConditionalGeneration", WHISPER, {}),
     "jina_embeddings_v3": ("JinaEmbeddingsV3ForMaskedLM", TURNED, {}),
 }
 

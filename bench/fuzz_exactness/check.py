@@ -14,7 +14,7 @@ import transformers
 import growkern
 from bench.fuzz_exactness.cases import DEPENDENT, ODD, OPTIONS, Case
 from bench.shared.harness import largest_error
-from growkern.growth.outputs import Float64, random_inputs
+from growkern.growth.outputs import Float64, input_names, random_inputs
 from growkern.growth.plan.exactness import NEW_TOKENS, OUTPUT_ERROR
 from growkern.growth.plan.growth_plan import GrowthPlan
 from growkern.growth.record.compare import planned_error, rounding_error
@@ -283,8 +283,8 @@ def _all_errors(
 
 def _samples(plan: GrowthPlan, source: Any, sample: Any) -> list[float]:
     """A sample of the source's own error on the texts of `_inputs`, for both sides of padding."""
-    if plan.small.family.reads_images:
-        texts = [images(source)["pixel_values"]]
+    if plan.small.input != "tokens":
+        texts = [images(source)[input_names(source)[0]]]
     else:
         texts = [_inputs(source, side)["input_ids"].flatten(0, -2) for side in ("right", "left")]
     with Float64():

@@ -213,11 +213,6 @@ class Family:
         return tuple(key for key in fields if fields[key] in used and key != "stream")
 
     @property
-    def reads_images(self) -> bool:
-        """True where the model reads images and has no vocabulary."""
-        return "vocab" not in self.config
-
-    @property
     def mixtures(self) -> tuple[SpaceSpec, ...]:
         """The spaces of experts."""
         return tuple(space for space in self.spaces.values() if space.kind == "experts")
@@ -356,6 +351,11 @@ def field_faults(family: Family, config: Any) -> Iterator[str]:
     sizes = {key: size for key, size in family.config.items() if size.default is None}
     fields = {f"config.{key}": size.field for key, size in sizes.items()}
     fields |= {"activation": family.activation, "softcap": family.softcap}
+    fields |= {
+        f"classes.{name}.reads": axis.split()[0]
+        for name, model_class in family.classes.items()
+        for axis in model_class.reads
+    }
     fields["norm.eps"] = family.norm.eps if isinstance(family.norm.eps, str) else None
     for key, name in ((key, name) for key, name in fields.items() if name is not None):
         try:

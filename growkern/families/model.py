@@ -15,7 +15,7 @@ from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, reason
 from growkern.families.family import Family, field_faults
-from growkern.families.spec import ANY, Row, SpaceSpec, TensorSpec, holds
+from growkern.families.spec import ANY, Row, Size, SpaceSpec, TensorSpec, holds
 from growkern.families.table_files import load_family
 
 # of a tensor that files hold in parts: of every part of its second axis, the name for each expert
@@ -237,6 +237,22 @@ class ModelSpec:
         if not spaces:
             return int(axis) if axis.isdigit() else self.size(axis)
         return sum(self.space_size(name) for name in spaces.split("|"))
+
+    @property
+    def input(self) -> str:
+        """What the model reads: "tokens", "images" or "spectrograms"."""
+        if self.family.classes[self.class_name].reads:
+            return "spectrograms"
+        return "tokens" if "vocab" in self.family.config else "images"
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The axes of one image, (channels, height, width), or of one spectrogram."""
+        if axes := self.family.classes[self.class_name].reads:
+            return tuple(Size(default=axis).of(self.fields) for axis in axes)
+        config = getattr(self.config, "vision_config", self.config)
+        size = config.image_size
+        return config.num_channels, *((size, size) if isinstance(size, int) else size)
 
     @property
     def short_cache(self) -> tuple[str, int] | None:

@@ -522,6 +522,7 @@ class ModelClass:
     stacks: tuple[str, ...] = ()
     repeats: Mapping[str, str] = field(default_factory=dict)
     cache: str | None = None
+    reads: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -75,22 +76,15 @@ def longest_of(model: ModelSpec) -> int:
     return int(getattr(model.text, "max_position_embeddings", 1 << 30))
 
 
-def image_shape(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width of the images that a model reads."""
-    config = getattr(config, "vision_config", config)
-    size = config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    return config.num_channels, height, width
-
-
 def random_inputs(source: Source, seed: int = 0, count: int = 4) -> Tensor:
     """Random inputs that the source accepts; always the same for a seed.
 
-    They are ids, (count, at most 32) int64, or images, (count, channels, height, width) float64.
+    They are ids, (count, at most 32) int64, or images or spectrograms, (count, *their axes)
+    float64.
     """
     rng = torch.Generator().manual_seed(seed)
-    if source.spec.family.reads_images:
-        shape = (count, *image_shape(source.config))
+    if source.spec.input != "tokens":
+        shape = (count, *source.spec.input_shape)
         return torch.randn(shape, generator=rng, dtype=torch.float64)
     vocabulary = source.spec.size("vocab")
     length = min(32, longest_of(source.spec))
@@ -107,7 +101,7 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     """The outputs of a model by name, float64 on the CPU, the main one first.
 
     The main one are logits, or hidden states of a model without a head. `tokens` are ids, (batch,
-    length) int64, or images as `random_inputs` makes them. No row is padded.
+    length) int64, or what else `random_inputs` makes. No row is padded.
     """
     was_training = model.training
     model.eval()
@@ -121,12 +115,23 @@ def all_outputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def input_names(model: Any) -> tuple[str, str | None]:
+    """The inputs of a model that does not read tokens alone: images or sound, and a text or None.
+
+    Some compare images with a text, others write one.
+    """
+    if model.main_input_name == "input_ids":
+        return "pixel_values", "input_ids"
+    takes = inspect.signature(model.forward).parameters
+    return model.main_input_name, "decoder_input_ids" if "decoder_input_ids" in takes else None
+
+
 def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     if tokens.is_floating_point():
-        inputs = {"pixel_values": tokens.to(model.device, model.dtype)}
-        if model.main_input_name == "input_ids":
-            # it compares images with a text
-            inputs["input_ids"] = torch.arange(4, device=model.device)[None]
+        name, text = input_names(model)
+        inputs = {name: tokens.to(model.device, model.dtype)}
+        if text:
+            inputs[text] = torch.arange(4, device=model.device).expand(len(tokens), 4)
     else:
         inputs = {"input_ids": tokens.to(model.device)}
         if type(model).__name__.endswith("ForMultipleChoice"):
@@ -135,7 +140,10 @@ def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         # a lone encoder also has is_encoder_decoder in its config, but no decoder
         if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
             inputs["decoder_input_ids"] = inputs["input_ids"]
-    output = model(**inputs)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        # of models that choose the patches that they see
+        torch.manual_seed(0)
+        output = model(**inputs)
     given = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
     if not given:
         raise GrowthError(f"{type(model).__name__} returns neither logits nor hidden states")

@@ -237,7 +237,7 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
     for given, value in dims.items():
         # other names of a field, such as num_experts
         name = small.text.attribute_map.get(given, given)
-        if name not in allowed and (name != PAD_VOCAB or small.family.reads_images):
+        if name not in allowed and (name != PAD_VOCAB or "vocab" not in small.family.config):
             raise GrowthError(
                 f"this {small.family.model_type} has no size {name!r} to grow"
                 f"{nearest(name, allowed)}"

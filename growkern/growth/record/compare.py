@@ -27,7 +27,6 @@ from torch.nn.functional import nll_loss
 from growkern.errors import GrowthError, reason
 from growkern.growth.outputs import (
     all_outputs,
-    image_shape,
     largest_difference,
     longest_of,
     random_inputs,
@@ -316,16 +315,16 @@ SEED, FEW_TEXTS = 1, 16
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
-    """Refuse tokens that are not (batch, length) ids, or images, that the source accepts."""
-    if source.spec.family.reads_images:
-        expected = image_shape(source.config)
-        if tokens.ndim != 4 or not len(tokens) or tuple(tokens.shape[1:]) != expected:
+    """Refuse tokens that are not (batch, length) ids, images or spectrograms that the source accepts."""
+    if (what := source.spec.input) != "tokens":
+        expected = source.spec.input_shape
+        if not len(tokens) or tuple(tokens.shape[1:]) != expected:
             raise GrowthError(
-                f"tokens are {list(tokens.shape)}; expected images, (batch, channels, height, "
-                f"width), of {' x '.join(map(str, expected))}"
+                f"tokens are {list(tokens.shape)}; expected {what}, (batch, "
+                f"{', '.join(map(str, expected))})"
             )
         if not tokens.is_floating_point():
-            raise GrowthError(f"tokens are {tokens.dtype}; expected images of floating numbers")
+            raise GrowthError(f"tokens are {tokens.dtype}; expected {what} of floating numbers")
         return
     vocabulary, longest = source.spec.size("vocab"), longest_of(source.spec)
     if tokens.ndim != 2 or not tokens.numel() or tokens.shape[1] > longest:

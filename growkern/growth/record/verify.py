@@ -112,8 +112,7 @@ class VerifyReport:
             kind = group.kind.rpartition("{l}.")[2]
             table.add_row(kind, str(group.count), f"{group.rebuilt_error:.1e}", back, word)
         failed = [Text(f"FAIL: {group.worst}", "red") for group in self.groups if not group.ok]
-        what = "images" if self.plan.small.family.reads_images else "tokens"
-        outputs = Table(title=f"outputs on {self.tokens} {what}", title_justify="left")
+        outputs = Table(title=f"outputs on {self.tokens} {self.plan.small.input}", title_justify="left")
         outputs.add_column("measure")
         outputs.add_column("value", justify="right")
         for name, value in self.outputs.items():
@@ -194,7 +193,7 @@ def verify(
         plan,
         groups,
         outputs,
-        len(tokens) if opened.spec.family.reads_images else tokens.numel(),
+        tokens.numel() if opened.spec.input == "tokens" else len(tokens),
         failure,
         tuple(wrong),
         (*notes, *compare.failing_notes(outputs)),

@@ -16,7 +16,6 @@ import growkern
 from growkern.families.family import inner
 from growkern.families.model import ModelSpec
 from growkern.families.table_files import load_family
-from growkern.growth.outputs import image_shape
 from testbed.families import FAMILIES
 from testbed.growths import HEADS, alone, at_once, grown_by, head_counts, heads_grow, largest_error
 from testbed.models import Float64Everywhere, random_model
@@ -138,6 +137,11 @@ def test_every_class_is_exact(model_type, class_name):
         ("bloom", {}, {"n_head": 6}, "this bloom has no size 'n_head' to grow"),
         ("mpt", {}, {"d_model": 20}, "d_model=20 is not a multiple of n_heads=3"),
         ("mpt", {"attn_config": {"clip_qkv": 4.0}}, {"d_model": 24}, "attn_config.clip_qkv=4.0"),
+        ("whisper", {}, {"d_model": 24}, "this whisper has no size 'd_model' to grow"),
+        (
+            *("whisper", {"use_weighted_layer_sum": True}, {"encoder_layers": 3}),
+            "adds up the outputs of all layers",
+        ),
         ("vit", {}, {"patch_size": 8}, "this vit has no size 'patch_size' to grow"),
         ("vit", {}, {"image_size": 16}, "this vit has no size 'image_size' to grow"),
         ("vit", {}, {"num_channels": 4}, "this vit has no size 'num_channels' to grow"),
@@ -167,9 +171,23 @@ def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
     model = transformers.Dinov2Model.from_pretrained(tmp_path / "small", dtype=torch.float64)
     growkern.grow(model, hidden_size=24).save_pretrained(tmp_path / "large")
     grown = type(source).from_pretrained(tmp_path / "large", dtype=torch.float64).eval()
-    images = torch.randn(2, *image_shape(source.config), dtype=torch.float64)
+    shape = ModelSpec.of(source.config, "Dinov2Model").input_shape
+    images = torch.randn(2, *shape, dtype=torch.float64)
     (small,), (large,) = (m(images).feature_maps for m in (source, grown))
     assert (large[:, :12] - small).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "model_type, shape, why",
+    [
+        ("vit", (2, 2, 8, 4), r"\[2, 2, 8, 4\]; expected images, \(batch, 2, 8, 8\)"),
+        ("whisper", (2, 5, 11), r"\[2, 5, 11\]; expected spectrograms, \(batch, 5, 12\)"),
+    ],
+)
+def test_inputs_of_another_shape_are_refused(model_type, shape, why):
+    source = random_model(*ALL[model_type])
+    with pytest.raises(growkern.GrowthError, match=why):
+        growkern.verify(source, growkern.grow(source), torch.zeros(shape))
 
 
 LEARN = (
