@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-from growkern.growth.models import restore_buffers
 from growkern.families.model import ModelSpec
+from growkern.growth.models import restore_buffers
 from growkern.growth.outputs import input_names
 from growkern.growth.record.compare import inverse
 from growkern.growth.record.lineage import origin_of

@@ -512,6 +512,23 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2},
         {"qkv_bias": False, "image_size": [8, 16]},
     ),
+    "audio-spectrogram-transformer": (
+        "ASTForAudioClassification",
+        {
+            **{**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "max_length": 11},
+            **{"num_mel_bins": 9, "time_stride": 3, "frequency_stride": 2},
+        },
+        {"qkv_bias": False},
+    ),
+    "vit_mae": (
+        "ViTMAEForPreTraining",
+        {
+            **{**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "mask_ratio": 0.5},
+            **{"decoder_hidden_size": 8, "decoder_num_attention_heads": 2},
+            **{"decoder_num_hidden_layers": 1, "decoder_intermediate_size": 14},
+        },
+        {"qkv_bias": False},
+    ),
     "clip": ("CLIPModel", CLIP, {}),
     # its two groups run five times
     "albert": (

@@ -315,7 +315,7 @@ SEED, FEW_TEXTS = 1, 16
 
 
 def check_tokens(source: Source, tokens: Tensor) -> None:
-    """Refuse tokens that are not (batch, length) ids, images or spectrograms that the source accepts."""
+    """Refuse tokens that are not ids, images or spectrograms that the source accepts."""
     if (what := source.spec.input) != "tokens":
         expected = source.spec.input_shape
         if not len(tokens) or tuple(tokens.shape[1:]) != expected:

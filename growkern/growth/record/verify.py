@@ -112,7 +112,8 @@ class VerifyReport:
             kind = group.kind.rpartition("{l}.")[2]
             table.add_row(kind, str(group.count), f"{group.rebuilt_error:.1e}", back, word)
         failed = [Text(f"FAIL: {group.worst}", "red") for group in self.groups if not group.ok]
-        outputs = Table(title=f"outputs on {self.tokens} {self.plan.small.input}", title_justify="left")
+        what = self.plan.small.input
+        outputs = Table(title=f"outputs on {self.tokens} {what}", title_justify="left")
         outputs.add_column("measure")
         outputs.add_column("value", justify="right")
         for name, value in self.outputs.items():

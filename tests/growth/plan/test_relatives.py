@@ -178,16 +178,26 @@ def test_a_backbone_is_refused_and_grows_as_its_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model_type, shape, why",
+    "model_type, growth, shape, why",
     [
-        ("vit", (2, 2, 8, 4), r"\[2, 2, 8, 4\]; expected images, \(batch, 2, 8, 8\)"),
-        ("whisper", (2, 5, 11), r"\[2, 5, 11\]; expected spectrograms, \(batch, 5, 12\)"),
+        (
+            "vit",
+            {"intermediate_size": 30},
+            (2, 2, 8, 4),
+            r"2, 2, 8, 4\]; expected images, \(batch, 2, 8, 8\)",
+        ),
+        (
+            "whisper",
+            {"encoder_layers": 3},
+            (2, 5, 11),
+            r"2, 5, 11\]; expected spectrograms, \(batch, 5, 12\)",
+        ),
     ],
 )
-def test_inputs_of_another_shape_are_refused(model_type, shape, why):
+def test_inputs_of_another_shape_are_refused(model_type, growth, shape, why):
     source = random_model(*ALL[model_type])
     with pytest.raises(growkern.GrowthError, match=why):
-        growkern.verify(source, growkern.grow(source), torch.zeros(shape))
+        growkern.verify(source, growkern.grow(source, **growth), tokens=torch.zeros(shape))
 
 
 LEARN = (
