@@ -220,7 +220,7 @@ def _validate(small: ModelSpec, large: ModelSpec) -> None:
         read = type(config)(**config.to_dict())
     except Exception as error:
         # transformers raises several types of errors, each with the reason in its last line
-        why = str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
+        why = str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ").rstrip(".")
         fields = growable_fields(family).items()
         told = [f"{x}={large.size(key)}" for x, key in fields if large.size(key) != small.size(key)]
         raise UnfitError(f"{family.model_type} cannot have {', '.join(told)}: {why}") from error

@@ -373,7 +373,13 @@ class Checkpoint:
     @property
     def training_dtype(self) -> torch.dtype:
         """The dtype in which the weights train: float32 in place of half precision."""
-        return torch.float32 if self.dtype.itemsize == 2 else self.dtype
+        return trained_dtype(self.config)
+
+
+def trained_dtype(config: Any) -> torch.dtype:
+    """The dtype in which the weights of a model train, see `Checkpoint.training_dtype`."""
+    dtype: torch.dtype = config.dtype or torch.float32
+    return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 @dataclass(frozen=True)
@@ -453,7 +459,7 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
 
     opened = {checkpoint.directory: checkpoint.config for checkpoint in (*teachers, model)}
     tokenizer = load_tokenizer(of_words, opened.get(of_words))
-    plan, planned = _plans(run, source, model.training_dtype, base)
+    plan, planned = plans_of(run, source, model.training_dtype, base)
     length = run.data.sequence_length
     check_fits(model.directory, tokenizer, length, plan.target_config if plan else model.config)
     known = _known_tokens(tokenizer, teachers, length)
@@ -488,15 +494,22 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
 
 def _opened(run: Run, base: Path) -> tuple[Checkpoint, Source | None]:
     """The model that a run begins with, and the same as a source if it will grow."""
-    place, growth = locate(base, run.checkpoint, run.revision), run.first_growth
+    place = locate(base, run.checkpoint, run.revision)
     if not run.growths:
         return Checkpoint.of(place), None
     check_directory(place)
     stamps = Stamps.of(config_directory(place) / CONFIG_NAME)
-    dequantize = growth is not None and options_of(growth).dequantize
-    # grown values are checked, not those of the source
-    source = open_source(place, allow_nonfinite=True, dequantize=dequantize)
+    source = source_of(run, place)
     return Checkpoint(place, source.config, stamps), source
+
+
+def source_of(run: Run, place: Path) -> Source:
+    """The model that a run begins with, opened for growth."""
+    growth = run.first_growth
+    # training alone takes any weights
+    dequantize = not run.growths or (growth is not None and options_of(growth).dequantize)
+    # grown values are checked, not those of the source
+    return open_source(place, allow_nonfinite=True, dequantize=dequantize)
 
 
 def other_inputs(run: Run, base: Path, of_words: Path) -> dict[str, Path]:
@@ -562,7 +575,7 @@ def _words_of(teacher: Checkpoint) -> Any:
     return load_tokenizer(teacher.directory, teacher.config)
 
 
-def _plans(
+def plans_of(
     run: Run, source: Source | None, dtype: torch.dtype, base: Path
 ) -> tuple[GrowthPlan | None, tuple[GrowthPlan, ...]]:
     """The growth at the start, and those inside the run, planned against each other."""

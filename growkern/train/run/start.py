@@ -43,7 +43,7 @@ from growkern.train.loop import (
 )
 from growkern.train.run.banner import end, header, print_lines
 from growkern.train.run.file import load_runs
-from growkern.train.run.generations import check_generations
+from growkern.train.run.generations import check_generations, check_growths
 from growkern.train.run.resolve import (
     Checkpoint,
     ResolvedRun,
@@ -99,6 +99,7 @@ def run(path: str | Path, *, overwrite: bool = False, progress: bool = True) -> 
         # a single one is checked with its inputs, which says more
         if len(runs) > 1:
             check_generations(runs, base, overwrite=overwrite)
+            check_growths(path, runs)
         for number, settings in enumerate(runs, start=1):
             resolved = resolve(settings, base, progress=progress)
             output = resolved.output.parent if len(runs) > 1 else resolved.output

@@ -17,6 +17,7 @@ from growkern.publish.calls import locked
 from growkern.train.loop.display import last_losses
 from growkern.train.run import resolve as run_directory
 from growkern.train.run.file import load_runs, training_arguments
+from growkern.train.run.generations import check_growths
 from growkern.train.run.resolve import resolve
 from testbed.tiny import VOCAB, build
 
@@ -461,3 +462,45 @@ def test_a_generation_that_another_began_from_stays_as_it_is(workplace):
     write(6, 5)
     assert train(file, overwrite=True, progress=False).global_step == 5
     assert train(file, progress=False) is None
+
+
+PLANNED = """
+[[generation]]
+model = { path = "teacher" }
+[[generation]]
+growth = { source = "./out/generation-1", hidden_size = 24 }
+[[generation]]
+growth = [
+    { source = "out/generation-2", num_hidden_layers = 3 },
+    { at_step = 2, hidden_size = 48 },
+    { at_step = 3, num_hidden_layers = 5 },
+]
+[[generation]]
+growth = { source = "out/generation-3", hidden_size = 96 }
+"""
+
+
+@pytest.mark.parametrize("workplace", ["llama"], indirect=True)
+def test_all_generations_are_planned_before_the_first_one_trains(workplace):
+    sections = RUN.split("[two_stage]")[0].replace('[model]\npath = "model"\n', "")
+    file = workplace / "run.toml"
+
+    def check(old="", new=""):
+        text = PLANNED.replace(old, new) if old else PLANNED
+        file.write_text(f'{sections}[output]\ndirectory = "out"\n{text}')
+        check_growths(file, load_runs(file))
+
+    check()
+    # the sizes of a checkpoint within a run are known when it is there
+    check("out/generation-2", "out/generation-2/checkpoint-2")
+    for old, new, match in (
+        ("= 24", "= 23", r"run\.toml: generation 2: .*hidden_size=23\b.*\w\); nearest sizes that "),
+        # smaller than after the growth inside the run before
+        ("= 96", "= 40", r"run\.toml: generation 4: .*hidden_size=40\b"),
+        ("= 5", "= 2", r"run\.toml: generation 3: growth 2 of 2 inside .* step 3: .*=2\b"),
+    ):
+        with pytest.raises(GrowthError, match=match):
+            check(old, new)
+        with pytest.raises(GrowthError, match=match):
+            train(file, progress=False)
+        assert not (workplace / "out").exists()
