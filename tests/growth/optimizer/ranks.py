@@ -13,6 +13,11 @@ from testbed.models import GPT2, random_model
 from tests.growth.watch import Watch
 
 STEPS = 2
+# where state comes from; how a file is read does not depend on the mesh, so two ranks are enough
+KINDS = {
+    2: ("in memory", "distributed checkpoint", "file"),
+    4: ("in memory", "distributed checkpoint"),
+}
 
 
 def loss_of(model, step):
@@ -84,11 +89,8 @@ def run_state(case, shard_source, shard, directory, moments):
         key: sharded_truth(whole, expected, key, shard)
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     }
-    for kind, given in (
-        ("in memory", sharded),
-        ("distributed checkpoint", files),
-        ("file", files / "optimizer.pt"),
-    ):
+    places = (sharded, files, files / "optimizer.pt")
+    for kind, given in zip(KINDS[dist.get_world_size()], places, strict=False):
         optimizer = torch.optim.AdamW(target.parameters(), lr=0.5, amsgrad=True)
         with Watch() as watch:
             growkern.grow_optimizer_into(target, optimizer, given, moments=moments)
