@@ -30,10 +30,14 @@ NOTE = "GROWKERN_TEST_MODULES"
 
 
 @functools.cache
-def _server() -> subprocess.Popen:
+def _server(preload: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if preload:
+        # its tests look at all that is written to stderr
+        environment |= {"LD_PRELOAD": preload, "PYTHONWARNINGS": "ignore"}
     server = subprocess.Popen(
         [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True, start_new_session=True, env=environment,
     )  # fmt: skip
     atexit.register(_end, server)
     return server
@@ -44,13 +48,16 @@ def _end(server: subprocess.Popen) -> None:
     server.wait()
 
 
-def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.CompletedProcess:
+def run(
+    module: str, *arguments: object, limit_s: float = 600, preload: object = ""
+) -> subprocess.CompletedProcess:
     """Run a module as the main one, in a fork of the server.
 
     Args:
         module: its name.
         arguments: of its command line.
         limit_s: time limit in seconds.
+        preload: a library that the server loads before all others. Such a server is another one.
 
     Returns:
         The exit code, and all that it wrote.
@@ -58,9 +65,10 @@ def run(module: str, *arguments: object, limit_s: float = 600) -> subprocess.Com
     Raises:
         AssertionError: it took longer.
     """
-    command, server = [module, *map(str, arguments)], _server()
+    command, server = [module, *map(str, arguments)], _server(str(preload))
     with tempfile.TemporaryDirectory(prefix="growkern-warm-") as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", NOTE: f"{folder}/modules"}
+        environment |= {"LD_PRELOAD": str(preload)} if preload else {}
         files = [f"{folder}/stdout", f"{folder}/stderr"]
         request = [command, os.getcwd(), environment, files]
         print(json.dumps(request), file=server.stdin, flush=True)
@@ -141,8 +149,10 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # no fork waits for the disk; see `tests/conftest.py`
-    os.fsync = os.fstat
+    # as `tests/conftest.py` does for its process; what is preloaded may have to see syncs
+    if "LD_PRELOAD" not in os.environ:
+        os.fsync = os.fstat
+    gc.set_threshold(10_000, 20, 20)
     for line in requests:
         command, where, environment, files = json.loads(line)
         child = _begin(command, where, environment, files)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from testbed import warm
 from tests.faults.walk import EVERY
 from tests.shared import walks
 
-ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("cc")
 FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-D_LARGEFILE64_SOURCE", "-fno-builtin")
 
@@ -38,13 +38,9 @@ def preloaded(shim):
     place = memory if os.access(memory, os.W_OK) else None
 
     def run(module, *arguments):
-        environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            command = [sys.executable, "-W", "ignore", "-m", module, folder, *arguments]
-            command += [EVERY] * (walks.times > 1)
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
-            )
+            words = (folder, *arguments, *[EVERY] * (walks.times > 1))
+            done = warm.run(module, *words, limit_s=3000, preload=shim)
         assert done.returncode == 0, done.stderr
         return done
 
