@@ -80,8 +80,12 @@ def options_of(loss):
 
 
 def together(loss, taught):
-    """Every option at once, as far as they go together; each value is in one of these."""
-    for number in range(len(VALUES["alpha"]) if taught else 1):
+    """Every option at once, as far as they go together.
+
+    Of VALUES the first three go together for each loss, and rates that are tensors for one.
+    """
+    tensors = (4,) if loss == "linear_kl_mlm_loss" else ()
+    for number in (0, 1, 2, *tensors) if taught else (0,):
         names = [x for x in options_of(loss) if taught or x in ALONE]
         options = {x: VALUES[x][number % len(VALUES[x])] for x in names}
         # numbers of items divide a mean, and beta mixes the two sides of one divergence
