@@ -45,12 +45,6 @@ EMBEDDINGS = (
     "With sentence-transformers, embeddings have the source's size: a linear module behind the "
     "pooling folds the copies of each coordinate. Where the model is exact, so are they."
 )
-# sentences that hold until the model is trained: `note_training` replaces them
-UNTRAINED = "and was not trained since."
-TRAINED = "and was trained or changed since."
-COMPARED, COMPARED_BEFORE = "Compared with its source:", "Before that, compared with its source:"
-RECORD = "`lineage.json` says where every weight comes from."
-RECORD_BEFORE = "`lineage.json` says where every weight came from when the model was grown."
 
 
 def source_name(plan: GrowthPlan) -> str:
@@ -106,20 +100,16 @@ def python_code(plan: GrowthPlan, settings: GrowthSettings) -> str:
 
 
 def write_card(text: str, directory: Path) -> None:
-    """Write `README.md` into `directory`, unless somebody else wrote or edited the one there.
-
-    Of such a file only the sentences that `note_training` changes are brought up to date.
-    """
+    """Write `README.md` into `directory`, unless somebody else wrote or edited the one there."""
     file = directory / CARD_FILE
-    if os.path.lexists(file) and not is_unedited(read_card(file)):
-        note_training(directory, trained=False)
-    else:
+    if not os.path.lexists(file) or is_unedited(read_card(file)):
         file.write_text(text, encoding="utf-8")
 
 
 def card_text(plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool) -> str:
     """The card of a grown checkpoint. It does not depend on where directories are.
 
+    All of it stays true of a model that is trained later: other libraries copy a card as it is.
     Licence, languages, data sets and tags are those of the source's card. `is_sentence` says
     whether sentence-transformers loads the checkpoint.
     """
@@ -144,29 +134,16 @@ def card_text(plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool) 
     lines = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}, grown with growkern",
-        f"This {plan.large.class_name} was grown from {origin} {UNTRAINED}",
+        f"This {plan.large.class_name} was grown from {origin}.",
         "\n".join(["|  | source | this model |", "| --- | --- | --- |", *rows]),
-        "## What it computes",
-        "\n".join([COMPARED, "", *findings]),
+        "## What it computed when it was grown",
+        "\n".join(["Before any training, compared with its source:", "", *findings]),
         *([EMBEDDINGS] if is_sentence else []),
         "## How it was made",
         made,
-        RECORD,
+        "`lineage.json` says where every weight came from.",
     ]
     return stamped("\n\n".join(lines) + "\n")
-
-
-def note_training(directory: Path, *, trained: bool = True) -> None:
-    """Let the card of a growth, if there is one, say whether its weights were trained since."""
-    file = directory / CARD_FILE
-    before = text = read_card(file)
-    pairs = ((UNTRAINED, TRAINED), (COMPARED, COMPARED_BEFORE), (RECORD, RECORD_BEFORE))
-    swaps = [pair if trained else pair[::-1] for pair in pairs]
-    if swaps[0][0] in text and swaps[-1][0] in text:
-        for old, new in swaps:
-            text = text.replace(old, new)
-        unedited = STAMPED.fullmatch(text) if is_unedited(before) else None
-        file.write_text(stamped(unedited[1]) if unedited else text, encoding="utf-8")
 
 
 def add_tags(tags: Sequence[str], directory: Path) -> None:
@@ -241,7 +218,7 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
     """Let `save_pretrained` write `lineage.json` and `README.md` too, and `push_to_hub` send them.
 
     There is no card for a plan without findings.
-    If the model was trained or cast since, the record says so, and so does a card that is there.
+    If the model was trained or cast since, the record says so.
     The next growth needs it. A model whose shapes were changed is saved as any
     other; a record that is in the directory then stays. `nonfinite` says whether NaN and Inf were
     grown.
@@ -302,8 +279,6 @@ class _Record:
             if is_own and self._is_judged:
                 is_sentence = (directory / MODULES_FILE).is_file()
                 write_card(card_text(plan, settings, is_sentence=is_sentence), directory)
-            elif not is_own:
-                note_training(directory)
         type(model).save_pretrained(model, save_directory, *args, **options)
         if is_first and not directory.is_file():
             self._complete(directory)
