@@ -92,6 +92,7 @@ plan {bert} --ranks 0
 grow nothere new
 grow {bert} new --text nothere
 grow {bert} new --wrong
+grow {bert} new --hidden-size 32
 grow {bert} new --depth wrong
 grow {bert} new --dtype float12
 grow {bert} new --memory-limit huge

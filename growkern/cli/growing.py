@@ -36,7 +36,7 @@ from growkern.errors import GrowthError, human, print_table, say
 from growkern.families import growable_fields, load_family, read_family, supported_families
 from growkern.growth.disk import check_target, delete_staging, refusing
 from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions, check_moments, parse_size
-from growkern.growth.source import located
+from growkern.growth.source import located, refuse_bare
 
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
@@ -269,6 +269,7 @@ def grow(
         parse_size(name, size)
     free_target(source, target.resolve(), overwrite)
     place = located(source, revision)
+    refuse_bare(place)
     from growkern.growth.grow import grow_checkpoint
 
     silence_transformers()

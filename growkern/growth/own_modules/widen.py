@@ -7,8 +7,11 @@ layer read. What the code of a module does between its layers is seen only by ru
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +23,7 @@ from growkern.arguments import check_kind, whole_number
 from growkern.errors import GrowthError, nearest, warn
 from growkern.growth.models import class_of
 from growkern.growth.own_modules import layers
-from growkern.growth.own_modules.trial import check_same_outputs
+from growkern.growth.own_modules.trial import difference
 from growkern.growth.source import refuse_computed
 from growkern.growth.space import copies as of_copies
 from growkern.growth.space import cyclic
@@ -28,6 +31,8 @@ from growkern.ops.expand import Routing, expand
 
 Shape = tuple[int, ...] | list[int]
 BY_HAND = "growkern.expand(weight, **growkern.widening(...))"
+# runs of a model that look for `fused`
+MOST_GUESSES = 16
 
 
 def widening(source: Shape, target: Shape, *, reads: bool = True, fused: int = 1) -> dict[str, Any]:
@@ -142,6 +147,83 @@ def widen(
     for module in (small, large):
         refuse_computed(module)
     _check_layers(small, large, skip, has_inputs=inputs is not None)
+    fills = _fills(names, small, large, fused, copies)
+    _check_tied(large, fills)
+    if inputs is not None:
+        _check_outputs(small, large, inputs, names, fused, copies)
+    elif not layers.is_whole(small):
+        guess = next(_fused_guesses(small, large, fused), None)
+        hint = f". If there are several matrices in {', '.join(guess)}, pass " if guess else ""
+        hint += f"fused={json.dumps({**fused, **guess})}" if guess else ""
+        warn(f"widen has compared no outputs: pass inputs=(x,), or compare them yourself{hint}")
+    _write(small, large, fills)
+    return large
+
+
+def _check_outputs(
+    small: nn.Module,
+    large: nn.Module,
+    inputs: Any,
+    names: list[str],
+    fused: dict[str, int],
+    copies: tuple[str, ...],
+) -> None:
+    """Refuse outputs that would differ, and name the `fused` with which they would not."""
+    device = next((x.device for x in small.parameters()), torch.device("cpu"))
+    trial, wide = (copy.deepcopy(x).to(device).double().eval() for x in (small, large))
+
+    def differs(told: dict[str, int]) -> str:
+        _write(trial, wide, _fills(names, small, large, told, copies))
+        return difference(trial, wide, inputs, {1, *told.values()})
+
+    if not (why := differs(fused)):
+        return
+    for guess in _fused_guesses(small, large, fused):
+        told, is_right = {**fused, **guess}, False
+        # one name may belong to layers that are not alike
+        with contextlib.suppress(GrowthError):
+            is_right = not differs(told)
+        if is_right:
+            raise GrowthError(
+                f"{why}. There are several matrices in {', '.join(guess)}: pass "
+                f"fused={json.dumps(told)}"
+            )
+    raise GrowthError(
+        f"{why}. `fused`, `copies` and `skip` of growkern.widen say what it cannot see"
+    )
+
+
+def _fused_guesses(
+    small: nn.Module, large: nn.Module, fused: dict[str, int]
+) -> Iterator[dict[str, int]]:
+    """What `fused` may lack: linear layers of which others read a third or a half, never all."""
+    wide = dict(large.named_modules())
+    pairs = [(path, x, wide.get(path)) for path, x in small.named_modules()]
+    linear = [
+        (path.rpartition(".")[2], (x.out_features, y.out_features), (x.in_features, y.in_features))
+        for path, x, y in pairs
+        if isinstance(x, nn.Linear) and isinstance(y, nn.Linear)
+    ]
+    read = {sizes for _, _, sizes in linear}
+    options = {
+        name: [n for n in (3, 2) if (a // n, b // n) in read and a % n == b % n == 0]
+        for name, (a, b), _ in linear
+        if a != b and (a, b) not in read and name not in fused
+    }
+    known = {name: [*parts, 1] for name, parts in options.items() if parts}
+    for chosen in islice(product(*known.values()), MOST_GUESSES):
+        if guess := {name: n for name, n in zip(known, chosen, strict=True) if n > 1}:
+            yield guess
+
+
+def _fills(
+    names: list[str],
+    small: nn.Module,
+    large: nn.Module,
+    fused: dict[str, int],
+    copies: tuple[str, ...],
+) -> dict[str, Fill]:
+    """How each tensor is widened."""
     fills = dict[str, Fill]()
     for name in names:
         try:
@@ -149,16 +231,7 @@ def widen(
         except GrowthError as error:
             kind = class_of(small.get_submodule(name.rpartition(".")[0])).__name__
             raise GrowthError(f"{name} of {kind}: {error}") from None
-    _check_tied(large, fills)
-    if inputs is not None:
-        device = next((x.device for x in small.parameters()), torch.device("cpu"))
-        trial, wide = (copy.deepcopy(x).to(device).double().eval() for x in (small, large))
-        _write(trial, wide, fills)
-        check_same_outputs(trial, wide, inputs, {1, *fused.values()})
-    elif not layers.is_whole(small):
-        warn("widen has compared no outputs: pass inputs=(x,), or compare them yourself")
-    _write(small, large, fills)
-    return large
+    return fills
 
 
 @torch.no_grad()

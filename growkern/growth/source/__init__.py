@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from growkern.growth.source.parts import Assembled, Parts, Run, Stacked
     from growkern.growth.source.refused import config_directory, METADATA_FILE, model_type_of
     from growkern.growth.source.refused import nearest_family, refuse_adapter_directory
-    from growkern.growth.source.refused import refuse_adapters, scale_block, STATE_FILES
+    from growkern.growth.source.refused import refuse_adapters, refuse_bare, scale_block
+    from growkern.growth.source.refused import STATE_FILES
     from growkern.growth.source.source import open_source, refuse_unreadable, Source
 # fmt: on
 

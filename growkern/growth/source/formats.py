@@ -37,10 +37,10 @@ from growkern.growth.source import files
 from growkern.growth.source.files import weight_file
 from growkern.growth.source.hub import TIMEOUT, HubModel, hub_model, lacks_weights, reaching
 from growkern.growth.source.refused import (
-    FOREIGN,
     METADATA_FILE,
     OTHER_WEIGHTS,
     STATE_FILES,
+    is_bare,
 )
 from growkern.growth.stored import BareTensor, StoredTensor
 
@@ -123,10 +123,7 @@ def _safetensors_files(directory: Path) -> list[str]:
 
 
 def _has_no_weights(directory: Path) -> bool:
-    patterns = (*weight_files(), METADATA_FILE, *FOREIGN)
-    return not lacks_weights(directory) and not any(
-        fnmatch(file.name, pattern) for file in directory.iterdir() for pattern in patterns
-    )
+    return not lacks_weights(directory) and is_bare(directory)
 
 
 def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:

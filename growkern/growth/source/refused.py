@@ -248,6 +248,28 @@ def refuse_directory(directory: Path) -> None:
     refuse_files(str(directory), names, directory)
 
 
+def is_bare(directory: Path) -> bool:
+    """Whether a directory holds no weights, of any program."""
+    patterns = (*WHOLE, *OTHER_WEIGHTS, *FOREIGN)
+    names = (file.name for file in directory.iterdir())
+    return not any(fnmatch(name, pattern) for name in names for pattern in patterns)
+
+
+def refuse_bare(directory: Path) -> None:
+    """Refuse a directory without weights. PyTorch is not needed to tell."""
+    if is_bare(directory):
+        refuse_directory(directory)
+        raise GrowthError(without_weights(directory))
+
+
+def without_weights(directory: Path) -> str:
+    """What such a directory is good for."""
+    return (
+        f"{directory}: a config without weights, which is enough for a plan alone: give a "
+        "directory with its safetensors files as well"
+    )
+
+
 def refuse_adapter_directory(directory: Path) -> None:
     """Refuse a directory that holds adapters, whatever else is in it."""
     if (directory / ADAPTER_FILE).is_file():
