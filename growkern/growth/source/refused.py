@@ -40,6 +40,9 @@ STATE_FILES = (
 )
 # weights that growth opens
 WHOLE = ("*.safetensors", "*.safetensors.index.json", METADATA_FILE)
+WITHOUT_WEIGHTS = (
+    "{}: a config without weights, which is enough for a plan alone: give its safetensors files too"
+)
 # a config is read for the name of a class; larger ones are refused elsewhere
 MOST_BYTES = 4_000_000
 # what the tensors of a model are, by a part of the names that its nearest family lacks
@@ -259,15 +262,7 @@ def refuse_bare(directory: Path) -> None:
     """Refuse a directory without weights. PyTorch is not needed to tell."""
     if is_bare(directory):
         refuse_directory(directory)
-        raise GrowthError(without_weights(directory))
-
-
-def without_weights(directory: Path) -> str:
-    """What such a directory is good for."""
-    return (
-        f"{directory}: a config without weights, which is enough for a plan alone: give a "
-        "directory with its safetensors files as well"
-    )
+        raise GrowthError(WITHOUT_WEIGHTS.format(directory))
 
 
 def refuse_adapter_directory(directory: Path) -> None:

@@ -260,7 +260,7 @@ def _open_directory(
     spec, keys, block, needs, way = _read_spec(directory, own, dequantize, weights)
     format = BARE if needs else format_of(directory, weights=weights)
     if format == BARE and not needs:
-        needs = refused.without_weights(directory)
+        needs = refused.WITHOUT_WEIGHTS.format(directory)
     found_headers = dequantised(format.read(directory, spec), block, str(directory))
     for part in (keys, *(x for x in keys.values() if isinstance(x, dict))):
         for name in refused.QUANTISATION:
