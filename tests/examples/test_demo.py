@@ -14,7 +14,9 @@ def test_the_demo_trains_all_models_and_prints_and_draws_what_they_saved(tmp_pat
     pytest.importorskip("matplotlib")
     demo.run(tmp_path, PRESET, seed=3)
     said = capsys.readouterr().out
-    assert "(11/11) growkern plot" in said and "FLOPs to the final loss of scratch" in said
+    assert (
+        "(11/11) growkern plot" in said and "FLOPs to the mark: the final loss of scratch" in said
+    )
     for name in demo.RUNS:
         assert f"│ {name} " in said
     assert (tmp_path / "loss_vs_flops.png").read_bytes().startswith(b"\x89PNG")

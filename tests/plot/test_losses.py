@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import io
 import itertools
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import NOT_KNOWN, NOT_REACHED, runs_by_name, savings_cells
+from growkern.plot.curves import NOT_KNOWN, NOT_REACHED, runs_by_name, savings_cells, savings_table
 from growkern.plot.losses import (
     BEYOND,
     NO_SCRATCH,
@@ -369,6 +371,16 @@ def test_a_mark_of_an_unfinished_run_gets_a_sentence(tmp_path):
     part, out = tmp_path / "part", tmp_path / "a.png"
     assert notes_on(plot_runs([part, whole], out)) == [UNFINISHED]
     assert notes_on(plot_runs([whole, part], out)) == notes_on(plot_runs([part], out)) == []
+
+
+def test_names_that_begin_alike_are_told_apart_in_80_columns():
+    names = ["aki_two_stage", "aki_two_stage_inheritance"]
+    groups = runs_by_name([SCRATCH, *(curve(name, [6.0, 3.0]) for name in names)], [])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(savings_table(groups))
+    lines = [line.split("│") for line in console.file.getvalue().splitlines() if "│" in line]
+    assert "".join(line[1].strip() for line in lines) == "".join(["scratch", *names])
+    assert {len("│".join(line)) for line in lines} <= set(range(81))
 
 
 def test_the_jump_of_a_growth_is_drawn_and_told(tmp_path, monkeypatch):
