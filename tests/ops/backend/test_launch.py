@@ -1,4 +1,4 @@
-"""Options of a launch that not every compiler knows."""
+"""Options of a launch that not every compiler knows, and launches that were compiled before."""
 
 import contextlib
 from types import SimpleNamespace
@@ -25,3 +25,13 @@ def test_only_the_compiler_for_nvidia_gets_its_own_option(device, hip, knows, mo
     like = SimpleNamespace(device=torch.device(device, 0))
     launch(Kernel(), 1, like, maxnreg=128, num_warps=8)
     assert given == {"num_warps": 8, **({"maxnreg": 128} if knows else {})}
+
+
+def test_a_record_of_launches_holds_in_every_clone():
+    pytest.importorskip("triton")
+    from tests.ops.backend.known_launches import mark_of
+
+    source = SimpleNamespace(hash=str)
+    one, other = ({"extern_libs": (("libdevice", f"/{x}/libdevice.bc"),)} for x in "ab")
+    assert mark_of(source, one, "") == mark_of(source, other, "")
+    assert mark_of(source, one, "") != mark_of(source, one | {"maxnreg": 128}, "")
