@@ -7,9 +7,8 @@ from growkern.growth.optimizer.moments import (
     entry_factors,
     has_known_gradient,
     has_matrices,
-    is_new,
 )
-from growkern.growth.plan import Finding, GrowthPlan, PlanOfModel, asleep, check_plan
+from growkern.growth.plan import Finding, GrowthPlan, PlanOfModel, check_plan, kind_of
 from growkern.growth.record import unknown_growth
 
 
@@ -90,7 +89,8 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     elif "key" in larger:
         why = "the new entries of keys are 0 but get gradients from the queries"
         result.append(Finding("approximate", "keys", why))
-    if any(asleep(plan, task) is not None for task in plan.tasks):
+    kinds = [kind_of(plan, task) for task in plan.tasks]
+    if any(kind.idle is not None for kind in kinds):
         why = "they have their source's mean of squares, and a mean of 0"
         result.append(Finding("approximate", "new experts", why))
     if not all(has_known_gradient(plan, task) for task in plan.tasks):
@@ -99,7 +99,7 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
             "and step counts start at 0"
         )
         result.append(Finding("changed", "weights that write the residual stream or heads", why))
-    if any(is_new(plan, task) for task in plan.tasks):
+    if any(kind.is_new for kind in kinds):
         result.append(Finding("changed", "new blocks", "their moments and step counts start at 0"))
     return result
 

@@ -48,6 +48,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,19 +56,17 @@ from torch import Tensor
 from growkern.errors import GrowthError, warn
 from growkern.growth.optimizer.checks import MOMENTS, check_values
 from growkern.growth.plan import (
-    RANDOM,
     AxisMap,
     GrowthPlan,
     PlanOfModel,
     Task,
-    asleep,
     axis_maps,
     check_plan,
-    gradient_map,
+    kind_of,
     old_entries,
 )
 from growkern.growth.record import plan_of_source, unknown_growth
-from growkern.ops.expand import expand
+from growkern.ops.expand import OneByOne
 
 # how Muon adjusts its learning rate to a matrix of A x B. "none" is for a Muon without such a rule
 MUON_RULES: dict[str, Callable[[int, int], float]] = {
@@ -145,37 +144,32 @@ def entry_factors(
 ) -> EntryFactors:
     """The factors of one parameter, from those of the source's parameters, see (6)."""
     axes = list(zip(task.tensor.axes, task.shape, strict=True))
-    if task.source == RANDOM:
+    kind = kind_of(plan, task)
+    if (maps := kind.rates()) is None:
         ones = [torch.ones(size, dtype=torch.float64) for size in task.shape]
         usual = _spread(ones)
         none = tuple(x == 0 for x in usual)
         return EntryFactors(usual, usual, none, muon=dict.fromkeys(MUON_RULES, 1.0))
-    maps, gradients = axis_maps(plan, task), _gradient_maps(plan, task)
     # with AKI, entries of the next layer are counted behind those of the layer
     sources = [name for name in (task.source, task.upper) if name is not None]
     before = [earlier[name] for name in sources if name in earlier]
     lr = [m.scale for m in maps]
     centre: tuple[Tensor, ...] = ()
-    if task.tensor.norm and not task.tensor.is_bias:
-        entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
-        lr[0] = lr[0] * torch.where(entering.write == 0, 0.0, entering.kappa / entering.write)
-        if plan.layout.family.norm.offset(is_bias=False) and not is_new(plan, task):
-            # lr is 0 where the norm's input is 0; there `tensors.norms` scales by kappa
-            scale = torch.where(lr[0] == 0, entering.kappa, lr[0])
-            pulls = [
-                1 + (factors.centre[0] if factors.centre else torch.zeros_like(factors.lr[0]))
-                for factors in before
-            ]
-            centre = (scale * _gathered(maps[0], pulls) - 1,)
+    if (scale := kind.pull()) is not None:
+        pulls = [
+            1 + (factors.centre[0] if factors.centre else torch.zeros_like(factors.lr[0]))
+            for factors in before
+        ]
+        centre = (scale * _gathered(maps[0], pulls) - 1,)
     lr = [
         x * _gathered(m, [factors.lr[dim] for factors in before])
         for dim, (x, m) in enumerate(zip(lr, maps, strict=True))
     ]
     eps = [
         m.scale * _gathered(m, [factors.eps[dim] for factors in before])
-        for dim, m in enumerate(gradients)
+        for dim, m in enumerate(kind.gradients())
     ]
-    is_old = is_first_copy(plan, task) and not is_new(plan, task)
+    is_old = is_first_copy(plan, task) and not kind.is_new
     old = [old_entries(plan, task, *axis) & is_old for axis in axes]
     return EntryFactors(
         _spread([*map(_filled, lr)]),
@@ -203,9 +197,9 @@ def _muon_factors(plan: GrowthPlan, task: Task, earlier: Mapping[str, float]) ->
     maps = axis_maps(plan, task)
     (a, b), (rows, cols) = task.shape[-2:], [m.source for m in maps[-2:]]
     copied = [m.scale[: len(m.scale) - m.extra] for m in maps[-2:]]
-    if len(maps) == 2 and (sleeps := asleep(plan, task)) is not None:
+    if len(maps) == 2 and (idle := kind_of(plan, task).idle) is not None:
         # a row without a gradient has no part in the singular vectors
-        copied[0] = copied[0][~sleeps]
+        copied[0] = copied[0][~idle]
     scale = math.prod(float(u.norm()) for u in copied) / math.sqrt(rows * cols)
     # all experts have whole copies
     scale *= math.prod(float(m.scale[0]) for m in maps[:-2])
@@ -235,13 +229,6 @@ def _spread(vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
-def is_new(plan: GrowthPlan, task: Task) -> bool:
-    """True if the tensor holds nothing learned: it is in an inserted block or has no source."""
-    if task.is_made or task.identity in ("zero", "unit"):
-        return True
-    return (task.tensor.stack, task.tensor.layer) in plan.inserted and task.identity != "affine"
-
-
 def is_first_copy(plan: GrowthPlan, task: Task) -> bool:
     """True if the tensor's layer is the first target layer made from its source layer."""
     layers = plan.layer_maps.get(task.tensor.stack, ())
@@ -260,7 +247,7 @@ def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
         return True
     upcycling = plan.upcycling
     is_beside = upcycling is not None and upcycling.adds_nothing(task.tensor.row)
-    return is_beside or moments == "reset" or is_new(plan, task)
+    return is_beside or moments == "reset" or kind_of(plan, task).is_new
 
 
 def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
@@ -273,7 +260,7 @@ def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
     """
     if plan.options.symmetry != "split":
         return True
-    written = [task.tensor.norm[1]] if task.tensor.norm else []
+    written: list[str] = []
     for axis in task.tensor.axes:
         role, _, names = axis.partition(":")
         written += names.split("|") if names and role != "read" else []
@@ -317,55 +304,29 @@ def grow_moment(
         as_matrix = partial(_as_matrix, plan, matrix, read)
         built = grow_moment(plan, matrix, as_matrix, key=key, moments=moments, part=place, out=flat)
         return built.view([*map(len, where)])
-    axes = _gradient_maps(plan, task)
-    if power == 2 and (sleeps := asleep(plan, task)) is not None:
-        # a new expert has had no gradient yet, but will have such as its source
-        axes[0] = dataclasses.replace(axes[0], scale=axes[0].scale.masked_fill(sleeps, 1.0))
+    kind = kind_of(plan, task)
+    axes = kind.gradients(power)
     if moments == "old_slices":
         named = zip(task.tensor.axes, task.shape, strict=True)
         old = [old_entries(plan, task, axis, size) for axis, size in named]
         axes = [dataclasses.replace(m, scale=x.double()) for m, x in zip(axes, old, strict=True)]
-    axes = [dataclasses.replace(m, scale=m.scale**power) for m in axes]
     needed = [m.index[s] % m.source for m, s in zip(axes, part, strict=True)]
     mixes = any(bool((m.index >= m.source).any()) for m in axes)
     # read before the return below: gathering a DTensor needs a call from every rank
     weight = read(task.source, needed)
     upper = read(task.upper, needed) if task.upper is not None and mixes else None
-    if out is not None and not out.numel():
+    if out is None:
+        out = torch.empty([*map(len, where)], dtype=weight.dtype)
+    if not out.numel():
         return out
     if task.tensor.is_copied:
-        built = weight[part].clone() if out is None else out.copy_(weight[part])
-    elif len(axes) < 3:
-        built = _expanded(weight, upper, axes, where, out)
+        out.copy_(weight[part])
     else:
-        built = torch.empty([*map(len, where)], dtype=weight.dtype) if out is None else out
-        for i, number in enumerate(where[0]):
-            entry, factor = int(axes[0].index[number]), axes[0].scale[number].item()
-            own = weight[entry], None if upper is None else upper[entry]
-            _expanded(*own, [axes[1].times(factor), axes[2]], where[1:], built[i])
-    check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, built)
-    return built
-
-
-def _expanded(
-    weight: Tensor,
-    upper: Tensor | None,
-    axes: Sequence[AxisMap],
-    where: Sequence[range],
-    out: Tensor | None,
-) -> Tensor:
-    """The moment of a matrix or a vector: the entries `where` of its axes."""
-    blocks = [m.block(entries) for m, entries in zip(axes, where, strict=True)]
-    rows, cols = (*blocks, {})[:2]
-    return expand(
-        weight,
-        rows=rows["index"],
-        cols=cols.get("index"),
-        row_scale=rows["scale"],
-        col_scale=cols.get("scale"),
-        upper=upper,
-        out=out,
-    )
+        found: dict[str | None, Any] = {task.source: weight, task.upper: upper}
+        read_found = lambda name, *entries: found[name][entries]  # noqa: E731
+        kind.gather(axes, read_found, part, out, OneByOne(None))
+    check_values(task.source if upper is None else f"{task.source} or {task.upper}", key, out)
+    return out
 
 
 def _as_matrix(
@@ -373,14 +334,3 @@ def _as_matrix(
 ) -> Tensor:
     whole = read(name, [torch.arange(n) for n in plan.small.shapes[name]])
     return whole.reshape([plan.small.axis_size(axis) for axis in matrix.tensor.axes])
-
-
-def _gradient_maps(plan: GrowthPlan, task: Task) -> list[AxisMap]:
-    """The maps of g in (2), one per axis; for norms those of (3)."""
-    named = zip(task.tensor.axes, task.shape, strict=True)
-    axes = [gradient_map(plan, task, *axis) for axis in named]
-    if task.tensor.norm and not task.tensor.is_bias:
-        entering = plan.layout.space(task.tensor.norm[0], task.source_layer)
-        scale = torch.where(entering.is_extra, 0.0, axes[0].scale * entering.write / entering.kappa)
-        axes = [dataclasses.replace(axes[0], scale=scale)]
-    return axes

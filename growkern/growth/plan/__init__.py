@@ -7,8 +7,8 @@ from growkern.rooms import opener
 # fmt: off
 if TYPE_CHECKING:
     from growkern.growth.plan.advice import refuse_idle_options, uses
-    from growkern.growth.plan.axes import asleep, axis_maps, AxisMap, gradient_map, old_entries
-    from growkern.growth.plan.blueprint import affine_gain, Blueprint, RANDOM, Task
+    from growkern.growth.plan.axes import axis_maps, AxisMap, old_entries
+    from growkern.growth.plan.blueprint import Blueprint, Task
     from growkern.growth.plan.bounds import add_errors, has_errors, predicts_tokens
     from growkern.growth.plan.bounds import source_coordinates
     from growkern.growth.plan.exactness import Finding, NEW_TOKENS, OUTPUT_ERROR, WEIGHT_ROUNDINGS
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from growkern.growth.plan.pieces import usable_cores, workers_within
     from growkern.growth.plan.table import as_text
     from growkern.growth.plan.target import BY_LAYER, followed_fields, PLAIN_ROTARY
-    from growkern.growth.plan.tensors.tensor import build_each, build_tensor, part_reader
-    from growkern.growth.plan.tensors.untrained import is_dropped, untrained_places
+    from growkern.growth.plan.tensors.tensor import build_each, build_tensor, kind_of
+    from growkern.growth.plan.tensors.tensor import part_reader
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -6,8 +6,7 @@ copies along the read axis, and undoes the scale of a row:
 
     dU = P_out^T dW E_in^T                                                                 (1)
 
-(1) holds while all readers of a space take the same shares. Optimizer moments
-(`growth.optimizer.moments`) rely on these maps; keep both in step.
+(1) holds while all readers of a space take the same shares.
 """
 
 from __future__ import annotations
@@ -153,6 +152,9 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         scale = torch.ones(size, dtype=torch.float64)
         return AxisMap(index, scale, torch.zeros_like(scale), total, extra=size - total)
     is_routed = role == "read" and plan.options.symmetry == "routing"
+    # noise on copies of a unit would differ between the experts whose noise cancels
+    cancels = plan.upcycling is not None and plan.upcycling.has_noise(task.tensor.row)
+    has_noise = role == "read" and plan.options.symmetry == "noise" and not cancels
     pieces, copies, offset, extra, free = [], list[Tensor](), 0, 0, 0
     for name in names.split("|"):
         space = layout.space(name, layer)
@@ -161,8 +163,7 @@ def _make_axis_map(plan: Blueprint, task: Task, axis: str, size: int) -> AxisMap
         index = space.read_index if role == "read" else space.write_index
         from_next = from_next_layer(plan, task, role, name)
         is_mixed = bool(from_next.any())
-        is_noisy = role == "read" and plan.options.symmetry == "noise" and not is_mixed
-        noise = space.noise(plan.options.noise) if is_noisy else None
+        noise = space.noise(plan.options.noise) if has_noise and not is_mixed else None
         noise = torch.zeros(space.target, dtype=torch.float64) if noise is None else noise
         is_computed = index >= space.source
         extra = int(is_computed.sum())

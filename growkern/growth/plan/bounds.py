@@ -17,7 +17,7 @@ They shift the mean over N coordinates, and add to the variance of the n old one
     beta + gamma (z - t S_1) (1 - t^2 S_2 / 2),                                              (2)
     S_1 = delta sum_k e_k / N,   S_2 = delta^2 sum_k e_k^2 / n
 
-The norms around inserted blocks repeat z at the size K (`growth.plan.tensors.tensor`). z has the
+The norms around inserted blocks repeat z at the size K (`growth.plan.tensors.norm`). z has the
 variance v / (v + eps) for an input of variance v. Each norm behind the first one turns a square s
 into (K^2 + eps) s / (s + eps).
 

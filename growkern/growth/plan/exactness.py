@@ -2,9 +2,8 @@
 
 It looks at sizes, options and maps. It runs the source only where a dense model becomes a mixture
 that computes something else, to measure how far outputs move. Statements on rounding follow the
-factors of every tensor (`growkern.growth.plan.axes`), and read no weights but norms.
-`growth.record.verify` measures the same afterwards. A change to how tensors are built must be
-reflected here.
+factors of every tensor, and read no weights but norms. `growth.record.verify` measures the same
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from growkern.growth.outputs import (
     random_inputs,
 )
 from growkern.growth.plan import bounds
-from growkern.growth.plan.axes import axis_maps
-from growkern.growth.plan.blueprint import RANDOM, Blueprint, Task, affine_gain
-from growkern.growth.plan.bounds import values_of
+from growkern.growth.plan.blueprint import Blueprint
+from growkern.growth.plan.tensors.tensor import build_tensor, kind_of
 from growkern.growth.space import (
     Upcycling,
     copies_of,
@@ -112,7 +110,7 @@ def rounding_findings(plan: Blueprint) -> list[Finding]:
     for task in plan.tasks:
         layer = task.source_layer if is_random or (is_read and task.tensor.norm) else None
         kinds[task.tensor.template, task.identity, layer, task.upper is None] = task
-    rounded = [t.name for t in kinds.values() if t.source != RANDOM and _is_rounded(plan, t)]
+    rounded = [task.name for task in kinds.values() if kind_of(plan, task).rounds()]
     if rounded:
         why = f"some scaled weights are rounded to this dtype, such as {rounded[0]}, {each}"
         return [_rounded(plan, dtype, why, bound)]
@@ -129,75 +127,6 @@ def _rounded(plan: Blueprint, dtype: str, why: str, bound: float) -> Finding:
     return Finding("approximate", dtype, why, bound, WEIGHT_ERROR)
 
 
-def _is_rounded(plan: Blueprint, task: Task) -> bool:
-    """True if building this tensor rounds weights.
-
-    That is so if its copies add up to the source times a factor that rounds (`_rounds`), or if some
-    of its rows are computed as sums.
-    """
-    centres = plan.layout.family.norm.centres
-    if not task.tensor.norm:
-        maps = axis_maps(plan, task)
-        # rows of new tokens are sums too, but no old output depends on them. Without a mean the
-        # extra coordinates are 0
-        computed = zip(maps, task.tensor.axes, strict=True) if centres else ()
-        if any(m.extra for m, axis in computed if ":" in axis):
-            return True
-        # no output depends on weights that read 0
-        factors = [
-            _whole(m.index[:end], m.gathered_scale[:end], m.sums is not None)
-            for m, end in ((m, len(m.index) - m.free) for m in maps)
-        ]
-        return _rounds(factors, plan.dtype)
-    entering, leaving = (plan.layout.space(name, task.source_layer) for name in task.tensor.norm)
-    if centres and bool(entering.is_extra.any()):
-        return True
-    # the other norms around inserted blocks have gains too, but where the last one's is 1, it
-    # takes them out again
-    gain = leaving.write * affine_gain(plan, task)
-    read = ~entering.is_extra
-    if not task.tensor.is_bias:
-        read &= entering.write != 0
-        gain = entering.kappa * gain / entering.write
-    if plan.layout.family.norm.offset(task.tensor.is_bias):
-        # the stored weight is gain (1 + weight) - 1
-        return bool((gain[read] != 1).any())
-    index, is_split = entering.read_index[read], plan.layout.is_dual(task.tensor.norm[1])
-    gain = _whole(index, gain[read], is_split and plan.options.shares_add_up)
-    is_rounded = _rounds([gain], plan.dtype)
-    if not is_rounded or plan.dtype != torch.float16:
-        return is_rounded
-    # norms are short enough to be read, and most of their weights are near 1
-    weight = values_of(plan, task.source)
-    scaled = None if weight is None else weight.double()[index] * gain
-    return scaled is None or bool((scaled.to(plan.dtype).double() != scaled).any())
-
-
-def _whole(index: torch.Tensor, factor: torch.Tensor, is_split: bool) -> torch.Tensor:
-    """The factor of every target entry, or that of all copies of its source entry together.
-
-    With `is_split`, copies are shares that add up bit for bit (`maps.take_shares`).
-    """
-    if not is_split:
-        return factor
-    size = int(index.max()) + 1
-    return torch.zeros(size, dtype=factor.dtype).index_add_(0, index, factor)[index]
-
-
-def _rounds(factors: list[torch.Tensor], dtype: torch.dtype) -> bool:
-    """True if a weight may be rounded when it is multiplied by one factor of every vector.
-
-    Powers of two round nothing. But the half of a number below 1.2e-4 has more digits than float16
-    holds. In other dtypes such numbers are too small to matter, and numbers too large are refused.
-    """
-    powers = [factor[factor != 0].abs().log2() for factor in factors]
-    # sums of shares are off by float64 rounding, far below the rounding of the weights
-    if any(bool(((power - power.round()).abs() > 1e-12).any()) for power in powers):
-        return True
-    least = sum(power.round().min().item() for power in powers if len(power))
-    return dtype == torch.float16 and least < 0
-
-
 def findings(plan: Blueprint) -> tuple[Finding, ...]:
     """Findings on width, heads, experts, vocabulary, methods, head, depth, shares and rounding."""
     if plan.options.is_baseline:
@@ -205,18 +134,8 @@ def findings(plan: Blueprint) -> tuple[Finding, ...]:
         why = block if plan.options.method == "direct_copy" else "all weights are random"
         return (_asked("everything", f"{why}, so the source's function is lost"),)
     parts = (
-        *(
-            _width,
-            _head_dim,
-            _heads_under_norm,
-            _experts,
-            _vocabulary,
-            _advanced,
-            _fresh,
-            _head,
-            _depth,
-        ),
-        *(_large_shares, rounding_findings),
+        *(_width, _head_dim, _heads_under_norm, _experts, _vocabulary, _advanced, _fresh, _head),
+        *(_depth, _large_shares, rounding_findings),
     )
     result = tuple(finding for part in parts for finding in part(plan))
     if result:
@@ -255,9 +174,6 @@ def measured_change(plan: Blueprint) -> float | None:
     The model is grown for it. None: the source or the target cannot be run, as it is too large,
     spread over processes or without weights, or transformers cannot run it on tokens alone.
     """
-    # what builds tensors takes a second to import, and most plans build none
-    from growkern.growth.plan.tensors.tensor import build_tensor
-
     if plan.parameters() > MOST_MEASURED or not fits(plan.source, MOST_MEASURED):
         return None
     tasks = {task.name: task for task in plan.tasks}

@@ -41,9 +41,9 @@ from growkern.growth.plan import (
     add_errors,
     build_each,
     has_errors,
+    kind_of,
     predicts_tokens,
     source_coordinates,
-    untrained_places,
 )
 from growkern.growth.record.lineage import (
     TRAINED,
@@ -239,7 +239,7 @@ def _copies_of(plan: GrowthPlan, task: Task, origin: Origin) -> Tensor:
     result = torch.tensor(origin.holds == "copies" and not is_rounded)
     for axis, old, new in zip(origin.axes, origin.source_shape, origin.shape, strict=True):
         result = result[..., None] & _gathered(plan, task, axis, old, new)
-    for dim, (drawn, _) in enumerate(untrained_places(plan, task)):
+    for dim, drawn in enumerate(kind_of(plan, task).drawn()):
         across = (-1, *(1 for _ in origin.shape[dim + 1 :]))
         result = result & ~drawn.view(across)
     return result

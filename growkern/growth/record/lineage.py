@@ -44,7 +44,7 @@ from growkern.growth.history import (
     history_from,
 )
 from growkern.growth.options import GrowthOptions
-from growkern.growth.plan import GrowthPlan, Task, affine_gain, is_dropped, plan_growth
+from growkern.growth.plan import GrowthPlan, Task, kind_of, plan_growth
 from growkern.growth.source import (
     Source,
     checked_config,
@@ -91,35 +91,20 @@ class Origin:
 
 def origin_of(plan: GrowthPlan, task: Task) -> Origin:
     """The origin of one target tensor."""
-    layout, options, is_norm = plan.layout, plan.options, task.tensor.norm is not None
-    sizes = [plan.small.axis_size(axis) for axis in task.tensor.axes]
-    copied = not options.is_baseline
-    is_zero = copied and not is_norm and task.identity == "zero"
-    factor = affine_gain(plan, task) if is_norm else layout.scale(task.tensor.row)
+    kind, tensor = kind_of(plan, task), task.tensor
     return Origin(
-        "zero" if is_zero else task.source,
-        tuple(sizes),
+        kind.source,
+        tuple(plan.small.axis_size(axis) for axis in tensor.axes),
         task.shape,
-        task.tensor.axes,
-        holds=_holds(plan, task),
+        tensor.axes,
+        holds=kind.holds,
         layer=task.source_layer,
         upper=task.upper,
-        norm=task.tensor.norm,
-        factor=factor if copied else 1.0,
-        offset=plan.layout.family.norm.offset(task.tensor.is_bias) if is_norm and copied else 0.0,
-        is_gain=is_norm and not task.tensor.is_bias,
+        norm=tensor.norm,
+        factor=kind.factor,
+        offset=kind.offset,
+        is_gain=tensor.norm is not None and not tensor.is_bias,
     )
-
-
-def _holds(plan: GrowthPlan, task: Task) -> str:
-    """`Origin.holds` of a target tensor."""
-    is_norm, method = task.tensor.norm is not None, plan.options.method
-    if task.is_made or method == "random":
-        return ""
-    if method == "direct_copy":
-        return "" if task.identity == "zero" and not is_norm else "block"
-    is_kept = task.identity in (None, "affine") and not is_dropped(plan, task)
-    return "copies" if is_kept else ""
 
 
 def spaces_of(plan: GrowthPlan) -> dict[str, dict[str, Any]]:

@@ -195,6 +195,10 @@ class Upcycling:
         """True for the matrices of experts that are copies of the FFN's."""
         return bool(row.dense) and len(row.axes) == 3
 
+    def has_noise(self, row: Row) -> bool:
+        """True for the matrices that noise makes differ between two copies of an FFN."""
+        return self.options.symmetry == "noise" and is_output(row) and self.is_copied(row)
+
     def adds_nothing(self, row: Row) -> bool:
         """True for the matrices of experts that are beside those which compute the FFN."""
         return _adds_nothing(row, self.options)

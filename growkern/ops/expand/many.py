@@ -319,8 +319,8 @@ class Work:
     At most `bytes_at_once` of weights and results wait, or one larger tensor. 0: nothing waits.
     """
 
-    def __init__(self, bytes_at_once: int) -> None:
-        self.bytes_at_once = bytes_at_once
+    def __init__(self, bytes_at_once: int, backend: str | None = None) -> None:
+        self.bytes_at_once, self.backend = bytes_at_once, backend
         self._calls, self._after, self._bytes = list[ExpandCall](), list[Callable[[], Any]](), 0
 
     def expand(self, weight: Tensor, *, out: Tensor, **arguments: Any) -> None:
@@ -357,8 +357,7 @@ class OneByOne(Work):
     """Carries out each call at once."""
 
     def __init__(self, backend: str | None) -> None:
-        super().__init__(bytes_at_once=0)
-        self.backend = backend
+        super().__init__(0, backend)
 
     def _carry_out(self, calls: list[ExpandCall]) -> None:
         for call in calls:

@@ -7,7 +7,8 @@ import torch
 import transformers
 
 import growkern
-from growkern.growth.plan.tensors import tensor
+from growkern.growth.plan.tensors.gather import Gather
+from growkern.growth.plan.tensors.norm import Norm
 from growkern.growth.record.verdict import measured_level
 from testbed.families import FAMILIES
 from testbed.models import BERT, GPT2, random_model, relative_error
@@ -43,25 +44,27 @@ WRONG = [
 
 
 @pytest.mark.parametrize("class_name, how", WRONG)
-@pytest.mark.parametrize("build", ["build_norm", "_build_weight"])
-def test_a_growth_made_wrong_on_purpose_is_no_error_of_norms(class_name, how, build, monkeypatch):
+@pytest.mark.parametrize("kind, build", [(Norm, "values"), (Gather, "gather")])
+def test_a_growth_made_wrong_on_purpose_is_no_error_of_norms(
+    class_name, how, kind, build, monkeypatch
+):
     """A rebuild by the same wrong rule shows nothing: the outputs alone do."""
     source = random_model(class_name, BERT, std=0.3)
     assert growkern.verify(source, growkern.grow(source, **how)).ok
-    right = getattr(tensor, build)
+    right = getattr(kind, build)
 
-    def norm(plan, task, *args):
-        return right(plan, task, *args) * (1.1 if task.name.endswith("weight") else 1.0)
+    def norm(own, *args):
+        return right(own, *args) * (1.1 if own.task.name.endswith("weight") else 1.0)
 
-    def weight(plan, task, read, part, out, work):
-        right(plan, task, read, part, out, work)
-        if task.name.endswith("intermediate.dense.bias"):
+    def weight(own, axes, read, part, out, work):
+        right(own, axes, read, part, out, work)
+        if own.task.name.endswith("intermediate.dense.bias"):
             work.then(lambda: out.mul_(1.5))
 
-    monkeypatch.setattr(tensor, build, norm if build == "build_norm" else weight)
+    monkeypatch.setattr(kind, build, norm if kind is Norm else weight)
     report = growkern.verify(source, growkern.grow(source, **how))
     # wrong norms show in outputs alone, and other tensors by their inverse too
-    assert not report.ok and (build != "build_norm" or "outputs differ" in report.failure)
+    assert not report.ok and (kind is not Norm or "outputs differ" in report.failure)
     assert all(group.rebuilt_error == 0 for group in report.groups)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import growkern
 from growkern.families.table_files import load_family
-from growkern.growth.plan.tensors import tensor as tensors
+from growkern.growth.plan.tensors import gather
 from growkern.growth.record.lineage import record_of
 from testbed.families import FAMILIES
 from testbed.models import BERT, LLAMA, fold_back, random_model
@@ -137,7 +137,7 @@ def test_a_growth_made_wrong_on_purpose_is_found(monkeypatch, model_type, fault,
                          "qwen3_moe": RELATIVES["qwen3_moe"][:2]}[model_type]  # fmt: skip
     source, how = random_model(class_name, sizes, dtype=dtype), {"hidden_size": 24}
     assert all(group.ok for group in growkern.verify(source, growkern.grow(source, **how)).groups)
-    right = tensors.axis_maps
+    right = gather.axis_maps
 
     def wrong(plan, task):
         maps = right(plan, task)
@@ -146,7 +146,7 @@ def test_a_growth_made_wrong_on_purpose_is_found(monkeypatch, model_type, fault,
             [*maps[:-1], fault(maps[-1])] if "q_proj" in task.name or "query" in task.name else maps
         )
 
-    monkeypatch.setattr(tensors, "axis_maps", wrong)
+    monkeypatch.setattr(gather, "axis_maps", wrong)
     report = growkern.verify(source, growkern.grow(source, **how))
     failed = [group for group in report.groups if not group.ok]
     assert failed and not report.ok

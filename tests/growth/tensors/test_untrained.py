@@ -6,7 +6,7 @@ import transformers
 
 import growkern
 from growkern.growth.plan.tensors import untrained
-from growkern.growth.plan.tensors.tensor import build_tensor, source_index
+from growkern.growth.plan.tensors.tensor import build_tensor, kind_of
 from testbed.models import BERT, GPT2, LLAMA, random_model
 from tests.growth.plan.test_families import CASES
 
@@ -122,8 +122,9 @@ def test_a_part_draws_only_its_own(monkeypatch):
     task = plan.tasks[0]
     build_tensor(plan, task, part=(slice(640, 704), slice(0, 512)))
     assert sum(drawn) == 64 * 512
-    assert [len(i) for i in source_index(plan, task, (slice(40, 60), slice(8, 30)))] == [10, 4]
-    assert [len(i) for i in source_index(plan, task, (slice(640, 704), slice(0, 512)))] == [0, 12]
+    needs = kind_of(plan, task).needs
+    assert [len(i) for i in needs((slice(40, 60), slice(8, 30)))] == [10, 4]
+    assert [len(i) for i in needs((slice(640, 704), slice(0, 512)))] == [0, 12]
 
 
 def test_an_unknown_initialisation_is_refused(monkeypatch):

@@ -7,9 +7,9 @@ import transformers
 import growkern
 from growkern.errors import GrowthError
 from growkern.growth import sharded
-from growkern.growth.plan.tensors import tensor as tensors
 from growkern.growth.plan.tensors.tensor import build_tensor
 from growkern.ops.backend.launch import HAS_TRITON
+from growkern.ops.expand import many
 from growkern.ops.expand.many import WorkList, work_on
 from testbed.models import BERT, GPT2, LLAMA, random_model
 
@@ -44,7 +44,7 @@ def lists(monkeypatch):
             made.append(work)
         return work
 
-    for module in (tensors, sharded):
+    for module in (many, sharded):
         monkeypatch.setattr(module, "work_on", recorded)
     return made, limit
 

@@ -21,7 +21,7 @@ They are computed from its rows:
 
 gamma belongs to the norm that the vector enters, n is the source's hidden size, and delta is the
 option `carry`. A norm that carries the mean multiplies extra coordinate k by 1 / (delta e_k)
-(`growth.plan.tensors.tensor`). The coordinate then leaves as the mean of the norm's output.
+(`growth.plan.tensors.norm`). The coordinate then leaves as the mean of the norm's output.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def extra_rows(
 
     Args:
         weight: the source tensor `name`.
-        extra, rows: as in `growth.plan.tensors.tensor`.
+        extra: per axis, True if the block's target entries are extra ones or new tokens.
+        rows: source entries of the first axis that the block gathers, int64. Other rows of the
+            result may be undefined.
     """
     dtype, layout, size = plan.sum_dtype(weight), plan.layout, plan.layout.stream_sizes[0]
     signs = torch.tensor(layout.space("stream").signs, dtype=torch.float64)

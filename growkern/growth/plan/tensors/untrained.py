@@ -1,4 +1,4 @@
-"""Draws at random: whole tensors, those of DirectCopy, rows of routers, and parts of experts.
+"""Draws at random: whole tensors, those of DirectCopy, new heads and units, and rows of routers.
 
 DirectCopy (bert2BERT, Table 1) puts the source into the leading block of a random tensor.
 
@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -47,10 +47,12 @@ from growkern.errors import GrowthError
 from growkern.files import checksum, regular_size
 from growkern.growth.models import Initial
 from growkern.growth.options import ROUTERS, GrowthOptions
-from growkern.growth.plan.axes import asleep, axis_maps
+from growkern.growth.plan.axes import axis_maps
 from growkern.growth.plan.blueprint import RANDOM, Blueprint, Part, Task
+from growkern.growth.plan.tensors.gather import Constant, Gather, Kept, Patch, on_cpu
 from growkern.growth.space import Upcycling, depth_of_sleep, is_output
 from growkern.growth.stored import Read
+from growkern.ops import expand as ops
 
 # how long the rows are that part the tokens of an expert's copies, beside those of the router
 SPLIT = 4.0
@@ -61,10 +63,291 @@ BLOCK = 64
 TILE = (64, 512)
 
 
-def build_baseline(plan: Blueprint, task: Task, read: Read, part: Part, out: Tensor) -> Tensor:
-    """Build a part of a target tensor, `out`: random as its class initialises it, or DirectCopy."""
-    ranges = task.ranges(part)
-    initial = plan.initial_tensors[task.name]
+@dataclass(frozen=True)
+class Baseline:
+    """Random numbers in place of an operation's, or DirectCopy. All else is as with `usual`."""
+
+    usual: Gather
+
+    # the record has no factors, and the names of sources as they are
+    factor, offset = 1.0, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.usual, name)
+
+    @property
+    def source(self) -> str:
+        return str(self.task.source)
+
+    @property
+    def holds(self) -> str:
+        is_lost = self.task.is_made or isinstance(self.usual, Constant)
+        return "" if is_lost or self.plan.options.method == "random" else "block"
+
+    def build(self, read: Read, part: Part, out: Tensor, work: ops.Work) -> None:
+        if isinstance(self.usual, Kept):
+            self.usual.build(read, part, out, work)
+            return
+        draw(self.plan, self.task, part, out)
+        if self.plan.options.method == "direct_copy" and not self.task.is_made:
+            old = read(self.task.source).cpu()
+            for block in product(*_old_runs(self.plan, self.task, part)):
+                entries, places = zip(*block, strict=True)
+                out[places] = old[entries].to(out.dtype)
+
+    def needs(self, part: Part) -> list[Tensor] | None:
+        needed = self.usual.needs(part)
+        if needed is None or isinstance(self.usual, Kept):
+            return needed
+        runs = _old_runs(self.plan, self.task, part)
+        return [torch.cat([torch.arange(a.start, a.stop) for a, _ in axis]) for axis in runs]
+
+
+class Fresh(Gather):
+    """Random numbers as the class draws them, or the rows of a router from a file."""
+
+    def build(self, read: Read, part: Part, out: Tensor, work: ops.Work) -> None:
+        upcycling = self.plan.upcycling
+        if upcycling is None or not upcycling.is_router(self.task.tensor):
+            self._fill(part, out)
+            return
+        # a new router has equal rows for the experts that it takes together
+        rows = torch.arange(self.task.shape[0])[part[0]] // upcycling.together
+        drawn = slice(int(rows[0]), int(rows[-1]) + 1)
+        numbers = torch.empty(drawn.stop - drawn.start, *out.shape[1:], dtype=out.dtype)
+        self._fill((drawn, *part[1:]), numbers)
+        out.copy_(numbers[rows - drawn.start])
+
+    def rates(self) -> None:
+        return None
+
+    def rounds(self) -> bool:
+        return False
+
+    def _fill(self, part: Part, out: Tensor) -> None:
+        """Fill a part of a tensor that has each row once."""
+        plan, task = self.plan, self.task
+        if (rows := self.rows()) is None:
+            draw(plan, task, part, out)
+            return
+        # rows of the source's stream, in the target's; on the CPU for any device, as norms are
+        size = len(rows)
+        tensor = replace(task.tensor, axes=(str(size), task.tensor.axes[1]))
+        shape = (size, task.shape[1])
+        widened = Gather(plan, replace(task, tensor=tensor, shape=shape, source="centroids"))
+        whole = torch.empty(out.shape, dtype=out.dtype)
+        widened.build(lambda name: rows, part, whole, ops.OneByOne(None))
+        out.copy_(whole)
+
+    def rows(self) -> Tensor | None:
+        """The rows that a router gets, (copies of the FFN, hidden size); None: they are random."""
+        plan, layer = self.plan, self.task.source_layer
+        upcycling = plan.upcycling
+        if plan.options.router in ROUTERS or layer is None or not upcycling:
+            return None
+        if not upcycling.is_router(self.task.tensor):
+            return None
+        key = str(layer).rpartition(".")[2]
+        return plan.cache.get(("centroids", key), lambda: _read(plan, upcycling, key))
+
+
+class Untrained(Patch):
+    """With method="fresh": rows of new heads and units, and columns that read what is 0."""
+
+    def _places(self) -> list[tuple[Tensor, Tensor]]:
+        """Where the tensor begins untrained, by two vectors for each axis.
+
+        An entry begins untrained if the first vector of an axis, (target,) bool, has it. The second
+        has the rows that must stay as they are, those that write the stream's extra entries.
+        """
+        if self.task.name not in self.plan.initial_tensors:
+            return []
+        axes = zip(self.task.tensor.axes, self.task.shape, strict=True)
+        result = [self._places_of(*axis) for axis in axes]
+        return result if any(bool(new.any()) for new, _ in result) else []
+
+    def _places_of(self, axis: str, size: int) -> tuple[Tensor, Tensor]:
+        role, _, names = axis.partition(":")
+        none = torch.zeros(size, dtype=torch.bool)
+        if not names or role == "factor":
+            return none, none
+        new, kept = [], []
+        for name in names.split("|"):
+            space = self.plan.layout.space(name, self.task.source_layer)
+            is_free = space.is_extra & space.free_extra
+            new.append(is_free if role == "read" else self.plan.layout.untrained_units(name))
+            kept.append(space.is_extra & (role == "write"))
+        return torch.cat(new), torch.cat(kept)
+
+    def drawn(self) -> list[Tensor]:
+        return [new for new, _ in self._places()]
+
+    def apply(self, read: Read, part: Part, out: Tensor, backend: str | None) -> None:
+        plan, task, places = self.plan, self.task, self._places()
+        where = task.ranges(part)
+        for axis in range(len(places)):
+            initial = plan.initial_tensors[task.name]
+            free = [new if dim == axis else ~kept for dim, (new, kept) in enumerate(places)]
+            # blocks of rows of one tile, so that little memory is needed
+            runs = [_runs(x, r, TILE[0]) for x, r in zip(free[:-1], where[:-1], strict=True)]
+            for box in product(*runs, _runs(free[-1], where[-1])):
+                numbers = torch.full([*map(len, box)], initial.value, dtype=torch.float32)
+                if initial.deviation:
+                    fill_random(plan, task, "init", initial, box, numbers)
+                cells = zip(box, where, strict=True)
+                place = tuple(slice(b.start - r.start, b.stop - r.start) for b, r in cells)
+                out[place] = numbers.to(out)
+
+
+def _generator(plan: Blueprint, *which: object) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=philox_key(plan, "drop", *which)))
+
+
+class Sleep(Patch):
+    """Experts that no token reaches: in a router's bias or matrix, and in what they compute."""
+
+    def apply(self, read: Read, part: Part, out: Tensor, backend: str | None) -> None:
+        if len(part) > 2:
+            # experts themselves stay copies
+            return
+        plan, task, sleeps = self.plan, self.task, self.idle
+        assert sleeps is not None
+        where, source = task.ranges(part), read(task.source)
+        numbers = [number for number in where[0] if sleeps[number]]
+        rows, *others = axis_maps(plan, task)
+        if not others:
+            bias = source.cpu().double()
+            # a model that is loaded in float64 has it in float32 too
+            lowered = (bias - depth_of_sleep(bias)).float().to(out)
+            for number in numbers:
+                out[number - where[0].start] = lowered[rows.index[number]]
+            return
+        (cols,) = others
+        # a tile of random numbers has rows of many experts
+        for _, group in groupby(numbers, lambda number: number // TILE[0]):
+            some = [*group]
+            drawn = range(some[0], some[-1] + 1)
+            noise = torch.empty(len(drawn), len(where[1]))
+            initial = Initial(0.0, deviation=1.0)
+            fill_random(plan, task, "asleep", initial, [drawn, where[1]], noise)
+            for number in some:
+                row = source[rows.index[number]].cpu().double()
+                row = row[cols.index % cols.source] * cols.scale
+                size = row.norm() / len(row) ** 0.5
+                added = noise[number - drawn.start].double() * size
+                out[number - where[0].start] += added.to(out)
+
+
+class Split(Sleep):
+    """Experts that share the tokens of the source's: n_j of (2) in a router's matrix."""
+
+    def apply(self, read: Read, part: Part, out: Tensor, backend: str | None) -> None:
+        plan, task = self.plan, self.task
+        if len(part) > 2 or not task.tensor.axes[-1].startswith("read:"):
+            # experts, or a bias of them or of their router
+            return
+        rows, cols = axis_maps(plan, task)
+        numbers, entries = task.ranges(part)
+        source = read(task.source).cpu().double()[:, cols.index % cols.source] * cols.scale
+        size = SPLIT * source.square().mean().sqrt().item()
+        for place, number in enumerate(numbers):
+            if copy := number // rows.source:
+                noise = torch.empty(1, len(entries))
+                initial = Initial(0.0, deviation=size)
+                fill_random(plan, task, "split", initial, [range(copy, copy + 1), entries], noise)
+                out[place] += noise[0].to(out)
+
+
+class Drop(Patch):
+    """Draws a share of the units of every expert again."""
+
+    loses = True
+
+    def apply(self, read: Read, part: Part, out: Tensor, backend: str | None) -> None:
+        ranges = self.task.ranges(part)
+        is_whole = [len(r) for r in ranges[1:]] == list(self.task.shape[1:])
+        for number, matrix in zip(ranges[0], out, strict=True):
+            if is_whole:
+                statistics = self._statistics(matrix)
+            else:
+                make = partial(self._whole_statistics, read, backend, number)
+                statistics = self.plan.cache.get(("drop", self.task.name, number), make)
+            self._draw(number, statistics, ranges[1:], matrix)
+
+    def _whole_statistics(
+        self, read: Read, backend: str | None, number: int
+    ) -> list[tuple[float, float]]:
+        part = (slice(number, number + 1), slice(None), slice(None))
+        copy = torch.empty(1, *self.task.shape[1:], dtype=self.plan.dtype_of(self.task))
+        Gather(self.plan, self.task).build(on_cpu(read), part, copy, ops.OneByOne(backend))
+        return self._statistics(copy[0])
+
+    def _matrices(self) -> tuple[int, int]:
+        """How many matrices lie side by side in an expert's, and the axis of their units."""
+        axis = 2 if is_output(self.task.tensor.row) else 1
+        return self.task.tensor.axes[axis].count("|") + 1, axis
+
+    def _statistics(self, matrix: Tensor) -> list[tuple[float, float]]:
+        """Mean and deviation of each matrix of an expert, the same on any number of threads."""
+        count, _ = self._matrices()
+        result = []
+        for part in matrix.chunk(count):
+            wide = (rows.cpu().double() for rows in part.split(BLOCK))
+            blocks = [(x.mean(1), x.square().mean(1)) for x in wide]
+            mean, square = (torch.cat(means).mean().item() for means in zip(*blocks, strict=True))
+            result.append((mean, math.sqrt(max(square - mean**2, 0.0))))
+        return result
+
+    def _draw(
+        self,
+        number: int,
+        statistics: Sequence[tuple[float, float]],
+        ranges: Sequence[range],
+        out: Tensor,
+    ) -> None:
+        """Draw units of one expert; `ranges` are the place of `out` in its matrix."""
+        plan, task = self.plan, self.task
+        count, axis = self._matrices()
+        units = task.shape[axis] // count
+        # the same units of all matrices of an expert
+        rng = _generator(self.plan, "units", task.tensor.stack, task.tensor.layer, number)
+        gone = np.sort(rng.permutation(units)[: round(plan.options.drop * units)])
+        rng = _generator(self.plan, task.name, number)
+        of_units, others = ranges[axis - 1], ranges[2 - axis]
+        view = out if axis == 1 else out.T
+        for place, (mean, deviation) in enumerate(statistics):
+            for block in np.split(gone + place * units, range(BLOCK, len(gone), BLOCK)):
+                drawn = rng.standard_normal((len(block), task.shape[3 - axis]), dtype=np.float32)
+                inside = (block >= of_units.start) & (block < of_units.stop)
+                numbers = drawn[inside, others.start : others.stop] * np.float32(deviation)
+                rows = torch.from_numpy(block[inside] - of_units.start).to(out.device)
+                view[rows] = torch.from_numpy(numbers + np.float32(mean)).to(out)
+
+
+class Noise(Patch):
+    """Noise that cancels between two copies of an FFN."""
+
+    def apply(self, read: Read, part: Part, out: Tensor, backend: str | None) -> None:
+        task, numbers, upcycling = self.task, self.task.ranges(part)[0], self.plan.upcycling
+        assert upcycling is not None
+        together = upcycling.together
+        for number, matrix in zip(numbers, out, strict=True):
+            pair, place = divmod(number, together)
+            copy, which = divmod(place, together // 2)
+            rng = _generator(self.plan, "noise", task.name, pair, which)
+            rows, bytes_each = task.shape[1], -(-task.shape[2] // 8)
+            bits = np.frombuffer(rng.bytes(rows * bytes_each), np.uint8).reshape(rows, bytes_each)
+            own = torch.from_numpy(bits[part[1]].copy())
+            for block, some in zip(matrix.split(BLOCK), own.split(BLOCK), strict=True):
+                signs = np.unpackbits(some.numpy(), axis=1, count=task.shape[2])[:, part[2]]
+                is_larger = torch.from_numpy(signs == copy).to(out.device)
+                larger = block * (1 + self.plan.options.noise)
+                block.copy_(torch.where(is_larger, larger, block - (larger - block)))
+
+
+def draw(plan: Blueprint, task: Task, part: Part, out: Tensor) -> None:
+    """Fill a part of a target tensor, `out`, as its class initialises it."""
+    ranges, initial = task.ranges(part), plan.initial_tensors[task.name]
     if initial.deviation:
         fill_random(plan, task, "init", initial, ranges, out)
     else:
@@ -72,12 +355,6 @@ def build_baseline(plan: Blueprint, task: Task, read: Read, part: Part, out: Ten
     for row in initial.zero_rows:
         if row in ranges[0]:
             out[row - ranges[0].start] = 0.0
-    if plan.options.method == "direct_copy" and not task.is_made:
-        old = read(task.source)
-        for block in product(*_old_runs(plan, task, part)):
-            entries, places = zip(*block, strict=True)
-            out[places] = old[entries].to(out.dtype)
-    return out
 
 
 def fill_random(
@@ -113,58 +390,6 @@ def _drawn(key: int, tile: Sequence[tuple[int, range]], cutoff: float) -> Any:
     return drawn
 
 
-def untrained_places(plan: Blueprint, task: Task) -> list[tuple[Tensor, Tensor]]:
-    """With method="fresh": where a tensor begins untrained, by two vectors for each axis.
-
-    The first, (target,) bool, has the rows of new heads and units, and the columns that read what
-    is 0. An entry begins untrained if an axis has it. The second has the rows that must stay as
-    they are, those that write the stream's extra entries.
-
-    Returns:
-        [] if the tensor has no such entries.
-    """
-    is_made = task.is_made or task.tensor.norm or task.tensor.is_copied or task.identity == "zero"
-    if plan.options.method != "fresh" or is_made or task.name not in plan.initial_tensors:
-        return []
-    result = [
-        _untrained_of(plan, task, *axis) for axis in zip(task.tensor.axes, task.shape, strict=True)
-    ]
-    return result if any(bool(new.any()) for new, _ in result) else []
-
-
-def _untrained_of(plan: Blueprint, task: Task, axis: str, size: int) -> tuple[Tensor, Tensor]:
-    role, _, names = axis.partition(":")
-    none = torch.zeros(size, dtype=torch.bool)
-    if not names or role == "factor":
-        return none, none
-    new, kept = [], []
-    for name in names.split("|"):
-        space = plan.layout.space(name, task.source_layer)
-        is_free = space.is_extra & space.free_extra
-        new.append(is_free if role == "read" else plan.layout.untrained_units(name))
-        kept.append(space.is_extra & (role == "write"))
-    return torch.cat(new), torch.cat(kept)
-
-
-def draw_untrained(
-    plan: Blueprint, task: Task, places: Sequence[tuple[Tensor, Tensor]], part: Part, out: Tensor
-) -> None:
-    """Draw the entries of `untrained_places` in a part of a target tensor, `out`."""
-    initial, where = plan.initial_tensors[task.name], task.ranges(part)
-    for axis in range(len(places)):
-        free = [new if dim == axis else ~kept for dim, (new, kept) in enumerate(places)]
-        # blocks of rows of one tile, so that little memory is needed
-        runs = [_runs(x, r, TILE[0]) for x, r in zip(free[:-1], where[:-1], strict=True)]
-        for box in product(*runs, _runs(free[-1], where[-1])):
-            numbers = torch.full([*map(len, box)], initial.value, dtype=torch.float32)
-            if initial.deviation:
-                fill_random(plan, task, "init", initial, box, numbers)
-            place = (
-                slice(b.start - r.start, b.stop - r.start) for b, r in zip(box, where, strict=True)
-            )
-            out[tuple(place)] = numbers.to(out)
-
-
 def _runs(wanted: Tensor, where: range, tile: int | None = None) -> list[range]:
     """The runs of wanted entries of an axis in a range, cut where tiles of this length meet."""
     entries = wanted[where.start : where.stop].nonzero().flatten() + where.start
@@ -179,28 +404,6 @@ def _runs(wanted: Tensor, where: range, tile: int | None = None) -> list[range]:
     ]
 
 
-def build_random(
-    plan: Blueprint,
-    task: Task,
-    part: Part,
-    out: Tensor,
-    build: Callable[[Part, Tensor], Tensor],
-) -> Tensor:
-    """Build a part of a random tensor by `build`, which fills parts with each row there once.
-
-    A new router has equal rows for the experts that it takes together.
-    """
-    upcycling = plan.upcycling
-    experts = upcycling.together if upcycling and upcycling.is_router(task.tensor) else 1
-    if experts == 1:
-        return build(part, out)
-    rows = torch.arange(task.shape[0])[part[0]] // experts
-    drawn = slice(int(rows[0]), int(rows[-1]) + 1)
-    numbers = torch.empty(drawn.stop - drawn.start, *out.shape[1:], dtype=out.dtype)
-    build((drawn, *part[1:]), numbers)
-    return out.copy_(numbers[rows - drawn.start])
-
-
 def philox_key(plan: Blueprint, *which: object) -> int:
     """The key of a generator that draws for one purpose."""
     digest = hashlib.sha256(repr((plan.options.seed, *which)).encode()).digest()
@@ -211,12 +414,6 @@ def _tiles(where: range, size: int, length: int) -> list[tuple[int, range]]:
     """The tiles of one axis that a range touches: number of the tile, and the range it covers."""
     numbers = range(where.start // length, -(-where.stop // length)) if where else range(0)
     return [(n, range(n * length, min((n + 1) * length, size))) for n in numbers]
-
-
-def old_entries_within(plan: Blueprint, task: Task, part: Part) -> list[Tensor]:
-    """Per axis, the source entries that DirectCopy puts into a part of the target, int64."""
-    runs = _old_runs(plan, task, part)
-    return [torch.cat([torch.arange(a.start, a.stop) for a, _ in axis]) for axis in runs]
 
 
 def _old_runs(plan: Blueprint, task: Task, part: Part) -> list[list[tuple[slice, slice]]]:
@@ -255,17 +452,6 @@ def with_checksum(options: GrowthOptions) -> GrowthOptions:
     return replace(options, router=f"{options.router}{MARK}{digest}")
 
 
-def centroids_of(plan: Blueprint, task: Task) -> Tensor | None:
-    """The rows that a router gets, (copies of the FFN, hidden size); None: they are random."""
-    upcycling, is_new = plan.upcycling, task.source_layer is None
-    if plan.options.router in ROUTERS or is_new or not upcycling:
-        return None
-    if not upcycling.is_router(task.tensor):
-        return None
-    layer = str(task.source_layer).rpartition(".")[2]
-    return plan.cache.get(("centroids", layer), lambda: _read(plan, upcycling, layer))
-
-
 def check_centroids(plan: Blueprint) -> None:
     """Refuse a file that is another one than when it was planned, or whose rows do not fit."""
     if plan.options.router in ROUTERS:
@@ -278,7 +464,7 @@ def check_centroids(plan: Blueprint) -> None:
         )
     for task in plan.tasks:
         if task.source == RANDOM:
-            centroids_of(plan, task)
+            Fresh(plan, task).rows()
 
 
 def _checksum(file: Path) -> str:
@@ -311,155 +497,3 @@ def _read(plan: Blueprint, upcycling: Upcycling, layer: str) -> Tensor:
             f"{copies} rows (examples/centroids.py)"
         )
     return rows.double()
-
-
-def is_dropped(plan: Blueprint, task: Task) -> bool:
-    """True for the matrices of experts of which units are drawn again."""
-    upcycling = plan.upcycling
-    return bool(plan.options.drop and upcycling and upcycling.is_copied(task.tensor.row))
-
-
-def drop_units(
-    plan: Blueprint, task: Task, part: Part, out: Tensor, build: Callable[[int], Tensor]
-) -> None:
-    """Draw units again in a part of a tensor of experts, which holds copies of the source.
-
-    `build` makes the whole matrix of an expert, as a copy. It is called if the part cuts it.
-    """
-    ranges = task.ranges(part)
-    is_whole = [len(r) for r in ranges[1:]] == list(task.shape[1:])
-    for number, matrix in zip(ranges[0], out, strict=True):
-        if is_whole:
-            statistics = _statistics(task, matrix)
-        else:
-            make = partial(_of_built, task, build, number)
-            statistics = plan.cache.get(("drop", task.name, number), make)
-        _draw(plan, task, number, statistics, ranges[1:], matrix)
-
-
-def _of_built(task: Task, build: Callable[[int], Tensor], number: int) -> list[tuple[float, float]]:
-    return _statistics(task, build(number))
-
-
-def _matrices(task: Task) -> tuple[int, int]:
-    """How many matrices lie side by side in an expert's, and the axis of their units."""
-    axis = 2 if is_output(task.tensor.row) else 1
-    return task.tensor.axes[axis].count("|") + 1, axis
-
-
-def _statistics(task: Task, matrix: Tensor) -> list[tuple[float, float]]:
-    """Mean and deviation of each matrix of an expert, the same on any number of threads."""
-    count, _ = _matrices(task)
-    result = []
-    for part in matrix.chunk(count):
-        wide = (rows.cpu().double() for rows in part.split(BLOCK))
-        blocks = [(x.mean(1), x.square().mean(1)) for x in wide]
-        mean, square = (torch.cat(means).mean().item() for means in zip(*blocks, strict=True))
-        result.append((mean, math.sqrt(max(square - mean**2, 0.0))))
-    return result
-
-
-def _draw(
-    plan: Blueprint,
-    task: Task,
-    number: int,
-    statistics: Sequence[tuple[float, float]],
-    ranges: Sequence[range],
-    out: Tensor,
-) -> None:
-    """Draw units of one expert; `ranges` are the place of `out` in its matrix."""
-    count, axis = _matrices(task)
-    units = task.shape[axis] // count
-    # the same units of all matrices of an expert
-    layer = (task.tensor.stack, task.tensor.layer)
-    rng = _generator(plan, "units", *layer, number)
-    gone = np.sort(rng.permutation(units)[: round(plan.options.drop * units)])
-    rng = _generator(plan, task.name, number)
-    of_units, others = ranges[axis - 1], ranges[2 - axis]
-    view = out if axis == 1 else out.T
-    for place, (mean, deviation) in enumerate(statistics):
-        for block in np.split(gone + place * units, range(BLOCK, len(gone), BLOCK)):
-            drawn = rng.standard_normal((len(block), task.shape[3 - axis]), dtype=np.float32)
-            inside = (block >= of_units.start) & (block < of_units.stop)
-            numbers = drawn[inside, others.start : others.stop] * np.float32(deviation)
-            rows = torch.from_numpy(block[inside] - of_units.start).to(out.device)
-            view[rows] = torch.from_numpy(numbers + np.float32(mean)).to(out)
-
-
-def is_noisy(plan: Blueprint, task: Task) -> bool:
-    """True for the matrices that noise makes differ between two copies of an FFN."""
-    row, upcycling = task.tensor.row, plan.upcycling
-    is_noise = plan.options.symmetry == "noise" and is_output(row)
-    return bool(is_noise and upcycling and upcycling.is_copied(row))
-
-
-def add_noise(plan: Blueprint, task: Task, part: Part, out: Tensor) -> None:
-    """Add noise to a part of a tensor of experts; arguments as in `drop_units`."""
-    numbers, upcycling = task.ranges(part)[0], plan.upcycling
-    assert upcycling is not None
-    together = upcycling.together
-    for number, matrix in zip(numbers, out, strict=True):
-        pair, place = divmod(number, together)
-        copy, which = divmod(place, together // 2)
-        rng = _generator(plan, "noise", task.name, pair, which)
-        rows, bytes_each = task.shape[1], -(-task.shape[2] // 8)
-        bits = np.frombuffer(rng.bytes(rows * bytes_each), np.uint8).reshape(rows, bytes_each)
-        own = torch.from_numpy(bits[part[1]].copy())
-        for block, some in zip(matrix.split(BLOCK), own.split(BLOCK), strict=True):
-            signs = np.unpackbits(some.numpy(), axis=1, count=task.shape[2])[:, part[2]]
-            is_larger = torch.from_numpy(signs == copy).to(out.device)
-            larger = block * (1 + plan.options.noise)
-            block.copy_(torch.where(is_larger, larger, block - (larger - block)))
-
-
-def _generator(plan: Blueprint, *which: object) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=philox_key(plan, "drop", *which)))
-
-
-def put_to_sleep(plan: Blueprint, task: Task, read: Read, part: Part, out: Tensor) -> None:
-    """Change a part of a router's bias or matrix, `out`, where experts sleep."""
-    sleeps = asleep(plan, task)
-    assert sleeps is not None
-    (space,) = plan.small.family.mixtures
-    if space.asleep is None:
-        _split_choice(plan, task, read, part, out)
-        return
-    where, source = task.ranges(part), read(task.source)
-    numbers = [number for number in where[0] if sleeps[number]]
-    rows, *others = axis_maps(plan, task)
-    if not others:
-        bias = source.cpu().double()
-        # a model that is loaded in float64 has it in float32 too
-        lowered = (bias - depth_of_sleep(bias)).float().to(out)
-        for number in numbers:
-            out[number - where[0].start] = lowered[rows.index[number]]
-        return
-    (cols,) = others
-    # a tile of random numbers has rows of many experts
-    for _, group in groupby(numbers, lambda number: number // TILE[0]):
-        some = [*group]
-        drawn = range(some[0], some[-1] + 1)
-        noise = torch.empty(len(drawn), len(where[1]))
-        initial = Initial(0.0, deviation=1.0)
-        fill_random(plan, task, "asleep", initial, [drawn, where[1]], noise)
-        for number in some:
-            row = source[rows.index[number]].cpu().double()[cols.index % cols.source] * cols.scale
-            size = row.norm() / len(row) ** 0.5
-            out[number - where[0].start] += (noise[number - drawn.start].double() * size).to(out)
-
-
-def _split_choice(plan: Blueprint, task: Task, read: Read, part: Part, out: Tensor) -> None:
-    """Add n_j of (2) of `growkern.growth.space.rules` to a part of a router's matrix, `out`."""
-    if not task.tensor.axes[-1].startswith("read:"):
-        # a bias of the router or of the experts
-        return
-    rows, cols = axis_maps(plan, task)
-    numbers, entries = task.ranges(part)
-    source = read(task.source).cpu().double()[:, cols.index % cols.source] * cols.scale
-    size = SPLIT * source.square().mean().sqrt().item()
-    for place, number in enumerate(numbers):
-        if copy := number // rows.source:
-            noise = torch.empty(1, len(entries))
-            initial = Initial(0.0, deviation=size)
-            fill_random(plan, task, "split", initial, [range(copy, copy + 1), entries], noise)
-            out[place] += noise[0].to(out)
