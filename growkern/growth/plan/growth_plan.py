@@ -34,7 +34,12 @@ from growkern.growth.plan.fitting import check_structure, made_to_fit
 from growkern.growth.plan.measured import measurements, verdict
 from growkern.growth.plan.pieces import estimate
 from growkern.growth.plan.table import as_text, plan_table
-from growkern.growth.plan.target import check_given, finish_target, follow_heads
+from growkern.growth.plan.target import (
+    check_given,
+    finish_target,
+    follow_heads,
+    in_given_names,
+)
 from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_checksum
 from growkern.growth.source import Source, located, open_source
 from growkern.growth.space import (
@@ -313,6 +318,18 @@ def plan_growth(
     judged: bool = True,
 ) -> GrowthPlan:
     """`plan` for a source that is already open; unless it is `judged`, no weights are read."""
+    with in_given_names(opened.spec.text, options.to, dims):
+        return _plan_growth(opened, options, dims, target_config, dtype, judged)
+
+
+def _plan_growth(
+    opened: Source,
+    options: GrowthOptions,
+    dims: dict[str, Any],
+    target_config: Any | None,
+    dtype: torch.dtype | None,
+    judged: bool,
+) -> GrowthPlan:
     dtype = dtype or opened.dtype
     if dtype not in DTYPES:
         allowed = ", ".join(map(str, DTYPES))

@@ -6,12 +6,16 @@ everything that follows from them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import re
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from growkern.arguments import whole_number
 from growkern.errors import GrowthError, UnfitError, nearest
@@ -225,6 +229,27 @@ def _validate(small: ModelSpec, large: ModelSpec) -> None:
         told = [f"{x}={large.size(key)}" for x, key in fields if large.size(key) != small.size(key)]
         raise UnfitError(f"{family.model_type} cannot have {', '.join(told)}: {why}") from error
     refuse_misread(family.model_type, family, config, read, small.config)
+
+
+@contextlib.contextmanager
+def in_given_names(text: Any, to: str, dims: Mapping[str, Any]) -> Iterator[None]:
+    """Let errors call sizes as the user does: a field of a config may have several names.
+
+    Args:
+        text: the config of the source's text model.
+        to: the `model_type` of the mixture that the model becomes, or "".
+    """
+    kinds = [text, *([CONFIG_MAPPING[to]] if to in CONFIG_MAPPING else [])]
+    own = {name: field for kind in kinds for name, field in kind.attribute_map.items()}
+    given = {own[name]: name for name in dims if name in own}
+    try:
+        yield
+    except GrowthError as error:
+        words = re.compile(rf"\b({'|'.join(map(re.escape, given)) or '(?!)'})\b")
+        message = words.sub(lambda found: given[found[0]], str(error))
+        if message == str(error):
+            raise
+        raise GrowthError(message) from error
 
 
 def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:

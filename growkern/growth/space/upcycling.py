@@ -348,7 +348,9 @@ def _set_sizes(
     fields = [family.config_field(str(key)) for key in (space.size, space.chosen)]
     for field in fields:
         if field not in asked:
-            raise GrowthError(f"to={family.model_type!r} needs {field}: give it as well")
+            others = [name for name, own in config.attribute_map.items() if own == field]
+            names = " or ".join([field, *others])
+            raise GrowthError(f"to={family.model_type!r} needs {names}: give it as well")
     whole, (routed, *shared) = small.size("ffn"), _widths(family)
     width = family.config_field(routed)
     parts = _parts_of(whole, asked.get(width, whole), width)
