@@ -10,17 +10,20 @@ that ask for nothing, such as `symmetry="none"`, and what "auto" stands for are 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
 from growkern.errors import GrowthError, human, warn
 from growkern.families import ModelSpec, inner
+from growkern.files import read_json
 from growkern.growth.history import forgotten
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan.blueprint import Blueprint
 from growkern.growth.plan.exactness import advanced_kinds
 from growkern.growth.plan.measured import is_decoder
 from growkern.growth.plan.target import unread_in
+from growkern.growth.source import config_directory
 from growkern.growth.space import (
     computed_head_dim,
     is_undeclared,
@@ -28,6 +31,9 @@ from growkern.growth.space import (
     repetition_of,
     whole_depths,
 )
+
+# the largest files of tokenizers have 40 MB
+TOKENIZER, MOST_BYTES = "tokenizer.json", 200_000_000
 
 
 def warnings_of(
@@ -219,16 +225,7 @@ def portability(plan: Blueprint) -> Iterator[str]:
                 f"{field}=True: {_named(plan, 'renormalised')} wrong outputs, as they do not "
                 f"divide the weights of chosen experts by their sum in a {large.family.model_type}"
             )
-    old, new = plan.layout.sizes("vocab")
-    if old != new:
-        yield (
-            f"if the tokenizer has fewer than {new} tokens, add tokens to it: some converters "
-            "refuse a vocabulary that is larger than the tokenizer's"
-        )
-        yield (
-            f"rows from {old} on are new. A token with a lower id takes a row of the source: if "
-            "the source's tokenizer did not use this id, that row is untrained"
-        )
+    yield from _vocabulary(plan)
     if large.short_cache:
         field, layers = large.short_cache
         yield (
@@ -250,6 +247,38 @@ def portability(plan: Blueprint) -> Iterator[str]:
         yield f"portable: {'; '.join(_chosen(plan)) or 'nothing to choose in this family'}"
     if (lost := plan.source.history.lost) and not options.is_baseline:
         yield forgotten(lost)
+
+
+def _vocabulary(plan: Blueprint) -> Iterator[str]:
+    old, new = plan.layout.sizes("vocab")
+    if (tokens := _tokens_of(plan)) > new > 0:
+        yield (
+            f"the tokenizer has {tokens} ids for a vocabulary of {new}, with which train and eval "
+            f"refuse the model: give it the tokenizer that it was trained with, or grow "
+            f"{plan.small.family.config_field('vocab')} to {tokens}"
+        )
+    if old != new:
+        yield (
+            f"if the tokenizer has fewer than {new} tokens, add tokens to it: some converters "
+            "refuse a vocabulary that is larger than the tokenizer's"
+        )
+        yield (
+            f"rows from {old} on are new. A token with a lower id takes a row of the source: if "
+            "the source's tokenizer did not use this id, that row is untrained"
+        )
+
+
+def _tokens_of(plan: Blueprint) -> int:
+    """The number of tokens in the tokenizer.json of the source; 0 if that is not known."""
+    directory = plan.source.directory
+    # it is refused where the tokenizer is used
+    with contextlib.suppress(GrowthError, OSError, KeyError, TypeError, AttributeError):
+        if directory is not None:
+            read = read_json(config_directory(directory) / TOKENIZER, MOST_BYTES, "tokenizer")
+            words = read["model"]["vocab"]
+            names = words if isinstance(words, dict) else (word for word, _ in words)
+            return len({*names, *(token["content"] for token in read["added_tokens"])})
+    return 0
 
 
 def _staying(plan: Blueprint) -> Iterator[str]:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -348,3 +349,29 @@ def test_experts_and_their_units_count():
     wider = growkern.plan(source, moe_intermediate_size=1000)
     assert wider.divides()["fp8_block"] == (128, 8)
     assert any("moe_intermediate_size" in line for line in wider.portability())
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "Unigram"])
+def test_a_tokenizer_of_more_ids_than_the_vocabulary_is_told(kind, tmp_path):
+    model("LlamaForCausalLM", torch.float32).save_pretrained(tmp_path)
+    size, special = SIZES["vocab_size"], ["[UNK]", "[PAD]"]
+    words = [*special[:1], *(f"w{i}" for i in range(size))]
+    made = (
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+        if kind == "WordPiece"
+        else models.Unigram([(word, 0.0) for word in words], 0)
+    )
+    tokenizer = Tokenizer(made)
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    def told(**sizes):
+        lines = growkern.plan(tmp_path, hidden_size=64, **sizes).portability()
+        return [line for line in lines if "ids for a vocabulary" in line]
+
+    (line,) = told()
+    assert f"{tokenizer.get_vocab_size()} ids for a vocabulary of {size}," in line
+    assert f"grow vocab_size to {size + 2}" in line and not told(vocab_size=size + 2)
+    for damaged in ("[", "[]", '{"model": {"vocab": 3}, "added_tokens": []}'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        assert not told()
