@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from growkern.train.safety import SignalWatch
 
 # of a table
 MOST_FAULTS = 20
+# in which the first process finds what another one has found
+FIRST_SECONDS = 30
 python_format = warnings.formatwarning
 # commands that a repeat resumes; any other starts again
 RESUMING = ("grow", "cache-teacher", "train")
@@ -151,6 +154,7 @@ def main() -> None:
         else:
             # without arguments typer prints the help, and its error says no more
             if type(error).__name__ != "NoArgsIsHelpError":
+                _let_the_first_say_it(error)
                 # of a table with several faults, one line each
                 faults = error.faults[:MOST_FAULTS] if isinstance(error, TableError) else ()
                 for line in [f"growkern: {fault}" for fault in faults] or [one_line(error)]:
@@ -160,6 +164,21 @@ def main() -> None:
         say(_stopped(watch.raised, arguments), sys.stderr)
         code = 128 + watch.raised
     sys.exit(code)
+
+
+def _let_the_first_say_it(error: BaseException) -> None:
+    """Of the processes of a machine, let the first tell of an error in files, which all find.
+
+    torchrun then ends the others. What only this process has found, it tells after the wait.
+    """
+    # with a group, the processes have begun to work on different things
+    distributed = sys.modules.get("torch.distributed")
+    is_grouped = distributed is not None and distributed.is_initialized()
+    if os.environ.get("LOCAL_RANK", "0") == "0" or is_grouped or not isinstance(error, GrowthError):
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(2))
+    time.sleep(FIRST_SECONDS)
 
 
 def _is_expected(error: BaseException) -> bool:

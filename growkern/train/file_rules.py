@@ -292,7 +292,7 @@ OF_FILES: tuple[Row, ...] = (
         "teachers",
         lambda x: (x.inheritance is None) == x.given and ALONE[x.given],
         "{name}, but [inheritance] and [teacher] belong together",
-        "give both or neither",
+        'give both, as [teacher] with paths = ["DIRECTORY"], or neither',
     ),
     (
         "teachers",

@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -152,6 +155,30 @@ def test_debug_shows_where_an_error_came_from(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["growkern", "plan", "not-there", "--debug"])
     with pytest.raises((ValueError, OSError), match="not-there"):
         main()
+
+
+def test_of_several_processes_the_first_tells_of_a_wrong_file(run, monkeypatch):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert_bad_input(run("train", "no.toml"), "no.toml")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        assert_bad_input(run("train", "no.toml"), "no.toml")
+        assert not waits
+        # what this one alone has found it tells later
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert_bad_input(run("train", "no.toml"), "no.toml")
+        assert len(waits) == 1
+        # as torchrun does when the first has ended
+        monkeypatch.setattr(time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        assert run("train", "no.toml") == (2, "", "")
+        # with a group each has work of its own
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        assert_bad_input(run("train", "no.toml"), "no.toml")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ------------------------------------------------------------------ cache-teacher

@@ -556,7 +556,8 @@ def load_runs(path: str | Path) -> list[Run]:
     A generation has sections of its own, such as [generation.model]. Their keys are added to those
     of the file and replace them. Its output is in the folder generation-<number> of the file's
     output directory. A generation with [inheritance] and without a teacher learns from the one
-    before it (Knowledge Inheritance, Qin et al. 2022, "over generations").
+    before it (Knowledge Inheritance, Qin et al. 2022, "over generations"). Any other run learns
+    from the source of its growth.
     """
     path = Path(path)
     return of_each(read_tables(path), lambda tables: to_dataclass(Run, tables, str(path)))

@@ -35,7 +35,7 @@ def read_tables(path: Path) -> list[dict[str, Any]]:
     tables = read_toml(path)
     generations = tables.pop("generation", None)
     if generations is None:
-        return [_checked(tables, path)]
+        return [_checked(_with_teacher(tables), path)]
     if not isinstance(generations, list) or not all(isinstance(x, dict) for x in generations):
         raise GrowthError(f"{path}: write [[generation]], with one such table for each run")
     runs: list[dict[str, Any]] = []
@@ -46,10 +46,23 @@ def read_tables(path: Path) -> list[dict[str, Any]]:
                 merged[name] = {**tables[name], **section}
         if "inheritance" in changes and runs and (before := _directory(runs[-1])):
             merged.setdefault("teacher", {"paths": [before]})
+        elif "inheritance" in changes:
+            merged = _with_teacher(merged)
         if directory := _directory(merged):
             merged["output"] = {**merged["output"], "directory": f"{directory}/generation-{number}"}
         runs.append(merged)
     return of_each(runs, lambda merged: _checked(merged, path))
+
+
+def _with_teacher(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a run. One that inherits and grows at its start learns from what it grows."""
+    growth = tables.get("growth")
+    first: Any = growth[0] if isinstance(growth, list) and growth else growth
+    source = first.get("source") if isinstance(first, dict) else None
+    # a revision is not in the names of teachers
+    if "inheritance" not in tables or not isinstance(source, str) or "revision" in first:
+        return tables
+    return {"teacher": {"paths": [source]}, **tables}
 
 
 def of_each(runs: Sequence[dict[str, Any]], make: Callable[[dict[str, Any]], T]) -> list[T]:

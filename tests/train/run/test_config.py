@@ -8,7 +8,7 @@ import pytest
 
 from growkern import GrowthError, OptimizerOptions, TwoStageConfig
 from growkern.train.run.file import Run, load_run
-from growkern.train.run.tables import check_paths, keys, read_tables
+from growkern.train.run.tables import _with_teacher, check_paths, keys, read_tables
 
 COMPLETE = """
 [model]
@@ -89,6 +89,27 @@ inheritance = { end_step = 1 }
             continue
         with pytest.raises(GrowthError, match=f"{name.removeprefix('./')}: no such directory"):
             check_paths(tables, tmp_path)
+
+
+SOURCE = {"source": "small", "hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    "growth, paths",
+    [
+        (SOURCE, ["small"]),
+        ([SOURCE, {"at_step": 1, "hidden_size": 16}], ["small"]),
+        ({**SOURCE, "revision": "main"}, None),
+        ({"at_step": 1, "hidden_size": 16}, None),
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_run_without_a_teacher_learns_from_the_model_that_it_grows(growth, paths, given):
+    own = {"teacher": {"paths": ["other"]}} if given else {}
+    tables = {"growth": growth, "inheritance": {"end_step": 1}, **own}
+    taught = _with_teacher(tables).get("teacher")
+    assert taught == (own.get("teacher") or (paths and {"paths": paths}))
+    assert "teacher" not in _with_teacher({"growth": growth})
 
 
 @pytest.fixture
