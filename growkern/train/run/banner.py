@@ -18,6 +18,14 @@ from growkern.train.run.file import Run, TrainingSection
 from growkern.train.run.resolve import ResolvedRun
 from growkern.train.safety import step_of
 
+# what a model learns to predict
+TASKS = {
+    "mlm": "masked tokens",
+    "clm": "the next token",
+    "span_corruption": "masked spans",
+    "denoising": "the text without noise",
+    "pairs": "the target of each pair",
+}
 PRECISIONS = {
     "fp32": "float32",
     "bf16": "bfloat16 autocast over float32 weights",
@@ -117,7 +125,7 @@ def header(
     lines = {
         "model": _describe_model(trainer, run),
         "data": describe_data(trainer.train_dataset, trainer.eval_dataset),
-        "objective": data.objective,
+        "objective": f"{data.objective}: predicts {TASKS[data.objective]}",
         "precision": _describe_precision(run),
         "optimizer": trainer.optimizers.described(),
         "device": _describe_device(run),

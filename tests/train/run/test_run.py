@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import transformers
@@ -15,7 +16,9 @@ from growkern.plot.curves import read_curve, runs_in
 from growkern.plot.roles import arrange
 from growkern.publish.calls import locked
 from growkern.train.loop.display import last_losses
+from growkern.train.objectives.language_modeling import Objective
 from growkern.train.run import resolve as run_directory
+from growkern.train.run.banner import TASKS
 from growkern.train.run.file import load_runs, training_arguments
 from growkern.train.run.generations import check_growths
 from growkern.train.run.resolve import resolve
@@ -86,6 +89,8 @@ def test_people_see_the_label_loss_and_logs_keep_their_names(workplace, capsys):
         shown = f"step {line['step']} of 6: label loss {line['mlm']:.4f}{objective}, lr "
         assert said.count(shown) == 1
     assert "mlm" not in said and "flops" not in said
+    assert "clm: predicts the next token\n" in said
+    assert {*TASKS, "auto"} == {*get_args(Objective)}
 
 
 def test_a_loss_of_another_step_is_printed_with_its_step():
