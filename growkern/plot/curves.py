@@ -16,7 +16,6 @@ is never grown b. The small model took s. As docs/savings.md asks, a run saves
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,8 +39,6 @@ NOT_REACHED, NOT_KNOWN = "not reached", "not known"
 RUN_FILE, SIZE = "run.json", "growth/"
 # the other numbers of such a line
 LOSSES = ("loss_before", "loss_after")
-# letters of a run's name in a line of the table, and beside all of its columns
-WIDTH_OF_NAME, FEWEST_LETTERS = 13, 8
 # of the settings by which runs are told apart, and of a value; files and seeds are not shown
 MOST_KEYS, LONGEST = 3, 40
 # the method of a model that a run makes new
@@ -421,13 +418,11 @@ def savings_table(groups: Sequence[Group]) -> Table:
         i for i in range(len(HEADS)) if i < 3 or {cells[i] for cells in rows} - {"-", NOT_KNOWN}
     ]
     for i in shown:
-        table.add_column(HEADS[i], justify="right" if i else "left", no_wrap=not i)
-    # a table of 80 columns
-    width = WIDTH_OF_NAME if len(shown) < len(HEADS) else FEWEST_LETTERS
+        # a name that is cut would be like another one
+        table.add_column(HEADS[i], justify="right" if i else "left", overflow="fold")
     for cells in rows:
-        # a name that is cut would be like another one; a range takes two lines
-        name = "\n".join(textwrap.wrap(cells[0], width))
-        table.add_row(name, *(cells[i].replace(" to ", " to\n") for i in shown[1:]))
+        # a range takes two lines, so that the table fits into 80 columns
+        table.add_row(*(cells[i].replace(" to ", " to\n") if i else cells[i] for i in shown))
     return table
 
 

@@ -373,14 +373,14 @@ def test_a_mark_of_an_unfinished_run_gets_a_sentence(tmp_path):
     assert notes_on(plot_runs([whole, part], out)) == notes_on(plot_runs([part], out)) == []
 
 
-def test_names_that_begin_alike_are_told_apart_in_80_columns():
+def test_names_that_begin_alike_are_told_apart_in_few_columns():
     names = ["aki_two_stage", "aki_two_stage_inheritance"]
     groups = runs_by_name([SCRATCH, *(curve(name, [6.0, 3.0]) for name in names)], [])
-    console = Console(file=io.StringIO(), width=80)
+    console = Console(file=io.StringIO(), width=50)
     console.print(savings_table(groups))
     lines = [line.split("│") for line in console.file.getvalue().splitlines() if "│" in line]
     assert "".join(line[1].strip() for line in lines) == "".join(["scratch", *names])
-    assert {len("│".join(line)) for line in lines} <= set(range(81))
+    assert {len("│".join(line)) for line in lines} <= set(range(51))
 
 
 def test_the_jump_of_a_growth_is_drawn_and_told(tmp_path, monkeypatch):
