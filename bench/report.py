@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench.on_gpu.gpu_table import gpu_table, gpus
 from bench.paper.briefs import BRIEFS, NeverGrown, brief_text, never_grown, runs_beside, savings
-from bench.paper.compare import QUESTIONS, Row, check_savings, committed, fixed_sizes
+from bench.paper.compare import Row, check_savings, committed, fixed_sizes
 from bench.paper.models import Size
 from bench.paper.page import write_page
 from bench.shared import tables
@@ -137,43 +137,21 @@ def speed(results: Path) -> str:
 
 
 def saved(results: Path) -> str:
-    """The README's table of what growth saves, by the three questions."""
-    rows, place, sizes = committed(results), GROWN, [SMALL]
-    family, size, loss, existing = savings(rows, place, tuple(QUESTIONS), sizes)
-    copied, copied_later = (
-        f"a plain copy: {text}"
-        for text in savings(rows, ("table5", "direct_copy", ""), ("family", "existing"), sizes)
+    """The README's table of what growth saves; docs/savings.md has the other questions."""
+    rows, small = committed(results), NeverGrown(("family", "scratch", "4x64"), Size(4, 32, 2))
+    (few,) = savings(rows, GROWN, ("family",), [SMALL])
+    (few_alone,) = never_grown(rows, NeverGrown(GROWN, SMALL), ("family",))
+    (many,) = savings(rows, ("family", "chained", "4x64"), ("family",), ())
+    (many_alone,) = never_grown(rows, small, ("loss",))
+    many = re.sub(
+        "not reached by (.*)", r"nothing: \1 seeds did not reach the loss from scratch", many
     )
-    alone, both, paid = (
-        f"4 x 64: {text}"
-        for text in never_grown(rows, NeverGrown(GROWN, SMALL), ("loss", "family", "existing"))
-    )
-    small = NeverGrown(("family", "scratch", "4x64"), Size(4, 32, 2))
-    younger = f"4 x 32: {never_grown(rows, small, ('loss',))[0]}"
-    late, fresh = (
-        re.sub(
-            "not reached by (.*)",
-            r"nothing: \1 seeds did not reach the loss from scratch",
-            savings(rows, ("family", *line), ("family",), ())[0],
-        )
-        for line in (("chained", "4x64"), ("chained_fresh", "4x64 at 0.0052"))
-    )
-    lines = [
-        [
-            "the small one exists: GPT-2 of 4 x 64, for 4 x 128",
-            "2",
-            existing,
-            paid,
-            copied_later,
-        ],
-        ["a family: GPT-2 of 4 x 64 and 4 x 128", "2", family, both, copied],
-        ["a family: Qwen3 of 4 x 32 and 4 x 64", "20", late, younger, f'`method="fresh"`: {fresh}'],
-        ["a given size: GPT-2 of 4 x 128", "2", size, alone, "-"],
-        ["a given loss: that of GPT-2 4 x 128", "2", loss, alone, "-"],
-        *tables.early_saving(results),
-    ]
     heads = ["you want", "tokens per parameter", "training FLOPs saved"]
-    heads += ["a smaller model, never grown, to the same loss", "another growth"]
+    heads += ["the small one, never grown, to the same loss"]
+    lines = [
+        ["a family: GPT-2 of 4 x 64 and 4 x 128", "2", few, few_alone],
+        ["a family: Qwen3 of 4 x 32 and 4 x 64", "20", many, many_alone],
+    ]
     return table(heads, lines)
 
 
@@ -183,13 +161,11 @@ Points = Sequence[tuple[float, float]]
 
 def family_saving(results: Path) -> str:
     """The first sentences of the README that have a number."""
-    asked = ("family", "size", "existing")
-    saved, large, later = savings(committed(results), GROWN, asked, (SMALL,))
+    saved, large = savings(committed(results), GROWN, ("family", "size"), (SMALL,))
     return (
         f"Two GPT-2, 4 x 64 and 4 x 128 (layers x width), take {saved} fewer "
         "training FLOPs if the large one is grown\nfrom the small one than if both are trained "
         "from scratch to the same losses. The training of both is counted.\n"
-        f"If the small one exists already, growth saves {later} of the large one's training.\n"
         f"If only the large one is wanted and nothing exists, it saves {large}."
     )
 

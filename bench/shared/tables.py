@@ -404,21 +404,6 @@ def early(results: Path) -> str:
     return with_commits(table([*heads, "a family", "a given size", "a given loss"], lines), found)
 
 
-def early_saving(results: Path) -> list[list[str]]:
-    """The README's line: the first seed's run that needs no small model."""
-    for document in early_results(results):
-        rows, commit = document["rows"], document["machine"]["commit"]
-        plan, system = rows[0], EARLY_SYSTEMS[-1][0]
-        savings = [row for row in early_runs(rows, system) if row.get("saved") is not None]
-        if savings:
-            what = f"a given size: {plan['parameters'] / 1e6:.0f} million parameters, {system} in "
-            what += f"one run, one seed and rate, on a GPU (commit {commit})"
-            alone = f"12 layers of width 512: ≥ {early_small(rows):.0%}"
-            tokens = f"{plan['tokens per parameter']:.1f}"
-            return [[what, tokens, f"{savings[0]['saved']:.0%}", alone, "-"]]
-    return []
-
-
 def outside(results: Path) -> str:
     """How many growths of each family each runtime loads, with the outputs of the source there."""
     rows = rows_of(results, "outside")

@@ -121,7 +121,9 @@ class Curve:
         done, steps = self.last
         if self.finished:
             return ""
-        return f"unfinished: step {done} of {steps}" if steps else "unfinished"
+        words = f"unfinished: step {done} of {steps}" if steps else "unfinished"
+        is_behind = self.validation and 0 <= self.steps[-1] < done
+        return f"{words}, last evaluation at step {self.steps[-1]}" if is_behind else words
 
 
 def first_crossing(costs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
@@ -220,8 +222,15 @@ def settings_apart(curves: Sequence[Curve]) -> list[str]:
             _add_differing(rows, found)
         elif all(isinstance(value, dict) for value in values):
             for key in dict.fromkeys(key for value in values for key in value):
+                # of random weights the sizes alone tell something, not how copies are made
+                told = [
+                    number
+                    for number, curve in enumerate(curves)
+                    if section != "growth" or key == "sizes" or not curve.from_scratch
+                ]
                 if key not in UNSHOWN:
-                    _add_differing([(key, _short(value.get(key))) for value in values], found)
+                    rows = [(key, _short(values[number].get(key))) for number in told]
+                    _add_differing(rows, [found[number] for number in told])
     return [", ".join(words[:MOST_KEYS]) for words in found]
 
 

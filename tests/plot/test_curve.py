@@ -1,5 +1,7 @@
 """Curves and savings, from curves whose answer is known."""
 
+from dataclasses import replace
+
 import pytest
 
 from growkern.errors import GrowthError
@@ -64,6 +66,30 @@ def test_runs_are_told_apart_by_the_settings_in_which_they_differ():
     # of a run without a record nothing is known
     bare = Curve("c", (1,), (1.0,), (2.0,))
     assert settings_apart([runs[0], bare]) == ["", ""]
+
+
+def test_nothing_is_said_of_how_random_weights_would_be_copied():
+    def grown(method, depth, width):
+        growth = {"depth": depth, "symmetry": depth, "sizes": {"hidden_size": width}}
+        return Curve("a", (1,), (1.0,), (2.0,), settings={"growth": growth}, method=method)
+
+    scratch, one, other = grown("random", "stack", 8), grown("fpi", "a", 8), grown("fpi", "b", 8)
+    assert settings_apart([scratch, one]) == ["", ""]
+    assert settings_apart([scratch, one, other])[0] == ""
+    assert settings_apart([scratch, one, other])[1:] == [
+        "depth a, symmetry a",
+        "depth b, symmetry b",
+    ]
+    wide = settings_apart([scratch, grown("fpi", "a", 16)])
+    assert wide == ["sizes hidden_size 8", "sizes hidden_size 16"]
+
+
+def test_an_unfinished_run_says_where_its_last_evaluation_was():
+    run = Curve("a", (0, 20), (0.0, 1.0), (3.0, 2.0), finished=False, last=(40, 60))
+    assert run.state == "unfinished: step 40 of 60, last evaluation at step 20"
+    assert replace(run, last=(20, 60)).state == "unfinished: step 20 of 60"
+    assert replace(run, validation=False).state == "unfinished: step 40 of 60"
+    assert replace(run, finished=True).state == ""
 
 
 def test_reads_a_run_that_is_not_finished(tmp_path):

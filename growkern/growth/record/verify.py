@@ -182,8 +182,8 @@ def verify(
     failure = contradiction
     if bad := [group for group in groups if not group.ok]:
         failure = (
-            f"{len(bad)} kinds of tensors differ, first {bad[0].worst}: the model was trained "
-            "since, or its weights are damaged"
+            f"{len(bad)} of {len(groups)} kinds of tensors differ, first {bad[0].worst}: the model "
+            "was trained since, or its weights are damaged"
         )
     elif wrong and not contradiction:
         failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
