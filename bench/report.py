@@ -100,8 +100,8 @@ def families(results: Path) -> str:
         ends = r"For(?=[A-Z])|(Encoder|Model)$"
         start = min((re.split(ends, name)[0] for name in family.classes), key=len)
         ends = ", ".join(name.removeprefix(start).removeprefix("For") for name in family.classes)
-        exact = "any" if family.is_exact_in_any_width else "multiples"
-        exact = exact if "stream" in family.growable else "it stays"
+        widths = ["multiples", "any"][family.is_exact_in_any_width]
+        exact = widths if "stream" in family.growable else "it stays"
         lines.append([f"`{model_type}`", exact, f"`{start}`: {ends}"])
         if sizes:
             by_sizes.setdefault(sizes, []).append(f"`{model_type}`")

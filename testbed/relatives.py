@@ -88,6 +88,10 @@ T5 = {
     "decoder_start_token_id": 0,
     "eos_token_id": 1,
 }
+T5GEMMA = {
+    **{**ROTARY, **KINDS, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-2},
+    **{"rope_parameters": ROPE, "bos_token_id": 2, "eos_token_id": 1},
+}
 # models with images. A tower for these is no larger than one patch needs
 TOWER = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 4}
 GEMMA3 = {
@@ -708,6 +712,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "roformer": ("RoFormerForMaskedLM", {**ENCODER, "embedding_size": 8}, {}),
     "nomic_bert": ("NomicBertForMaskedLM", TURNED, {}),
     "gte": ("GteForMaskedLM", TURNED, {"type_vocab_size": 0}),
+    "t5gemma": (
+        "T5GemmaForConditionalGeneration",
+        {"encoder": T5GEMMA, "decoder": T5GEMMA, "vocab_size": 50},
+        {key: {**T5GEMMA, "attention_bias": True} for key in ("encoder", "decoder")},
+    ),
     "whisper": ("WhisperForConditionalGeneration", WHISPER, {}),
     "jina_embeddings_v3": ("JinaEmbeddingsV3ForMaskedLM", TURNED, {}),
 }
@@ -723,4 +732,12 @@ def with_sizes(family: Family, config: dict[str, Any], sizes: dict[str, Any]) ->
         above, _, field = name.rpartition(".")
         part = above or family.under
         (result if part is None else result[part])[field] = size
+    repeats = [
+        pair for c in family.classes.values() for pair in c.repeats.items() if "." in pair[0]
+    ]
+    for name, key in repeats:
+        above, _, field = name.rpartition(".")
+        own = family.config[key].field if key in family.config else key
+        if above in result and own in result[family.under]:
+            result[above][field] = result[family.under][own]
     return result

@@ -109,7 +109,8 @@ def draw(seed: int, number: int) -> Case:
     class_name = rng.choice(sorted(family.classes))
     own = _source_sizes(rng, family)
     given = inner(SOURCES[model_type][1], family.under)
-    for field, key in family.classes[class_name].repeats.items():
+    repeats = family.classes[class_name].repeats.items()
+    for field, key in (pair for pair in repeats if pair[1] in family.config):
         # the config computes those that have no field, and others keep their values
         if (repeated := family.config[key].field) in own:
             own[field] = own[repeated]

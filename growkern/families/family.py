@@ -351,11 +351,10 @@ def field_faults(family: Family, config: Any) -> Iterator[str]:
     sizes = {key: size for key, size in family.config.items() if size.default is None}
     fields = {f"config.{key}": size.field for key, size in sizes.items()}
     fields |= {"activation": family.activation, "softcap": family.softcap}
-    fields |= {
-        f"classes.{name}.reads": axis.split()[0]
-        for name, model_class in family.classes.items()
-        for axis in model_class.reads
-    }
+    for name, own in family.classes.items():
+        fields |= {f"classes.{name}.reads": axis.split()[0] for axis in own.reads}
+        others = [key for key in own.repeats.values() if key not in family.config]
+        fields |= {f"classes.{name}.repeats.{key}": key for key in others}
     fields["norm.eps"] = family.norm.eps if isinstance(family.norm.eps, str) else None
     for key, name in ((key, name) for key, name in fields.items() if name is not None):
         try:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from growkern.errors import GrowthError, TableError, UnfitError, reason
@@ -237,6 +238,15 @@ class ModelSpec:
         if not spaces:
             return int(axis) if axis.isdigit() else self.size(axis)
         return sum(self.space_size(name) for name in spaces.split("|"))
+
+    def repeat(self, config: Any) -> None:
+        """Set the fields of a config that must equal a size of this model, or another field."""
+        text = self.family.text(config)
+        for name, key in self.family.classes[self.class_name].repeats.items():
+            above, _, field = name.rpartition(".")
+            part = attrgetter(above)(config) if above else config
+            is_size = key in self.family.config
+            setattr(part, field, self.size(key) if is_size else copy.deepcopy(getattr(text, key)))
 
     @property
     def input(self) -> str:

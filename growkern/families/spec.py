@@ -359,7 +359,8 @@ class Refusal:
     def check(self, config: Any) -> None:
         """Refuse a config that has such a value."""
         value = config
-        for name in self.field.split("."):
+        # a field that begins with a dot lies in the whole config
+        for name in [self.field] if self.field[0] == "." else self.field.split("."):
             value = getattr(value, name, None)
         if self.differs is not None:
             is_field = isinstance(self.differs, str)
@@ -368,7 +369,7 @@ class Refusal:
         else:
             refused = value == self.value or (isinstance(value, list) and self.value in value)
         if refused:
-            raise GrowthError(f"config.{self.field}={value}: {self.why}")
+            raise GrowthError(f"config.{self.field.lstrip('.')}={value}: {self.why}")
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _reference_faults(where: str, family: Family) -> list[str]:
         check(name, family.tensors, *model_class.parts)
         check(name, stacks, *model_class.stacks)
         check(name, spaces, model_class.output)
-        check(name, config, *model_class.repeats.values(), model_class.cache)
+        check(name, config, model_class.cache)
     for key, entry in config.items():
         check(f"config.{key}", config, None if entry.follows == NOTHING else entry.follows)
     for kind, texts in family.kinds.items():

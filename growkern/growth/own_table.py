@@ -280,9 +280,7 @@ def _tiny_config(spec: ModelSpec) -> Any:
         setattr(text, name, max(0, min(getattr(text, name) or 0, most)))
     if rope := getattr(text, "rope_parameters", None):
         text.rope_parameters = plain_rotary(rope, small.turning // 2)
-    for name, key in family.classes[spec.class_name].repeats.items():
-        above, _, field = name.rpartition(".")
-        setattr(attrgetter(above)(config) if above else config, field, small.size(key))
+    small.repeat(config)
     return _made_again(config)
 
 

@@ -11,7 +11,6 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,9 +85,6 @@ def finish_target(
         # every copy of an expert adds as much to that loss as the expert did; a dense FFN adds none
         if value and not small.of_one_ffn:
             setattr(text, str(space.averaged), value / copies_of(space, small, large))
-    for name, key in family.classes[small.class_name].repeats.items():
-        above, _, field = name.rpartition(".")
-        setattr(attrgetter(above)(config) if above else config, field, large.size(key))
     if hasattr(small.text, "rope_parameters"):
         text.rope_parameters = _rotary_parameters(small, large)
     elif family.attention.positions == "rotary" and pair_step(small.turning, large.turning) is None:
@@ -96,6 +92,7 @@ def finish_target(
             f"head_dim={large.head_dim()} has no rotary pairs of the same speeds: give a multiple "
             f"of {small.head_dim()}"
         )
+    large.repeat(config)
     _follow_older(family, small.text, text)
     for key, size in family.config.items():
         if isinstance(vars(text).get(str(size.field)), list):
