@@ -1,6 +1,5 @@
 """Runs of 110 million parameters in minutes, here at a toy size or with made-up numbers."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -31,18 +30,6 @@ def test_the_saving_is_read_between_the_ends_of_two_runs():
     )
     missed = seed.saving([row(25, 3.4), row(100, 3.1)], SCRATCH, 400.0)
     assert missed["saved"] is None and "not reached" in missed["words"]
-
-
-def test_the_steps_fill_the_time():
-    source_s, target_s, evaluation_s = 0.04, 0.08, 0.3
-    steps = seed.steps_for(200.0, source_s, target_s, evaluation_s)
-    # branches of a quarter, a half and three quarters, each over its last fifth
-    in_all = steps * (source_s + 2 * target_s) + 0.2 * 1.5 * steps * target_s
-    evaluations = 3 * (training.EVALUATIONS + 1) + len(seed.ENDS)
-    spent = in_all + evaluations * evaluation_s
-    one_more = seed.UNIT * (source_s + 2.3 * target_s)
-    assert spent <= seed.PLANNED * 200.0 < spent + one_more and steps % seed.UNIT == 0
-    assert seed.steps_for(1.0, source_s, target_s, evaluation_s) == seed.UNIT
 
 
 def toy_place(tmp_path, **changes):
@@ -116,18 +103,3 @@ def test_each_question_has_its_control():
     words = gpu_table._family_figure([plan, {"what": "saving by question"} | found])
     assert "a family: 29.2%" in words and "never grown: 10.0%" in words
     assert "in one run: loss not reached" in words and "3.9 tokens" in words
-
-
-def test_the_steps_of_the_family_fill_the_time_and_are_no_more_than_wanted():
-    names = list(family.ENDS)
-    steps = dict(zip(names, (0.5, 1.0, 1.0, 1.4, 3.5), strict=True))
-    sizes = family.Sizes(dict.fromkeys(names, 0.03), dict.fromkeys(names, 1.0), steps)
-    # trunks and branches, by hand
-    by_hand = 0.5 + 1.25 + 1.3 + 1.4 * 1.15 + 3.5 * 1.15
-    assert sizes.seconds_of_all() == pytest.approx(0.03 * by_hand)
-    count = family.steps_for(400.0, sizes, 0.1, math.inf)
-    spent = count * sizes.seconds_of_all() + 0.1 * (5 * (training.EVALUATIONS + 1) + 13)
-    assert count % seed.UNIT == 0
-    assert spent <= seed.PLANNED * 400 < spent + seed.UNIT * sizes.seconds_of_all()
-    assert family.steps_for(400.0, sizes, 0.1, 1000.0) == 1000
-    assert family.steps_for(1.0, sizes, 0.1, 1000.0) == seed.UNIT

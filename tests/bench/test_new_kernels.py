@@ -56,12 +56,6 @@ def test_one_wrong_bit_is_a_failure(piece, rows_of, monkeypatch):
     assert made["status"] == "failed" and len(made["failures"]) == REFUSALS[piece][-1]
 
 
-def test_cases_that_would_start_late_are_left_out_and_counted(rows_of, monkeypatch):
-    assert "left out" not in rows_of("check_gathers")
-    monkeypatch.setattr(new_kernels, "STARTS", -1)
-    assert rows_of("check_gathers", limit_s=20)["left out"] == 3
-
-
 @pytest.mark.parametrize("piece", REFUSALS)
 def test_a_kernel_that_another_one_stood_for_is_a_failure(piece, rows_of, monkeypatch):
     assert rows_of(piece)["status"] == "ok"

@@ -6,7 +6,6 @@ import torch
 from bench.outside import __main__ as outside
 from bench.outside.models import EXPECTED
 from bench.outside.runtimes import RUNTIMES
-from bench.shared.results import read
 
 
 def row(runtime, **more):
@@ -53,15 +52,3 @@ def test_rows_compare_source_and_targets_in_each_runtime(tmp_path, monkeypatch):
         ("depth", "known"): pytest.approx(0.5),
         ("source", "unknown"): "no such family",
     }
-
-
-def test_new_rows_replace_those_of_the_same_runtime_and_major_version(tmp_path):
-    file = tmp_path / "outside.json"
-    five = {**row("transformers", off=0.0), "version": "5.17.0"}
-    outside.save([row("mlx", off=0.0), row("transformers", off=0.1)], file)
-    outside.save([five], file)
-    outside.save([row("mlx", why="unknown"), row("torchtitan", off=0.0)], file)
-    assert read(file)["rows"] == [
-        *(row("transformers", off=0.1), five),
-        *(row("mlx", why="unknown"), row("torchtitan", off=0.0)),
-    ]

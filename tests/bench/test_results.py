@@ -22,14 +22,6 @@ RANKS = {
 }
 
 
-def test_every_rule_of_rank():
-    ranked = [results.rank(x) for x in RANKS.values()]
-    assert ranked == sorted(ranked, reverse=True) and len(set(ranked)) == len(ranked)
-    # A row of a missing library does not count.
-    unasked = document(rows=[ROW, {"provider": "theirs", "why not": "x is not installed: no x"}])
-    assert results.rank(unasked) == results.rank(RANKS["fewer rows"])
-
-
 @pytest.mark.parametrize("name", list(RANKS)[1:])
 def test_worse_results_lie_beside_better_ones(name, tmp_path):
     path, worse, best = tmp_path / "piece.json", RANKS[name], RANKS["best"]
@@ -41,45 +33,6 @@ def test_worse_results_lie_beside_better_ones(name, tmp_path):
     assert results.keep(path, newer) == path and results.read(path) == newer
     assert not aside.exists(), "a good run makes the failed one obsolete"
     assert results.keep(path, best) == aside and results.read(path) == newer, "an older one"
-
-
-def test_a_result_aside_is_not_replaced_by_a_worse_one_of_the_same_sources(tmp_path):
-    path = tmp_path / "piece.json"
-    results.keep(path, RANKS["best"])
-    aside = results.keep(path, RANKS["dirty"])
-    results.keep(path, RANKS["no commit"])
-    assert results.read(aside) == RANKS["dirty"]
-    other = document(machine={"commit": "unknown", "dirty": None, "sources": "2"})
-    results.keep(path, other)
-    assert results.read(aside) == other
-
-
-def test_a_machine_without_git_recognises_its_own_results(tmp_path):
-    """They cannot replace a committed result of older sources, but must not run again."""
-    path, facts = tmp_path / "piece.json", document(machine={"sources": "2"})["machine"]
-    results.keep(path, document())
-    assert not results.is_done(path, facts)
-    done = document(machine={"sources": "2", "commit": "unknown", "dirty": None})
-    assert results.keep(path, done) == results.aside_of(path)
-    assert results.is_done(path, facts) and results.is_done(path, document()["machine"])
-
-
-def test_results_of_another_machine_are_taken_by_the_same_rule(tmp_path, monkeypatch):
-    """A result made without git from the same sources as here gets their commit."""
-    monkeypatch.setattr(results, "git_facts", lambda: {"commit": "fff", "dirty": False})
-    monkeypatch.setattr(results, "source_digest", lambda: "2")
-    there, here = tmp_path / "there", tmp_path / "here"
-    nowhere = {"commit": "unknown", "dirty": None, "date": "e"}
-    ours = document(machine=nowhere | {"sources": "2"})
-    results.write(there / "gpu" / "mine.aside.json", ours)
-    results.write(there / "gpu" / "other.json", document(machine=nowhere | {"sources": "3"}))
-    for name in ("mine", "other"):
-        results.write(here / "gpu" / f"{name}.json", document())
-    results.take(there, here)
-    mine = results.read(here / "gpu" / "mine.json")
-    assert mine["machine"] == ours["machine"] | {"commit": "fff", "dirty": False}
-    assert results.read(here / "gpu" / "other.json") == document()
-    assert results.read(here / "gpu" / "other.aside.json")["machine"]["sources"] == "3"
 
 
 def test_a_piece_is_done_for_these_sources_on_this_gpu():

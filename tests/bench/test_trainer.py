@@ -5,10 +5,9 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 from bench.speed import trainer as bench_trainer
-from bench.speed.trainer import Clock, Turns, step_times, trained
+from bench.speed.trainer import Clock, Turns, trained
 from growkern import TwoStageConfig
 
 
@@ -31,34 +30,3 @@ def test_both_distillations_have_the_same_loss():
         losses.append(trainer.state.log_history[0]["loss"])
         assert len(clock.seconds) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_the_trainers_take_turns_after_every_step():
-    seen = []
-
-    class Watched(transformers.Trainer):
-        def training_step(self, *args, **options):
-            seen.append(self.who)
-            return super().training_step(*args, **options)
-
-    def maker(who):
-        def make(*args, **options):
-            trainer = Watched(*args, **options)
-            trainer.who = who
-            return trainer
-
-        return make
-
-    model, ids = bench_trainer.gpt2(32, 1, 50, 8), torch.randint(50, (2, 8))
-    times = step_times({name: maker(name) for name in "abc"}, model, ids, 4)
-    assert "".join(seen) == "abc" * 4
-    assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys("abc", 3)
-
-
-def test_an_error_of_one_trainer_ends_all():
-    def fail(*_, **__):
-        raise ValueError("one of them")
-
-    model, ids = bench_trainer.gpt2(32, 1, 50, 8), torch.randint(50, (2, 8))
-    with pytest.raises(ValueError, match="one of them"):
-        step_times({"a": transformers.Trainer, "b": fail}, model, ids, 3)

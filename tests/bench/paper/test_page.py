@@ -1,15 +1,12 @@
 """Tables, pages and pictures show what the rows say."""
 
 import math
-import re
 
 import pytest
 
-from bench.paper.briefs import brief_text
 from bench.paper.compare import MARK, NONE, best_rate, compared, interval, runs_of, saved
-from bench.paper.page import page_text, report, table, write_page
+from bench.paper.page import report, table
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
-from bench.shared.results import write
 
 
 def runs_with(losses, flops, source=0.0):
@@ -112,25 +109,6 @@ def test_shorter_runs_are_in_no_column_but_in_the_savings():
     cells = [line.split(" | ") for line in text.splitlines()[2:10] if NONE not in line]
     assert [line[3:6] for line in cells[1:]] == [["3.300", "3.200", "3.100"]] * 6
     assert [line[9] for line in cells] == [MARK, *["≥ 75.0%"] * 3, *["≥ 96.9%"] * 3]
-
-
-def test_the_page_shows_a_picture_of_every_table(tmp_path):
-    assert write_page(tmp_path) == [] and page_text(tmp_path) == ""
-    assert set(brief_text(tmp_path, "sources").splitlines()[2].split(" | ")[1:]) == {"-", "- |"}
-    rows = list(rows_for(lines_of("moment", "tiny")[:5], MOMENT))
-    write(tmp_path / "paper.json", {"op": "paper", "status": "ok", "rows": rows})
-    page, *pictures = write_page(tmp_path)
-    assert page.read_text() == page_text(tmp_path) and "## When to grow, tiny" in page.read_text()
-    linked = re.findall(r"\]\((.*?)\)", page.read_text())
-    assert linked == [picture.name for picture in pictures] and "paper-moment-tiny.png" in linked
-    brief = [line.strip("|").split("|") for line in brief_text(tmp_path, "sources").splitlines()]
-    whole = {line.split(" | ")[0]: line for line in page.read_text().splitlines()}
-    for words, _, source_counted, of_any_size in brief[2:5]:
-        steps = words.split(", ")[1].strip()
-        line = whole[f"| FPI, padded stream, source of {steps} steps"]
-        assert line.split("|")[8:10] == [source_counted, of_any_size]
-        assert of_any_size == " not known ", "no model that is never grown"
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
 def test_a_rate_whose_loss_is_no_number_is_not_the_best():

@@ -3,25 +3,17 @@
 import json
 import math
 import shutil
-import time
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import BertForMaskedLM
 
 from bench.paper import __main__ as command
 from bench.paper import plans, runs
-from bench.paper.jobs import RATE_SEED, SOURCE, source_of
-from bench.paper.pictures import maps_text
+from bench.paper.jobs import RATE_SEED, SOURCE
 from bench.paper.plans import TABLES, lines_of
-from bench.paper.runs import to_toml, write_run_file
-from bench.paper.settings import MICRO_GPT, SIZES
+from bench.paper.runs import to_toml
+from bench.paper.settings import SIZES
 from bench.paper.systems import SYSTEMS, job_of, run_of
-from bench.shared.results import append_row, write
-from growkern.errors import GrowthError
+from bench.shared.results import write
 from growkern.train.topk_teacher.store import read_header
 from tests.shared import walks
 
@@ -93,54 +85,6 @@ def test_a_table_is_trained_once_and_printed(text, tmp_path, monkeypatch, capsys
     *same, again = [json.loads(line) for line in file.read_text().splitlines()]
     assert same == kept and again["name"] == lost["name"] and again["flops"] == lost["flops"]
     assert again["losses"] == pytest.approx(lost["losses"], rel=1e-5)
-
-
-def test_final_models_are_classified_once(text, tmp_path, monkeypatch, capsys):
-    """One library says "the", the other "loss": any model can tell them apart."""
-    for name, word in (("one", "the "), ("other", "loss ")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "code.py").write_text(word * 2000)
-    monkeypatch.setattr(runs, "CLASSES", (str(tmp_path / "one"), str(tmp_path / "other")))
-    call = ["paper", "table2", "--size", "micro", "--seeds", "1", "--text", text]
-    call += ["--dir", str(tmp_path / "runs"), "--workers", "1", "--systems", "scratch", "fpi"]
-    monkeypatch.setattr("sys.argv", call)
-    monkeypatch.setattr(plans, "PARTS", (1.0,))
-    command.main()
-    out = capsys.readouterr().out
-    file = tmp_path / "runs" / runs.ACCURACIES
-    found = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [one["accuracy"] for one in found] == [1.0, 1.0] and out.count("| 100.0 % |") == 2
-    # those that chose the rates are not
-    assert {one["name"].split("-seed")[1] for one in found} == {"1"}
-    command.main()
-    assert capsys.readouterr().out == out and len(file.read_text().splitlines()) == 2
-
-    # rows of another machine come without models, and these end elsewhere
-    file.unlink()
-    for job in found:
-        shutil.rmtree(tmp_path / "runs" / job["name"])
-    rows = tmp_path / "runs" / runs.ROWS
-    known = [json.loads(line) for line in rows.read_text().splitlines()]
-    changed = next(row for row in known if row["name"] == found[0]["name"])
-    changed["losses"] = [loss + 1 for loss in changed["losses"]]
-    append_row(rows, changed)
-    command.main()
-    shown, said = capsys.readouterr()
-    assert shown == out and f"{changed['name']}: another machine ended 1 away" in said
-
-    call = ["paper", "maps", "--size", "micro", "--dir", str(tmp_path / "runs")]
-    monkeypatch.setattr("sys.argv", call)
-    command.main()
-    pictures = [Path(line) for line in capsys.readouterr().out.split()]
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-    shown = maps_text(tmp_path / "runs")
-    assert [f"]({picture.name})" in shown for picture in pictures] == [True, True]
-    # the one before training is drawn of the model with which the training began
-    (before,) = (tmp_path / "runs").glob("micro-bert/fpi-32-*-before")
-    source = tmp_path / "runs" / "micro-bert" / "source-8-0.003-seed1"
-    grown, small = (BertForMaskedLM.from_pretrained(one).eval() for one in (before, source))
-    ids = torch.arange(12)[None]
-    torch.testing.assert_close(grown(ids).logits, small(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -246,46 +190,3 @@ def test_kept_predictions_are_counted_before(text, tmp_path, monkeypatch, capsys
     before = kept["source flops"] - rows[SOURCE]["flops"][-1]
     assert before == pytest.approx(per_example * examples, rel=1e-9)
     assert taught["source flops"] == rows[SOURCE]["flops"][-1]
-
-
-def after(file, wanted, made):
-    """Waits for a file, if it wants one, and makes one: whether the wanted one came."""
-    until = time.monotonic() + 100
-    while wanted and not (file / wanted).exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    found = not wanted or (file / wanted).exists()
-    (file / made).touch()
-    return float(found)
-
-
-def test_a_run_waits_for_what_it_needs_and_for_nothing_else(tmp_path):
-    quick, slow = (source_of(MICRO_GPT, seed) for seed in (1, 2))
-    grown = job_of(MICRO_GPT, "fpi", 1, 4e-3, 8)
-    assert grown.needs == (quick,)
-    # the slow source ends after the run that needs the quick one
-    waits_for = {slow: "grown", quick: "", grown: "quick"}
-    names = {slow: "slow", quick: "quick", grown: "grown"}
-    seen = []
-
-    def prepared(job):
-        assert job is not grown or quick in seen
-        return partial(after, tmp_path, waits_for[job], names[job])
-
-    place = runs.Workplace(tmp_path, {}, lambda line: None, workers=2)
-    for job, found in place._called([slow, quick, grown], prepared):
-        seen.append(job)
-        assert found, names[job]
-    # the slow one waits for the file of the other, and may be seen first of the two
-    assert seen[0] == quick and {*seen} == {quick, grown, slow}
-
-
-def test_rows_of_other_settings_are_refused(tmp_path):
-    job = job_of(MICRO_GPT, "scratch", 1, 0.003, 8)
-    append_row(tmp_path / runs.ROWS, {"name": job.name})
-    place = runs.Workplace(tmp_path, {}, lambda line: None)
-    write_run_file(job, tmp_path)
-    assert place.make([job]) == [{"name": job.name}]
-    other = job_of(replace(MICRO_GPT, warmup=1 - MICRO_GPT.warmup), "scratch", 1, 0.003, 8)
-    assert other.name == job.name
-    with pytest.raises(GrowthError, match=r"settings of this run have changed.*another --dir"):
-        place.make([other])
