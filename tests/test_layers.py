@@ -90,8 +90,6 @@ PARTS = {
 # the same of what is not installed
 NOT_INSTALLED = {"testbed", "bench", "tests", "examples"}
 ROOMS = ("growkern", "testbed", "bench", "tests")
-# the same of bench; everything else in it is a command, and imports no other command
-BENCH_PARTS = ("shared", "launches", "on_gpu", "paper")
 
 
 # rooms whose `__init__` names what others may use
@@ -227,17 +225,6 @@ def test_parts_of_a_layer_import_one_way(layer):
             below = part_of(imported, layer)
             if below is not None:
                 assert order.index(below) <= order.index(part), f"{name} must not import {imported}"
-
-
-@of_each([name for name in OURS if name.startswith("bench.")])
-def test_benchmarks_import_one_way(name):
-    part = part_of(name, "bench")
-    below = BENCH_PARTS[: BENCH_PARTS.index(part)] if part in BENCH_PARTS else BENCH_PARTS
-    for imported in imported_modules(name):
-        if imported.startswith("bench."):
-            assert part_of(imported, "bench") in (*below, part), (
-                f"{name} must not import {imported}"
-            )
 
 
 @of_each([name for name in OURS if name.split(".")[0] in ROOMS])

@@ -1,18 +1,6 @@
-"""The corpus: the same on every run, on both sides of the split, and nothing lost in tokens."""
-
-import pytest
+"""The corpus: both sides of its split, and nothing lost in tokens."""
 
 from examples.demo.corpus import library_files, read_corpus, train_tokenizer
-from growkern.errors import GrowthError
-
-
-def test_the_library_is_found_in_a_fixed_order():
-    files = library_files()
-    names = [path.name for path in files]
-    assert len(files) > 200
-    assert {"argparse.py", "dataclasses.py"} <= set(names)
-    assert not [f for f in files if {"site-packages", "test", "tests"} & set(f.parts[-4:-1])]
-    assert files == library_files()
 
 
 def test_split_depends_on_content_alone(tmp_path):
@@ -35,11 +23,6 @@ def test_skips_what_is_not_the_librarys_own_text(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert [path.name for path in library_files(tmp_path)] == ["a.py", "b.rst", "c.txt"]
-
-
-def test_refuses_a_library_without_sources(tmp_path):
-    with pytest.raises(GrowthError, match="0 text files"):
-        read_corpus(library_files(tmp_path))
 
 
 def test_tokens_give_the_text_back():

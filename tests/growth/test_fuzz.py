@@ -110,14 +110,6 @@ def test_a_wider_dtype_is_exact(case, dtype):
     assert check(dataclasses.replace(case, dtype=dtype)) == "exact"
 
 
-def test_another_word_of_verify_is_found(monkeypatch):
-    case = Case("GPT2LMHeadModel", GPT2, {"n_embd": 24}, on_disk=False)
-    assert check(case) == "exact"
-    monkeypatch.setattr(verify.verdict, "measured_level", lambda *_: ("approximate", ""))
-    with pytest.raises(AssertionError, match="planned exact, verify says approximate"):
-        check(case)
-
-
 def test_a_mean_that_is_not_carried_is_found(monkeypatch):
     case = Case("BertModel", BERT, {"hidden_size": 20, "carry": 0.0}, on_disk=False)
     assert check(case) == "changed"
@@ -142,12 +134,6 @@ def test_other_settings_of_generation_are_found(monkeypatch):
     monkeypatch.setattr(verify.verdict, "generation_differences", lambda *_: "")
     with pytest.raises(AssertionError, match="other tokens are suppressed"):
         check(case)
-
-
-def test_some_sources_are_float32_and_some_are_deep():
-    cases = [draw(0, number) for number in range(DRAWN)]
-    assert max(map(depth_of, cases)) > 5
-    assert 10 < sum(case.dtype == torch.float32 for case in cases) < 60
 
 
 def test_float32_is_held_against_its_own_rounding(monkeypatch):

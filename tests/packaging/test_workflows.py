@@ -1,4 +1,4 @@
-"""The workflows of the public host: valid, pinned, with few rights, and naming what exists."""
+"""The workflows of the public host: pinned, with few rights, and naming what exists."""
 
 import re
 
@@ -54,33 +54,6 @@ def test_only_a_pushed_tag_may_do_more_than_read(path):
             assert job["permissions"] == {"id-token": "write"}
             assert job["if"] == "github.event_name == 'push' && github.ref_type == 'tag'"
             assert set(job["needs"]) == workflow["jobs"].keys() - {"publish"}
-
-
-def test_every_night_runs_the_command_line_with_the_lowest_versions():
-    """Without extras, with each extra of users alone, and with all of them."""
-    job = load(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["lowest"]
-    extras = PROJECT["optional-dependencies"].keys() - {"dev", "docs"}
-    found = [set(re.findall(r"--extra (\w+)", x)) for x in job["strategy"]["matrix"]["extras"]]
-    assert sorted(map(sorted, found)) == sorted([[], sorted(extras), *([x] for x in extras)])
-    lines = [step.get("run", "") for step in job["steps"]]
-    (compiled,) = (line for line in lines if "pip compile" in line)
-    assert "--resolution lowest-direct" in compiled and "matrix.extras" in compiled
-    assert ".venv/bin/growkern grow --help" in lines
-    for file in re.findall(r"tests/\S+", lines[-1]):
-        assert (ROOT / file).is_file()
-    least = PROJECT["requires-python"].removeprefix(">=").partition(",")[0]
-    assert [x["with"]["python-version"] for x in job["steps"] if "python@" in str(x)] == [least]
-
-
-def test_every_night_walks_further():
-    """Each module whose tests take more examples with `--walks` stands in a nightly step."""
-    runs = [step.get("run", "") for step in steps(ROOT / ".github" / "workflows" / "nightly.yml")]
-    named = {x for run in runs if "--walks" in run for x in re.findall(r"tests/[\w./]+", run)}
-    assert all((ROOT / name).exists() for name in named)
-    for module in (ROOT / "tests").rglob("test_*.py"):
-        if re.search(r"^from tests\.shared.* import walks?$", module.read_text(), re.M):
-            place = module.relative_to(ROOT)
-            assert named & {x.as_posix() for x in (place, *place.parents)}, place
 
 
 def test_every_supported_python_is_tested():
