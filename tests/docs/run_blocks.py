@@ -29,7 +29,7 @@ SERVER = "http://localhost:8000"
 # the model on the Hub that a package brings too
 ON_THE_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 # in these all blocks belong to one story; in other pages only Python stands alone
-STORIES = ("add_model.md", "chain.md", "quickstart.md", "walkthrough.md")
+STORIES = ("README.md", "add_model.md", "chain.md", "quickstart.md", "walkthrough.md")
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
@@ -37,11 +37,22 @@ def blocks_of(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text())
 
 
+def prepare_readme(page: Path, folder: Path) -> None:
+    """Make what README takes from the quick start: `small/`, and a run file, here of `large/`."""
+    blocks = dict(reversed(blocks_of(page.parent / "docs" / "quickstart.md")))
+    (folder / "small.py").write_text(blocks["python"])
+    runpy.run_path("small.py")
+    settings, *_ = blocks["toml"].partition("[[generation]]")
+    (folder / "run.toml").write_text(settings + '[model]\npath = "large"\n')
+
+
 def run_page(page: Path, folder: Path, server: str) -> list[str]:
     from growkern.cli.commands import app
 
     folder.mkdir()
     os.chdir(folder)
+    if page.name == "README.md":
+        prepare_readme(page, folder)
     printed = []
     for number, (language, text) in enumerate(blocks_of(page)):
         out = io.StringIO()
