@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,17 @@ def _is_narrow(x: Tensor) -> bool:
     return is_real and torch.finfo(x.dtype).eps > torch.finfo(torch.float64).eps
 
 
-def difference(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]) -> str:
-    """Where the outputs of two modules differ, and by how much; empty if they do not.
+class Difference(NamedTuple):
+    """Where outputs differ, and by how much."""
+
+    sentence: str
+    mixed: str | None  # the path of the module whose input differs first; None: an output does
+
+
+def difference(
+    small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]
+) -> Difference | None:
+    """How the outputs of two modules differ; None if they do not.
 
     Outputs that are wider are compared by copies.
 
@@ -56,9 +65,10 @@ def difference(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int])
             raise GrowthError(
                 "all outputs of `small` are 0 or empty, so they compare nothing: give other inputs"
             )
-        return ""
-    place = _first_difference(small, large, inputs, parts, tolerance)
-    return f"the outputs of `large` would differ by {error:.1e} of the largest. {place}"
+        return None
+    place, mixed = _first_difference(small, large, inputs, parts, tolerance)
+    amount = f"the outputs of `large` would differ by {error:.1e} of the largest"
+    return Difference(f"{amount}. {place}", mixed)
 
 
 def _run(module: nn.Module, role: str, inputs: Any) -> list[Tensor]:
@@ -139,8 +149,8 @@ def _error_of(a: Tensor, b: Tensor, parts: int) -> float:
 
 def _first_difference(
     small: nn.Module, large: nn.Module, inputs: Any, parts: set[int], tolerance: float
-) -> str:
-    """Where two runs begin to differ, in a sentence."""
+) -> Difference:
+    """Where two runs begin to differ."""
     seen = [_events(module, inputs) for module in (small, large)]
     for (path, what, ours), (other, _, theirs) in zip(*seen, strict=False):
         if path != other:
@@ -149,9 +159,10 @@ def _first_difference(
             kind = class_of(small.get_submodule(path)).__name__
             name = f"{path} ({kind})" if path else f"the {kind} itself"
             if what == "input":
-                return f"The first to differ is {name}: already its input mixes what grows"
-            return f"The first to differ is the output of {name}"
-    return "Their modules are called in another order"
+                sentence = f"The first to differ is {name}: already its input mixes what grows"
+                return Difference(sentence, path)
+            return Difference(f"The first to differ is the output of {name}", None)
+    return Difference("Their modules are called in another order", None)
 
 
 def _events(module: nn.Module, inputs: Any) -> list[tuple[str, str, list[Tensor]]]:

@@ -23,7 +23,7 @@ from growkern.arguments import check_kind, whole_number
 from growkern.errors import GrowthError, nearest, warn
 from growkern.growth.models import class_of
 from growkern.growth.own_modules import layers
-from growkern.growth.own_modules.trial import difference
+from growkern.growth.own_modules.trial import Difference, difference
 from growkern.growth.source import refuse_computed
 from growkern.growth.space import copies as of_copies
 from growkern.growth.space import cyclic
@@ -31,6 +31,13 @@ from growkern.ops.expand import Routing, expand
 
 Shape = tuple[int, ...] | list[int]
 BY_HAND = "growkern.expand(weight, **growkern.widening(...))"
+SIDE_BY_SIDE = """. If {name} reads two tensors side by side, add it to `skip` after these lines:
+
+with torch.no_grad():
+    weights = (x.get_parameter("{name}").chunk(2, 1) for x in (small, large))
+    for part, out in zip(*weights):
+        how = growkern.widening(part.shape, out.shape)
+        out.copy_(growkern.expand(part.flatten(1), **how).view(out.shape))"""
 # runs of a model that look for `fused`
 MOST_GUESSES = 16
 
@@ -172,7 +179,7 @@ def _check_outputs(
     device = next((x.device for x in small.parameters()), torch.device("cpu"))
     trial, wide = (copy.deepcopy(x).to(device).double().eval() for x in (small, large))
 
-    def differs(told: dict[str, int]) -> str:
+    def differs(told: dict[str, int]) -> Difference | None:
         _write(trial, wide, _fills(names, small, large, told, copies))
         return difference(trial, wide, inputs, {1, *told.values()})
 
@@ -185,12 +192,22 @@ def _check_outputs(
             is_right = not differs(told)
         if is_right:
             raise GrowthError(
-                f"{why}. There are several matrices in {', '.join(guess)}: pass "
+                f"{why.sentence}. There are several matrices in {', '.join(guess)}: pass "
                 f"fused={json.dumps(told)}"
             )
     raise GrowthError(
-        f"{why}. `fused`, `copies` and `skip` of growkern.widen say what it cannot see"
+        f"{why.sentence}. `fused`, `copies` and `skip` of growkern.widen say what it cannot see"
+        f"{_lines_for(why.mixed, small, _fills(names, small, large, fused, copies))}"
     )
+
+
+def _lines_for(path: str | None, small: nn.Module, fills: dict[str, Fill]) -> str:
+    """The lines that fill the first matrix of a module as if it read two tensors side by side."""
+    for name, fill in fills.items():
+        if path and name.startswith(f"{path}.") and fill.reads == fill.fused == 1:
+            a, b = _get(small, name).shape[1], fill.shape[1]
+            return SIDE_BY_SIDE.format(name=name) if a < b and a % 2 == b % 2 == 0 else ""
+    return ""
 
 
 def _fused_guesses(
