@@ -213,6 +213,8 @@ def class_shapes(spec: ModelSpec, dtype: torch.dtype) -> dict[str, tuple[int, ..
 def computed_tensors(spec: ModelSpec) -> dict[str, Tensor]:
     """The tensors of a class that follow from its config, by name, in float32 on the CPU."""
     names = [tensor.name for tensor in spec.tensors if tensor.row.computed]
+    if not names:
+        return {}
     with torch.device("meta"):
         model = untrained_model(spec, torch.float32)
     for owner in {name.rpartition(".")[0] for name in names}:

@@ -33,7 +33,13 @@ from growkern.families import (
     read_family,
 )
 from growkern.growth.grow import grow
-from growkern.growth.models import persistent_buffers, restore_buffers, tie, untrained_model
+from growkern.growth.models import (
+    computed_tensors,
+    persistent_buffers,
+    restore_buffers,
+    tie,
+    untrained_model,
+)
 from growkern.growth.outputs import Float64, random_inputs
 from growkern.growth.plan import BY_LAYER, OUTPUT_ERROR, PLAIN_ROTARY, has_errors
 from growkern.growth.record import PLANNED_ERROR, compare_outputs, measured_level, planned_error
@@ -219,6 +225,10 @@ def _tiny(spec: ModelSpec, *, flat: bool = False) -> Any:
         # others take neither float64 nor every size
         model.set_experts_implementation("eager")
     randomize(model, flat=flat)
+    # with other values heads of another size are refused, and wrong pairs would not be seen
+    own = model.state_dict()
+    for name, values in computed_tensors(small).items():
+        own[name].copy_(values)
     tie(model, small)
     restore_buffers(model)
     return model.eval()

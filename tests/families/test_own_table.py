@@ -313,6 +313,9 @@ def of(part, name, axes):
     [
         # head_dim has no field: heads stay in place
         ("gpt_neox", lambda table: table["attention"].update(pairs="adjacent")),
+        # angles that are stored, and that a class computes for heads of another size
+        ("esm", lambda table: table["attention"].update(pairs="adjacent")),
+        ("roformer", lambda table: table["attention"].update(pairs="halves")),
         # uneven sizes of a LayerNorm behind an embedding change the outputs anyway
         ("modernbert", of("trunk", "layers.{l}.attn.Wqkv.weight", ["write:q|k|v", "read:stream"])),
         # a norm that no growth makes exact
