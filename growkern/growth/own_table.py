@@ -8,6 +8,7 @@ evenly and unevenly, and in all of them at once, and its outputs are compared in
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -40,10 +41,10 @@ from growkern.growth.models import (
     tie,
     untrained_model,
 )
-from growkern.growth.outputs import Float64, random_inputs
+from growkern.growth.outputs import Float64, all_outputs, random_inputs
 from growkern.growth.plan import BY_LAYER, OUTPUT_ERROR, PLAIN_ROTARY, has_errors
 from growkern.growth.record import PLANNED_ERROR, compare_outputs, measured_level, planned_error
-from growkern.growth.source import open_source, read_config
+from growkern.growth.source import Source, open_source, read_config
 from growkern.growth.space import period_of
 
 # of the tiny model: layers, heads and groups of them, their entries, units, ids of tokens
@@ -267,7 +268,8 @@ def _tiny_config(spec: ModelSpec) -> Any:
             most = TOKENS if name != family.attention.turning else HEAD_DIM
             setattr(text, name, min(value, most))
     is_computed = isinstance(getattr(type(text), "head_dim", None), property)
-    if family.forces_head_dim and getattr(text, "head_dim", None) and not is_computed:
+    forces = family.forces_head_dim and family.query_heads
+    if forces and getattr(text, "head_dim", None) and not is_computed:
         # it has a field that the table does not let grow
         text.head_dim = HEAD_DIM
     if isinstance(family.norm.eps, str) and family.norm.placement != "post":
@@ -275,7 +277,8 @@ def _tiny_config(spec: ModelSpec) -> Any:
     small = spec.with_config(config)
     layers = small.size(next(iter(family.stacks.values())))
     for name in (*family.per_layer, *family.conditional("in")):
-        if values := getattr(text, name, None):
+        # Longformer also takes one number for all layers
+        if isinstance(values := getattr(text, name, None), list):
             is_list = name in family.per_layer
             kept = values[:layers] if is_list else [i for i in values if i < layers]
             setattr(text, name, kept)
@@ -289,7 +292,12 @@ def _tiny_config(spec: ModelSpec) -> Any:
         most = layers - _layers_of_all_kinds(small)
         setattr(text, name, max(0, min(getattr(text, name) or 0, most)))
     if rope := getattr(text, "rope_parameters", None):
-        text.rope_parameters = plain_rotary(rope, small.turning // 2)
+        whole = family.attention.divisor
+        if whole is not None and "partial_rotary_factor" in rope:
+            # Mistral 4 reads the share of a head that turns, but not with plain positions
+            rope["partial_rotary_factor"] = small.turning / small.size(whole)
+        else:
+            text.rope_parameters = plain_rotary(rope, small.turning // 2)
     small.repeat(config)
     return _made_again(config)
 
@@ -302,9 +310,21 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
     layers = max(LAYERS, period + min(period, max(lasts, default=0)))
     sizes = {key: min(spec.size(key), UNITS) for key in family.unit_sizes}
     sizes |= dict.fromkeys(family.query_heads, HEADS)
-    sizes |= {"stream": HEADS * HEAD_DIM, "vocab": TOKENS, "head_dim": HEAD_DIM}
+    sizes |= {"stream": _tiny_stream(spec), "vocab": TOKENS}
+    if "head_dim" in family.config:
+        # the indexer of DeepSeek-V3.2 has no smaller heads
+        sizes["head_dim"] = min(spec.size("head_dim"), HEAD_DIM)
     sizes |= {"kv_heads": KEY_HEADS if grouped else HEADS}
     sizes |= {key: min(spec.size(key), layers) for key in stacks}
+    named = {own.field: key for key, own in family.config.items() if own.field}
+    for key, own in family.config.items():
+        if own.follows == "stream":
+            sizes[key] = spec.size(key) * sizes["stream"] // spec.size("stream")
+    for own in family.config.values():
+        if own.factors[1:2] == ("/",):
+            whole, part = (named.get(field) for field in own.factors[::2])
+            if whole in sizes and part in sizes:
+                sizes[part] = math.gcd(sizes[whole], sizes[part])
     for space in family.mixtures:
         groups = [
             min(spec.size(key), most) for key, most in zip(space.groups, (2, 1), strict=False)
@@ -313,6 +333,14 @@ def _tiny_sizes(spec: ModelSpec) -> dict[str, int]:
         sizes[str(space.size)] = min(spec.size(str(space.size)), EXPERTS)
         sizes[str(space.chosen)] = min(spec.size(str(space.chosen)), CHOSEN)
     return sizes
+
+
+def _tiny_stream(spec: ModelSpec) -> int:
+    """A size of the stream that keeps the ratio to units whose entries a class computes from it."""
+    followers = [key for key, own in spec.family.config.items() if own.follows == "stream"]
+    stream = spec.size("stream")
+    steps = (stream // math.gcd(stream, spec.size(key)) for key in followers)
+    return math.lcm(HEADS * HEAD_DIM, *steps)
 
 
 def _layers_of_all_kinds(spec: ModelSpec) -> int:
@@ -338,6 +366,8 @@ def _made_again(config: Any) -> Any:
     """The config as its class makes it from its fields, so that what follows from them follows."""
     known = {"tie_word_embeddings", *(f.name for f in fields(config))}
     given = {k: v for k, v in config.to_dict().items() if k not in NO_FIELDS}
+    parts = {k: getattr(config, k, None) for k in type(config).sub_configs}
+    given |= {k: _made_again(part) for k, part in parts.items() if part is not None}
     try:
         made = type(config)(**{k: v for k, v in given.items() if k in known})
     except Exception:
@@ -427,6 +457,9 @@ def _growths(
     if faults := [*_norm_faults(models[0], small)]:
         yield from (SizeCheck("the norms", "wrong", why=fault) for fault in faults)
         return
+    if why := _failure(models[0], source):
+        yield SizeCheck("none", "wrong", why=why)
+        return
     for sizes in _sizes_to_grow(small):
         if not wanted(_named(small, sizes)):
             continue
@@ -458,10 +491,27 @@ def _of_other_class(
     except GrowthError:
         # this config does not fit the class, as its refusal says
         return
+    source = open_source(model, family=family)
+    if why := _failure(model, source):
+        # question answering of Longformer wants a question
+        yield SizeCheck(f"{name}: {_named(source.spec, sizes)}", "refused", why=why)
+        return
     check = _growth(model, family, sizes)
     if check.verdict == "changed":
         check = _growth(model, family, {field: size // 3 * 4 for field, size in sizes.items()})
     yield replace(check, sizes=f"{name}: {check.sizes}")
+
+
+def _failure(model: Any, source: Source) -> str:
+    """Why a model cannot run on random tokens, so that no outputs can be compared; "": it can."""
+    try:
+        with Float64():
+            # BigBird changes itself when it runs on few tokens
+            all_outputs(copy.deepcopy(model), random_inputs(source))
+    except Exception as error:
+        # of any type: classes of transformers raise them
+        return f"{type(model).__name__} does not run on random tokens: {reason(error)}"
+    return ""
 
 
 def _named(small: ModelSpec, sizes: dict[str, int]) -> str:
@@ -499,6 +549,7 @@ def _without_changes(spec: ModelSpec, family: Family) -> Iterator[Any]:
 
 
 def _growth(model: Any, family: Family, sizes: dict[str, int]) -> SizeCheck:
+    model = copy.deepcopy(model)
     source = open_source(model, family=family)
     named = _named(source.spec, sizes)
     try:
