@@ -722,7 +722,12 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 # those that read text and have an output projection
-TEXT = [name for name, (kind, *_) in RELATIVES.items() if "For" in kind and "Image" not in kind]
+OTHERS = ("Image", "Audio", "MAE", "Whisper")
+TEXT = [
+    name
+    for name, (kind, *_) in RELATIVES.items()
+    if "For" in kind and not any(word in kind for word in OTHERS)
+]
 
 
 def with_sizes(family: Family, config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_copies_of_experts_are_exact(symmetry, norm_topk_prob):
 @pytest.mark.parametrize(
     "growth, why",
     [
-        ({"num_experts": 7}, "num_local_experts=7 is no multiple of the.*_experts=4 or 8. Leave"),
+        ({"num_experts": 7}, "num_experts=7 is no multiple of the.*_experts=4 or 8. Leave"),
         ({"num_experts": 8, "num_experts_per_tok": 3}, "_per_tok=3: .*experts=8 it must be 4"),
         ({"num_experts_per_tok": 3}, "with num_local_experts=4 it must be 2"),
         ({"hidden_size": 24, "num_expert": 8}, "no size 'num_expert' to grow"),

@@ -48,10 +48,16 @@ def _changes(model: Any) -> Changes:
     """
     return [
         (owner, name, value)
-        for owner in (model.config, model)
+        for owner in (*_configs(model), model)
         for name in NEUTRAL
         if isinstance(value := getattr(owner, name, None), (int, float))
     ]
+
+
+def _configs(model: Any) -> list[Any]:
+    """The config of a model, and that of its decoder where it is another (T5Gemma)."""
+    own, decoder = model.config, model.config.get_text_config(decoder=True)
+    return [own] if decoder is own else [own, decoder]
 
 
 def softcap_of(model: Any) -> float | None:

@@ -125,7 +125,14 @@ def test_two_ranks_grow_stop_resume_and_export(workplace):  # noqa: F811
     # growth inside a run, of a model that is sharded and of one that is not
     train(sizes, progress=False)
     for name in ("shards", "copies"):
-        for ours, theirs in zip(log_of(workplace / name), log_of(workplace / "sizes"), strict=True):
+        expected = log_of(workplace / "sizes")
+        if name == "copies":
+            # stopped where it grows: a stop has no time for an evaluation
+            before = next(x for x in expected if "eval_loss" in x and x["step"] == 5)
+            expected = [x for x in expected if x is not before]
+            for line in (x for x in expected if x.get("growth") == 2):
+                del line["growth/eval_loss_before"], line["growth/eval_loss_after"]
+        for ours, theirs in zip(log_of(workplace / name), expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
         assert_close(workplace / name, workplace / "sizes")
 

@@ -24,8 +24,8 @@ CLASSES = {
 for _name in ("deepseek_v32", "glm_moe_dsa"):
     # equal scores of their indexers are chosen by place, so that a document alone may differ
     CLASSES[_name] = (CLASSES[_name][0], {**CLASSES[_name][1], "index_topk": 16})
-# ESM adds a bias behind its projection, which the trainer refuses
-LEFT_OUT = ("esm",)
+# ESM adds a bias behind its projection, which the trainer refuses; Whisper reads sound
+LEFT_OUT = ("esm", "whisper")
 TEXT_ONLY = [
     name
     for name, (kind, _) in CLASSES.items()
