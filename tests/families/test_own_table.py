@@ -207,7 +207,7 @@ def test_check_finds_a_table_with_the_wrong_pairs(place, tmp_path):
     report = check_table(table, place / "small")
     assert not report.ok and not report.faults
     wrong = [growth.sizes for growth in report.growths if growth.verdict == "wrong"]
-    assert wrong == ["head_dim 8 -> 16", "head_dim 8 -> 12"]
+    assert wrong == ["head_dim 6 -> 12"]
     exact = " ".join(growth.sizes for growth in report.growths if growth.verdict == "exact")
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
         assert name in exact
