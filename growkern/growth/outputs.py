@@ -140,9 +140,14 @@ def _run(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         # a lone encoder also has is_encoder_decoder in its config, but no decoder
         if model.config.is_encoder_decoder and hasattr(model, "get_decoder"):
             inputs["decoder_input_ids"] = inputs["input_ids"]
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        # of models that choose the patches that they see
-        torch.manual_seed(0)
+    cuda = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):
+        # of models that choose the patches that they see. The caller's numbers on other devices
+        # stay as they are: torch.manual_seed would begin those of all GPUs anew
+        torch.default_generator.manual_seed(0)
+        for device in cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
         output = model(**inputs)
     given = {name: x for name in OUTPUTS if (x := getattr(output, name, None)) is not None}
     if not given:

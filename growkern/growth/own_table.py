@@ -458,7 +458,7 @@ def _growths(
         yield from (SizeCheck("the norms", "wrong", why=fault) for fault in faults)
         return
     if why := _failure(models[0], source):
-        yield SizeCheck("none", "wrong", why=why)
+        yield SizeCheck("the model", "wrong", why=why)
         return
     for sizes in _sizes_to_grow(small):
         if not wanted(_named(small, sizes)):

@@ -123,7 +123,8 @@ def _safetensors_files(directory: Path) -> list[str]:
 
 
 def _has_no_weights(directory: Path) -> bool:
-    return not lacks_weights(directory) and is_bare(directory)
+    own = (*weight_files(), METADATA_FILE)
+    return not lacks_weights(directory) and is_bare(directory, own)
 
 
 def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:

@@ -251,11 +251,10 @@ def refuse_directory(directory: Path) -> None:
     refuse_files(str(directory), names, directory)
 
 
-def is_bare(directory: Path) -> bool:
-    """Whether a directory holds no weights, of any program."""
-    patterns = (*WHOLE, *OTHER_WEIGHTS, *FOREIGN)
+def is_bare(directory: Path, own: Collection[str] = (*WHOLE, *OTHER_WEIGHTS)) -> bool:
+    """Whether a directory holds no weights: no files of these patterns, or of other programs."""
     names = (file.name for file in directory.iterdir())
-    return not any(fnmatch(name, pattern) for name in names for pattern in patterns)
+    return not any(fnmatch(name, pattern) for name in names for pattern in (*own, *FOREIGN))
 
 
 def refuse_bare(directory: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import growkern
-from growkern.growth.source import formats, refused
+from growkern.growth.source import formats
 from growkern.growth.stored import StoredTensor
 from testbed.models import GPT2, random_model
 
@@ -60,10 +60,8 @@ TOY = formats.Format(
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """Directories of the same model: as safetensors, and in a format that an entry adds."""
+    """Directories of the same model: as safetensors, and in a format that one entry adds."""
     monkeypatch.setattr(formats, "FORMATS", (TOY, *formats.FORMATS))
-    # what is known before PyTorch is imported
-    monkeypatch.setattr(refused, "WHOLE", (*refused.WHOLE, *TOY.weights))
     model = random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32)
     for name in ("plain", "toy"):
         model.save_pretrained(tmp_path / name)
