@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from growkern.train.objectives.language_modeling import IndexedDataset, MaskedLMCollator
     from growkern.train.objectives.language_modeling import Objective, OuterCollator, PASS
     from growkern.train.objectives.language_modeling import row_length, SHARE, SOURCE, span_counts
-    from growkern.train.objectives.language_modeling import SPANS
+    from growkern.train.objectives.language_modeling import SPANS, TASKS
     from growkern.train.objectives.spans import DenoisingCollator, SpanCorruptionCollator
 # fmt: on
 

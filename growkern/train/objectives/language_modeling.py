@@ -29,6 +29,14 @@ from growkern.errors import GrowthError, nearest
 from growkern.train.model import CAUSAL, IGNORE_INDEX
 
 Objective = Literal["auto", "mlm", "clm", "span_corruption", "denoising", "pairs"]
+# what a model learns to predict
+TASKS = {
+    "mlm": "masked tokens",
+    "clm": "the next token",
+    "span_corruption": "masked spans",
+    "denoising": "the text without noise",
+    "pairs": "the target of each pair",
+}
 # special tokens that the collator adds to a row
 ADDED = {"denoising": 2}
 # share of the tokens that are masked, in the papers of BERT and T5, and in that of BART

@@ -13,19 +13,11 @@ from rich.text import Text
 from growkern.errors import clean, human
 from growkern.train.dataset import DataSection, describe_data
 from growkern.train.loop import TwoStageTrainer, last_losses
-from growkern.train.objectives import span_counts
+from growkern.train.objectives import TASKS, span_counts
 from growkern.train.run.file import Run, TrainingSection
 from growkern.train.run.resolve import ResolvedRun
 from growkern.train.safety import step_of
 
-# what a model learns to predict
-TASKS = {
-    "mlm": "masked tokens",
-    "clm": "the next token",
-    "span_corruption": "masked spans",
-    "denoising": "the text without noise",
-    "pairs": "the target of each pair",
-}
 PRECISIONS = {
     "fp32": "float32",
     "bf16": "bfloat16 autocast over float32 weights",
