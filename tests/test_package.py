@@ -87,6 +87,12 @@ WRONG = """
 plan nothere
 plan {bert} --method fip
 plan {bert} --hidden-size wide
+plan {llama} --n-embd 16
+plan {llama} --hidden-size 0
+plan {llama} --hidden-size 4
+plan {llama} --to nofamily
+grow {llama} new --to qwen3_moe --hidden-size 16
+grow {llama} new --n-embd 16
 plan {bert} --wrong
 plan {bert} --ranks 0
 grow nothere new
@@ -165,12 +171,14 @@ def test_wrong_paths_and_options_are_told_before_torch_is_imported(tmp_path):
             for section, table in {**RUN, **sections}.items()
         ]
         (tmp_path / f"{name}.toml").write_text("\n".join(lines))
-    for name in ("full", "grown"):
+    for name in ("full", "grown", "llama"):
         (tmp_path / name).mkdir()
+    llama = {"model_type": "llama", "hidden_size": 8}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(llama))
     (tmp_path / "full" / "notes").touch()
     record = {"format": 1, "piece_bytes": 1, "files": {}, "source": {}, "target": {}}
     (tmp_path / "grown" / "checksums.json").write_text(json.dumps(record))
-    places = {"bert": tmp_path, "full": tmp_path / "full", "grown": tmp_path / "grown"}
+    places = {name: tmp_path / name for name in ("full", "grown", "llama")} | {"bert": tmp_path}
     places |= {name: tmp_path / f"{name}.toml" for name in MISTAKES}
     lines = WRONG.format(**places).strip().splitlines()
     code = f"""

@@ -35,8 +35,15 @@ from growkern.cli.app import (
 from growkern.errors import GrowthError, human, print_table, say
 from growkern.families import growable_fields, load_family, read_family, supported_families
 from growkern.growth.disk import check_target, delete_staging, refusing
-from growkern.growth.options import CHOICES, PAD_VOCAB, GrowthOptions, check_moments, parse_size
-from growkern.growth.source import located, refuse_bare
+from growkern.growth.options import (
+    CHOICES,
+    PAD_VOCAB,
+    GrowthOptions,
+    check_moments,
+    parse_size,
+    refuse_by_config,
+)
+from growkern.growth.source import config_of, located, refuse_bare
 
 # help texts of the growth options that are numbers; the others list their choices
 OTHER_OPTIONS = {
@@ -152,7 +159,13 @@ class GrowthCommand(TyperCommand):
         made = cast(Any, self.growth.callback)(**given)
         ctx.obj = {name: value for name, value in vars(made).items() if value is not None}
         # wrong options are told before PyTorch is imported
-        GrowthOptions.split_off(ctx.obj)
+        given = {name: value for name, value in ctx.obj.items() if name != "family"}
+        options, sizes = GrowthOptions.split_off(given)
+        config = config_of(ctx.params["source"])
+        kind, table = config.get("model_type"), ctx.obj.get("family")
+        if table or kind in supported_families():
+            family = read_family(table) if table else load_family(kind)
+            refuse_by_config(config, family, options.to, sizes)
         return super().invoke(ctx)
 
 

@@ -83,12 +83,13 @@ def _sizes_of_source() -> tuple[dict[str, str], bool]:
     Where there is none, those of Llama, which most models share, and False.
     """
     from growkern.families import growable_fields, load_family
-    from growkern.growth.source import model_type_of
+    from growkern.growth.source import config_of
 
-    kind = next(filter(None, (model_type_of(Path(word)) for word in sys.argv[1:])), None)
+    config = next(filter(None, (config_of(Path(word)) for word in sys.argv[1:])), {})
+    kind = config.get("model_type")
     # an unknown option is named before a model that cannot be read
     with contextlib.suppress(GrowthError):
-        if kind is not None:
+        if isinstance(kind, str):
             return growable_fields(load_family(kind)), True
     return growable_fields(load_family("llama")), False
 

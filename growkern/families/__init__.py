@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from growkern.families.spec import ANY, condition_of, Dense, follow_layers, FOLLOWING, holds
     from growkern.families.spec import is_met, parse_scale, Row, SpaceSpec, TensorSpec, unfollowed
     from growkern.families.spec import value_of
-    from growkern.families.table_files import load_family, own_family, read_family, shipped_table
+    from growkern.families.table_files import dense_families, load_family, own_family, read_family
+    from growkern.families.table_files import refuse_other_mixture, shipped_table
     from growkern.families.table_files import supported_families
 # fmt: on
 

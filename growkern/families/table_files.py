@@ -285,3 +285,17 @@ def supported_families() -> tuple[str, ...]:
     """The model types that have a table, sorted."""
     files = resources.files("growkern.families").iterdir()
     return tuple(sorted(f.name[: -len(".toml")] for f in files if f.name.endswith(".toml")))
+
+
+def dense_families(model_type: str) -> tuple[str, ...]:
+    """The families of dense models that can become such a mixture."""
+    dense = load_family(model_type).dense if model_type in supported_families() else None
+    return dense.of if dense else ()
+
+
+def refuse_other_mixture(known: str, to: str) -> None:
+    """Refuse a family `to` that a dense model of the family `known` cannot become."""
+    allowed = [kind for kind in supported_families() if known in dense_families(kind)]
+    if to not in allowed:
+        text = nearest(to, allowed) if allowed else ": it can only grow in its own family"
+        raise GrowthError(f"to={to!r}: a {known} cannot become one{text}")

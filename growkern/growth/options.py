@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Final, Literal, TypedDict, get_args, get_type_hints
 
@@ -20,6 +21,7 @@ from growkern.arguments import (
     whole_number,
 )
 from growkern.errors import GrowthError, nearest
+from growkern.families import Family, growable_fields, inner, load_family, refuse_other_mixture
 from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
@@ -35,6 +37,13 @@ Maps = Literal["cyclic", "balanced"]
 SharedExpert = Literal["zero", "dense"]
 # not a size: the vocabulary is rounded up to a multiple of it
 PAD_VOCAB = "pad_vocab_to_multiple_of"
+# a size, for messages
+POSITIVE = "a positive whole number"
+# what transformers also calls a size that a config has under another name
+OTHER_NAMES = {
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok"),
+}
 # the kinds of a new router. Others are read from a file
 ROUTERS = ("random", "zero")
 
@@ -339,3 +348,38 @@ def check_moments(moments: str) -> None:
     """Refuse a `moments` that is not one of `Moments`."""
     if moments not in get_args(Moments):
         raise GrowthError(f"moments={moments!r}{nearest(moments, get_args(Moments))}")
+
+
+def asked_size(family: Family, allowed: Mapping[str, str], name: str, value: Any) -> int:
+    """A size that the user gave, checked; `allowed` has field -> size for those that may grow."""
+    if name not in allowed and (name != PAD_VOCAB or "vocab" not in family.config):
+        raise GrowthError(
+            f"this {family.model_type} has no size {name!r} to grow{nearest(name, allowed)}"
+        )
+    if (size := whole_number(name, value, POSITIVE)) < 1:
+        raise GrowthError(f"{name}={value!r}: expected {POSITIVE}")
+    return size
+
+
+def refuse_smaller(field: str, old: int, new: int) -> None:
+    """Refuse a size below the source's."""
+    if new < old:
+        raise GrowthError(f"{field}={new} is smaller than the source's {old}; sizes can only grow")
+
+
+def refuse_by_config(
+    config: Mapping[str, Any], family: Family, to: str, dims: Mapping[str, Any]
+) -> None:
+    """Refuse what a config.json and the tables alone show to be wrong.
+
+    A plan refuses this too, and more, but it needs PyTorch, which takes seconds to import. `to` and
+    `dims` are its option and its sizes.
+    """
+    if to:
+        refuse_other_mixture(family.model_type, to)
+        family = load_family(to)
+    allowed, values = growable_fields(family), {} if to else inner(config, family.under)
+    free = OTHER_NAMES.union(family.sparse_fields, [family.dense and family.dense.renormalised])
+    for name in dims.keys() & allowed.keys() | dims.keys() - free:
+        size, old = asked_size(family, allowed, name, dims[name]), values.get(name)
+        refuse_smaller(name, old if type(old) is int else 0, size)

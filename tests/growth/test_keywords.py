@@ -3,9 +3,11 @@
 from dataclasses import fields
 from typing import get_type_hints
 
+import transformers
+
 from growkern.families.family import growable_fields
 from growkern.families.table_files import load_family, supported_families
-from growkern.growth.options import PAD_VOCAB, GrowthKeywords, GrowthOptions
+from growkern.growth.options import PAD_VOCAB, GrowthKeywords, GrowthOptions, refuse_by_config
 
 
 def test_the_keywords_are_the_options_and_all_sizes():
@@ -20,3 +22,12 @@ def test_the_keywords_are_the_options_and_all_sizes():
     switches = {family.dense.renormalised for family in tables if family.dense} - {None}
     lists |= dict.fromkeys(switches, bool)
     assert seen == {**options, **dict.fromkeys({*sizes, PAD_VOCAB}, int), **lists}
+
+
+def test_other_names_of_sizes_are_left_to_the_config():
+    for kind in supported_families():
+        family, config = load_family(kind), transformers.CONFIG_MAPPING[kind]
+        text = config.sub_configs.get(family.under, config)
+        aliases = getattr(text, "attribute_map", {}).items()
+        sizes = {name: 8 for name, field in aliases if field in growable_fields(family)}
+        refuse_by_config({}, family, "", sizes)

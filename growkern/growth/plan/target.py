@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from growkern.arguments import whole_number
-from growkern.errors import GrowthError, UnfitError, nearest
+from growkern.errors import GrowthError, UnfitError
 from growkern.families import FOLLOWING, Family, ModelSpec, follow_layers, growable_fields
 from growkern.growth.history import GROWN_KEY
-from growkern.growth.options import PAD_VOCAB
+from growkern.growth.options import PAD_VOCAB, asked_size, refuse_smaller
 from growkern.growth.source import refuse_misread
 from growkern.growth.space import check_copies, copies_of, followers, pair_step, rotary_entries
 
@@ -30,8 +29,6 @@ PLAIN_ROTARY = ("default", "linear", "llama3")
 NOT_SIZES = ("architectures", "_name_or_path", "dtype", "use_cache", "transformers_version")
 # what layers have instead of fields of the config
 BY_LAYER = "per_layer_config"
-# a size, for messages
-POSITIVE = "a positive whole number"
 
 
 def followed_fields(family: Family) -> tuple[str, ...]:
@@ -259,14 +256,7 @@ def asked_sizes(small: ModelSpec, dims: dict[str, Any]) -> dict[str, int]:
     for given, value in dims.items():
         # other names of a field, such as num_experts
         name = small.text.attribute_map.get(given, given)
-        if name not in allowed and (name != PAD_VOCAB or "vocab" not in small.family.config):
-            raise GrowthError(
-                f"this {small.family.model_type} has no size {name!r} to grow"
-                f"{nearest(name, allowed)}"
-            )
-        if (size := whole_number(name, value, POSITIVE)) < 1:
-            raise GrowthError(f"{name}={value!r}: expected {POSITIVE}")
-        key = allowed.get(name, name)
+        size, key = asked_size(small.family, allowed, name, value), allowed.get(name, name)
         if asked.setdefault(key, size) != size:
             raise GrowthError(f"{name} is given twice, as {asked[key]} and {size}: give it once")
     multiple = asked.pop(PAD_VOCAB, 1)
@@ -392,10 +382,7 @@ def _check_sizes(small: ModelSpec, large: ModelSpec, asked: dict[str, int]) -> N
     fields = growable_fields(family)
     for field, key in fields.items():
         old, new = small.size(key), large.size(key)
-        if new < old:
-            raise GrowthError(
-                f"{field}={new} is smaller than the source's {old}; sizes can only grow"
-            )
+        refuse_smaller(field, old, new)
         if new and not old and key not in family.stacks.values():
             raise GrowthError(f"{field}={new}: the source has none that could be copied")
         if new > family.largest(key):

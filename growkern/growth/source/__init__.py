@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from growkern.growth.source.live import refuse_computed
     from growkern.growth.source.loading import class_in, load_model
     from growkern.growth.source.parts import Assembled, Parts, Run, Stacked
-    from growkern.growth.source.refused import config_directory, METADATA_FILE, model_type_of
+    from growkern.growth.source.refused import config_directory, config_of, METADATA_FILE
     from growkern.growth.source.refused import nearest_family, refuse_adapter_directory
     from growkern.growth.source.refused import refuse_adapters, refuse_bare, scale_block
     from growkern.growth.source.refused import STATE_FILES

@@ -287,14 +287,13 @@ def _read(file: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def model_type_of(directory: Path) -> str | None:
-    """The model type in a checkpoint's config; None if there is none to be read."""
-    kind = _read(directory / CONFIG_FILE).get("model_type")
-    return kind if isinstance(kind, str) else None
+def config_of(directory: Path) -> Mapping[str, Any]:
+    """The JSON object of a checkpoint's config; empty if it cannot be read."""
+    return _read(directory / CONFIG_FILE)
 
 
 def _class_of(directory: Path | None, default: str) -> str:
-    names = _read(directory / CONFIG_FILE).get("architectures") if directory else None
+    names = config_of(directory).get("architectures") if directory else None
     name = names[0] if isinstance(names, list) and names else default
     return name if isinstance(name, str) and name.isidentifier() else default
 

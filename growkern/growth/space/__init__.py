@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from growkern.growth.space.rules import repetition_of, way_of, way_of_experts, whole_depths
     from growkern.growth.space.spaces import copies, cyclic, generator, pair_step, partial_sums
     from growkern.growth.space.spaces import rank_in_group, rotary_entries, Space, take_shares
-    from growkern.growth.space.upcycling import class_that_became, dense_families, is_output
+    from growkern.growth.space.upcycling import class_that_became, is_output
     from growkern.growth.space.upcycling import mixture_config, mixture_of, upcycled, Upcycling
 # fmt: on
 

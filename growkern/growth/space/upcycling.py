@@ -18,15 +18,16 @@ from typing import Any
 
 import transformers
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError
 from growkern.families import (
     Dense,
     Family,
     ModelSpec,
     Row,
     TensorSpec,
+    dense_families,
     load_family,
-    supported_families,
+    refuse_other_mixture,
     unfollowed,
 )
 from growkern.growth.history import GROWN_KEY
@@ -291,10 +292,7 @@ def _class_like(family: Family, model: ModelSpec) -> str | None:
 
 def _sibling(small: ModelSpec, options: GrowthOptions) -> Family:
     kind, known = options.to, small.family.model_type
-    allowed = [k for k in supported_families() if known in dense_families(k)]
-    if kind not in allowed:
-        text = nearest(kind, allowed) if allowed else ": it can only grow in its own family"
-        raise GrowthError(f"to={kind!r}: a {known} cannot become one{text}")
+    refuse_other_mixture(known, kind)
     if small.family.table is not None:
         raise GrowthError(f"to={kind!r}: a {known} with a table of your own cannot become one")
     family = load_family(kind)
@@ -452,9 +450,3 @@ def _parts_of(whole: int, asked: Any, field: str) -> int:
             f"{' and '.join(str(whole // n) for n in sorted(near, reverse=True))}"
         )
     return parts
-
-
-def dense_families(model_type: str) -> tuple[str, ...]:
-    """The families of dense models that can become such a mixture."""
-    dense = load_family(model_type).dense if model_type in supported_families() else None
-    return dense.of if dense else ()

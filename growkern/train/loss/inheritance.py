@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from growkern.arguments import as_list
 from growkern.errors import GrowthError, warn
+from growkern.families import dense_families
 from growkern.growth.history import directory_of
-from growkern.growth.space import dense_families
 from growkern.ops.loss import LossParts
 from growkern.ops.loss.linear_kl_mlm_loss import linear_kl_mlm_loss
 from growkern.train.distributed import is_sharded
