@@ -139,17 +139,30 @@ def outputs(model, seed=0):
 
     Of a model that reads images, those of a text with an image too.
     """
-    if takes_images(model):
-        return _run(model, images(model, seed))
-    found = text_outputs(model, seed)
-    if model.config.model_type in IMAGES:
-        inputs = image_inputs(model.config.model_type, torch.Generator().manual_seed(seed))
-        found |= {f"image {name}": x for name, x in _run(model, inputs).items()}
+    found = {}
+    for label, inputs in batches(model, seed).items():
+        mask = inputs.get("attention_mask")
+        at = torch.ones(0) if mask is None else mask.view(-1, mask.shape[-1]).bool()
+        with torch.no_grad():
+            result = run(model, inputs)
+        of = {n: x[at] if x.shape[:2] == at.shape else x for n, x in result.items()}
+        found |= {label + name: x for name, x in of.items()}
     return found
 
 
-@torch.no_grad()
-def _run(model, inputs):
+def batches(model, seed=0):
+    """Inputs that reach all of a model: what their outputs' names begin with -> keywords."""
+    if takes_images(model):
+        return {"": images(model, seed)}
+    found = {"": text_inputs(model, seed)}
+    if model.config.model_type in IMAGES:
+        rng = torch.Generator().manual_seed(seed)
+        found["image "] = image_inputs(model.config.model_type, rng)
+    return found
+
+
+def run(model, inputs):
+    """The outputs of a model in float64, by their names."""
     with Float64Everywhere():
         result = model(**inputs)
     if getattr(result, "logits_per_image", None) is not None:
@@ -184,8 +197,8 @@ def images(model, seed=0):
     return inputs
 
 
-def text_outputs(model, seed=0):
-    """Outputs at the unmasked positions of a padded batch, float64: {name: (positions, width)}."""
+def text_inputs(model, seed=0):
+    """A padded batch of random text."""
     rng = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 50, (3, 9), generator=rng)
     mask = torch.ones_like(ids)
@@ -201,9 +214,7 @@ def text_outputs(model, seed=0):
         ids[:, 2:5] = model.config.sep_token_id
     if "MultipleChoice" in type(model).__name__:
         inputs = {name: x[None] for name, x in inputs.items()}
-    at = mask.bool()
-    found = _run(model, inputs)
-    return {n: x[at] if x.shape[:2] == at.shape else x for n, x in found.items()}
+    return inputs
 
 
 def relative_error(source, grown):
