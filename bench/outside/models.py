@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from growkern.families.family import Family
+from growkern.families.model import ModelSpec
+from growkern.families.table_files import load_family
+from testbed.families import FAMILIES as TABLES
+from testbed.models import eager
+from testbed.relatives import RELATIVES
 
-TOKENS = 60
+# as many as the tests' models, whose last ones stand for images
+TOKENS = 50
 EXPECTED = "expected.pt"
 SIZES = {
     "vocab_size": TOKENS,
@@ -55,7 +61,6 @@ LONG = {
 }
 DENSE = {**GROUPED, **ROPE, "head_dim": 8}
 EXPERTS = {**DENSE, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-WHOLE = {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, **ROPE}
 KINDS = {"layer_types": 2 * ["sliding_attention", "full_attention"], "sliding_window": 4}
 GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
@@ -108,34 +113,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bert": ("BertForMaskedLM", SIZES),
-    "modernbert": (
-        "ModernBertForMaskedLM",
-        {**SIZES, "cls_token_id": 1, "sep_token_id": 2, "rope_parameters": BOTH},
-    ),
     "granite": ("GraniteForCausalLM", {**GROUPED, **ROPE}),
-    "exaone4": ("Exaone4ForCausalLM", {**DENSE, **KINDS}),
+    "exaone4": ("Exaone4ForCausalLM", {**DENSE, **KINDS, "rope_parameters": LLAMA3}),
     "mixtral": ("MixtralForCausalLM", {**DENSE, "num_local_experts": 4, "sliding_window": None}),
     "granitemoe": ("GraniteMoeForCausalLM", {**GROUPED, **ROPE, "num_local_experts": 4}),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        {
-            **DENSE,
-            **KINDS,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": YARN,
-        },
-    ),
-    "qwen2_moe": (
-        "Qwen2MoeForCausalLM",
-        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
-    ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         {**EXPERTS, "num_local_experts": 4, "norm_topk_prob": True},
     ),
-    "olmoe": ("OlmoeForCausalLM", WHOLE),
-    "flex_olmo": ("FlexOlmoForCausalLM", WHOLE),
     "glm4_moe": ("Glm4MoeForCausalLM", {**EXPERTS, **GROUPS, "rope_parameters": PARTIAL}),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
@@ -152,11 +137,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, **GROUPS, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
     ),
 }
-GROWTHS: dict[str, dict[str, Any]] = {
-    "even": {"width": 64, "portable": True},
-    "uneven": {"width": 48, "portable": True},
-    "depth": {"layers": 8, "portable": True},
-    "experts": {"num_experts_per_tok": 2},
+# fields of published configs that other software reads, and transformers does not need
+SIX = {"hidden_size": 24}
+NOT_LAST = ["linear_attention", "full_attention"]
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "cohere": SIX,
+    "deepseek_v2": {"rope_parameters": YARN},
+    "exaone_moe": {"is_moe_layer": [False, True]},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "gpt_neox": {"intermediate_size": 128},
+    "lfm2": SIX,
+    "mamba2": {"intermediate_size": 24, "ssm_state_size": 5},
+    "minimax_m2": {"shared_intermediate_size": 0, "rotary_dim": 2},
+    "phi": SIX,
+    "qwen3_next": {"layer_types": NOT_LAST, "full_attention_interval": 2, "mlp_only_layers": []},
+    "starcoder2": SIX,
+}
+# further families that some of the other software reads, with the sizes of their tests
+READ = (
+    "afmoe cohere deepseek_v2 deepseek_v32 ernie4_5_moe exaone_moe flex_olmo gemma "
+    "glm4_moe_lite glm_moe_dsa gpt_oss helium hunyuan_v1_dense lfm2 mamba2 minimax_m2 "
+    "ministral3 mistral4 modernbert nemotron nemotron_h olmo3 olmoe phi qwen2_moe qwen3_next "
+    "roberta seed_oss smollm3 stablelm starcoder2"
+)
+FAMILIES |= {name: {**TABLES, **RELATIVES}[name][:2] for name in READ.split()}
+# how many times each size of the source
+GROWTHS: dict[str, dict[str, float]] = {
+    "even": {"width": 2},
+    "uneven": {"width": 1.5},
+    "depth": {"layers": 2},
+    "experts": {},
 }
 # of dense models: what their growth by experts makes
 MIXTURES = {"mistral": "mixtral", "granite": "granitemoe", "qwen2": "qwen2_moe"}
@@ -169,7 +180,6 @@ def make(place: Path, families: Sequence[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     import growkern
-    from growkern.families.table_files import load_family
     from growkern.growth.disk.companions import complete_config
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
@@ -180,7 +190,7 @@ def make(place: Path, families: Sequence[str]) -> None:
         class_name, config = FAMILIES[name]
         model_class = getattr(transformers, class_name)
         torch.manual_seed(0)
-        model = model_class(model_class.config_class(**config))
+        model = model_class(model_class.config_class(**{**config, **PUBLISHED.get(name, {})}))
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         source = place / name / "source"
@@ -192,32 +202,32 @@ def make(place: Path, families: Sequence[str]) -> None:
         settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
         file.write_text(json.dumps(settings))
         with torch.no_grad():
-            torch.save(model.eval()(input_ids=ids()).logits, place / name / EXPECTED)
-        for growth, sizes in GROWTHS.items():
+            torch.save(eager(model.eval())(input_ids=ids()).logits, place / name / EXPECTED)
+        for growth, times in GROWTHS.items():
             if growth == "experts":
                 if name not in MIXTURES:
                     continue
                 field = load_family(MIXTURES[name]).config_field("experts")
-                sizes = {**sizes, "to": MIXTURES[name], field: 4}
-            how = _sizes(load_family(model.config.model_type), sizes)
-            if name == "modernbert" and growth == "depth":
-                how["num_hidden_layers"] = 7
-            if name.startswith("gemma3") and growth == "depth":
-                continue  # its period of 6 layers is longer than the source
-            if name in ("olmo", "flex_olmo", "olmoe") and growth == "uneven":
-                continue  # their norms have no weights, or go over all heads
-            if growkern.plan(source, **how).exact:
+                how = {"num_experts_per_tok": 2, "to": MIXTURES[name], field: 4}
+            else:
+                how = {"portable": True, **_sizes(model, times)}
+            try:
+                is_exact = growkern.plan(source, **how).exact
+            except growkern.GrowthError as error:
+                print(f"{name} has no growth {growth}: {error}", file=sys.stderr)
+                continue
+            if is_exact:
                 growkern.grow_checkpoint(source, place / name / growth, progress=False, **how)
 
 
-def _sizes(family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
-    """A growth's `width` and `layers` by the names of the config."""
-    keys = {"width": ["stream"], "layers": family.stacks.values()}
-    how = {key: value for key, value in sizes.items() if key not in keys}
-    named = [(key, value) for name, value in sizes.items() for key in keys.get(name, ())]
-    return how | {family.config_field(key): value for key, value in named}
+def _sizes(model: Any, times: dict[str, float]) -> dict[str, int]:
+    """The sizes of a growth by the names of the config; `width` and `layers` times the source's."""
+    spec = ModelSpec.of(model.config, type(model).__name__)
+    keys = {"width": ["stream"], "layers": [*spec.family.stacks.values()]}
+    grown = {key: round(n * spec.size(key)) for name, n in times.items() for key in keys[name]}
+    return {spec.family.config_field(key): size for key, size in grown.items()}
 
 
 def ids() -> torch.Tensor:
     """The tokens that every runtime reads."""
-    return torch.randint(3, TOKENS, (2, 16), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, 46, (2, 16), generator=torch.Generator().manual_seed(1))

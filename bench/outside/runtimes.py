@@ -20,7 +20,11 @@ def _model(directory: Path) -> Any:
 
     name = json.loads((directory / "config.json").read_text())["architectures"][0]
     load = getattr(transformers, name).from_pretrained
-    return load(directory, attn_implementation="eager").eval()
+    model = load(directory, attn_implementation="eager").eval()
+    if getattr(model, "_can_set_experts_implementation", bool)():
+        # grouped products want sizes that tiny models do not have
+        model.set_experts_implementation("eager")
+    return model
 
 
 def other_transformers(directory: Path) -> torch.Tensor:

@@ -413,7 +413,7 @@ def outside(results: Path) -> str:
     rows = rows_of(results, "outside")
     columns = list(dict.fromkeys((row["runtime"], row["version"]) for row in rows))
     grown = [row for row in rows if row["growth"] != "source"]
-    lines = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for family in sorted({row["family"] for row in grown}):
         cells = []
         for column in columns:
@@ -424,5 +424,6 @@ def outside(results: Path) -> str:
             told = " ".join(x.get("why", "") for x in own)
             why = next((w for text, w in REASONS.items() if re.search(text, told)), "unclear")
             cells.append((f"{sum(good)} of {len(good)}" if good else why) if own else "")
-        lines.append([f"`{family}`", *cells])
+        alike.setdefault(tuple(cells), []).append(f"`{family}`")
+    lines = [[", ".join(families), *cells] for cells, families in alike.items()]
     return table(["family", *(" ".join(column) for column in columns)], lines)

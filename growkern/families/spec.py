@@ -94,7 +94,8 @@ def follow_layers(
     """
     for name, word in fields.items():
         value = getattr(source, name, None)
-        if layers is not None and hasattr(source, name):
+        if layers is not None and value is not None:
+            # None stays: the config's class, and other software, then read another field
             setattr(config, name, followed(word, value, layers))
         elif value == []:
             given = {key: kept for key, kept in config.to_dict().items() if key != name}

@@ -71,7 +71,8 @@ def finish_target(
     for model in (small, large):
         model.check_turning()
     text = family.text(config)
-    by_layer = dict.fromkeys(family.per_layer, "is") | family.conditional(*FOLLOWING)
+    by_layer = dict.fromkeys((*family.per_layer, *_foreign_lists(small)), "is")
+    by_layer |= family.conditional(*FOLLOWING)
     has_layers = small.size(next(iter(family.stacks.values()))) > 0
     follow_layers(text, small.text, by_layer, layer_map if has_layers else None)
     if own := small.text.to_dict().get(BY_LAYER):
@@ -113,6 +114,20 @@ def finish_target(
         config._experts_implementation = "eager"
     _validate(small, finished)
     return finished
+
+
+def _foreign_lists(small: ModelSpec) -> list[str]:
+    """The fields that the config's class does not know, and that have an entry for every layer.
+
+    Other software reads such lists, as MLX does `is_moe_layer`.
+    """
+    count = small.size(next(iter(small.family.stacks.values())))
+    known = {*type(small.text).__dataclass_fields__, *(x.field for x in small.family.older)}
+    return [
+        name
+        for name, value in vars(small.text).items()
+        if isinstance(value, list) and len(value) == count and name not in known
+    ]
 
 
 def _follow_older(family: Family, source: Any, text: Any) -> None:

@@ -249,3 +249,23 @@ def test_lists_with_one_entry_per_layer_follow_their_layers(model_type, tmp_path
     how = {"num_hidden_layers": 6, "depth": "interleave"}
     grown = grown_on_disk(tmp_path, source, how)
     assert grown.config.layer_types == [kinds[layer * 4 // 6] for layer in range(6)]
+
+
+def test_lists_that_transformers_does_not_know_follow_too(tmp_path):
+    # MLX reads `is_moe_layer`; a list of another length is none of layers
+    own = {"is_moe_layer": [0, 1, 0, 1], "block": [1, 2, 3], "num_hidden_layers": 4}
+    source = random_model("LlamaForCausalLM", {**LLAMA, **own})
+    how = {"num_hidden_layers": 6, "depth": "interleave"}
+    grown = grown_on_disk(tmp_path, source, how).config
+    assert (grown.is_moe_layer, grown.block) == ([0, 0, 1, 0, 0, 1], [1, 2, 3])
+
+
+def test_numbers_of_layers_that_are_not_given_stay_so():
+    # other software reads an empty list as a model without attention
+    class_name, sizes, *_ = RELATIVES["lfm2"]
+    source = random_model(class_name, sizes)
+    assert source.config.full_attn_idxs is None
+    for numbers in (None, [0]):
+        source.config.full_attn_idxs = numbers
+        large = growkern.plan(source, num_hidden_layers=6, depth="stack").large.config
+        assert large.full_attn_idxs == (None if numbers is None else [0, 3])
