@@ -6,6 +6,7 @@ lines and tables when they are printed. Every command prints through this module
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -13,6 +14,8 @@ import sys
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any, TextIO
 
@@ -162,6 +165,28 @@ class _Clean:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         for segment in console.render(self._table, options):
             yield segment if segment.control else segment._replace(text=clean(segment.text))
+
+
+@contextlib.contextmanager
+def without_bars(progress: bool = True, others: Sequence[str] = ()) -> Iterator[None]:
+    """While active, transformers and modules of other libraries show no progress bars.
+
+    With `progress` they do where stderr is a terminal.
+    """
+    from transformers.utils import logging
+
+    def hidden(bar: Any, args: Any, options: dict[str, Any]) -> Any:
+        return bar(*args, **{**options, "disable": True})
+
+    with contextlib.ExitStack() as stack:
+        if not (progress and sys.stderr.isatty()):
+            # its switch would turn that of the Hub's client with it, and never back
+            stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(hidden))
+            for library in (import_module(name) for name in others if find_spec(name)):
+                if not library.are_progress_bars_disabled():
+                    library.disable_progress_bars()
+                    stack.callback(library.enable_progress_bars)
+        yield
 
 
 def human(number: float) -> str:

@@ -1,5 +1,6 @@
 """Facts about this package: its version, its pages, and the folders that hold its files."""
 
+import functools
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from growkern.files import parse_toml
 DOCS = "https://github.com/growkern/growkern/blob/main/docs"
 
 
+@functools.cache
 def version() -> str:
     """The version of growkern, such as "0.1.0".
 

@@ -6,6 +6,7 @@ loads the module of a door when the door is first used. So a room costs no time 
 
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ def opener(room: str, file: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
         if found[name] == room:  # a whole module
             return importlib.import_module(f"{room}.{name}")
-        return getattr(importlib.import_module(found[name]), name)
+        value = getattr(importlib.import_module(found[name]), name)
+        # Python asks again only for what the room lacks
+        setattr(sys.modules[room], name, value)
+        return value
 
     return open_door

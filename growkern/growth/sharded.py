@@ -124,7 +124,8 @@ def grow_into(
         raise GrowthError(f"missing is {missing!r}{nearest(str(missing), get_args(Missing))}")
     opened = _opened(source, revision, family, dequantize=options.dequantize)
     refuse_unreadable(opened, in_memory=True)
-    grown = plan_into(model, opened, options, missing=missing)
+    grown = plan_into(model, opened, options)
+    check_into(model, grown, missing)
     written = fill(
         model, grown, device=device, allow_nonfinite=allow_nonfinite, backend=backend,
         progress=progress,
@@ -242,17 +243,8 @@ def _opened(
     return open_source(place, allow_nonfinite=True, family=own, dequantize=dequantize)
 
 
-def plan_into(
-    model: Any,
-    opened: Source,
-    options: GrowthOptions,
-    planned: GrowthPlan | None = None,
-    missing: Missing = "error",
-) -> GrowthPlan:
-    """The plan of `grow_into`, which reads no weights. Arguments as there.
-
-    A growth that was `planned` already is compared with the model.
-    """
+def plan_into(model: Any, opened: Source, options: GrowthOptions) -> GrowthPlan:
+    """The plan of `grow_into`, which reads no weights. Arguments as there."""
     parameters = named_tensors(model)
     refuse_adapted(parameters, "the model")
     opened, options = as_mixture(opened, options, {}, model.config)
@@ -273,9 +265,11 @@ def plan_into(
         raise GrowthError(f"the model's parameters have several dtypes: {named}: build it in one")
     dtype = next(iter(dtypes), None)
     # findings would run the whole source in every process
-    if planned is None:
-        planned = plan_growth(opened, options, {}, model.config, dtype, judged=False)
-    grown = planned
+    return plan_growth(opened, options, {}, model.config, dtype, judged=False)
+
+
+def check_into(model: Any, grown: GrowthPlan, missing: Missing = "error") -> None:
+    """Check that a model can take the weights of a growth; `missing` as in `grow_into`."""
     for field in followed_fields(grown.small.family):
         value, expected = (
             getattr(grown.small.family.text(config), field, None)
@@ -287,14 +281,13 @@ def plan_into(
                 "from growkern.plan(source, ...).target_config"
             )
     refuse_idle_options(grown)
-    found = _targets(grown, parameters)
+    found = _targets(grown, named_tensors(model))
     lacking = [task.name for task in grown.tasks if task.name not in found]
     if lacking and missing == "error":
         raise GrowthError(
             f"the model has no parameter {lacking[0]}: pass the whole model. grow_into fills a "
             'stage of a pipeline, with the names of the whole model, with missing="skip"'
         )
-    return grown
 
 
 def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ def test_a_killed_data_worker_is_one_line(run, checkpoint, tmp_path, monkeypatch
     def killed(*_, **__):
         raise RuntimeError("DataLoader worker (pid(s) 123) exited unexpectedly")
 
-    monkeypatch.setattr("growkern.train.run.start.run", killed)
+    monkeypatch.setattr("growkern.train.run.run", killed)
     (tmp_path / "small").symlink_to(checkpoint)
     (tmp_path / "text").write_text("a small model grows")
     (tmp_path / "run.toml").write_text(RUN)

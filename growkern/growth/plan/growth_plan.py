@@ -21,7 +21,7 @@ from growkern.errors import GrowthError
 from growkern.families import ModelSpec, holds, read_family
 from growkern.growth.history import TABLE_SUM_KEY
 from growkern.growth.models import cpu_by_default
-from growkern.growth.options import GrowthOptions
+from growkern.growth.options import ROUTERS, GrowthOptions
 from growkern.growth.plan.advice import (
     divides,
     portability,
@@ -200,7 +200,8 @@ def with_source(plan: GrowthPlan, opened: Source, dtype: torch.dtype) -> GrowthP
 
     Its config decides about what growth leaves alone. `dtype` is that of the grown weights.
     """
-    opened, _ = as_mixture(opened, plan.options, {}, plan.target_config)
+    if plan.upcycling:
+        opened, _ = as_mixture(opened, plan.options, {}, plan.target_config)
     config = copy.deepcopy(opened.config)
     _take_changes(config, plan.small.config, plan.target_config)
     return replace(plan, source=opened, target_config=config, dtype=dtype)
@@ -346,7 +347,9 @@ def _plan_growth(
     count, fields = way_of(options.depth).count(), opened.spec.family.stacks.values()
     if count is not None and target_config is None and len(fields) == 1:
         dims.setdefault(opened.spec.family.config_field(*fields), count)
-    given, options = options, with_checksum(options)
+    has_file, is_known = options.router not in ROUTERS, MARK in options.router
+    if has_file and not is_known:
+        options = with_checksum(options)
     opened, options = as_mixture(opened, options, dims, target_config)
 
     def make(large: ModelSpec) -> GrowthPlan:
@@ -357,7 +360,7 @@ def _plan_growth(
     made = made_to_fit(opened.spec, dims, target_config, make)
     if made.upcycling:
         made.upcycling.check_sizes(made.large)
-    if judged or MARK not in given.router:
+    if has_file and (judged or not is_known):
         check_centroids(made)
     if judged:
         # findings may read norm weights, and the source may be gone when someone asks for them

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from growkern.growth.record.lineage import DTYPES, growth_plan_of, GrowthSettings, identity
     from growkern.growth.record.lineage import keep_lineage, lineage_text, misfit, plan_of_source
     from growkern.growth.record.lineage import source_files, unknown_growth, write_lineage
-    from growkern.growth.record.save import card_text, record_when_saved, without_bars
+    from growkern.growth.record.save import card_text, record_when_saved
     from growkern.growth.record.save import write_card
     from growkern.growth.record.verdict import measured_level, PLANNED_ERROR
 # fmt: on

@@ -5,24 +5,19 @@ The model card says where a checkpoint comes from, and what it computes.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from transformers.utils import logging
 
-from growkern.errors import human
+from growkern.errors import human, without_bars
 from growkern.growth.disk import STAMPED, complete_config, is_unedited, read_card, stamped
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import local_tensor
@@ -191,27 +186,6 @@ def _texts(value: Any) -> str | list[str]:
 SHARD_SIZE = "50GB"
 # entries of a weight that tell whether it was changed
 SAMPLED = 251
-
-
-@contextlib.contextmanager
-def without_bars(progress: bool = True, others: Sequence[str] = ()) -> Iterator[None]:
-    """While active, transformers and modules of other libraries show no progress bars.
-
-    With `progress` they do where stderr is a terminal.
-    """
-
-    def hidden(bar: Any, args: Any, options: dict[str, Any]) -> Any:
-        return bar(*args, **{**options, "disable": True})
-
-    with contextlib.ExitStack() as stack:
-        if not (progress and sys.stderr.isatty()):
-            # its switch would turn that of the Hub's client with it, and never back
-            stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(hidden))
-            for library in (import_module(name) for name in others if find_spec(name)):
-                if not library.are_progress_bars_disabled():
-                    library.disable_progress_bars()
-                    stack.callback(library.enable_progress_bars)
-        yield
 
 
 def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfinite: bool) -> None:

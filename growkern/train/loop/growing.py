@@ -39,7 +39,7 @@ from growkern.growth.optimizer import grow_optimizer_into
 from growkern.growth.options import DEFAULT_DEPTH, ROUTERS, GrowthOptions, Moments
 from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
 from growkern.growth.record import growth_plan_of, keep_lineage, misfit
-from growkern.growth.sharded import device_of, fill, free_gathered, named_tensors, plan_into
+from growkern.growth.sharded import check_into, device_of, fill, free_gathered, named_tensors
 from growkern.growth.source import Source, open_source
 from growkern.train.distributed import DistributedOptions, sources_of
 from growkern.train.distributed.shard import shard
@@ -279,7 +279,7 @@ def _plan_of_config(
         made = with_source(planned, source, dtype)
     model = on_meta(made.large.class_name, made.target_config, dtype)
     # what would be refused when the growth comes is refused now
-    plan_into(model, source, made.options, made)
+    check_into(model, made)
     check(model)
     return made
 
@@ -310,7 +310,8 @@ def grown_model(
         for name in ("_attn_implementation", "_experts_implementation"):
             setattr(made.target_config, name, getattr(planned.target_config, name))
     model = shard(on_meta(made.large.class_name, made.target_config, dtype), options, mesh)
-    fill(model, plan_into(model, made.source, made.options, made))
+    check_into(model, made)
+    fill(model, made)
     if source is not None:
         # the checkpoint will be deleted, and a resumed run does not know it
         made_of = replace(made.source, history=planned.source.history, directory=None)

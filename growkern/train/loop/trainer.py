@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, without_bars
 from growkern.growth.optimizer import growth_clip_norm_
-from growkern.growth.record import without_bars
 from growkern.growth.sharded import free_gathered
 from growkern.train.distributed import without_shared
 from growkern.train.loop import checks, setup

@@ -24,9 +24,8 @@ from transformers import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
 from growkern.arguments import path_of
-from growkern.errors import FOUND, GrowthError, say, warn
+from growkern.errors import FOUND, GrowthError, say, warn, without_bars
 from growkern.growth.optimizer import grow_optimizer_into
-from growkern.growth.record import without_bars
 from growkern.publish import locked
 from growkern.train.dataset import from_first, read_data
 from growkern.train.distributed import DistributedOptions

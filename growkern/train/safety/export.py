@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from growkern.errors import GrowthError, nearest
+from growkern.errors import GrowthError, nearest, without_bars
 from growkern.growth.disk import check_target, complete_config, copy_companions, may_replace
 from growkern.growth.history import history_in
 from growkern.growth.models import materialise, restore_buffers
-from growkern.growth.record import DTYPES, keep_lineage, without_bars
+from growkern.growth.record import DTYPES, keep_lineage
 from growkern.growth.source import class_in, read_config
 from growkern.publish import make_folder, read_manifest, workplace, write_manifest
 from growkern.train.distributed import has_weights, load_weights
