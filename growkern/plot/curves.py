@@ -72,7 +72,8 @@ class Curve:
     """The losses of a run, with the steps and the FLOPs so far at which they were measured.
 
     `validation` says whether these are validation losses. Steps ascend. `growths` has the FLOPs at
-    which the model grew inside the run, and `grown` the new sizes. If it was evaluated before and
+    which the model grew inside the run, `grown` the new sizes, and `began` those of a growth at its
+    start. If it was evaluated before and
     after a growth, the second point is there by one bit more FLOPs. `finished` says whether the run
     came to its end. `last` has its last step, and the steps that it was to have. `settings` are
     those of its run file. `parameters` are those of the model at the end; 0: not known. `method` is
@@ -92,6 +93,7 @@ class Curve:
     parameters: int = 0
     method: str = ""
     taught: bool = False
+    began: str = ""
 
     @property
     def from_scratch(self) -> bool:
@@ -264,7 +266,8 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
                 if name.startswith(SIZE) and not name.endswith(LOSSES)
             ]
             growths[line["growth"]] = last.get("flops", 0.0), "\n".join(sizes)
-            grows_at.add(last.get("step", 0))
+            if line["growth"]:
+                grows_at.add(last.get("step", 0))
         if "loss" in line:
             last = line
     for line in history:
@@ -277,6 +280,8 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     places = sorted(points)
     steps = tuple(step for step, _ in places)
     flops, losses = (tuple(points[place][i] for place in places) for i in (0, 1))
+    # number 0 is the growth that the run began with
+    _, began = growths.pop(0, (0.0, ""))
     at = tuple(cost for cost, _ in growths.values())
     grown = tuple(sizes for _, sizes in growths.values())
     counts = [line["parameters"] for line in history if "parameters" in line]
@@ -288,6 +293,7 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
         validation=validation,
         growths=at,
         grown=grown,
+        began=began,
         parameters=counts[-1] if counts else 0,
         taught=any("kl" in line for line in history),
     )

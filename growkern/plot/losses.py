@@ -227,7 +227,8 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
         # runs of one name grow alike
         curve = group.curves[0]
         grown = curve.grown or ("",) * len(curve.growths)
-        for cost, sizes in zip(curve.growths, grown, strict=True):
+        first = ((0.0, curve.began),) if curve.began else ()
+        for cost, sizes in (*first, *zip(curve.growths, grown, strict=True)):
             level = float(np.interp(cost, curve.flops, curve.losses))
             at, color = (group.before + cost) / unit, style_of(number).color
             words = ["grows to", *sizes.split("\n")[:MOST_SIZES]] if sizes else ["grows"]

@@ -401,6 +401,7 @@ class GrowthInRun:
         self.ends_here = self._stops = False
         self.sizes: list[ModelSize] = []
         self._began, self._parameters = 0.0, 0
+        self._first = _changes(getattr(model, "growth_plan", None))
         self._class_name = type(model).__name__.removeprefix("FSDP")
 
     def plan(
@@ -459,15 +460,10 @@ class GrowthInRun:
         self.grown, self.source = self.grown + 1, checkpoint
         return model
 
-    def _changes(self) -> dict[str, tuple[Any, Any]]:
-        """The sizes that the last growth changed, before and after it."""
-        planned = self.sizes[self.grown].plan
-        assert planned is not None
-        return {x: (old, new) for x, (old, new) in planned.size_changes().items() if old != new}
-
     def described(self, parameters: int) -> str:
         """The growth that was just made, in words; `parameters`: of the larger model."""
-        sizes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self._changes().items())
+        changes = _changes(self.sizes[self.grown].plan).items()
+        sizes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes)
         counts = f"{human(self._parameters)} -> {human(parameters)} parameters"
         seconds = time.monotonic() - self._began
         return f"the model grew: {sizes}; {counts}; in {seconds:.1f} s"
@@ -475,20 +471,25 @@ class GrowthInRun:
     def event(self, history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """What the first log line after a growth says of it; {} for any other line.
 
+        Growth 0 is that at the start of the run.
+
         Args:
             history: the lines before.
         """
         lines = [line for line in history if "loss" in line]
-        if not self.grown or any(line.get("growth") == self.grown for line in reversed(lines)):
+        changes = _changes(self.sizes[self.grown].plan) if self.grown else self._first
+        known = any(line.get("growth") == self.grown for line in lines) if self.grown else lines
+        if known or not changes:
             return {}
         last = lines[-1] if lines else {}
-        sizes = {f"growth/{name}": new for name, (_, new) in self._changes().items()}
+        sizes = {f"growth/{name}": new for name, (_, new) in changes.items()}
         before = {"growth/loss_before": last.get("mlm", last["loss"])} if last else {}
-        # the smaller model, and then the larger one
-        at = self.steps[self.grown - 1].at_step
+        # the smaller model, which the run may not have, and then the larger one
+        at = self.steps[self.grown - 1].at_step if self.grown else 0
         found = [x["eval_loss"] for x in history if x["step"] == at and "eval_loss" in x]
-        ends = zip(("growth/eval_loss_before", "growth/eval_loss_after"), found[-2:], strict=True)
-        return {"growth": self.grown, **sizes, **before, **(dict(ends) if found[1:] else {})}
+        ends = ("growth/eval_loss_before", "growth/eval_loss_after")[not self.grown :]
+        losses = zip(ends, found[-len(ends) :], strict=True) if len(found) >= len(ends) else ()
+        return {"growth": self.grown, **sizes, **before, **dict(losses)}
 
     def checkpoint(self, run: Path, step: int, saver: Saver) -> Path:
         """The checkpoint of the smaller model that the last part of the run has saved."""
@@ -532,6 +533,12 @@ class GrowthInRun:
         scheduler.lr_lambdas = [
             partial(rewarmed, rate=rate, growth=self.steps) for rate in scheduler.lr_lambdas
         ]
+
+
+def _changes(plan: GrowthPlan | None) -> dict[str, tuple[Any, Any]]:
+    """The sizes that a growth changes, before and after it."""
+    sizes = plan.size_changes() if plan else {}
+    return {name: (old, new) for name, (old, new) in sizes.items() if old != new}
 
 
 def warn_of_low_rate(steps: Sequence[GrowthStep], rate: Any, name: str) -> None:

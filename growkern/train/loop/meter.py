@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +23,17 @@ from growkern.ops.loss import LossParts
 from growkern.train.loss import DECODER_MASK, ROW_COUNTS, TAUGHT_BY, examples_of
 from growkern.train.model import IGNORE_INDEX, ModelPart, TokenCounts, inside_ddp, is_experts
 
+try:
+    import resource
+except ImportError:
+    resource = None  # type: ignore[assignment]
+
 # What a log line measures: it differs between runs that are equal otherwise. Trainer's
 # `speed_metrics` writes ..._tokens_per_second, PyTorch and Trainer name max_memory_allocated, and
-# Trainer's callbacks of TensorBoard and W&B put train/ before each name
+# SLURM maxrss. Trainer's callbacks of TensorBoard and W&B put train/ before each name
 MEASURED = (
     *("tokens_per_second", "step_time", "data_time_share", "checkpoint_time"),
-    *("max_memory_allocated", "mfu"),
+    *("max_memory_allocated", "maxrss", "mfu"),
 )
 # FLOP/s of dense products in 16 bits, for names of devices with these words; the first one counts.
 # As in `get_peak_flops` of torchtitan 0.3.0 (torchtitan/tools/utils.py), which names the page of
@@ -122,9 +128,15 @@ class Meter:
 
 
 def memory_and_peak(device: torch.device) -> tuple[dict[str, float], float]:
-    """The largest memory of this process on a GPU so far, bytes, and its FLOP/s; 0: not known."""
+    """The largest memory of this process so far, bytes, and its FLOP/s; 0: not known.
+
+    The memory is that on the GPU, or else that of the whole process.
+    """
     if device.type != "cuda":
-        return {}, 0.0
+        # not on Windows; in KiB, and on macOS in bytes
+        unit = 1 if sys.platform == "darwin" else 1024
+        used = resource and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"maxrss": used} if used and device.type == "cpu" else {}, 0.0
     name = torch.cuda.get_device_name(device)
     peak = next((flops for words, flops in PEAKS.items() if words in name), 0.0)
     return {"max_memory_allocated": torch.cuda.max_memory_allocated(device)}, peak

@@ -80,13 +80,15 @@ class TwoStageTrainer(Trainer):
     And they measure, since the last line: tokens_per_second, step_time (seconds, those of waiting
     for data included), data_time_share (the share of that waiting), checkpoint_time (seconds that
     training stood still for checkpoints), max_memory_allocated (bytes, of the first process on its
-    GPU, since the start) and mfu (FLOPs with those of teachers, as a share of what the data sheets
-    of the GPUs promise in 16 bits; only in 16 bits, on GPUs of `meter.PEAKS`).
+    GPU, since the start; on a CPU `maxrss`, of the whole process) and mfu (FLOPs with those of
+    teachers, as a share of what the data sheets of the GPUs promise in 16 bits; only in 16 bits, on
+    GPUs of `meter.PEAKS`).
 
-    The first line after a growth inside the run has its number as `growth`, the new sizes as
-    `growth/hidden_size` and so on, and the label loss of the last line before as
-    `growth/loss_before`. Its own `mlm` is the loss after it. The validation losses right before and
-    after the growth are `growth/eval_loss_before` and `growth/eval_loss_after`.
+    The first line after a growth has its number as `growth`, from 1 inside the run and 0 for that
+    of the model that it begins with. Beside it are the new sizes, as `growth/hidden_size` and so
+    on, and the label loss of the last line before as `growth/loss_before`. Its own `mlm` is the
+    loss after it. The validation losses right before and after the growth are
+    `growth/eval_loss_before` and `growth/eval_loss_after`. Growth 0 has no loss before.
 
     Args:
         model: a ...ForMaskedLM or ...ForCausalLM model, or a model of an encoder and a

@@ -164,11 +164,34 @@ GROWN = (
     + """
 [growth]
 source = "model"
-sizes = { hidden_size = 24 }
+sizes = { hidden_size = 32 }
 moments = "grow"
 optimizer = "text/a.txt"
 """
 )
+
+
+@pytest.mark.parametrize("workplace", ["bert"], indirect=True)
+def test_the_growth_at_a_start_is_told_once(workplace):
+    out, text = workplace / "out", GROWN.partition("moments")[0]
+    (workplace / "run.toml").write_text(text)
+    train(workplace / "run.toml", progress=False)
+    (out / "checkpoint-6" / "trainer_state.json").unlink()
+    (out / "model.safetensors").unlink()
+    (out / "trainer_state.json").unlink()
+    train(workplace / "run.toml", progress=False)
+    history = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    (event,) = (line for line in history if "growth" in line)
+    told = {name: value for name, value in event.items() if name.startswith("growth")}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    expected = {"growth": 0, **{f"growth/{name}": size for name, size in sizes.items()}}
+    assert event["step"] == 1
+    assert told == {**expected, "growth/eval_loss_after": history[0]["eval_loss"]}
+    assert not told.keys() & {"growth/loss_before"} and event["maxrss"] > 1e8
+    curve = read_curve(out)
+    assert not curve.growths and curve.began.startswith("hidden_size 32")
+
+
 SETTINGS = {
     GROWN: "growth.optimizer cannot be used: .*a.txt: not a file of optimizer state",
     GROWN.replace(
