@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from bench.outside.models import EXPECTED, FAMILIES, GROWTHS, make
+from bench.outside.models import EXPECTED, FAMILIES, FURTHER, GROWTHS, make
 from bench.outside.runtimes import PACKAGES, RUNTIMES
 from bench.shared.harness import parser_of
 from bench.shared.results import RESULTS, machine, write
@@ -113,11 +113,11 @@ def save(rows: list[dict[str, Any]], path: Path = RESULTS / "outside.json") -> N
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    every, parser = [*FAMILIES, *FURTHER], parser_of(__doc__)
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--runtime", nargs="+", choices=[*RUNTIMES], default=[*TOGETHER])
-    parser.add_argument("--family", nargs="+", choices=[*FAMILIES], help="these alone")
+    parser.add_argument("--family", nargs="+", choices=every, help="these alone")
     parser.add_argument("--save", action="store_true", help="save the rows for the table")
     given = parser.parse_args()
     if given.read is not None:
@@ -126,7 +126,7 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as place:
-        make(Path(place), given.family or [*FAMILIES])
+        make(Path(place), given.family or every)
         command = [sys.executable, "-m", "bench.outside", "--packages", str(given.packages)]
         with subprocess.Popen(
             [*command, "--runtime", *given.runtime, "--read", place],

@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 
-from growkern.families.model import ModelSpec
-from growkern.families.table_files import load_family
-from testbed.families import FAMILIES as TABLES
-from testbed.models import eager
-from testbed.relatives import RELATIVES
-
 # as many as the tests' models, whose last ones stand for images
 TOKENS = 50
 EXPECTED = "expected.pt"
@@ -41,12 +35,6 @@ BOTH = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 SECTIONS = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [1, 1, 2]}
-MBART = {
-    **{"vocab_size": TOKENS, "d_model": 32, "max_position_embeddings": 64},
-    **{"encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
-    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
-}
 TOWER = {
     **{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1},
     **{"num_attention_heads": 2, "patch_size": 4},
@@ -62,6 +50,7 @@ LONG = {
 DENSE = {**GROUPED, **ROPE, "head_dim": 8}
 EXPERTS = {**DENSE, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KINDS = {"layer_types": 2 * ["sliding_attention", "full_attention"], "sliding_window": 4}
+WHOLE = {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, **ROPE}
 GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {
     **{"q_lora_rank": 10, "kv_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4},
@@ -88,7 +77,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", {**GROUPED, "head_dim": 8, "rope_parameters": PARTIAL}),
     "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2}),
     "olmo": ("OlmoForCausalLM", {**GROUPED, **ROPE}),
-    "mbart": ("MBartForConditionalGeneration", MBART),
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         {
@@ -113,14 +101,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bert": ("BertForMaskedLM", SIZES),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        {**SIZES, "cls_token_id": 1, "sep_token_id": 2, "rope_parameters": BOTH},
+    ),
     "granite": ("GraniteForCausalLM", {**GROUPED, **ROPE}),
     "exaone4": ("Exaone4ForCausalLM", {**DENSE, **KINDS, "rope_parameters": LLAMA3}),
     "mixtral": ("MixtralForCausalLM", {**DENSE, "num_local_experts": 4, "sliding_window": None}),
     "granitemoe": ("GraniteMoeForCausalLM", {**GROUPED, **ROPE, "num_local_experts": 4}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **DENSE,
+            **KINDS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         {**EXPERTS, "num_local_experts": 4, "norm_topk_prob": True},
     ),
+    "olmoe": ("OlmoeForCausalLM", WHOLE),
+    "flex_olmo": ("FlexOlmoForCausalLM", WHOLE),
     "glm4_moe": ("Glm4MoeForCausalLM", {**EXPERTS, **GROUPS, "rope_parameters": PARTIAL}),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
@@ -150,18 +158,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2": SIX,
     "mamba2": {"intermediate_size": 24, "ssm_state_size": 5},
     "minimax_m2": {"shared_intermediate_size": 0, "rotary_dim": 2},
+    "olmo3": SIX,
     "phi": SIX,
     "qwen3_next": {"layer_types": NOT_LAST, "full_attention_interval": 2, "mlp_only_layers": []},
     "starcoder2": SIX,
 }
 # further families that some of the other software reads, with the sizes of their tests
-READ = (
-    "afmoe cohere deepseek_v2 deepseek_v32 ernie4_5_moe exaone_moe flex_olmo gemma "
-    "glm4_moe_lite glm_moe_dsa gpt_oss helium hunyuan_v1_dense lfm2 mamba2 minimax_m2 "
-    "ministral3 mistral4 modernbert nemotron nemotron_h olmo3 olmoe phi qwen2_moe qwen3_next "
-    "roberta seed_oss smollm3 stablelm starcoder2"
+FURTHER = (
+    *("afmoe", "cohere", "deepseek_v2", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "gemma"),
+    *("glm4_moe_lite", "glm_moe_dsa", "helium", "hunyuan_v1_dense", "lfm2", "mamba2", "mbart"),
+    *("minimax_m2", "ministral3", "mistral4", "nemotron", "nemotron_h", "olmo3", "phi"),
+    *("qwen3_next", "roberta", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 )
-FAMILIES |= {name: {**TABLES, **RELATIVES}[name][:2] for name in READ.split()}
 # how many times each size of the source
 GROWTHS: dict[str, dict[str, float]] = {
     "even": {"width": 2},
@@ -175,19 +183,26 @@ MIXTURES |= {"qwen3": "qwen3_moe"}
 
 
 def make(place: Path, families: Sequence[str]) -> None:
-    """Write the source and the targets of families into FAMILY/GROWTH."""
+    """Write the source and the targets of families into FAMILY/GROWTH.
+
+    The process that loads them has another transformers, which the tests' models do not know.
+    """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     import growkern
+    from growkern.families.table_files import load_family
     from growkern.growth.disk.companions import complete_config
+    from testbed.families import FAMILIES as TABLES
+    from testbed.models import eager
+    from testbed.relatives import RELATIVES
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(TOKENS)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w0"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
     for name in families:
-        class_name, config = FAMILIES[name]
+        class_name, config, *_ = {**TABLES, **RELATIVES, **FAMILIES}[name]
         model_class = getattr(transformers, class_name)
         torch.manual_seed(0)
         model = model_class(model_class.config_class(**{**config, **PUBLISHED.get(name, {})}))
@@ -222,6 +237,8 @@ def make(place: Path, families: Sequence[str]) -> None:
 
 def _sizes(model: Any, times: dict[str, float]) -> dict[str, int]:
     """The sizes of a growth by the names of the config; `width` and `layers` times the source's."""
+    from growkern.families.model import ModelSpec
+
     spec = ModelSpec.of(model.config, type(model).__name__)
     keys = {"width": ["stream"], "layers": [*spec.family.stacks.values()]}
     grown = {key: round(n * spec.size(key)) for name, n in times.items() for key in keys[name]}
