@@ -54,8 +54,14 @@ class ModelSpec:
             raise TableError(faults)
         model = cls(family.of_class(class_name), config, class_name)
         family = model.family
-        for refusal in family.refuse:
-            refusal.check(model.fields)
+        try:
+            for refusal in family.refuse:
+                refusal.check(model.fields)
+        except GrowthError as error:
+            raise GrowthError(
+                f"{error}; nearest: {family.model_type}, without it; growkern family draft SRC "
+                "may write a table for this config"
+            ) from error
         model.check_groups()
         model.check_transposed()
         return model

@@ -20,12 +20,13 @@ from transformers.models.auto.modeling_auto import (
 from growkern.errors import GrowthError, reason
 from growkern.families import own_family
 from growkern.files import toml_lines
-from growkern.growth.draft.probe import shapes, small_configs
+from growkern.growth.draft.probe import small_configs
 from growkern.growth.draft.sizes import Draft
 from growkern.growth.draft.table import constant_scale, table_of
 from growkern.growth.draft.walk import Walk
 from growkern.growth.own_table import TableReport, check_family, first_growths
-from growkern.growth.source import nearest_family
+from growkern.growth.source import described
+from growkern.package import DOCS
 
 # tables that a search tries
 MOST_TRIED = 10
@@ -119,18 +120,22 @@ def draft_family(config: Any) -> DraftedFamily:
     Raises:
         GrowthError: something in the class fits no rule; it names one tensor and the nearest table.
     """
-    cls = class_for(config)
-    if inner := type(config).sub_configs:
-        raise GrowthError(
-            f"{config.model_type}: its config holds others ({', '.join(inner)}), and a draft has "
-            "one stack of layers that reads text"
-        )
     try:
+        cls = class_for(config)
+        if inner := type(config).sub_configs:
+            raise GrowthError(
+                f"{config.model_type}: its config holds others ({', '.join(inner)}), and a draft "
+                "has one stack of layers that reads text"
+            )
         draft = _measured(cls, config)
         Walk(draft)
         table = table_of(draft)
     except GrowthError as error:
-        raise GrowthError(f"{error}{_nearest(cls, config)}") from error
+        what, _ = described(config.model_type, config.to_dict())
+        raise GrowthError(
+            f"{error}; {what}; extend its table by hand, and check yours with growkern family "
+            f"draft SRC --table my.toml: {DOCS}/add_model.md"
+        ) from error
     found, report, assumed = _searched(table, draft.config, cls.__name__)
     return DraftedFamily(found, report, (*draft.assumed, *assumed))
 
@@ -148,14 +153,6 @@ def _measured(cls: Any, config: Any) -> Draft:
             # classes raise errors of any type where sizes do not fit
             error = GrowthError(reason(refused))
     raise error
-
-
-def _nearest(cls: Any, config: Any) -> str:
-    """A clause that names the family most like a class, if its config alone builds it."""
-    try:
-        return f"; {nearest_family(shapes(cls, config)[0])}"
-    except Exception:
-        return ""
 
 
 def class_for(config: Any) -> Any:

@@ -9,18 +9,14 @@ files, quantised checkpoints by their config and by the dtypes of their tensors.
 from __future__ import annotations
 
 import copy
-import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatch
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from growkern.errors import GrowthError
-from growkern.families import load_family, shipped_table, supported_families
 from growkern.files import read_json
-from growkern.package import DOCS
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
 # written by torch.distributed.checkpoint
@@ -45,29 +41,6 @@ WITHOUT_WEIGHTS = (
 )
 # a config is read for the name of a class; larger ones are refused elsewhere
 MOST_BYTES = 4_000_000
-# what the tensors of a model are, by a part of the names that its nearest family lacks
-OBSTACLES = (
-    ("state-space layers (Mamba)", "mixer.A_log"),
-    ("state-space layers (Mamba)", "mamba.A_log"),
-    # of the first version, whose steps come from it
-    ("state-space layers (Mamba)", ".x_proj"),
-    ("layers of gated delta attention", "gate.A_log"),
-    ("an indexer that chooses which tokens a layer attends to", "indexer."),
-    ("keys and values compressed over several tokens", "compressor."),
-    ("several residual streams (hyper-connections)", "_hc."),
-    ("experts chosen by a token's number", "tid2eid"),
-    ("a gate on every attention head", "self_attn.g_proj"),
-    ("short convolutions", "conv."),
-    ("inputs of its own for each layer", "per_layer"),
-    ("latent attention", "kv_a_"),
-    ("experts", "experts."),
-    ("cross-attention", "cross_attn"),
-    ("cross-attention", "encoder_attn"),
-)
-# of a model's layers; more of them add no names and no kinds of layers
-FEW_LAYERS = 8
-# name -> shape of a model's tensors
-Shapes = dict[str, tuple[int, ...]]
 # task_type of an adapter -> the class that loads it with its model
 PEFT_CLASSES = {
     "CAUSAL_LM": "AutoPeftModelForCausalLM",
@@ -427,172 +400,3 @@ def refuse_adapters(model: Any, role: str) -> None:
             f"the {role} ({type(model).__name__}) has adapters of PEFT, which belong to the small "
             "weights they were trained beside: use merge_and_unload().requires_grad_()"
         )
-
-
-def known_type(data: Mapping[str, Any]) -> Any:
-    """The model_type of a config's JSON; of its class, where transformers knows that alone.
-
-    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2". MiMo-7B is another,
-    whose class is one of a table by the key `also`.
-    """
-    import transformers
-
-    kind, names = data.get("model_type"), data.get("architectures")
-    if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
-        return kind
-    cls = getattr(transformers, str(known_class(names[0])), None)
-    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    own = getattr(cls, "config_class", None) if is_model else None
-    return getattr(own, "model_type", kind)
-
-
-def known_class(name: Any) -> Any:
-    """The name that transformers has for a class of `architectures`; the name itself if none.
-
-    Either they differ by underscores and case alone, as KimiK25ForConditionalGeneration of Kimi
-    K2.5's own code and Kimi_K25ForConditionalGeneration, or a table has the name in `also`.
-    """
-    import transformers
-
-    def bare(name: str) -> str:
-        return name.replace("_", "").lower()
-
-    # `hasattr` would import the class and its modelling code, and `dir` takes 0.3 s
-    known = [*vars(transformers), *transformers.__all__]
-    if not isinstance(name, str) or name in known:
-        return name
-    also = (shipped_table(kind).get("also", {}).get(name) for kind in supported_families())
-    return next(chain((own for own in known if bare(own) == bare(name)), filter(None, also)), name)
-
-
-def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:
-    """Refuse the JSON of a config without a table; the error says what is known of such a model.
-
-    `place` is the directory with that config; "": the model is in memory.
-    """
-    raise GrowthError(
-        f"model_type {model_type!r} has no family table; {_what_it_is(model_type, data, place)}"
-    )
-
-
-def _what_it_is(model_type: str, config: Mapping[str, Any], place: str) -> str:
-    """Clauses about a model without a table: what is in the way, and what may help."""
-    within = config.get("text_config")
-    kind = known_type(within) if isinstance(within, Mapping) else None
-    if kind in supported_families():
-        return f"its text_config is a {kind}, which has a table: grow that part by itself"
-    shapes = _shapes_of(model_type, config)
-    if not shapes and isinstance(kind, str) and (shapes := _shapes_of(kind, within or {})):
-        return f"its text_config is a {kind}; {_described(shapes, place)}"
-    if shapes:
-        return _described(shapes, place)
-    import transformers
-
-    # its class may have no default for a size
-    is_known = model_type in transformers.CONFIG_MAPPING
-    tried = f"{_draft(place)} names its nearest family: {DOCS}/add_model.md; " if is_known else ""
-    return (
-        f"transformers {transformers.__version__} cannot build it from its config class alone; "
-        f"{tried}growkern.widen grows models of any class: {DOCS}/own_models.md"
-    )
-
-
-def _draft(place: str) -> str:
-    """The call that drafts a table for the model in a directory, or in memory."""
-    command = f"growkern family draft {shlex.quote(place)}"
-    return command if place else "growkern.draft_family(model.config)"
-
-
-def _described(shapes: Shapes, place: str) -> str:
-    """What stands in the way of a model with these tensors, its nearest family, what may help."""
-    unknown, likest, nearest = _compared(_short(shapes))
-    found = [what for what, part in OBSTACLES if any(part in name for name in unknown)]
-    obstacles = list(dict.fromkeys(found))
-    obstacles = obstacles or _uneven(shapes)
-    if not obstacles and unknown:
-        others = f" and {len(unknown) - 1} other tensors" if len(unknown) > 1 else ""
-        obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
-    clauses = [
-        *(f"it has {what}" for what in obstacles),
-        nearest,
-        f"{_draft(place)} writes a table of your own and checks it: {DOCS}/add_model.md",
-    ]
-    return "; ".join(clauses)
-
-
-def _uneven(shapes: Shapes) -> list[str]:
-    """The tensor of attention, if any, whose shape differs between layers."""
-    found: dict[str, set[tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        found.setdefault(re.sub(r"\.\d+\.", ".{l}.", name), set()).add(shape)
-    uneven = sorted(name for name, own in found.items() if len(own) > 1 and "attn." in name)
-    names = [".".join(name.split(".")[-3:]) for name in uneven]
-    return [f"layers whose {names[0]} differ in shape"] if names else []
-
-
-def nearest_family(names: Iterable[str]) -> str:
-    """A clause that names the family with the most of a model's tensors."""
-    return _compared(_short(names))[2]
-
-
-def _compared(names: set[str]) -> tuple[list[str], str, str]:
-    """The names that the nearest family lacks, that family, and a clause that names it."""
-    # of families with equally many of its names, the one with the fewest others
-    known = {kind: _names_in_table(kind) for kind in supported_families()}
-    likest = max(known, key=lambda kind: (len(names & known[kind]), -len(known[kind])))
-    share = len(names & known[likest]) / len(names)
-    nearest = f"nearest: {likest} ({share:.0%} of its tensor names)"
-    return sorted(names - known[likest]), likest, nearest
-
-
-def _shapes_of(model_type: str, data: Mapping[str, Any]) -> Shapes:
-    """Name -> shape of the tensors of such a model, with the flags of its config.
-
-    Sizes are those of its class, and layers are few. Empty if transformers has no such model.
-    """
-    import torch
-    import transformers
-
-    for flags, layers in (
-        (_flags(data, on=True), FEW_LAYERS),
-        (_flags(data, on=False), FEW_LAYERS),
-        ({}, FEW_LAYERS),
-        ({}, None),
-    ):
-        try:
-            # the sizes of a file that is refused could take any time
-            config = transformers.CONFIG_MAPPING[model_type](**flags)
-            text = config.get_text_config()
-            if layers is not None:
-                text.num_hidden_layers = min(layers, text.num_hidden_layers)
-            with torch.device("meta"):
-                model = transformers.AutoModel.from_config(config)
-            return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        except Exception:
-            # of any type: the model is refused in any case
-            continue
-    return {}
-
-
-def _flags(data: Mapping[str, Any], *, on: bool) -> dict[str, Any]:
-    """What a config says besides sizes: what the model has none of and, with `on`, what it has."""
-    flags = {k: v for k, v in data.items() if v in (False, on) and type(v) in (bool, int)}
-    parts = {k: v for k, v in data.items() if k.endswith("_config") and isinstance(v, Mapping)}
-    kinds = {k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v}
-    return flags | {k: _flags(part, on=on) | kinds.get(k, {}) for k, part in parts.items()}
-
-
-def _names_in_table(model_type: str) -> set[str]:
-    """The names of a family's tensors in any of its bodies."""
-    family, names = load_family(model_type), set[str]()
-    parts = {part for model_class in family.classes.values() for part in model_class.body}
-    for row in (row for part in parts for row in family.tensors[part]):
-        is_norm = row.norm and not row.alone
-        names |= {f"{row.name}.weight", f"{row.name}.bias"} if is_norm else {row.name}
-    return _short(names)
-
-
-def _short(names: Iterable[str]) -> set[str]:
-    """Names behind the number of a layer: what is before it differs between classes."""
-    behind = (re.split(r"\.(?:\d+|\{l\})\.", name, maxsplit=1)[-1] for name in names)
-    return {".".join(name.split(".")[-3:]) for name in behind}

@@ -35,6 +35,7 @@ from growkern.growth.source.files import HANDLED, STORED_FLOATS, refuse_eight_bi
 from growkern.growth.source.formats import BARE, MODULES_FILE, Format, Stamps, format_of
 from growkern.growth.source.hub import HubModel, hub_model
 from growkern.growth.source.parts import Parts, dequantised, files_of, stacked
+from growkern.growth.source.unknown import refuse_unknown
 from growkern.growth.stored import (
     OTHER_CHECKPOINT,
     Read,
@@ -221,7 +222,7 @@ def _open_model(model: Any, family: Family | None) -> Source:
     if family is None and plan:
         family = plan.small.family.whole
     elif family is None and kind not in supported_families():
-        refused.refuse_unknown(kind, model.config.to_dict())
+        refuse_unknown(kind, model.config.to_dict())
     spec = ModelSpec.of(model.config, class_of(model).__name__, family)
     for name, _ in model.named_parameters():
         refuse_flattened(name)

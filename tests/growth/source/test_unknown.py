@@ -9,12 +9,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import growkern
-from growkern.growth.source.refused import refuse_unknown
+from growkern.families.table_files import supported_families
+from growkern.growth.source.unknown import refuse_unknown
 from testbed.families import FAMILIES
 from testbed.models import random_model
 from testbed.relatives import RELATIVES
+from tests.shared import walks
 
+HYBRID = {"hidden_size": 8, "num_attention_heads": 2, "mamba_d_state": 16}
+QWEN = transformers.Qwen3Config().to_dict() | {"rope_scaling": None}
 WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}}
+
+OTHERS = sorted({*transformers.CONFIG_MAPPING} - {*supported_families()})
+LEADS_ON = r"it has [^;\n]+; nearest: \w[^;\n]* \([^;\n]+; growkern[. ][^\n]*$"
 
 
 @pytest.mark.parametrize(
@@ -25,41 +32,57 @@ WRAPPED = {"text_config": {"model_type": "mistral"}, "vision_config": {"model_ty
         ("persimmon", {}, r"nearest: \w+ \(\d+% .*\); growkern family draft /"),
         # sizes of a damaged file are not built
         ("xglm", {"num_layers": 10**9, "d_model": 10**12}, "nearest: biogpt"),
-        ("longcat_flash", {"n_routed_experts": 4}, r"it has latent attention; nearest: \w+ \("),
+        ("longcat_flash", {"n_routed_experts": 4}, r"it has .*; nearest: deepseek_v2 \("),
         # experts, too, but another family has these
-        ("jamba", {"num_experts": 4}, r"it has state-space layers \(Mamba\); .*nearest: "),
+        ("jamba", {"num_experts": 4}, r"it has state-space layers .*\(Mamba 1\); .*nearest: "),
         # a class that may have experts, of which this model has none
         ("xglm", {"num_experts": 0}, "nearest: biogpt"),
-        ("llava", WRAPPED, "its text_config is a mistral, which has a table"),
-        ("mamba", {}, r"it has state-space layers \(Mamba\); .*growkern family draft"),
+        (
+            "llava",
+            WRAPPED,
+            r"it has vision_config beside its text; nearest: mistral \(.*growkern\.grow",
+        ),
+        ("mamba", {}, r"it has state-space layers .*\(Mamba 1\); .*growkern family draft"),
         ("kimi_linear", {}, "table; it has layers of gated delta attention; nearest: "),
         ("deepseek_v4", {}, r"it has several residual streams .*nearest: deepseek_v3"),
-        ("step3p7", {}, r"it has a gate on every attention head; nearest: "),
+        ("step3p7", {}, r"it has a gate on every attention head; .*nearest: "),
         # none of these: a tensor without a rule
-        ("minimax", {}, r"it has self_attn\.diagonal_decay and \d+ other tensors, which mixtral"),
-        # a class that has no default for a size
-        ("lfm2_moe", {}, r"transformers [\d.]+ cannot build it .*growkern family draft /"),
-        (
-            "nobody",
-            {},
-            r"transformers [\d.]+ cannot build it from its config class alone; growkern.w",
-        ),
+        ("minimax", {}, r"it has self_attn\.diagonal_decay and \d+ others, which mixtral"),
+        # a class that has no default for a size: by its config's keys
+        ("lfm2_moe", {}, r"it has experts; nearest: lfm2 \(.*of its config's keys\); growkern fam"),
+        # no class: by the keys of the file
+        ("nobody", HYBRID, r"it has state-space layers \(Mamba\); .*nearest: .* growkern.widen"),
+        ("nobody", QWEN, r"nearest: qwen3 \(9\d% of its config's keys\); .*growkern plan /"),
     ],
 )
 def test_a_model_without_a_table_is_described(model_type, config, clause, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     with pytest.raises(growkern.GrowthError, match=clause) as refused:
         growkern.plan(tmp_path, hidden_size=64)
     assert f"model_type '{model_type}' has no family table" in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", OTHERS if walks.times > 1 else OTHERS[::60])
+def test_every_refusal_names_an_obstacle_a_family_and_a_command(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(growkern.GrowthError, match=LEADS_ON):
+        growkern.plan(tmp_path, hidden_size=64)
+
+
+def test_the_names_in_files_tell_what_a_model_without_a_class_is(tmp_path):
+    random_model(*RELATIVES["qwen3_moe"][:2]).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody", "sizes": [1, 2]}))
+    with pytest.raises(growkern.GrowthError, match=r"nearest: \w+ \(100% of its tensor names"):
+        growkern.plan(tmp_path, hidden_size=64)
+
+
 def test_what_its_class_may_have_and_a_model_has_not_is_no_obstacle():
-    with pytest.raises(growkern.GrowthError, match="inputs of its own for each layer"):
-        refuse_unknown("gemma4", {})
-    none = {"text_config": {"hidden_size_per_layer_input": 0}}
-    with pytest.raises(growkern.GrowthError, match=r"layers whose self_attn\.k_norm") as refused:
-        refuse_unknown("gemma4", none)
-    assert "inputs of its own" not in str(refused.value)
+    gate = "a gate on every attention head"
+    with pytest.raises(growkern.GrowthError, match=gate):
+        refuse_unknown("lfm3", {})
+    with pytest.raises(growkern.GrowthError, match="nearest: ") as refused:
+        refuse_unknown("lfm3", {"use_attention_gate": False})
+    assert gate not in str(refused.value)
 
 
 def test_a_model_in_memory_is_described_too():

@@ -1,0 +1,272 @@
+"""What is known of a model without a table: what stands in its way, and the nearest family.
+
+Tensors tell most, by their names: those of its class with the flags of its config, or of its files.
+Where there are none, and between families with equally many of them, the config's keys and values
+decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, NoReturn
+
+from growkern.errors import GrowthError
+from growkern.families import load_family, shipped_table, supported_families
+from growkern.package import DOCS
+
+# what a model has, by the names of tensors and keys that its nearest family lacks
+OBSTACLES = (
+    ("state-space layers (Mamba)", r"(mixer|mamba)\.A_log|^(mamba|ssm|time_step)_"),
+    ("state-space layers of the first version (Mamba 1)", r"(mixer|mamba)\.x_proj"),
+    ("layers of gated delta attention", r"(gate|attn)\.A_log|^linear_(attn|num)_"),
+    ("an indexer that chooses which tokens a layer attends to", r"indexer\.|^index_"),
+    ("keys and values compressed over several tokens", r"compressor\.|^compress_"),
+    ("several residual streams (hyper-connections)", r"_hc\.|^hc_"),
+    ("experts chosen by a token's number", "tid2eid|^num_hash_layers"),
+    ("a gate on every attention head", r"self_attn\.g_proj|^use_head_wise_attn_gate"),
+    ("short convolutions", r"conv\.in_proj|^conv_L_cache"),
+    ("inputs of its own for each layer", "per_layer_(input|emb|model|proj)"),
+    ("latent attention", "kv_a_|^kv_lora_rank"),
+    ("experts", r"experts\.|^(num|n)_.*experts|^moe_"),
+    ("cross-attention", r"cross_attn|encoder_attn|^cross_attention"),
+    ("convolutions over images or sound", r"patch_embed|(^|\.)conv\d?\.|^(patch|image)_size"),
+)
+# of a model's layers; more of them add no names and no kinds of layers
+FEW_LAYERS = 8
+# keys of every config, and of code on the Hub
+GENERAL = ("auto_map", "torch_dtype", "_name_or_path", "quantization_config", "use_cache")
+# keys of the config of the text, where a config has several
+TEXT = ("text_config", "llm_config", "language_config")
+# name -> shape of a model's tensors
+Shapes = dict[str, tuple[int, ...]]
+
+
+def known_type(data: Mapping[str, Any]) -> Any:
+    """The model_type of a config's JSON; of its class, where transformers knows that alone.
+
+    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2". MiMo-7B is another,
+    whose class is one of a table by the key `also`.
+    """
+    import transformers
+
+    kind, names = data.get("model_type"), data.get("architectures")
+    if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
+        return kind
+    cls = getattr(transformers, str(known_class(names[0])), None)
+    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    own = getattr(cls, "config_class", None) if is_model else None
+    return getattr(own, "model_type", kind)
+
+
+def known_class(name: Any) -> Any:
+    """The name that transformers has for a class of `architectures`; the name itself if none.
+
+    Either they differ by underscores and case alone, as KimiK25ForConditionalGeneration of Kimi
+    K2.5's own code and Kimi_K25ForConditionalGeneration, or a table has the name in `also`.
+    """
+    import transformers
+
+    def bare(name: str) -> str:
+        return name.replace("_", "").lower()
+
+    # `hasattr` would import the class and its modelling code, and `dir` takes 0.3 s
+    known = [*vars(transformers), *transformers.__all__]
+    if not isinstance(name, str) or name in known:
+        return name
+    also = (shipped_table(kind).get("also", {}).get(name) for kind in supported_families())
+    return next(chain((own for own in known if bare(own) == bare(name)), filter(None, also)), name)
+
+
+def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:
+    """Refuse the JSON of a config without a table; the error says what is known of such a model.
+
+    `place` is the directory with that config; "": the model is in memory.
+    """
+    what, nearest = described(model_type, data, place)
+    raise GrowthError(
+        f"model_type {model_type!r} has no family table; {what}; "
+        f"{_way(model_type, data, place, nearest)}"
+    )
+
+
+def described(model_type: str, config: Mapping[str, Any], place: str = "") -> tuple[str, str]:
+    """Clauses about a model, what is in its way and its nearest family; and that family."""
+    text = _text(config)
+    kind = known_type(text)
+    if kind in supported_families() and text is not config:
+        parts = (key for key in sorted(config) if key.endswith("_config") and key not in TEXT)
+        others = " and ".join(parts) or "parts"
+        return f"it has {others} beside its text; nearest: {kind} (its text_config)", kind
+    shapes = _shapes_of(model_type, config) or _shapes_of(str(kind), text)
+    names = _short(shapes or _names_in_files(place))
+    keys = _fields_of(model_type) | dict(text)
+    unknown, likest, share = _compared(names, {k: v for k, v in keys.items() if k not in _base()})
+    own = _names_in_table(likest) | _fields_of(likest).keys()
+    obstacles = [w for w, part in OBSTACLES if _has(part, unknown) and not _has(part, own)]
+    obstacles = obstacles or _uneven(shapes)
+    if not obstacles and unknown:
+        others = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        obstacles = [f"{unknown[0]}{others}, which {likest} lacks"]
+    obstacles = obstacles or [f"a class of its own, which may compute something else than {likest}"]
+    return "; ".join(
+        [*(f"it has {what}" for what in obstacles), f"nearest: {likest} {share}"]
+    ), likest
+
+
+def _has(part: str, names: Iterable[str]) -> bool:
+    return any(re.search(part, name) for name in names)
+
+
+def _way(model_type: str, data: Mapping[str, Any], place: str, nearest: str) -> str:
+    """The command that may help."""
+    import transformers
+
+    if known_type(_text(data)) == nearest:
+        return "growkern.grow grows the text alone, of a loaded model: model.get_decoder()"
+    if model_type in transformers.CONFIG_MAPPING:
+        command = f"growkern family draft {shlex.quote(place)}"
+        command = command if place else "growkern.draft_family(model.config)"
+        return f"{command} writes a table of your own and checks it: {DOCS}/add_model.md"
+    return (
+        f"transformers {transformers.__version__} has no such class: if it computes as {nearest} "
+        f"does, put that model_type into config.json and run growkern plan {shlex.quote(place)}; "
+        f"growkern.widen grows models of any class: {DOCS}/own_models.md"
+    )
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config's JSON that is of its text."""
+    parts = (config[key] for key in TEXT if isinstance(config.get(key), Mapping))
+    return next(parts, config)
+
+
+def _compared(names: set[str], keys: Mapping[str, Any]) -> tuple[list[str], str, str]:
+    """What the nearest family lacks, that family, and how much of the model it has."""
+    known = {kind: _names_in_table(kind) for kind in supported_families()}
+    most = max(len(names & own) for own in known.values())
+    # of families with equally many of its names, one with few others and a config that is alike
+    tied = (kind for kind, own in known.items() if len(names & own) == most)
+    likest = max(tied, key=lambda kind: most / len(known[kind]) + _alike(keys, kind))
+    if most:
+        return (
+            sorted(names - known[likest]),
+            likest,
+            f"({most / len(names):.0%} of its tensor names)",
+        )
+    lacks = (
+        keys.keys() - _fields_of(likest).keys() - {old.field for old in load_family(likest).older}
+    )
+    used = [key for key in sorted(lacks) if keys[key] not in (None, False, 0, "", [])]
+    return used, likest, f"({1 - len(lacks) / max(len(keys), 1):.0%} of its config's keys)"
+
+
+def _alike(keys: Mapping[str, Any], kind: str) -> float:
+    """How many keys of a config a family has, and how many with this value, of all of both."""
+    own = _fields_of(kind)
+    both = keys.keys() & own.keys()
+    equal = sum(keys[key] == own[key] for key in both)
+    return (len(both) + equal) / max(len(keys.keys() | own.keys()), 1)
+
+
+@cache
+def _base() -> frozenset[str]:
+    import transformers
+
+    fields = dataclasses.fields(transformers.PreTrainedConfig)
+    return frozenset([*(field.name for field in fields), *GENERAL, "model_type"])
+
+
+@cache
+def _fields_of(model_type: str) -> dict[str, Any]:
+    """Field -> default of a config that transformers knows, or of the one of its text."""
+    import transformers
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        return {}
+    cls = transformers.CONFIG_MAPPING[model_type]
+    text = next((cls.sub_configs[key] for key in TEXT if key in cls.sub_configs), cls)
+    # of some it may be of any kind
+    own = dataclasses.fields(cls if text is transformers.AutoConfig else text)
+    return {field.name: field.default for field in own if field.name not in _base()}
+
+
+def _names_in_files(place: str) -> Iterable[str]:
+    """The names of the tensors in a directory, if it has safetensors that can be read."""
+    from growkern.growth.source.files import read_headers
+
+    with contextlib.suppress(GrowthError, OSError):
+        return read_headers(Path(place)) if place else ()
+    return ()
+
+
+def _uneven(shapes: Shapes) -> list[str]:
+    """The tensor of attention, if any, whose shape differs between layers."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(re.sub(r"\.\d+\.", ".{l}.", name), set()).add(shape)
+    uneven = sorted(name for name, own in found.items() if len(own) > 1 and "attn." in name)
+    names = [".".join(name.split(".")[-3:]) for name in uneven]
+    return [f"layers whose {names[0]} differ in shape"] if names else []
+
+
+def _shapes_of(model_type: str, data: Mapping[str, Any]) -> Shapes:
+    """Name -> shape of the tensors of such a model, with the flags of its config.
+
+    Sizes are those of its class, and layers are few. Empty if transformers has no such model.
+    """
+    import torch
+    import transformers
+
+    for flags, layers in (
+        (_flags(data, on=True), FEW_LAYERS),
+        (_flags(data, on=False), FEW_LAYERS),
+        ({}, FEW_LAYERS),
+        ({}, None),
+    ):
+        try:
+            # the sizes of a file that is refused could take any time
+            config = transformers.CONFIG_MAPPING[model_type](**flags)
+            text = config.get_text_config()
+            if layers is not None:
+                text.num_hidden_layers = min(layers, text.num_hidden_layers)
+            with torch.device("meta"):
+                model = transformers.AutoModel.from_config(config)
+            return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        except Exception:
+            # of any type: the model is refused in any case
+            continue
+    return {}
+
+
+def _flags(data: Mapping[str, Any], *, on: bool) -> dict[str, Any]:
+    """What a config says besides sizes: what the model has none of and, with `on`, what it has."""
+    flags = {k: v for k, v in data.items() if v in (False, on) and type(v) in (bool, int)}
+    parts = {k: v for k, v in data.items() if k.endswith("_config") and isinstance(v, Mapping)}
+    kinds = {k: {"model_type": v["model_type"]} for k, v in parts.items() if "model_type" in v}
+    return flags | {k: _flags(part, on=on) | kinds.get(k, {}) for k, part in parts.items()}
+
+
+@cache
+def _names_in_table(model_type: str) -> frozenset[str]:
+    """The names of a family's tensors in any of its classes, and in files."""
+    family, names = load_family(model_type), set[str]()
+    parts = {part for own in family.classes.values() for part in (*own.body, *own.heads)}
+    for row in (row for part in parts for row in family.tensors[part]):
+        is_norm = row.norm and not row.alone
+        names |= {f"{row.name}.weight", f"{row.name}.bias"} if is_norm else {row.name}
+        names |= {*row.files}
+    return frozenset(_short(names))
+
+
+def _short(names: Iterable[str]) -> set[str]:
+    """Names behind the number of a layer: what is before it differs between classes."""
+    parts = (re.split(r"\.(?:\d+|\{l\})\.", name, maxsplit=1) for name in names)
+    plain = ([re.sub(r"\.(\d+|\{\w\})(?=\.)", "", part) for part in both] for both in parts)
+    return {".".join(both[-1].split(".")[-1 - len(both) :]) for both in plain}
