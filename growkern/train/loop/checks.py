@@ -68,7 +68,7 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 class TrainerSettings:
     """The arguments of the trainer that Trainer does not have, see there.
 
-    `planned` are the growths of a run file, for which everything was checked before.
+    Those of a run file were checked before, and `planned` are its growths; else it is None.
     """
 
     two_stage: TwoStageConfig | None
@@ -81,12 +81,7 @@ class TrainerSettings:
     growth: Sequence[GrowthStep]
     precision: str | None
     steps: StepOptions
-    planned: Sequence[GrowthPlan] | None
-
-    @property
-    def is_resolved(self) -> bool:
-        """Whether they come from a run file."""
-        return self.planned is not None
+    planned: Sequence[GrowthPlan] | None = None
 
 
 def check_settings(

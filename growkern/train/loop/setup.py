@@ -24,9 +24,7 @@ from growkern.train.loop.callbacks import LoopCallback
 from growkern.train.loop.checks import (
     TrainerSettings,
     check_accelerator,
-    check_settings,
     check_step_numbers,
-    choose_precision,
     choose_teachers,
     length_of_run,
     stages_in_steps,
@@ -60,15 +58,13 @@ HALF = (torch.bfloat16, torch.float16)
 
 def prepare(
     settings: TrainerSettings, model: Any, args: TrainingArguments, options: dict[str, Any]
-) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards, str]:
-    """Check everything that can be checked before Trainer is made, and make what it needs.
+) -> tuple[Objective, OptimizerMaker, GrowthInRun, Shards]:
+    """Make what a trainer needs before Trainer is made, and check the teachers.
 
     Args:
         model: in training. Its weights may get another dtype.
         args: of the trainer; changed where a run needs it.
     """
-    if not settings.is_resolved:
-        check_settings(settings, model, args, options)
     two_stage, growth = settings.two_stage is not None, settings.growth
     set_arguments(args, in_parts=two_stage or any(step.new_layers_steps for step in growth))
     loss = (settings.loss or LossOptions()).with_smoothing(args.label_smoothing_factor)
@@ -79,17 +75,13 @@ def prepare(
     objective = Objective(
         model, loss, settings.inheritance, teachers, tokenizer, in_stages=two_stage
     )
-    if not settings.is_resolved:
+    if settings.planned is None:
         teachers.check_objective(objective.causal)
-    take_model(objective, optimizers, model)
-    if not settings.is_resolved:
         teachers.compare(model, tokenizer, settings.teacher_tokenizer)
+    take_model(objective, optimizers, model)
     teachers.place(model, args.device)
-    wanted = settings.precision
-    precision = str(wanted) if settings.is_resolved else choose_precision(args, wanted)
-    set_precision(model, args, precision)
-    growths = GrowthInRun(growth, model)
-    return objective, optimizers, growths, Shards(model, teachers.models), precision
+    set_precision(model, args, str(settings.precision))
+    return objective, optimizers, GrowthInRun(growth, model), Shards(model, teachers.models)
 
 
 def take_model(objective: Objective, optimizers: OptimizerMaker, model: Any) -> None:
@@ -120,7 +112,7 @@ def make_collaborators(
     trainer.batches = Batches(accelerator, objective.loss.columns, **kind)
     length = partial(length_of_run, trainer)
     trainer.two_stage = stages = stages_in_steps(settings.two_stage, settings.growth, length)
-    if not settings.is_resolved:
+    if settings.planned is None:
         check_new_layers(settings.growth, trainer.growths.sizes[1:])
         rewarm_steps = trainer.optimizers.own.rewarm_steps
         check_step_numbers(trainer, stages, settings.inheritance, rewarm_steps)

@@ -12,6 +12,7 @@ when its model grows.
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,31 @@ class TwoStageTrainer(Trainer):
         settings = checks.TrainerSettings(
             *(two_stage, inheritance, teacher, teacher_tokenizer, loss, optimizer),
             *(optimizer_options, growth, precision, StepOptions(on_nonfinite, save_minutes)),
-            # see `build_trainer`
-            planned=options.pop("planned", None),
         )
+        checks.check_settings(settings, model, args, options)
+        precision = checks.choose_precision(args, precision)
+        self._begin(replace(settings, precision=precision), model, args, options)
+
+    @classmethod
+    def of_run(
+        cls, settings: checks.TrainerSettings, model: Any, args: TrainingArguments, **options: Any
+    ) -> "TwoStageTrainer":
+        """The trainer of a run file, which was checked when it was resolved."""
+        trainer = cls.__new__(cls)
+        trainer._begin(settings, model, copy.copy(args), options)
+        return trainer
+
+    def _begin(
+        self,
+        settings: checks.TrainerSettings,
+        model: Any,
+        args: TrainingArguments,
+        options: dict[str, Any],
+    ) -> None:
         early = prepare(settings, model, args, options)
-        self.objective, self.optimizers, self.growths, self.shards, self.precision = early
-        self.two_stage, self.inheritance = two_stage, inheritance
+        self.objective, self.optimizers, self.growths, self.shards = early
+        self.two_stage, self.inheritance = settings.two_stage, settings.inheritance
+        self.precision = settings.precision
         self.loss = self.objective.loss
         # Trainer switches the cache off; here each forward pass does that for itself
         with setting(model.config, "use_cache", False):

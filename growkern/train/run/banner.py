@@ -40,7 +40,7 @@ def _describe_precision(run: ResolvedRun) -> str:
     """The dtypes of the weights in training and on disk."""
     distributed = run.settings.distributed
     is_bf16 = run.settings.is_sharded and distributed and distributed.param_dtype == "bf16"
-    used = "bfloat16 over float32 shards" if is_bf16 else PRECISIONS[run.precision]
+    used = "bfloat16 over float32 shards" if is_bf16 else PRECISIONS[str(run.trainer.precision)]
     return f"{used}; the checkpoint is {str(run.model.dtype).removeprefix('torch.')}"
 
 

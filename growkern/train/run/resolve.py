@@ -399,8 +399,8 @@ class ResolvedRun:
         inputs: what else the run reads, by the names in the file: a cache may lie elsewhere
             tomorrow.
         plan: of the growth at the start.
-        planned: the growths inside the run.
         arguments: of Trainer, with the settings of the optimizer.
+        trainer: what `TwoStageTrainer` has beside these; its teacher is still to be loaded.
     """
 
     settings: Run
@@ -417,9 +417,8 @@ class ResolvedRun:
     texts: Mapping[str, list[Path]]
     inputs: Mapping[str, Path]
     plan: GrowthPlan | None
-    planned: tuple[GrowthPlan, ...]
     arguments: TrainingArguments
-    precision: str
+    trainer: TrainerSettings
 
 
 def locate(base: Path, name: str, revision: str | None = None) -> Path:
@@ -469,7 +468,8 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         # the arguments ask for the devices of all processes
         join_processes()
     args = training_arguments(run, output, progress=progress)
-    _check_together(run, args, student, teachers)
+    trainer = _settings_of(run, base, planned)
+    _check_together(run, trainer, args, student, teachers)
     check_best_metric(args, run.data.validation_names)
     return ResolvedRun(
         settings=run,
@@ -486,9 +486,8 @@ def resolve(run: Run, base: Path, *, progress: bool = True) -> ResolvedRun:
         texts=texts,
         inputs=inputs,
         plan=plan,
-        planned=planned,
         arguments=args,
-        precision=choose_precision(args, run.training.precision),
+        trainer=replace(trainer, precision=choose_precision(args, run.training.precision)),
     )
 
 
@@ -537,19 +536,26 @@ def _student(model: Checkpoint, plan: GrowthPlan | None) -> Any:
     return model.without_weights()
 
 
+def _settings_of(run: Run, base: Path, planned: Sequence[GrowthPlan]) -> TrainerSettings:
+    """The settings of a run's trainer, without its teacher."""
+    training = run.training
+    return TrainerSettings(
+        *(run.two_stage, run.inheritance, None, None, run.loss, training.optimizer, run.optimizer),
+        *([growth.inside(base) for growth in run.later_growths], training.precision),
+        *(StepOptions(training.on_nonfinite, training.save_minutes), planned),
+    )
+
+
 def _check_together(
-    run: Run, args: TrainingArguments, student: Any, teachers: Sequence[Checkpoint]
+    run: Run,
+    settings: TrainerSettings,
+    args: TrainingArguments,
+    student: Any,
+    teachers: Sequence[Checkpoint],
 ) -> None:
     """Check what a trainer checks of its arguments and callbacks; see `check_together`."""
-    training, growths = run.training, run.later_growths
-    if training.expert_balancing is not None:
-        ExpertBalancing(training.expert_balancing).watch(student)
-    settings = TrainerSettings(
-        *(run.two_stage, run.inheritance, None, None, run.loss),
-        *(training.optimizer, run.optimizer, growths, training.precision),
-        StepOptions(training.on_nonfinite, training.save_minutes),
-        planned=(),
-    )
+    if run.training.expert_balancing is not None:
+        ExpertBalancing(run.training.expert_balancing).watch(student)
     runs = run.teacher is None or run.teacher.is_model
     models = [teacher.without_weights() for teacher in teachers] if runs else None
     facts = {"sharded": run.is_sharded, "has_length": not run.data.streaming}

@@ -9,13 +9,12 @@ of the checkpoint that the run began with, its tokenizer, the log history `train
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ from growkern.train.run.resolve import (
     is_ours,
     resolve,
 )
-from growkern.train.safety import SignalWatch, StepOptions, close_staging, last_checkpoint, step_of
+from growkern.train.safety import SignalWatch, close_staging, last_checkpoint, step_of
 from growkern.train.topk_teacher import TopKTeacher
 
 
@@ -215,7 +214,7 @@ def build_trainer(
     run: ResolvedRun, *, progress: bool = True, first_start: bool = True
 ) -> TwoStageTrainer:
     """Load the models and the data of a run and make its trainer; see `build_model`."""
-    settings, training, tokenizer = run.settings, run.settings.training, run.tokenizer
+    settings, training = run.settings, run.settings.training
     state = settings.first_growth and settings.first_growth.optimizer
     if first_start and state and not (run.base / state).exists():
         raise GrowthError(f"growth.optimizer cannot be used: {run.base / state}: no such file")
@@ -237,24 +236,15 @@ def build_trainer(
     teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
-    trainer = TwoStageTrainer(
+    trainer = TwoStageTrainer.of_run(
+        replace(run.trainer, teacher=rows_of_teacher or teachers),
         model,
-        copy.copy(run.arguments),
-        two_stage=settings.two_stage,
-        inheritance=settings.inheritance,
-        teacher=rows_of_teacher or teachers,
-        loss=settings.loss,
-        growth=[growth.inside(run.base) for growth in settings.later_growths],
-        optimizer=training.optimizer,
-        optimizer_options=settings.optimizer,
-        processing_class=tokenizer,
+        run.arguments,
+        processing_class=run.tokenizer,
         train_dataset=data.train,
         eval_dataset=data.validation,
         data_collator=run.collator,
         callbacks=None if speed is None else [ExpertBalancing(speed)],
-        precision=run.precision,
-        **{field.name: getattr(training, field.name) for field in fields(StepOptions)},
-        planned=run.planned,
     )
     # so that the curves of small and grown models begin alike
     trainer.evaluates_first = "eval_on_start" not in (settings.trainer or {})
