@@ -3,7 +3,6 @@
 import inspect
 import math
 import re
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from growkern.families.model import ModelSpec
 from growkern.growth.models import restore_buffers
 from growkern.growth.outputs import input_names
-from growkern.growth.record.compare import inverse
-from growkern.growth.record.lineage import origin_of
+from growkern.growth.plan import kind_of
 
 transformers.logging.set_verbosity_error()
 
@@ -101,8 +99,7 @@ def as_stored(model, directory):
 
 def fold_back(plan, task, grown):
     """One grown tensor in the source's shape again, float64."""
-    space_of = partial(plan.layout.space, layer=task.source_layer)
-    return inverse(origin_of(plan, task), space_of, grown)
+    return kind_of(plan, task).inverse(grown)
 
 
 # the token that stands for a patch of an image, and inputs of an image of four patches, or of two

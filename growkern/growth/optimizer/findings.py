@@ -5,7 +5,6 @@ from __future__ import annotations
 from growkern.errors import GrowthError, nearest
 from growkern.growth.optimizer.moments import (
     entry_factors,
-    has_known_gradient,
     has_matrices,
 )
 from growkern.growth.plan import Finding, GrowthPlan, PlanOfModel, check_plan, kind_of
@@ -93,7 +92,7 @@ def _exceptions(plan: GrowthPlan) -> list[Finding]:
     if any(kind.idle is not None for kind in kinds):
         why = "they have their source's mean of squares, and a mean of 0"
         result.append(Finding("approximate", "new experts", why))
-    if not all(has_known_gradient(plan, task) for task in plan.tasks):
+    if not all(kind.has_known_gradient for kind in kinds):
         why = (
             "symmetry='split': the copies' shares of the gradient are unknown; their moments "
             "and step counts start at 0"

@@ -243,34 +243,11 @@ def starts_at_zero(plan: GrowthPlan, task: Task, moments: str) -> bool:
     """True if moments and step count start at 0, as in experts whose outputs are zero."""
     if moments == "old_slices" and not is_first_copy(plan, task):
         return True
-    if moments == "grow" and not has_known_gradient(plan, task):
+    kind, upcycling = kind_of(plan, task), plan.upcycling
+    if moments == "grow" and not kind.has_known_gradient:
         return True
-    upcycling = plan.upcycling
     is_beside = upcycling is not None and upcycling.adds_nothing(task.tensor.row)
-    return is_beside or moments == "reset" or kind_of(plan, task).is_new
-
-
-def has_known_gradient(plan: GrowthPlan, task: Task) -> bool:
-    """False if the source's gradient does not tell that of the target's copies.
-
-    With symmetry="split", every reader of a residual stream takes shares of its own, and attention
-    reads heads by other shares than the projection above it. The gradient that comes back to a
-    copy is then no fixed share of the source's. Only FFN units and the outputs of most norms have a
-    single kind of reader. A norm over units mixes their gradients.
-    """
-    if plan.options.symmetry != "split":
-        return True
-    written: list[str] = []
-    for axis in task.tensor.axes:
-        role, _, names = axis.partition(":")
-        written += names.split("|") if names and role != "read" else []
-    spaces = [plan.small.family.spaces[name] for name in written]
-    return not any(
-        space.kind in ("stream", "heads")
-        or space.weighted
-        or (space.kind == "units" and space.size == "stream")
-        for space in spaces
-    )
+    return is_beside or moments == "reset" or kind.is_new
 
 
 def grow_moment(

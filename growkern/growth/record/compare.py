@@ -1,23 +1,15 @@
 """Compares a grown model with its source and its plan: its record, its tensors and its outputs.
 
-A grown weight is brought into the source's shape again, W = P_out U E_in. That needs the maps of a
-growth alone, and none of the code that builds tensors.
-
-    written axis    copies are averaged, weighted with the shares of their readers
-    read axis       copies are summed, weighted with the coefficients of their writers
-    other axes      the leading entries are taken, as of a vocabulary
-
-Shares sum to 1, and noise cancels in the sums. Sums are float64. Extra coordinates are left out, as
-they hold nothing of the source.
+A grown weight is brought into the source's shape again, W = P_out U E_in, by the inverse of its
+kind (`growkern.growth.plan.tensors.gather`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +48,6 @@ from growkern.growth.record.lineage import (
     without_times,
 )
 from growkern.growth.source import Source
-from growkern.growth.space import Space
 from growkern.package import version
 
 # config fields that tell how a model was saved or loaded, and do not change the model
@@ -65,42 +56,6 @@ NOT_THE_MODEL = ("transformers_version", "architectures", "dtype")
 FAILING = "share of outputs not finite"
 # fields that do not decide the result: the version, and sentences about it
 NOT_COMPARED = {"growkern", "findings"}
-
-
-def inverse(origin: Origin, space_of: Callable[[str], Space], grown: Tensor) -> Tensor:
-    """A grown tensor that holds copies of one source tensor, in that one's shape, float64.
-
-    Args:
-        space_of: the space of a name, in the layer of the tensor.
-        grown: the target tensor, of the origin's shape. Norms have no such inverse.
-    """
-    x = grown.double()
-    for dim, (axis, size) in enumerate(zip(origin.axes, origin.source_shape, strict=True)):
-        entry, coefficient = _copies(axis, size, space_of)
-        kept = coefficient.nonzero().flatten()
-        across = (-1, *(1 for _ in x.shape[dim + 1 :]))
-        weighted = x.index_select(dim, kept) * coefficient[kept].view(across)
-        shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-        x = x.new_zeros(shape).index_add_(dim, entry[kept], weighted)
-    return x / origin.factor
-
-
-def _copies(axis: str, size: int, space_of: Callable[[str], Space]) -> tuple[Tensor, Tensor]:
-    """Of the target entries of an axis: the source entry of each, and its weight in the sum."""
-    role, _, names = axis.partition(":")
-    if not names:
-        return torch.arange(size), torch.ones(size, dtype=torch.float64)
-    entries, weights, factors, offset = [], [], [], 0
-    for space in map(space_of, names.split("|")):
-        weight = space.write if role == "read" else space.read
-        entries.append(torch.where(space.is_extra, 0, space.read_index + offset))
-        weights.append(torch.where(space.is_extra, 0.0, weight))
-        factors.append(space.scale(role))
-        offset += space.source
-    entry, weight, factor = torch.cat(entries), torch.cat(weights), torch.cat(factors)
-    # copies of an entry give it back
-    total = torch.zeros(size, dtype=torch.float64).index_add_(0, entry, factor * weight)
-    return entry, weight / total[entry]
 
 
 def version_notes(lineage: Lineage) -> list[str]:
@@ -222,7 +177,7 @@ def compare_tensors(plan: GrowthPlan, grown: Source) -> tuple[TensorGroup, ...]:
 def _compared(plan: GrowthPlan, task: Task, actual: Tensor, expected: Tensor) -> _Compared:
     origin = origin_of(plan, task)
     rebuilt, within = _rebuilt_error(actual, expected, _copies_of(plan, task, origin))
-    back = _inverse_error(plan, task, origin, actual)
+    back = _inverse_error(plan, task, actual)
     if back is not None:
         allowed = WEIGHT_ROUNDINGS if actual.dtype.itemsize == 2 else 16
         within &= back <= allowed * torch.finfo(actual.dtype).eps
@@ -281,22 +236,21 @@ def _rebuilt_error(actual: Tensor, expected: Tensor, copies: Tensor) -> tuple[fl
     return (difference.max() / scale).item(), bool(within.all()) and not is_shifted
 
 
-def _inverse_error(plan: GrowthPlan, task: Task, origin: Origin, grown: Tensor) -> float | None:
+def _inverse_error(plan: GrowthPlan, task: Task, grown: Tensor) -> float | None:
     """`WEIGHT_ERROR` of a grown weight; None if not all of it comes from one source tensor.
 
     Over the source's finite entries. Infinity if others are finite, or these are not.
     """
-    is_weight = not (task.tensor.norm or task.tensor.is_copied)
-    if origin.holds != "copies" or task.upper is not None or not is_weight:
+    kind = kind_of(plan, task)
+    if not kind.has_inverse:
         return None
-    space_of = partial(plan.layout.space, layer=task.source_layer)
-    back = inverse(origin, space_of, grown)
+    back = kind.inverse(grown)
     truth = plan.source.read(task.source).cpu().double()
     if bool((back.isfinite() != truth.isfinite()).any()):
         return math.inf
     # a copy below the smallest normal number is rounded as coarsely as that number
     tiny = torch.full_like(grown, torch.finfo(grown.dtype).tiny)
-    least = torch.maximum(truth.abs(), inverse(origin, space_of, tiny).abs())
+    least = torch.maximum(truth.abs(), kind.inverse(tiny).abs())
     finite = truth.isfinite()
     back, truth, least = back[finite], truth[finite], least[finite]
     if not truth.numel():

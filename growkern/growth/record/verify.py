@@ -5,7 +5,7 @@ There are four independent checks, from cheap to expensive:
     lineage  the lineage file of a directory agrees with a new plan and with the source's files
     rebuilt  every tensor equals the one that the plain PyTorch backend builds from the plan: copies
              bit for bit, sums and what was grown into another dtype up to rounding
-    inverse  every weight gives back the source's, P_out U E_in = W (`record.inverse`). This shows
+    inverse  every weight gives back the source's, P_out U E_in = W (`Gather.inverse`). This shows
              that the function is kept, without a forward pass and without the code of growth
     outputs  source and grown model are compared on the same tokens: logits, KL, top-1, and greedy
              generation with a cache. Models of up to 50 million parameters run in float64. Larger

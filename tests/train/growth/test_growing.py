@@ -18,7 +18,7 @@ from transformers import (
 
 import growkern
 from growkern import GrowthError, GrowthStep, TwoStageConfig, TwoStageTrainer
-from growkern.train.loop.growing import new_part, sizes_of_run
+from growkern.train.loop.growing import are_above, new_part, sizes_of_run
 from growkern.train.model.sub_model import ModelPart, layer_stacks
 from testbed.tiny import VOCAB, Batches, build
 from tests.shared import walks
@@ -382,6 +382,15 @@ def test_each_stack_trains_the_layers_that_it_gains():
         assert new_part(4, growth, size) == ModelPart(max(depths), trained)
         assert [n - added for n, added in zip(depths, trained, strict=True)] == [3, 2]
         assert new_part(5, growth, size) is None
+
+
+@pytest.mark.parametrize(
+    ("depth", "above"),
+    [("stack", True), ((0, 1, 0), True), ((0, 0, 1), False), ("identity", False)],
+)
+def test_new_layers_are_above_by_their_places(depth, above):
+    step = GrowthStep(at_step=2, sizes={"num_hidden_layers": 3}, depth=depth)
+    assert are_above(sizes_of_run(build("bert", layers=2), [step])[1]) == above
 
 
 @pytest.mark.parametrize(

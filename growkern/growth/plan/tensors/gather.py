@@ -123,7 +123,73 @@ class Gather:
         tensor = self.task.tensor
         return self.plan.layout.family.norm.offset(tensor.is_bias) if tensor.norm else 0.0
 
+    # ---- for `growkern.verify`: by the maps alone, and without code that builds tensors
+
+    @property
+    def has_inverse(self) -> bool:
+        """True if a grown tensor gives the source's back."""
+        return self.holds == "copies" and self.task.upper is None
+
+    def inverse(self, grown: Tensor) -> Tensor:
+        """A grown tensor in the source's shape, float64.
+
+            written axis    copies are averaged, weighted with the shares of their readers
+            read axis       copies are summed, weighted with the coefficients of their writers
+            other axes      the leading entries are taken, as of a vocabulary
+
+        Shares sum to 1, and noise cancels in the sums. Extra coordinates are left out, as they hold
+        nothing of the source.
+        """
+        x = grown.double()
+        for dim, axis in enumerate(self.task.tensor.axes):
+            entry, coefficient = self._copies(axis)
+            kept = coefficient.nonzero().flatten()
+            across = (-1, *(1 for _ in x.shape[dim + 1 :]))
+            weighted = x.index_select(dim, kept) * coefficient[kept].view(across)
+            shape = (*x.shape[:dim], self.plan.small.axis_size(axis), *x.shape[dim + 1 :])
+            x = x.new_zeros(shape).index_add_(dim, entry[kept], weighted)
+        return x / self.factor
+
+    def _copies(self, axis: str) -> tuple[Tensor, Tensor]:
+        """Of the target entries of an axis: the source entry of each, and its weight in the sum."""
+        (role, _, names), size = axis.partition(":"), self.plan.small.axis_size(axis)
+        if not names:
+            return torch.arange(size), torch.ones(size, dtype=torch.float64)
+        entries, weights, factors, offset = [], [], [], 0
+        for name in names.split("|"):
+            space = self.plan.layout.space(name, self.task.source_layer)
+            weight = space.write if role == "read" else space.read
+            entries.append(torch.where(space.is_extra, 0, space.read_index + offset))
+            weights.append(torch.where(space.is_extra, 0.0, weight))
+            factors.append(space.scale(role))
+            offset += space.source
+        entry, weight, factor = torch.cat(entries), torch.cat(weights), torch.cat(factors)
+        # copies of an entry give it back
+        total = torch.zeros(size, dtype=torch.float64).index_add_(0, entry, factor * weight)
+        return entry, weight / total[entry]
+
     # ---- for optimizers, see (2) and (4) of `growth.optimizer.moments`
+
+    @property
+    def has_known_gradient(self) -> bool:
+        """False if the source's gradient does not tell that of the target's copies.
+
+        With symmetry="split", every reader of a residual stream takes shares of its own, and
+        attention reads heads by other shares than the projection above it. The gradient that comes
+        back to a copy is then no fixed share of the source's. Only FFN units and the outputs of
+        most norms have a single kind of reader. A norm over units mixes their gradients.
+        """
+        if self.plan.options.symmetry != "split":
+            return True
+        axes = (axis.partition(":") for axis in self.task.tensor.axes)
+        written = [name for role, _, names in axes if role != "read" for name in names.split("|")]
+        spaces = [self.plan.small.family.spaces[name] for name in written if name]
+        return not any(
+            space.kind in ("stream", "heads")
+            or space.weighted
+            or (space.kind == "units" and space.size == "stream")
+            for space in spaces
+        )
 
     @property
     def is_new(self) -> bool:
@@ -266,6 +332,8 @@ class Gather:
 
 class Kept(Gather):
     """A tensor whose numbers are the same with every method of growth."""
+
+    has_inverse = False
 
 
 class Stored(Kept):

@@ -25,6 +25,8 @@ from growkern.ops import expand as ops
 class Norm(Gather):
     """A norm of the source, between copies."""
 
+    has_inverse = False
+
     @property
     def names(self) -> tuple[str, ...]:
         """The spaces that the norm reads and writes."""

@@ -70,7 +70,7 @@ class Baseline:
     usual: Gather
 
     # the record has no factors, and the names of sources as they are
-    factor, offset = 1.0, 0.0
+    factor, offset, has_inverse = 1.0, 0.0, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.usual, name)
