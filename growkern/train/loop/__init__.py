@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from growkern.train.loop.growing import check_new_layers, check_order, grown_model, GrowthStep
     from growkern.train.loop.growing import later_sizes, ModelSize, on_meta, options_of
     from growkern.train.loop.growing import unfilled_model
-    from growkern.train.loop.trainer import TwoStageTrainer
+    from growkern.train.loop.trainer import trainer_of_run, TwoStageTrainer
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

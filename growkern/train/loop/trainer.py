@@ -160,15 +160,6 @@ class TwoStageTrainer(Trainer):
         precision = checks.choose_precision(args, precision)
         self._begin(replace(settings, precision=precision), model, args, options)
 
-    @classmethod
-    def of_run(
-        cls, settings: checks.TrainerSettings, model: Any, args: TrainingArguments, **options: Any
-    ) -> "TwoStageTrainer":
-        """The trainer of a run file, which was checked when it was resolved."""
-        trainer = cls.__new__(cls)
-        trainer._begin(settings, model, copy.copy(args), options)
-        return trainer
-
     def _begin(
         self,
         settings: checks.TrainerSettings,
@@ -547,3 +538,12 @@ class TwoStageTrainer(Trainer):
         if own := self.optimizers.products(self.model):
             flops["the optimizer"] = own
         return flops
+
+
+def trainer_of_run(
+    settings: checks.TrainerSettings, model: Any, args: TrainingArguments, **options: Any
+) -> TwoStageTrainer:
+    """The trainer of a run file. All of it was checked when the file was resolved."""
+    trainer = TwoStageTrainer.__new__(TwoStageTrainer)
+    trainer._begin(settings, model, copy.copy(args), options)
+    return trainer

@@ -37,6 +37,7 @@ from growkern.train.loop import (
     grown_model,
     stages_in_steps,
     steps_per_epoch,
+    trainer_of_run,
     unfilled_model,
 )
 from growkern.train.run.banner import end, header, print_lines
@@ -236,7 +237,7 @@ def build_trainer(
     teachers: Any = [_build_teacher(run, teacher) for teacher in run.teachers] or None
     if settings.teacher is not None and settings.teacher.names:
         teachers = dict(zip(settings.teacher.names, teachers, strict=True))
-    trainer = TwoStageTrainer.of_run(
+    trainer = trainer_of_run(
         replace(run.trainer, teacher=rows_of_teacher or teachers),
         model,
         run.arguments,
