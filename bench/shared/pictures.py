@@ -17,7 +17,7 @@ from growkern.growth.source.config import read_config
 from growkern.growth.source.hub import hub_model
 from growkern.growth.space.layout import Layer
 from growkern.plot.curves import HEADS, Curve, runs_by_name, savings_cells
-from growkern.plot.figure import COLORS, GREY, new_figure
+from growkern.plot.figure import COLORS, GREY, MARKERS, new_figure
 from growkern.plot.losses import draw as draw_losses
 
 Row = dict[str, Any]
@@ -36,24 +36,24 @@ def draw_early(folder: Path) -> list[Path]:
         return []
     figure = new_figure(4.4)
     axes = figure.add_axes((0.07, 0.13, 0.9, 0.82))
-    for (system, words), color in zip(
-        tables.EARLY_SYSTEMS, (GREY, "black", *COLORS[1:4]), strict=True
-    ):
+    colors = (GREY, "black", *COLORS[1:4])
+    for (system, words), color, marker in zip(tables.EARLY_SYSTEMS, colors, MARKERS, strict=True):
         before, runs = tables.flops_before(rows, system), tables.early_runs(rows, system)
         runs = sorted((r for r in runs if "loss" in r), key=lambda row: row["flops"])
         trunk = [row for row in runs if not row["ends a run"]]
         ends = [row for row in runs if row["ends a run"]]
-        for part, style in ((trunk, "-"), (ends, "o")):
+        for part, style in ((trunk, "-"), (ends, marker)):
             x, y = [(before + r["flops"]) / 1e16 for r in part], [r["loss"] for r in part]
-            axes.plot(
-                x, y, style, color=color, label=words.replace("`", "") if part is ends else None
-            )
+            label = words.replace("`", "") if part is ends else None
+            # ends lie close together
+            axes.plot(x, y, style, color=color, fillstyle="none", markersize=8, label=label)
     mark = tables.early_runs(rows, "scratch", ends=True)[-1]["loss"]
     axes.axhline(mark, color="black", linestyle=":", linewidth=1)
     axes.set_ylim(1.9, 4.2)
-    axes.set_xlabel("training FLOPs, 1e16, the small model's included")
-    axes.set_ylabel("validation loss")
-    axes.legend(title="lines: while training; points: ends of runs", frameon=False)
+    axes.set_xlabel("training FLOPs, 1e16, the small model's included", fontsize=READABLE)
+    axes.set_ylabel("validation loss", fontsize=READABLE)
+    title = "lines: while training; points: ends of runs;\ndotted: the loss from scratch"
+    axes.legend(title=title, frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(folder / "early.png")

@@ -22,7 +22,6 @@ from growkern.plot.curves import (
     Curve,
     Group,
     best_never_grown,
-    first_crossing,
     read_curve,
     runs_by_name,
     shares,
@@ -197,14 +196,6 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.7}
         named = {"label": plain(group.title), "gid": "curve"}
         axes.plot(flops / unit, losses.mean(0), **line, **marked, **named)
-        # a single group has nothing to compare with
-        for curve, mark in zip(group.curves, group.marks, strict=True) if len(groups) > 1 else ():
-            cost = first_crossing(curve.flops, curve.losses, mark)
-            if cost is not None:
-                point = {"marker": style.marker, "color": style.color, "markersize": 9}
-                # a curve may begin below the mark
-                at = [(group.before + cost) / unit], [min(mark, curve.losses[0])]
-                axes.plot(*at, markeredgecolor="white", **point)
     kind = "validation loss" if groups[0].curves[0].validation else "training loss"
     has_band = any(len(group.curves) > 1 for group in groups)
     band = "; line: mean of the runs, band: min to max" if has_band else ""
@@ -315,13 +306,12 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
         }
         axes.text(0.055, number - 0.2, **said, **kept)
     before = any(group.before for group in groups)
+    many = "; grey line: min to max" if any(len(group.curves) > 1 for group in groups) else ""
     hatched = "; hatched: the small model's training (grey curve)" if before else ""
-    many = any(len(group.curves) > 1 for group in groups)
-    large = " (large markers above: one for each run)" if many else ""
     marks = groups[0].marks
     its = f"the loss of {plain(groups[0].title)}"
     loss = f"loss {marks[0]:.3f}" if len(set(marks)) == 1 else its
-    axes.set_title(f"FLOPs to reach {loss}{large}{hatched}", fontsize=TEXT, loc="left")
+    axes.set_title(f"FLOPs to reach {loss}{many}{hatched}", fontsize=TEXT, loc="left")
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.set_yticks([])
     axes.grid(alpha=0.25, axis="x")
