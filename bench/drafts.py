@@ -71,9 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     kinds = sorted(given.only or KINDS & {*transformers.CONFIG_MAPPING})
     if not given.against and not given.only:
-        measure_all(
-            "drafts", drafted(kinds), machine() | {"transformers": transformers.__version__}
-        )
+        where = machine() | {"transformers": transformers.__version__}
+        measure_all("drafts", drafted(kinds), where)
         return 0
     rows = []
     for row in drafted(kinds):

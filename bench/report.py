@@ -107,7 +107,13 @@ def families(results: Path) -> str:
             by_sizes.setdefault(sizes, []).append(f"`{model_type}`")
     heads = ["`model_type`", "exact hidden sizes", "classes"]
     kinds = [[", ".join(names), sizes] for sizes, names in by_sizes.items()]
-    return table(heads, lines) + "\n\n" + table(["`model_type`", "sizes that grow"], kinds)
+    public = (ROOT / "tests/families/newest.jsonl").read_text().splitlines()
+    plans = sum('"refused":' not in row for row in public)
+    said = (
+        f"{plans} of the {len(public)} newest public configs in the tests plan; others are refused."
+    )
+    both = table(heads, lines), table(["`model_type`", "sizes that grow"], kinds)
+    return "\n\n".join((*both, said))
 
 
 def _beside(sizes: Collection[str], usual: Collection[str]) -> str:

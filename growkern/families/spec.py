@@ -370,7 +370,8 @@ class Refusal:
         else:
             refused = value == self.value or (isinstance(value, list) and self.value in value)
         if refused:
-            raise GrowthError(f"config.{self.field.lstrip('.')}={value}: {self.why}")
+            shown = self.value if isinstance(value, list) else value
+            raise GrowthError(f"config.{self.field.lstrip('.')}={shown}: {self.why}")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ OBSTACLES = (
     ("state-space layers (Mamba)", r"(mixer|mamba)\.A_log|^(mamba|ssm|time_step)_"),
     ("state-space layers of the first version (Mamba 1)", r"(mixer|mamba)\.x_proj"),
     ("layers of gated delta attention", r"(gate|attn)\.A_log|^linear_(attn|num)_"),
-    ("an indexer that chooses which tokens a layer attends to", r"indexer\.|^index_"),
+    (
+        "an indexer that chooses which tokens a layer attends to",
+        r"indexer\.|^(index|sparse_att\w+)_",
+    ),
     ("keys and values compressed over several tokens", r"compressor\.|^compress_"),
     ("several residual streams (hyper-connections)", r"_hc\.|^hc_"),
     ("experts chosen by a token's number", "tid2eid|^num_hash_layers"),
