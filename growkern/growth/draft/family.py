@@ -72,8 +72,20 @@ class DraftedFamily:
         return found
 
     @property
+    def measured(self) -> tuple[str, ...]:
+        """What changed fields and the values in a tiny model showed, one line each."""
+        norm, config = self.content.get("norm", {}), self.content.get("config", {})
+        fields = (size.get("field") if isinstance(size, dict) else size for size in config.values())
+        number = sum(map(len, self.content["tensors"].values()))
+        return (
+            f"sizes, by the axes that they move: {', '.join(f for f in fields if type(f) is str)}",
+            f"what {number} kinds of tensors read and write, by the values in a tiny model",
+            f"norms, by vectors: {norm.get('kind')}, {norm.get('placement')}",
+        )
+
+    @property
     def _notes(self) -> list[str]:
-        """Whether the table is verified, and what is assumed, refused and wrong, a line each."""
+        """Whether the table is verified, and what is measured, assumed, refused and wrong."""
         name, flags = next(reversed(self.content["classes"])), self.content.get("refuse", {})
         word = "verified by growing a tiny model" if self.verified else "NOT verified"
         wrong = (f"{g.sizes}: {g.why}" for g in self.report.growths if g.verdict == "wrong")
@@ -83,6 +95,7 @@ class DraftedFamily:
         }
         return [
             f"drafted from {name}, {word}",
+            *(f"measured: {line}" for line in self.measured),
             *(f"{word} in: {', '.join(names)}" for word, names in grown.items() if names),
             *(f"refused: {size}: {why}" for size, why in self.refused.items()),
             *(f"assumed: {line}" for line in self.assumed),
@@ -104,7 +117,12 @@ class DraftedFamily:
     def to_dict(self) -> dict[str, Any]:
         """The draft as JSON values."""
         said = {"verified": self.verified, "refused": self.refused, "assumed": list(self.assumed)}
-        return {**said, "toml": self.toml, "check": self.report.to_dict()}
+        return {
+            **said,
+            "measured": list(self.measured),
+            "toml": self.toml,
+            "check": self.report.to_dict(),
+        }
 
     def table(self) -> Any:
         """The check and the notes as a rich renderable."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,14 +44,16 @@ class Walk:
         # where a norm returns what its layer returns
         self.is_post = any(same(c.y, end) for c in calls.values() for _, end in draft.layers)
         for number, call in enumerate(draft.calls):
-            if number in norms and call.x.shape == call.y.shape:
-                self._norm(number, call)
-            elif _is_matrix(call) and f"{call.name}.weight" in draft.probe.base:
-                self._matrix(call)
+            with _naming(draft, call.name):
+                if number in norms and call.x.shape == call.y.shape:
+                    self._norm(number, call)
+                elif _is_matrix(call) and f"{call.name}.weight" in draft.probe.base:
+                    self._matrix(call)
         self._describe([facts for n, facts in norms.items() if draft.calls[n].name in self.roles])
         for name, shape in draft.probe.base.items():
             if draft.row_of(name) is None:
-                draft.set_row(name, self._other_row(name, shape))
+                with _naming(draft, name):
+                    draft.set_row(name, self._other_row(name, shape))
         for name, owner in draft.probe.ties.items():
             for row in draft.rows.get(draft.place(name)[0], {}).values():
                 row["tied"] = owner
@@ -119,7 +123,7 @@ class Walk:
         elif re.search(f"{QUERY}|{KEY}", last):
             space = "q" if re.search(QUERY, last) else "k"
         if space not in ("q", "k", *draft.sizes) or units not in (draft.head_dim, call.x.shape[-1]):
-            raise GrowthError(f"{template(name)} is a norm of {units} entries inside a block")
+            raise GrowthError(f"a norm of {units} entries inside a block")
         written, after = f"{space}_normed", {**spaces[space]}
         if space in draft.sizes:
             spaces[space]["weighted"] = True
@@ -210,6 +214,16 @@ class Walk:
             if (is_stream != bool(re.search(LAST, leaf))) if is_matrix else "bias" not in leaf:
                 axes[i] = f"read:{self.source}" if is_stream else axis.replace("write", "read")
         return {"axes": axes}
+
+
+@contextmanager
+def _naming(draft: Draft, name: str) -> Iterator[None]:
+    """Put the name and shape of a tensor before an error about it."""
+    try:
+        yield
+    except GrowthError as error:
+        shape = draft.probe.base.get(f"{name}.weight", draft.probe.base.get(name, ()))
+        raise GrowthError(f"{template(name)} {list(shape)}: {error}") from error
 
 
 def _is_matrix(call: Call) -> bool:

@@ -90,10 +90,20 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
     assert drafted.verified and drafted.refused == {"heads": "shape [4]"}
     notes = ("# exact in: keys", "# approximate in: width", "# refused: heads: shape [4]")
     assert {*notes} < {*drafted.toml.splitlines()}
+    assert "# measured: sizes" in drafted.toml
 
 
 @pytest.mark.parametrize(
-    ("config", "what"), [(transformers.MambaConfig(), "nearest: "), (T5, r"nearest: \w*t5")]
+    ("config", "what"),
+    [
+        (transformers.MambaConfig(), r"\(Mamba 1\); nearest: .* --table my.toml"),
+        (T5, r"nearest: \w*t5"),
+        (
+            transformers.NanoChatConfig(),
+            r"layers\.\{l\}\.self_attn\.q_norm \[\]: a norm .* nearest: ",
+        ),
+        (transformers.RemBertConfig(), r"output\.LayerNorm \[128\]: a norm .* nearest: bert"),
+    ],
 )
 def test_what_fits_no_rule_is_named_with_the_nearest_table(config, what):
     with pytest.raises(growkern.GrowthError, match=what):
