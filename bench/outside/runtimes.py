@@ -20,11 +20,14 @@ def _model(directory: Path) -> Any:
 
     name = json.loads((directory / "config.json").read_text())["architectures"][0]
     load = getattr(transformers, name).from_pretrained
-    model = load(directory, attn_implementation="eager").eval()
+    return _eager(load(directory, attn_implementation="eager"))
+
+
+def _eager(model: Any) -> Any:
     if getattr(model, "_can_set_experts_implementation", bool)():
         # grouped products want sizes that tiny models do not have
         model.set_experts_implementation("eager")
-    return model
+    return model.eval()
 
 
 def other_transformers(directory: Path) -> torch.Tensor:
@@ -178,7 +181,7 @@ def llama_cpp(directory: Path) -> torch.Tensor:
         load = getattr(transformers, config.architectures[0]).from_pretrained
         model = load(place, gguf_file=file.name, config=config, attn_implementation="eager")
     with torch.no_grad():
-        return model.eval()(input_ids=ids()).logits
+        return _eager(model)(input_ids=ids()).logits
 
 
 RUNTIMES: dict[str, Callable[[Path], torch.Tensor]] = {

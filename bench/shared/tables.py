@@ -200,7 +200,7 @@ BESIDE_LOSS = {
 REASONS = {
     "only Llama 3": "",  # the benchmark builds no other for torchtitan
     "GGUF model with|Unknown gguf": "not read back",
-    "not supported|No conversion|not yet implemented": "no",
+    "not supported|No conversion|not yet impl|not recogni|module transformers has no": "no",
 }
 
 
