@@ -57,6 +57,11 @@ LATENT = {
     **{"v_head_dim": 5, "num_key_value_heads": 4},
 }
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}
+MODERN = {**SIZES, "cls_token_id": 1, "sep_token_id": 2, "rope_parameters": BOTH}
+SHARED = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+SUMMED = {**EXPERTS, "num_local_experts": 4, "norm_topk_prob": True}
+LONGROPE = {**GROUPED, "rope_parameters": LONG, "original_max_position_embeddings": 64}
+GLM_YARN = {**EXPERTS, **GROUPS, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}}
 # label -> class, config
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
@@ -101,10 +106,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bert": ("BertForMaskedLM", SIZES),
-    "modernbert": (
-        "ModernBertForMaskedLM",
-        {**SIZES, "cls_token_id": 1, "sep_token_id": 2, "rope_parameters": BOTH},
-    ),
+    "modernbert": ("ModernBertForMaskedLM", MODERN),
     "granite": ("GraniteForCausalLM", {**GROUPED, **ROPE}),
     "exaone4": ("Exaone4ForCausalLM", {**DENSE, **KINDS, "rope_parameters": LLAMA3}),
     "mixtral": ("MixtralForCausalLM", {**DENSE, "num_local_experts": 4, "sliding_window": None}),
@@ -119,14 +121,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN,
         },
     ),
-    "qwen2_moe": (
-        "Qwen2MoeForCausalLM",
-        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeForCausalLM",
-        {**EXPERTS, "num_local_experts": 4, "norm_topk_prob": True},
-    ),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", SHARED),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", SUMMED),
     "olmoe": ("OlmoeForCausalLM", WHOLE),
     "flex_olmo": ("FlexOlmoForCausalLM", WHOLE),
     "glm4_moe": ("Glm4MoeForCausalLM", {**EXPERTS, **GROUPS, "rope_parameters": PARTIAL}),
@@ -136,14 +132,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama yarn": ("LlamaForCausalLM", {**GROUPED, "rope_parameters": YARN}),
     "olmo2 yarn": ("Olmo2ForCausalLM", {**GROUPED, "rope_parameters": YARN}),
-    "phi3 longrope": (
-        "Phi3ForCausalLM",
-        {**GROUPED, "rope_parameters": LONG, "original_max_position_embeddings": 64},
-    ),
-    "glm4_moe yarn": (
-        "Glm4MoeForCausalLM",
-        {**EXPERTS, **GROUPS, "rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
-    ),
+    "phi3 longrope": ("Phi3ForCausalLM", LONGROPE),
+    "glm4_moe yarn": ("Glm4MoeForCausalLM", GLM_YARN),
 }
 # fields of published configs that other software reads, and transformers does not need
 SIX = {"hidden_size": 24}

@@ -410,20 +410,25 @@ def early(results: Path) -> str:
 
 def outside(results: Path) -> str:
     """How many growths of each family each runtime loads, with the outputs of the source there."""
-    rows = rows_of(results, "outside")
-    columns = list(dict.fromkeys((row["runtime"], row["version"]) for row in rows))
-    grown = [row for row in rows if row["growth"] != "source"]
+    found: dict[str, dict[tuple[str, ...], list[dict[str, Any]]]] = {}
+    for row in rows_of(results, "outside"):
+        column = row["runtime"], row["version"]
+        found.setdefault(row["family"], {}).setdefault(column, []).append(row)
+    columns = list(dict.fromkeys(column for own in found.values() for column in own))
     alike: dict[tuple[str, ...], list[str]] = {}
-    for family in sorted({row["family"] for row in grown}):
-        cells = []
-        for column in columns:
-            own = [
-                x for x in rows if (x["family"], x["runtime"], x["version"]) == (family, *column)
-            ]
-            good = [x.get("off", 1.0) < LARGEST for x in own if x["growth"] != "source"]
-            told = " ".join(x.get("why", "") for x in own)
-            why = next((w for text, w in REASONS.items() if re.search(text, told)), "unclear")
-            cells.append((f"{sum(good)} of {len(good)}" if good else why) if own else "")
-        alike.setdefault(tuple(cells), []).append(f"`{family}`")
-    lines = [[", ".join(families), *cells] for cells, families in alike.items()]
+    for family, own in sorted(found.items()):
+        alike.setdefault(tuple(_loaded(own.get(x, [])) for x in columns), []).append(f"`{family}`")
+    # short enough to be read
+    lines = [
+        [", ".join(families[i : i + 5]), *cells]
+        for cells, families in alike.items()
+        for i in range(0, len(families), 5)
+    ]
     return table(["family", *(" ".join(column) for column in columns)], lines)
+
+
+def _loaded(rows: list[dict[str, Any]]) -> str:
+    good = [x.get("off", 1.0) < LARGEST for x in rows if x["growth"] != "source"]
+    told = " ".join(x.get("why", "") for x in rows)
+    why = next((word for text, word in REASONS.items() if re.search(text, told)), "unclear")
+    return f"{sum(good)} of {len(good)}" if good else why if rows else ""
