@@ -40,11 +40,13 @@ $(CREATED):
 	@touch $@
 
 $(PACKAGES): requirements-dev.txt $(CREATED)
+	@echo 'fetching PyTorch and all else into $(VENV), up to 7 GB: pip says nothing for minutes'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 # no build isolation and no dependencies: nothing is fetched here, so it also works offline
 $(INSTALLED): pyproject.toml CMakeLists.txt $(COMPILED_FROM) $(PACKAGES)
+	@echo 'compiling, about a minute'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-build-isolation --no-deps --editable .
 	@touch $@

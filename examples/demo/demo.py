@@ -57,7 +57,8 @@ def prepare(folder: Path, preset: Preset, seed: int, tokenizer: Any) -> None:
         GPT2LMHeadModel(config).save_pretrained(folder / "models" / size)
         tokenizer.save_pretrained(folder / "models" / size)
 
-    given = {"seed": seed, "log_every": preset.eval_every, "eval_every": preset.eval_every}
+    # a screen for each run: the picture shows what evaluations measure
+    given = {"seed": seed, "log_every": 4 * preset.eval_every, "eval_every": preset.eval_every}
 
     def line(match: re.Match[str]) -> str:
         key, number = match[1], int(match[2])
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the models and the data order")
     args = parser.parse_args()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         run(args.dir, QUICK if args.quick else FULL, args.seed)
     except (GrowthError, OSError) as error:

@@ -213,13 +213,18 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
     If the loss was measured before and after the growth, two points show both.
     """
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    marks = []
+    # of growths at the start of runs, one for all that are alike
+    starts = {(group.before, group.curves[0].began): None for group in groups}
+    marks = [
+        (at / unit, 1.0, ["grown to", *began.split("\n")[:MOST_SIZES]], GREY)
+        for at, began in starts
+        if began
+    ]
     for number, group in enumerate(groups):
         # runs of one name grow alike
         curve = group.curves[0]
         grown = curve.grown or ("",) * len(curve.growths)
-        first = ((0.0, curve.began),) if curve.began else ()
-        for cost, sizes in (*first, *zip(curve.growths, grown, strict=True)):
+        for cost, sizes in zip(curve.growths, grown, strict=True):
             level = float(np.interp(cost, curve.flops, curve.losses))
             at, color = (group.before + cost) / unit, style_of(number).color
             words = ["grows to", *sizes.split("\n")[:MOST_SIZES]] if sizes else ["grows"]

@@ -42,6 +42,6 @@ def test_the_presets_train_through_both_stages_and_evaluate_at_the_end(preset, t
     for name in demo.RUNS:
         run = load_run(tmp_path / "seed" / f"{name}.toml")
         assert run.training.seed == 5 and run.training.steps % run.training.eval_every == 0
-        assert run.training.eval_every == run.training.log_every == preset.eval_every
+        assert run.training.eval_every == preset.eval_every == run.training.log_every / 4
         if run.two_stage:
             assert 0 < run.two_stage.stage1_steps < run.training.steps / 2

@@ -411,7 +411,7 @@ def test_an_unfinished_run_is_named_with_its_step_and_nothing_is_said_of_savings
     file = tmp_path / "part" / "checkpoint-12" / "trainer_state.json"
     file.write_text(file.read_text().replace('"growth": 1', '"growth": 0'))
     alone = drawn(monkeypatch, lambda: plot_runs(runs[:1], tmp_path / "a.png"))
-    assert texts(alone, "growth") == ["grows to\nhidden_size 96"]
+    assert texts(alone, "growth") == ["grown to\nhidden_size 96"]
     assert [x.get_xdata()[0] for x in alone.axes[0].lines if x.get_gid() == "growth"] == [0.0]
     both = drawn(monkeypatch, lambda: plot_runs(runs, tmp_path / "a.png"))
     assert texts(both, "cost")[0] == "part (unfinished: step 12 of 40): reference"

@@ -410,7 +410,9 @@ class GrowthInRun:
         self.ends_here = self._stops = False
         self.sizes: list[ModelSize] = []
         self._began, self._parameters = 0.0, 0
-        self._first = _changes(getattr(model, "growth_plan", None))
+        first = getattr(model, "growth_plan", None)
+        # of random weights, which the method "random" makes, nothing has grown
+        self._first = {} if first and first.options.method == "random" else _changes(first)
         self._class_name = type(model).__name__.removeprefix("FSDP")
 
     def plan(

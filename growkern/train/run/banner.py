@@ -69,7 +69,8 @@ def _describe_model(trainer: TwoStageTrainer, run: ResolvedRun) -> str:
     name, growth = type(trainer.model).__name__.removeprefix("FSDP"), run.settings.first_growth
     origin = f"from {run.model.directory}"
     if growth is not None:
-        origin = f"grown {origin} by method {growth.method!r}"
+        how = f"grown {origin} by method {growth.method!r}"
+        origin = "with random weights" if growth.method == "random" else how
     later = " at first" if run.settings.later_growths else ""
     return f"{name} {origin}, {human(count)} parameters{later}"
 

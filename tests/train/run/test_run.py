@@ -190,6 +190,10 @@ def test_the_growth_at_a_start_is_told_once(workplace):
     assert not told.keys() & {"growth/loss_before"} and event["maxrss"] > 1e8
     curve = read_curve(out)
     assert not curve.growths and curve.began.startswith("hidden_size 32")
+    # of random weights nothing has grown
+    (workplace / "run.toml").write_text(text + '\nmethod = "random"')
+    train(workplace / "run.toml", progress=False, overwrite=True)
+    assert not read_curve(out).began
 
 
 SETTINGS = {
