@@ -127,12 +127,12 @@ def refuse_idle_options(plan: Blueprint) -> None:
         warn(message)
 
 
-# What sizes have to divide by: its name, and the smallest and the largest power of 2 that anything
-# asks for. Products in FP8 take sides of 16, and its scales are of 128 x 128 weights. Weights that
-# share a scale are 32 (MLX) to 256 (K-quants) of a row
+# What sizes have to divide by: its name, and the smallest and the largest number that anything asks
+# for; 0: none is the largest. Products in FP8 take sides of 16, and its scales are of 128 x 128
+# weights. Weights that share a scale are 32 (MLX) to 256 (K-quants) of a row
 DIVISORS = {
-    "tensor_parallel": ("tensor parallel", 2, 1 << 20),
-    "expert_parallel": ("expert parallel", 2, 1 << 20),
+    "tensor_parallel": ("tensor parallel", 2, 0),
+    "expert_parallel": ("expert parallel", 2, 0),
     "fp8_block": ("FP8 blocks", 16, 128),
     "group_size": ("group size", 32, 256),
 }
@@ -140,7 +140,7 @@ STREAMS = ("stream", "normed", "tied_output")
 
 
 def divides(plan: Blueprint) -> dict[str, tuple[int, int]]:
-    """The largest power of 2 that the sizes of source and target divide by, for each use.
+    """The largest number that the sizes of source and target divide by, for each use.
 
     Returns:
         - "tensor_parallel": processes that share heads and FFN units equally. The vocabulary does
@@ -186,12 +186,14 @@ def _sides(model: ModelSpec) -> dict[str, dict[str, int]]:
 
 def _divides_less(plan: Blueprint) -> Iterator[str]:
     """The uses for which the target's sizes divide by less than the source's."""
-    for kind, (old, new) in divides(plan).items():
+    for kind, both in divides(plan).items():
+        # nobody asks for other numbers than powers of 2 before they fail
+        old, new = (number & -number for number in both)
         name, least, _ = DIVISORS[kind]
         if new < old and old >= least:
             odd = [field for field, size in _sides(plan.large)[kind].items() if size % old]
             yield (
-                f"{name} {new}, where the source's sizes allow {old}: make "
+                f"no {name} {old}, which the source's sizes allow: make "
                 f"{' and '.join(odd)} divide by {old}"
             )
 

@@ -322,7 +322,7 @@ ODD = {"hidden_size": 5000, "intermediate_size": 17501, "head_dim": 128}
     [
         ({"num_hidden_layers": 3}, (8, 128, 256), ()),
         ({"intermediate_size": 28672}, (8, 128, 256), ()),
-        (KEYS, (2, 128, 256), ["num_key_value_heads divide by 8"]),
+        (KEYS, (10, 128, 256), ["num_key_value_heads divide by 8"]),
         (ODD, (1, 1, 1), ["intermediate_size divide by 8", "hidden_size", "hidden_size"]),
     ],
 )
@@ -346,6 +346,8 @@ def test_experts_and_their_units_count():
     plan = growkern.plan(source, num_experts=128)
     assert plan.divides()["expert_parallel"] == (64, 128)
     assert plan.divides()["tensor_parallel"] == (4, 4)
+    # any number of processes counts that shares all of them
+    assert growkern.plan(source, num_experts=192).divides()["expert_parallel"] == (64, 192)
     wider = growkern.plan(source, moe_intermediate_size=1000)
     assert wider.divides()["fp8_block"] == (128, 8)
     assert any("moe_intermediate_size" in line for line in wider.portability())
