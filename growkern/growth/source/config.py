@@ -24,11 +24,19 @@ import transformers
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from growkern.errors import GrowthError, nearest
-from growkern.families import Family, ModelSpec, inner, load_family, supported_families
+from growkern.families import (
+    Family,
+    ModelSpec,
+    inner,
+    known_class,
+    known_type,
+    load_family,
+    supported_families,
+)
 from growkern.files import parse_json, read_bounded, read_json
 from growkern.growth.source.files import refuse_links_out
 from growkern.growth.source.refused import config_directory
-from growkern.growth.source.unknown import known_class, known_type, refuse_unknown
+from growkern.growth.source.unknown import refuse_unknown
 
 # they say where a config lies, who wrote it, and the class, which a plan has beside its config
 NOT_COMPARED = ("_name_or_path", "transformers_version", "architectures")

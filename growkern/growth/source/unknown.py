@@ -13,12 +13,11 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 from growkern.errors import GrowthError
-from growkern.families import load_family, shipped_table, supported_families
+from growkern.families import known_type, load_family, supported_families
 from growkern.package import DOCS
 
 # what a model has, by the names of tensors and keys that its nearest family lacks
@@ -49,42 +48,6 @@ GENERAL = ("auto_map", "torch_dtype", "_name_or_path", "quantization_config", "u
 TEXT = ("text_config", "llm_config", "language_config")
 # name -> shape of a model's tensors
 Shapes = dict[str, tuple[int, ...]]
-
-
-def known_type(data: Mapping[str, Any]) -> Any:
-    """The model_type of a config's JSON; of its class, where transformers knows that alone.
-
-    Kimi K2 is such a model: a `DeepseekV3ForCausalLM` of the type "kimi_k2". MiMo-7B is another,
-    whose class is one of a table by the key `also`.
-    """
-    import transformers
-
-    kind, names = data.get("model_type"), data.get("architectures")
-    if kind in transformers.CONFIG_MAPPING or not (names and isinstance(names, list)):
-        return kind
-    cls = getattr(transformers, str(known_class(names[0])), None)
-    is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    own = getattr(cls, "config_class", None) if is_model else None
-    return getattr(own, "model_type", kind)
-
-
-def known_class(name: Any) -> Any:
-    """The name that transformers has for a class of `architectures`; the name itself if none.
-
-    Either they differ by underscores and case alone, as KimiK25ForConditionalGeneration of Kimi
-    K2.5's own code and Kimi_K25ForConditionalGeneration, or a table has the name in `also`.
-    """
-    import transformers
-
-    def bare(name: str) -> str:
-        return name.replace("_", "").lower()
-
-    # `hasattr` would import the class and its modelling code, and `dir` takes 0.3 s
-    known = [*vars(transformers), *transformers.__all__]
-    if not isinstance(name, str) or name in known:
-        return name
-    also = (shipped_table(kind).get("also", {}).get(name) for kind in supported_families())
-    return next(chain((own for own in known if bare(own) == bare(name)), filter(None, also)), name)
 
 
 def refuse_unknown(model_type: str, data: Mapping[str, Any], place: str = "") -> NoReturn:
