@@ -40,7 +40,10 @@ def value_of(config: Any, name: str, *default: Any) -> Any:
 
 
 def holds(condition: str | None, config: Any) -> bool:
-    """True if a condition holds for a config: "flag", "!flag" or "field != field"; None: always."""
+    """True if a condition holds for a config; None: always.
+
+    "flag", "!flag", "field != field", or "?flag", which holds where the config's class lacks it.
+    """
     if condition is None:
         return True
     if " and " in condition:
@@ -48,7 +51,7 @@ def holds(condition: str | None, config: Any) -> bool:
     left, unequal, right = condition.partition(" != ")
     if unequal:
         return bool(getattr(config, left) != getattr(config, right))
-    value = bool(getattr(config, condition.removeprefix("!"), False))
+    value = bool(getattr(config, condition.lstrip("!?"), condition.startswith("?")))
     return value != condition.startswith("!")
 
 

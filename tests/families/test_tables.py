@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import transformers
 
 from growkern.errors import GrowthError
 from growkern.families.model import ModelSpec
+from growkern.families.spec import holds
 from growkern.families.table_files import load_family, parse_family, supported_families
 from growkern.files import parse_toml
 from testbed.relatives import RELATIVES
@@ -264,3 +266,10 @@ def test_unknown_class_and_refused_config():
     config.add_cross_attention = True
     with pytest.raises(GrowthError, match="cross-attention"):
         ModelSpec.of(config, "BertForMaskedLM")
+
+
+def test_a_flag_may_hold_where_a_config_has_none():
+    flags = [SimpleNamespace(), SimpleNamespace(flag=False), SimpleNamespace(flag=True)]
+    assert [holds("?flag", config) for config in flags] == [True, False, True]
+    assert [holds("flag", config) for config in flags] == [False, False, True]
+    assert [holds("!flag", config) for config in flags] == [True, True, False]
