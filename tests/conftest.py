@@ -38,6 +38,9 @@ LONGEST = (
     "tests/train/distributed/test_parity.py",
     "tests/bench/paper/test_tables.py",
     "tests/docs/test_pages.py",
+    "tests/growth/test_fuzz.py",
+    "tests/growth/plan/test_matrix.py",
+    "tests/faults/test_training.py",
     "tests/ops/loss/test_inductor.py",
     "tests/unchanged/test_unchanged.py",
 )

@@ -111,17 +111,9 @@ CASES = {
 }
 # four ranks have meshes of two dimensions, and more ranks than a tensor has rows
 TWO_RANKS = (
-    "bert uneven, fsdp",
-    "gpt2 uneven aki, fsdp",
-    "gpt2 fresh, fsdp",
-    "gpt2 random, fsdp",
-    "gpt2 direct copy, fsdp",
-    "llama untied uneven, fsdp",
-    "llama, tp",
-    "llama, copies",
-    "mixtral experts, fsdp",
-    "glm experts asleep, fsdp",
-    "mistral becomes mixtral, fsdp",
+    *("bert uneven, fsdp", "gpt2 uneven aki, fsdp", "gpt2 fresh, fsdp", "gpt2 random, fsdp"),
+    *("gpt2 direct copy, fsdp", "llama untied uneven, fsdp", "llama, tp", "llama, copies"),
+    *("mixtral experts, fsdp", "glm experts asleep, fsdp", "mistral becomes mixtral, fsdp"),
     "neox larger heads aki, fsdp",
 )
 OTHERS = tuple(name for name in CASES if name not in TWO_RANKS)
