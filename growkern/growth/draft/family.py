@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, combinations, islice
 from typing import Any, NamedTuple
 
@@ -196,12 +197,9 @@ def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any,
     guesses = [*_guesses(table, config)] if wrong else []
     pairs = chain.from_iterable(combinations(guesses, count) for count in (1, 2))
     for some in islice(pairs, MOST_TRIED):
-        text = json.dumps(table)
+        other = json.loads(json.dumps(table))
         for guess in some:
-            text = text.replace(f'"{guess.axis}"', f'"write:{guess.name}"')
-        other = json.loads(text)
-        for guess in some:
-            other["attention" if guess.axis is None else "spaces"] |= guess.facts
+            guess.edit(other)
         family = own_family("draft", other)
         if all(g.verdict != "wrong" for g in first_growths(family, config, class_name, wrong)):
             found = check_family(family, config, class_name)
@@ -211,12 +209,10 @@ def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any,
 
 
 class Guess(NamedTuple):
-    """Facts that no value shows: of [attention], or a space in place of an axis."""
+    """What no value shows, and how it edits a table."""
 
     why: str
-    facts: dict[str, Any]
-    axis: str | None = None
-    name: str = ""
+    edit: Callable[[dict[str, Any]], None]
 
 
 def _guesses(table: dict[str, Any], config: Any) -> Iterator[Guess]:
@@ -224,13 +220,49 @@ def _guesses(table: dict[str, Any], config: Any) -> Iterator[Guess]:
     attention, text = table["attention"], json.dumps(table["tensors"])
     if attention["positions"] == "rotary":
         pairs = "halves" if attention.get("pairs") == "adjacent" else "adjacent"
-        yield Guess(f"pairs={pairs}", {"pairs": pairs})
-        yield Guess("a part of each head turns", {"partial": True})
-        yield Guess("whole pairs turn", {"whole_pairs": True})
+        yield Guess(f"pairs={pairs}", partial(_set, "attention", {"pairs": pairs}))
+        yield Guess("a part of each head turns", partial(_set, "attention", {"partial": True}))
+        yield Guess("whole pairs turn", partial(_set, "attention", {"whole_pairs": True}))
+    else:
+        heads = {"q_heads": {"field": table["config"]["q_heads"], "fixed": True}}
+        yield Guess("positions follow from the number of heads", partial(_set, "config", heads))
     if "write:q|k|v" in text:
         mixed = {"kind": "heads", "heads": "q_heads", "part": "query|key|value"}
-        yield Guess("each head has all three", {"qkv": mixed}, "write:q|k|v", "qkv")
-    yield Guess("scores have a constant scale", constant_scale(config))
+        yield Guess("each head has all three", partial(_in_space, "write:q|k|v", "qkv", mixed))
+    if '"carry"' in text:
+        yield Guess("units cannot carry a mean", _without_carrying)
+    if "correction_bias" in text:
+        yield Guess("a bias beside probabilities of experts", _scaled_bias)
+    scale = partial(_set, "attention", constant_scale(config))
+    yield Guess("scores have a constant scale", scale)
     for axis, key in sorted({*re.findall(r'"(write:(\w+)\|\2)"', text)}):
         pair = {"kind": "units", "size": table["spaces"][key]["size"], "width": 2}
-        yield Guess("two projections lie side by side", {"gated": pair}, axis, "gated")
+        yield Guess("two projections lie side by side", partial(_in_space, axis, "gated", pair))
+
+
+def _set(section: str, facts: dict[str, Any], table: dict[str, Any]) -> None:
+    table[section] |= facts
+
+
+def _in_space(axis: str, name: str, space: dict[str, Any], table: dict[str, Any]) -> None:
+    """Put a space in the place of an axis."""
+    text = json.dumps(table["tensors"]).replace(f'"{axis}"', f'"write:{name}"')
+    table["tensors"], table["spaces"][name] = json.loads(text), space
+
+
+def _without_carrying(table: dict[str, Any]) -> None:
+    for _, row in _rows(table):
+        row.pop("extra", None)
+        row.pop("into", None)
+
+
+def _scaled_bias(table: dict[str, Any]) -> None:
+    """Each copy of an expert has its share of the probability, and so of what is added to it."""
+    for name, row in _rows(table):
+        if name.endswith("correction_bias"):
+            row["scale"] = "1/experts"
+
+
+def _rows(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, row in chain.from_iterable(rows.items() for rows in table["tensors"].values()):
+        yield from ((name, one) for one in (row if isinstance(row, list) else [row]))

@@ -91,7 +91,9 @@ def _add_carrying(draft: Draft) -> dict[str, Any]:
     uses = [(own, {*row.get("axes", ()), row.get("norm")}) for own, row in rows]
     heads = [row for own, row in rows if row.get("axes") == ["vocab", "read:stream"]]
     if outer and heads and "head" not in draft.spaces:
-        draft.rows[outer][LAYERS - 1] = {**draft.rows[outer][0], "norm": "stream>final"}
+        first_row = draft.rows[outer][0]
+        # what was carried must not enter the head
+        draft.rows[outer][LAYERS - 1] = {**first_row, "norm": "stream>final", "extra": "zero"}
         for row in heads:
             row["axes"] = ["vocab", "read:final"]
     elif not any({"stream>final", "read:final"} & used for _, used in uses):
@@ -178,7 +180,7 @@ def _attention(draft: Draft) -> dict[str, Any]:
     """[attention]: positions and scale. Which entries turn is a guess for the check."""
     config, modules = draft.config, draft.modules.items()
     rope, names = getattr(config, "rope_parameters", None), " ".join(n for n, _ in modules).lower()
-    is_rotary = bool(rope) or "rotary" in names or hasattr(config, "rotary_dim")
+    is_rotary = bool(rope) or "rotary" in f"{names} {[*config.to_dict()]}"
     is_relative = any("relative" in name for name in draft.probe.base)
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}

@@ -203,7 +203,10 @@ class Walk:
         """The row of a tensor that no watched module multiplies with."""
         leaf, axes = name.rpartition(".")[2], [self._axis(name, i) for i in range(len(shape))]
         if "write:experts" not in axes:
-            return {"axes": axes}
+            weight = dict(self.draft.model.named_parameters()).get(name)
+            # a frozen one is what the class computes, such as a table of sines
+            is_computed = weight is not None and not weight.requires_grad
+            return {"axes": ["*"] * len(shape), "computed": True} if is_computed else {"axes": axes}
         if len(axes) == 1 and re.search("correction|score", name):
             self.draft.spaces["experts"]["asleep"] = self.draft.place(name)[0]
             return {"axes": axes, "keep": "float32", "fallback": "zero"}

@@ -15,9 +15,11 @@ from tests.shared import walks
 # norms behind a block; and norms before it, with what a search finds
 SOME = ("bert", "gpt_neox")
 T5 = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
+# what only a search finds: in BLOOM, ERNIE's mixture, Nomic BERT and RoFormer
 MORE = (
     *("biogpt", "gemma2", "helium", "glm4_moe", "llama", "gpt2", "phi3", "olmo2", "electra"),
-    *("gpt_oss", "qwen3_moe", "cohere2", "opt"),
+    *("gpt_oss", "qwen3_moe", "cohere2", "opt", "bloom", "ernie4_5_moe", "nomic_bert", "roformer"),
+    "bert-generation",
 )
 
 
