@@ -52,7 +52,7 @@ ATTRIBUTES = {"_globalstep_last_logged", "_loss_shifts_labels", "_tr_loss", "_tr
 # of growkern's trainer alone
 OWN = {
     *("batches", "growths", "inheritance", "labelled", "loss", "meter", "optimizers", "precision"),
-    *("saver", "shards", "steps", "stops", "two_stage", "_sums"),
+    *("saver", "shards", "steps", "stops", "two_stage", "_begin", "_sums"),
     *("evaluates_first", "evaluates_start", "misses_evaluation"),
     *("fit_to", "flops_per_step", "newest_whole_checkpoint", "save_final_model", "take_end"),
     # of Trainer too, which sets it in a search of hyperparameters; that needs a `model_init`, and
@@ -60,7 +60,7 @@ OWN = {
     "objective",
 }
 # in these `self` is a trainer
-METHODS = {"loop/trainer.py", "loop/runs.py"}
+METHODS = {"loop/trainer.py"}
 
 
 def nodes():
