@@ -10,11 +10,11 @@ from typing import Any
 from growkern.families.family import Family
 from testbed.models import BERT, GPT2, IMAGE, LLAMA
 
-ENCODER = {**BERT, "layer_norm_eps": 1e-12, "pad_token_id": 1}
+ENCODER = {**BERT, "pad_token_id": 1}
 ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"pad_token_id": 0}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
-TURNED = {**ENCODER, "layer_norm_eps": 1e-2, "rope_parameters": ROPE}
+TURNED = {**ENCODER, "rope_parameters": ROPE}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 FULL = {"layer_types": ["full_attention", "full_attention"], "sliding_window": None}
 ROPELESS = {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4}
@@ -73,7 +73,7 @@ OPT = {
 STABLE = {k: v for k, v in ROTARY.items() if k != "head_dim"} | {
     "num_attention_heads": 6,
     "hidden_size": 24,
-    "layer_norm_eps": 1e-3,
+    "layer_norm_eps": 1e-2,
     **HALF,
 }
 T5 = {
@@ -84,12 +84,12 @@ T5 = {
     "num_heads": 3,
     "num_layers": 2,
     "num_decoder_layers": 2,
-    "layer_norm_epsilon": 1e-3,
+    "layer_norm_epsilon": 1e-2,
     "decoder_start_token_id": 0,
     "eos_token_id": 1,
 }
 T5GEMMA = {
-    **{**ROTARY, **KINDS, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-2},
+    **{**ROTARY, **KINDS, "query_pre_attn_scalar": 6},
     **{"rope_parameters": ROPE, "bos_token_id": 2, "eos_token_id": 1},
 }
 # models with images. A tower for these is no larger than one patch needs
@@ -162,7 +162,7 @@ LATENT = {
 # each layer attends to three tokens that it chooses
 INDEXED = {
     **{k: v for k, v in ROTARY.items() if k != "head_dim"},
-    **{**GROUPS, **LATENT, "n_shared_experts": 1, "rms_norm_eps": 1e-2},
+    **{**GROUPS, **LATENT, "n_shared_experts": 1},
     **{"index_topk": 3, "index_head_dim": 6, "index_n_heads": 2},
     "layer_types": ["indexed_attention"] * 2,
 }
@@ -175,12 +175,13 @@ YARN = {
 PATCHES = {
     **{"image_size": 8, "patch_size": 4, "num_channels": 2, "num_labels": 3, "encoder_stride": 4},
     **{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2},
+    "layer_norm_eps": 1e-2,
 }
 # the end of a text is its highest token
-CLIP_TEXT = {**BERT, "layer_norm_eps": 1e-2, "projection_dim": 7, "eos_token_id": 2}
+CLIP_TEXT = {**BERT, "projection_dim": 7, "eos_token_id": 2}
 CLIP_IMAGES = {
     **{k: v for k, v in PATCHES.items() if k not in ("num_labels", "encoder_stride")},
-    **{"intermediate_size": 20, "layer_norm_eps": 1e-2, "projection_dim": 7},
+    **{"intermediate_size": 20, "projection_dim": 7},
 }
 CLIP = {"text_config": CLIP_TEXT, "vision_config": CLIP_IMAGES, "projection_dim": 7}
 SIGLIP = {"text_config": {**CLIP_TEXT, "projection_size": 12}, "vision_config": CLIP_IMAGES}
@@ -202,7 +203,7 @@ GEMMA4_EXPERTS = {
 # full layers have heads of their own size, and keys that are values too; each has inputs of its own
 GEMMA4 = {
     **{**ROTARY, **KINDS, "global_head_dim": 8, "num_global_key_value_heads": 1},
-    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 5, "rms_norm_eps": 1e-2},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 5},
     **{**GEMMA4_EXPERTS, "vocab_size_per_layer_input": 50},
 }
 # the last layers take the keys of others, as in E2B and E4B
@@ -266,12 +267,16 @@ PARTIAL_BY_KIND = {kind: {**rope, "partial_rotary_factor": 0.5} for kind, rope i
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "apertus": (
         "ApertusForCausalLM",
-        {**ROTARY, "rope_parameters": ROPE, "rms_norm_eps": 1e-2},
+        {**ROTARY, "rope_parameters": ROPE},
         {"attention_bias": True},
     ),
     "arcee": ("ArceeForCausalLM", ROTARY, BIASES),
     "camembert": ("CamembertForMaskedLM", ENCODER, {}),
-    "cohere2": ("Cohere2ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {**ROTARY, **KINDS, "layer_norm_eps": 1e-2},
+        {"attention_bias": True},
+    ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         {**{k: v for k, v in ROTARY.items() if k != "head_dim"}, **GROUPS, **LATENT},
@@ -323,13 +328,13 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "mpnet": ("MPNetForMaskedLM", ENCODER, {}),
     "mt5": ("MT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
-    "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-3, **HALF}, BIASES),
+    "nemotron": ("NemotronForCausalLM", {**ROTARY, "norm_eps": 1e-2, **HALF}, BIASES),
     # wider norms without weights cannot serve a tied head
     "olmo": ("OlmoForCausalLM", {**ROTARY, "tie_word_embeddings": False}, {"attention_bias": True}),
     "olmoe": ("OlmoeForCausalLM", WHOLE, {"norm_topk_prob": True, "attention_bias": True}),
     "olmo3": ("Olmo3ForCausalLM", {**ROTARY, **KINDS}, {"attention_bias": True}),
     "opt": ("OPTForCausalLM", OPT, {"enable_bias": False}),
-    "phi": ("PhiForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3, **HALF}, {}),
+    "phi": ("PhiForCausalLM", {**ROTARY, "layer_norm_eps": 1e-2, **HALF}, {}),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
         {**EXPERTS, **WIDTHS, **KINDS, **SLIDING, "shared_expert_intermediate_size": 6},
@@ -378,11 +383,11 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         STABLE,
         {"use_qkv_bias": True, "use_parallel_residual": True},
     ),
-    "starcoder2": ("Starcoder2ForCausalLM", {**ROTARY, "norm_epsilon": 1e-3}, {"use_bias": False}),
+    "starcoder2": ("Starcoder2ForCausalLM", {**ROTARY, "norm_epsilon": 1e-2}, {"use_bias": False}),
     "umt5": ("UMT5ForConditionalGeneration", T5, {"feed_forward_proj": "relu"}),
     "vaultgemma": (
         "VaultGemmaForCausalLM",
-        {**ROTARY, **KINDS, "query_pre_attn_scalar": 6, "rms_norm_eps": 1e-2},
+        {**ROTARY, **KINDS, "query_pre_attn_scalar": 6},
         {"attention_bias": True},
     ),
     "vit": (
@@ -402,14 +407,14 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # heads fill the stream
     "helium": (
         "HeliumForCausalLM",
-        {**ROTARY, "num_attention_heads": 3, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+        {**ROTARY, "num_attention_heads": 3, "num_key_value_heads": 1},
         BIASES,
     ),
     "deepseek_v2": (
         "DeepseekV2ForCausalLM",
         {
             **{k: v for k, v in ROTARY.items() if k != "head_dim"},
-            **{**GROUPS, **LATENT, "rms_norm_eps": 1e-2, "n_shared_experts": 1},
+            **{**GROUPS, **LATENT, "n_shared_experts": 1},
             # its keys are read as complex numbers, which float32 allows at an even stride alone
             "kv_lora_rank": 14,
             "topk_method": "group_limited_greedy",
@@ -423,27 +428,27 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Ernie4_5_MoeForCausalLM",
         {
             **{**ROTARY, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 7},
-            **{"moe_num_shared_experts": 1, "rms_norm_eps": 1e-2},
+            **{"moe_num_shared_experts": 1},
         },
         {"use_bias": True, "moe_num_shared_experts": 0},
     ),
     # wider norms without weights cannot serve a tied head
     "nanochat": (
         "NanoChatForCausalLM",
-        {**ROTARY, "rms_norm_eps": 1e-2, "tie_word_embeddings": False},
+        {**ROTARY, "tie_word_embeddings": False},
         {"attention_bias": True, "final_logit_softcapping": None},
     ),
     "mistral4": (
         "Mistral4ForCausalLM",
         {
             **{k: v for k, v in ROTARY.items() if k != "head_dim"},
-            **{**GROUPS, **LATENT, "rms_norm_eps": 1e-2, "rope_parameters": YARN},
+            **{**GROUPS, **LATENT, "rope_parameters": YARN},
         },
         {**ONE_GROUP, "q_lora_rank": None, "attention_bias": True},
     ),
     "pegasus": ("PegasusForConditionalGeneration", BART, {"scale_embedding": True}),
     "biogpt": ("BioGptForCausalLM", ENCODER, {}),
-    "cohere": ("CohereForCausalLM", {**ROTARY, "layer_norm_eps": 1e-3}, {"attention_bias": True}),
+    "cohere": ("CohereForCausalLM", {**ROTARY, "layer_norm_eps": 1e-2}, {"attention_bias": True}),
     "glm4_moe_lite": (
         "Glm4MoeLiteForCausalLM",
         {
@@ -482,7 +487,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {
             **{**ROTARY, **KINDS, "head_dim": 8, "v_head_dim": 5, "num_attention_heads": 12},
             **{k: v for k, v in GROUPS.items() if k != "first_k_dense_replace"},
-            **{"num_key_value_heads": 3, "rms_norm_eps": 1e-2, "rope_parameters": PARTIAL_BY_KIND},
+            **{"num_key_value_heads": 3, "rope_parameters": PARTIAL_BY_KIND},
             "mlp_layer_types": ["dense", "sparse"],
         },
         {"attention_bias": True, "norm_topk_prob": False},
@@ -508,18 +513,18 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gpt_bigcode": (
         "GPTBigCodeForCausalLM",
-        {**GPT2, "layer_norm_epsilon": 1e-2, "pad_token_id": 0},
+        {**GPT2, "pad_token_id": 0},
         {"n_inner": 13},
     ),
     "deit": (
         "DeiTForImageClassification",
-        {**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2},
+        {**PATCHES, "intermediate_size": 20},
         {"qkv_bias": False, "image_size": [8, 16]},
     ),
     "audio-spectrogram-transformer": (
         "ASTForAudioClassification",
         {
-            **{**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "max_length": 11},
+            **{**PATCHES, "intermediate_size": 20, "max_length": 11},
             **{"num_mel_bins": 9, "time_stride": 3, "frequency_stride": 2},
         },
         {"qkv_bias": False},
@@ -527,7 +532,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vit_mae": (
         "ViTMAEForPreTraining",
         {
-            **{**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "mask_ratio": 0.5},
+            **{**PATCHES, "intermediate_size": 20, "mask_ratio": 0.5},
             **{"decoder_hidden_size": 8, "decoder_num_attention_heads": 2},
             **{"decoder_num_hidden_layers": 1, "decoder_intermediate_size": 14},
         },
@@ -552,7 +557,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "beit": (
         "BeitForMaskedImageModeling",
         {
-            **{**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "vocab_size": 9},
+            **{**PATCHES, "intermediate_size": 20, "vocab_size": 9},
             **{"use_mask_token": True, "use_shared_relative_position_bias": True},
         },
         {
@@ -562,7 +567,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "dinov3_vit": (
         "DINOv3ViTModel",
-        {**PATCHES, "intermediate_size": 20, "layer_norm_eps": 1e-2, "num_register_tokens": 2},
+        {**PATCHES, "intermediate_size": 20, "num_register_tokens": 2},
         {"use_gated_mlp": True, "key_bias": True, "mlp_bias": False, "image_size": [8, 16]},
     ),
     "longformer": (
@@ -581,7 +586,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "siglip_vision_model": ("SiglipVisionModel", CLIP_IMAGES, {"vision_use_head": False}),
     "clip_text_model": ("CLIPTextModelWithProjection", CLIP_TEXT, {}),
     "clip_vision_model": ("CLIPVisionModelWithProjection", CLIP_IMAGES, {}),
-    "megatron-bert": ("MegatronBertForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),
+    "megatron-bert": ("MegatronBertForMaskedLM", ENCODER, {}),
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",
         {
@@ -589,7 +594,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "text_config": {
                 **{**QWEN3_VL["text_config"], "num_local_experts": 4, "num_experts_per_tok": 2},
                 # no expert is square, in any growth
-                **{**WIDTHS, "moe_intermediate_size": 9, "rms_norm_eps": 1e-2},
+                **{**WIDTHS, "moe_intermediate_size": 9},
             },
         },
         {},
@@ -598,7 +603,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "AfmoeForCausalLM",
         {
             **{**EXPERTS, **KINDS, "num_dense_layers": 1, "num_shared_experts": 1},
-            **{"moe_intermediate_size": 7, "mup_enabled": True, "rms_norm_eps": 1e-2},
+            **{"moe_intermediate_size": 7, "mup_enabled": True},
         },
         {"attention_bias": True, "mup_enabled": False, "num_dense_layers": 0},
     ),
@@ -618,7 +623,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "granitemoehybrid": (
         "GraniteMoeHybridForCausalLM",
         {
-            **{**LOCAL, **FACTORS, **BAMBA, "shared_intermediate_size": 11, "rms_norm_eps": 1e-2},
+            **{**LOCAL, **FACTORS, **BAMBA, "shared_intermediate_size": 11},
             "layer_types": ["full_attention", "linear_attention"],
         },
         {
@@ -628,13 +633,13 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "bamba": (
         "BambaForCausalLM",
-        {**ROTARY, **BAMBA, "rms_norm_eps": 1e-2, "attn_layer_indices": [0]},
+        {**ROTARY, **BAMBA, "attn_layer_indices": [0]},
         {**BIASES, "mamba_proj_bias": True},
     ),
     "falcon_h1": (
         "FalconH1ForCausalLM",
         {
-            **{**ROTARY, **BAMBA, "rms_norm_eps": 1e-2, "mamba_rms_norm": True},
+            **{**ROTARY, **BAMBA, "mamba_rms_norm": True},
             "mamba_d_ssm": None,
             "ssm_multipliers": [0.5, 2.0, 4.0, 0.25, 8.0],
         },
@@ -679,7 +684,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt_neo": ("GPTNeoForCausalLM", NEO, {"intermediate_size": None}),
     "hunyuan_v1_moe": (
         "HunYuanMoEV1ForCausalLM",
-        {**ROTARY, "num_experts": 4, "moe_topk": 2, "rms_norm_eps": 1e-2},
+        {**ROTARY, "num_experts": 4, "moe_topk": 2},
         {"attention_bias": True, "moe_topk": [2, 2]},
     ),
     "lfm2": (
@@ -694,7 +699,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "MellumForCausalLM",
         {
             **{**EXPERTS, **KINDS, "moe_intermediate_size": 7, "rope_parameters": BY_KIND},
-            **{"mlp_layer_types": ["dense", "sparse"], "rms_norm_eps": 1e-2},
+            **{"mlp_layer_types": ["dense", "sparse"]},
         },
         {"attention_bias": True, "norm_topk_prob": False},
     ),
@@ -703,7 +708,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         MODERN,
         {"attention_bias": True, "norm_bias": True, "mlp_bias": True, "classifier_bias": True},
     ),
-    "xlm-roberta-xl": ("XLMRobertaXLForMaskedLM", {**ENCODER, "layer_norm_eps": 1e-2}, {}),
+    "xlm-roberta-xl": ("XLMRobertaXLForMaskedLM", ENCODER, {}),
     "bert-generation": ("BertGenerationDecoder", {**ENCODER, "is_decoder": True}, {}),
     "bloom": ("BloomForCausalLM", BLOOM, {}),
     "mamba2": ("Mamba2ForCausalLM", MAMBA2, {"use_bias": True, "use_conv_bias": False}),
