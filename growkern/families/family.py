@@ -25,6 +25,7 @@ from growkern.families.spec import (
     OlderKey,
     Refusal,
     Row,
+    Second,
     Size,
     SpaceSpec,
     condition_of,
@@ -152,6 +153,7 @@ class Family:
     refuse: tuple[Refusal, ...] = ()
     older: tuple[OlderKey, ...] = ()
     dense: Dense | None = None
+    second: Second | None = None
     table: Mapping[str, Any] | None = field(default=None, repr=False)
     before: Family | None = field(default=None, repr=False)
 

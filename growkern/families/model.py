@@ -38,6 +38,8 @@ class ModelSpec:
         of_one_ffn: the experts are those of a dense FFN, among which no router chooses yet.
         stored: name -> shape of the tensors of rows `as_stored`, where files name them otherwise
             than the class.
+        second: the rows of parts `behind` that files lack; None: the files have no layers that
+            predict a second token, or only what transformers builds is asked for.
     """
 
     family: Family
@@ -46,6 +48,7 @@ class ModelSpec:
     untied: frozenset[str] = frozenset()
     of_one_ffn: bool = False
     stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    second: frozenset[str] | None = None
 
     @classmethod
     def of(cls, config: Any, class_name: str, family: Family | None = None) -> ModelSpec:
@@ -129,6 +132,19 @@ class ModelSpec:
     def size(self, key: str) -> int:
         """The size called `key` in [config]."""
         return self.family.config[key].of(self.fields)
+
+    @property
+    def second_layers(self) -> range:
+        """The numbers of the layers that predict a second token, behind the last layer."""
+        if self.second is None or self.family.second is None:
+            return range(0)
+        first = self.size(next(iter(self.family.stacks.values())))
+        return range(first, first + getattr(self.text, self.family.second.layers, 1))
+
+    @cached_property
+    def in_memory(self) -> ModelSpec:
+        """The same without layers that predict a second token, which only files have."""
+        return self if self.second is None else replace(self, second=None)
 
     @property
     def mixtures(self) -> tuple[SpaceSpec, ...]:
@@ -413,22 +429,39 @@ class ModelSpec:
         """The tensors of every row whose condition holds; a name may come twice."""
         model_class = self.family.classes[self.class_name]
         for part, row, stack in self.family.rows_of(self.class_name):
-            if holds(row.when, self.fields):
+            lacks, is_behind = self.second or (), part in model_class.behind
+            if holds(row.when, self.fields) and (self.second is not None or not is_behind):
                 prefix, in_body = model_class.prefix_of(part), part not in model_class.heads
-                for layer in self._layers(row, stack):
-                    yield from self._bind(row, prefix, stack, layer, in_body)
+                for layer in self._layers(row, stack, is_behind):
+                    bound = self._bind(row, prefix, stack, layer, in_body)
+                    yield from (t for t in bound if not is_behind or t.template not in lacks)
 
-    def _layers(self, row: Row, stack: str) -> list[int | None]:
+    def second_names(self, tensor: TensorSpec) -> tuple[str, ...]:
+        """Its whole name in files, if a layer that predicts a second token begins otherwise."""
+        return self._second_files((tensor.template,), tensor.layer)
+
+    def _second_files(self, names: tuple[str, ...], layer: int | None) -> tuple[str, ...]:
+        """The names in files of rows, if a layer that predicts a second token begins otherwise."""
+        begin = self.family.second and self.family.second.files
+        if layer is None or layer not in self.second_layers or not begin:
+            return ()
+        begin = begin.replace("{k}", str(layer - self.second_layers.start))
+        return tuple(begin + name.removeprefix("layers.{l}.") for name in names)
+
+    def _layers(self, row: Row, stack: str, is_behind: bool) -> list[int | None]:
         if "{l}" not in row.name:
             return [None]
-        count = self.size(self.family.stacks[stack])
+        count = 0 if is_behind else self.size(self.family.stacks[stack])
+        layers = (*range(count), *self.second_layers)
         if row.only is None:
-            return list(range(count))
-        return [layer for layer in range(count) if row.is_in(self.kinds_of(layer, count))]
+            return [*layers]
+        return [layer for layer in layers if row.is_in(self.kinds_of(layer, count))]
 
     def kinds_of(self, layer: int, layers: int) -> dict[str, bool]:
         """Kind -> whether this layer, one of `layers` of its stack, is of it."""
         kinds = {"first": layer == 0, "last": layer == layers - 1}
+        if layer in self.second_layers and self.family.second:
+            return kinds | {kind: kind in self.family.second.kinds for kind in self.family.kinds}
         return kinds | {k: self.family.is_kind(k, layer, self.config) for k in self.family.kinds}
 
     def _bind(
@@ -467,7 +500,8 @@ class ModelSpec:
             tied=named(row.tied),
             fallback=row.fallback,
             stored=None if row.stored is None else fill(row.stored),
-            files=tuple(prefix + fill(file) for file in row.files),
+            files=self._second_files(row.files or (row.name,), layer)
+            or tuple(prefix + fill(f) for f in row.files),
             factor=named(row.factor),
         )
         if row.norm is None:

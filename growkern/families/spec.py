@@ -530,18 +530,28 @@ class ModelClass:
     cache: str | None = None
     reads: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """All parts of the table that it consists of."""
-        return (*self.body, *self.beside, *self.heads)
+        return (*self.body, *self.behind, *self.beside, *self.heads)
 
     def prefix_of(self, part: str) -> str:
         """How the names of a part begin in the model."""
         if part in self.beside:
             return self.prefix[: self.prefix.rstrip(".").rfind(".") + 1]
-        return self.prefix if part in self.body else ""
+        return self.prefix if part in (*self.body, *self.behind) else ""
+
+
+@dataclass(frozen=True)
+class Second:
+    """[second]: layers that predict a second token, which files have behind the last layer."""
+
+    layers: str
+    kinds: tuple[str, ...] = ()
+    files: str | None = None
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def grow(
             allow_nonfinite=allow_nonfinite,
             family=family,
             **how,
-        )
+        ).without_second()
         refuse_unreadable(grown.source.stored, in_memory=True)
         # a config that transformers cannot build must fail before any work
         _shapes(grown)
@@ -199,8 +199,10 @@ def _model_of(grown: GrowthPlan, state: dict[str, Tensor]) -> Any:
 
 def _shapes(grown: GrowthPlan) -> dict[str, tuple[int, ...]]:
     """The shape of every target tensor, in the order of the model's `state_dict`."""
-    shapes = grown.large.as_stored(class_shapes(grown.large, grown.dtype))
-    check_names_and_shapes(grown.large, shapes, grown.large.class_name)
+    large = grown.large
+    shapes = {**large.as_stored(class_shapes(large, grown.dtype))}
+    shapes |= {name: s for name, s in large.shapes.items() if name not in large.in_memory.shapes}
+    check_names_and_shapes(large, shapes, large.class_name)
     own = {task.name for task in grown.tasks}
     return {name: shape for name, shape in shapes.items() if name in own}
 
@@ -309,7 +311,9 @@ def _carry_out(
     source, modules = grown.source, read_modules(grown)
     source_dir = source.directory or source_dir  # of a model on the Hub, in the cache
     workers = workers_within(grown, limit)
-    state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
+    state = None
+    if optimizer is not None:
+        state = OptimizerStream(grown.without_second(), optimizer, moments, limit)
     in_files = grown.large.stored_names, grown.large.transposed
     layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, *in_files)
     with refusing(target):

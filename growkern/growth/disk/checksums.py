@@ -126,7 +126,7 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     wrong = [*_wrong_files(directory, record["files"])]
     family = family_in(directory)
     try:
-        headers = open_source(directory, allow_nonfinite=True).headers
+        headers = open_source(directory, allow_nonfinite=True, second=True).headers
         wrong += _wrong_tensors(directory, headers, record["target"], record["piece_bytes"])
         wrong += [
             f"{header.file}: {name} is not in the record"
@@ -138,7 +138,9 @@ def verify_checksums(directory: Path, source: Path | None = None) -> ChecksumRep
     checked = {"target": len(record["target"]), "files": len(record["files"])}
     if source is not None:
         # not all of a source is read where weights are random
-        opened = open_source(source, allow_nonfinite=True, family=family, dequantize=True)
+        opened = open_source(
+            source, allow_nonfinite=True, family=family, dequantize=True, second=True
+        )
         headers = opened.headers
         wrong += _wrong_tensors(source, headers, record["source"], record["piece_bytes"])
         checked["source"] = len(record["source"])

@@ -212,6 +212,11 @@ def portability(plan: Blueprint) -> Iterator[str]:
         yield f"model_type {kind} is unknown: read as {own} by its class {small.class_name}"
     yield from _staying(plan)
     yield from _older_keys(plan)
+    if count := len(small.second_layers):
+        yield (
+            f"layers that predict a second token grow in files ({count}), behind the last layer. "
+            "vLLM and SGLang find them by the number of layers"
+        )
     if unread := [f"{n} {getattr(small.text, n)} -> 0" for n in unread_in(small)]:
         yield (
             "layers that predict a second token are left out, as the model's class does not load "

@@ -39,6 +39,7 @@ from growkern.growth.plan.target import (
     finish_target,
     follow_heads,
     in_given_names,
+    unread_in,
 )
 from growkern.growth.plan.tensors.untrained import MARK, check_centroids, with_checksum
 from growkern.growth.source import Source, located, open_source
@@ -148,6 +149,17 @@ class GrowthPlan(Blueprint):
         """
         findings = [dataclasses.asdict(finding) for finding in self.findings]
         return {**self.summary(), "exact": self.exact, "findings": findings}
+
+    def without_second(self) -> GrowthPlan:
+        """The same growth of what transformers reads: no layers that predict a second token."""
+        if self.small.second is None:
+            return self
+        source, config = self.source.without_second(), copy.deepcopy(self.target_config)
+        for name in unread_in(source.spec):
+            setattr(self.small.family.text(config), name, 0)
+        made = replace(self, source=source, target_config=config)
+        _ = made.findings
+        return made
 
     def summary(self) -> dict[str, Any]:
         """`to_dict` without the findings, for which weights may be read."""
@@ -301,6 +313,7 @@ def plan(
         weights=False,
         family=own,
         dequantize=options.dequantize,
+        second=True,
     )
     made = plan_growth(opened, options, dims, target_config, dtype)
     refuse_idle_options(made)
@@ -381,6 +394,7 @@ def as_mixture(
     if not options.to and target_config is not None:
         options = replace(options, to=mixture_of(opened.spec, target_config))
     if options.to:
+        opened = opened.without_second()
         config = mixture_config(opened.spec, options, dims, target_config)
         opened = upcycled(opened, config, options)
     return opened, options

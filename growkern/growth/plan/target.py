@@ -39,7 +39,9 @@ def followed_fields(family: Family) -> tuple[str, ...]:
 
 
 def unread_in(small: ModelSpec) -> list[str]:
-    """The config fields that count layers of the source which transformers does not load."""
+    """The config fields that count layers which are left out, as transformers lacks them."""
+    if small.second is not None:
+        return []
     return [name for name in small.family.unread if getattr(small.text, name, None)]
 
 

@@ -151,10 +151,17 @@ def verify(
         GrowthError: `grown` has no growth record, or does not belong to `source`.
     """
     source = located(source, revision)
-    opened_grown = open_source(grown, allow_nonfinite=True, family=own_family_of(lineage))
+    own = own_family_of(lineage)
+    opened_grown = open_source(grown, allow_nonfinite=True, family=own, second=True)
     family = opened_grown.spec.family.whole
     own_family = family if family.table is not None else None
-    opened = open_source(source, allow_nonfinite=True, family=own_family, dequantize=True)
+    opened = open_source(
+        source,
+        allow_nonfinite=True,
+        family=own_family,
+        dequantize=True,
+        second=opened_grown.spec.second is not None,
+    )
     wrong, notes = [], []
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)

@@ -289,6 +289,8 @@ def stacked(
     def places_of(key: str) -> list[tuple[TensorSpec, int]]:
         return next((known[n] for n in spellings(model, key) if n in known), [])
 
+    # experts of a layer that predicts a second token may be joined in files, as in the model
+    plain = {name: t.name for t in model.tensors for name in model.second_names(t)}
     result: dict[str, StoredTensor] = {}
     joined: dict[str, dict[tuple[int, int], StoredTensor]] = {}
     for raw, header in headers.items():
@@ -298,7 +300,7 @@ def stacked(
         expert = int(number[2]) if number and places else 0
         places = places or places_of(raw)
         if not places:
-            result[raw] = header
+            result[plain.get(raw, raw)] = header
             continue
         shapes = [model.shapes[t.name] for t, _ in places]
         cut = _cut(header, shapes, f"{where}: {raw}") if len(places) > 1 else [header]

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ class Source:
         """The model on the Hub that `directory` is a snapshot of."""
         return hub_model(self.directory)
 
+    def without_second(self) -> Source:
+        """What transformers reads of it: no layers that predict a second token."""
+        if self.spec.second is None:
+            return self
+        spec = self.spec.in_memory
+        dtypes = {name: x for name, x in self.dtypes.items() if name in spec.shapes}
+        headers = {name: x for name, x in self.headers.items() if name in spec.shapes}
+        return dataclasses.replace(self, spec=spec, dtypes=dtypes, headers=headers)
+
     @property
     def config(self) -> Any:
         """The Hugging Face config."""
@@ -135,6 +145,7 @@ def open_source(
     weights: bool = True,
     family: Family | None = None,
     dequantize: bool = False,
+    second: bool = False,
 ) -> Source:
     """Open a `PreTrainedModel` or a checkpoint directory for growth.
 
@@ -148,6 +159,7 @@ def open_source(
         family: a table of one's own; default: that of the growth which made the directory, or the
             package's.
         dequantize: whether a directory may hold weights in fp8 or mxfp4.
+        second: whether layers of a directory that predict a second token belong to it.
     """
     refused.refuse_adapters(source, "source")
     # directories first: asking for PreTrainedModel imports the modelling code, 0.5 s
@@ -159,6 +171,7 @@ def open_source(
         raise GrowthError(
             f"source is a {type(source).__name__}; expected a PreTrainedModel or a directory"
         )
+    opened = opened if second else opened.without_second()
     if allow_nonfinite:
         return opened
     return dataclasses.replace(opened, read=partial(_read_checked, opened.read, set()))
@@ -262,12 +275,15 @@ def _open_directory(
     format = BARE if needs else format_of(directory, weights=weights)
     if format == BARE and not needs:
         needs = refused.WITHOUT_WEIGHTS.format(directory)
+    if format == BARE:
+        spec = _with_second(spec, None, directory)
     found_headers = dequantised(format.read(directory, spec), block, str(directory))
     for part in (keys, *(x for x in keys.values() if isinstance(x, dict))):
         for name in refused.QUANTISATION:
             part.pop(name, None)
     refuse_adapted(found_headers, str(directory))
     refuse_eight_bits(found_headers)
+    spec = _with_second(spec, found_headers, directory)
     headers = stacked(spec, found_headers, str(directory))
     spec = _with_towers(spec, headers, directory)
     check_number_of_tensors(spec, len(headers), str(directory))
@@ -331,6 +347,36 @@ def _read_spec(
     spec = ModelSpec.of(config, config.architectures[0], family)
     check_sizes_and_activation(directory / "config.json", spec)
     return spec, keys, block, needs, way
+
+
+def _with_second(
+    model: ModelSpec, headers: Mapping[str, StoredTensor] | None, directory: Path
+) -> ModelSpec:
+    """The model with the layers that predict a second token, if the files, or any, have them.
+
+    A tied head would read their norm's output by shares, which changes its mean square.
+    """
+    every, second = dataclasses.replace(model, second=frozenset()), model.family.second
+    own = [t for t in every.tensors if t.name not in model.shapes]
+    if model.has_tied_head or second is None or not own:
+        return model
+    if headers is None:
+        # a config alone says whether there are such layers
+        return every if getattr(model.text, second.layers, 0) else model
+    known, stored = {own_name(raw) for raw in headers}, every.stored_names
+    lacking = []
+    for t in own:
+        names = stored.get(t.name, t.name)
+        parts = [names] if isinstance(names, str) else [*chain.from_iterable(names)]
+        if not known.issuperset(parts) and not known.intersection(every.second_names(t)):
+            lacking.append(t)
+    if len(lacking) == len(own):
+        return model
+    # a copy of the embedding or of the head may be missing
+    if lost := [t.name for t in lacking if "vocab" not in t.axes]:
+        warn(f"{directory}: it lacks {lost[0]}: layers that predict a second token are left out")
+        return model
+    return dataclasses.replace(every, second=frozenset(t.template for t in lacking))
 
 
 def _with_towers(

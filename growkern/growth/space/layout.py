@@ -209,7 +209,10 @@ class Layout:
     def _tied_output(self, spec: SpaceSpec, layer: Layer) -> Space:
         if self.is_dual(spec.name):
             return tied_output(self.space(str(spec.of)), self.scale(spec))
-        return self.space(str(spec.untied), layer)
+        # layers that predict a second token read it by norms of their own, with the same eps: its
+        # mean square must stay
+        has_readers = self.small.second is not None
+        return self.space(str(spec.of if has_readers else spec.untied), layer)
 
     def scale(self, row: SpaceSpec | Row) -> float:
         """The factor that cancels a model's own factor, a size or its root, which grows.

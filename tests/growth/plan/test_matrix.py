@@ -110,24 +110,6 @@ def test_every_head_on_a_known_body_is_exact(model_type, class_name, tmp_path):
     assert report.ok, report.failure
 
 
-@pytest.mark.parametrize("times", [2, 3])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_larger_heads_are_exact(model_type, times, tmp_path):
-    class_name, sizes = FAMILIES[model_type]
-    source = random_model(class_name, sizes)
-    family = load_family(model_type)
-    model = ModelSpec(family, source.config, class_name)
-    if family.forces_head_dim:
-        how = {family.config_field(heads): model.size(heads) for heads in family.query_heads}
-        how |= {family.config_field("stream"): 12 * times}
-    else:
-        how = {family.config_field("head_dim"): times * model.head_dim()}
-    grown = grown_on_disk(tmp_path, source, how)
-    assert any("head_dim" in finding.what for finding in grown.growth_plan.findings)
-    assert grown.growth_plan.exact, grown.growth_plan.findings
-    assert relative_error(source, grown) <= EXACT
-
-
 LAYOUTS = [(12, 4), (12, 2), (12, 3), (10, 5), (6, 6)]
 
 

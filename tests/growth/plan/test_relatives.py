@@ -77,7 +77,7 @@ def test_all_sizes_at_once_are_exact_from_files_to_shards(model_type, tied, tmp_
         assert config[key.field] == reduce(dict.__getitem__, key.of.split("."), config)
 
 
-ALONE = [(m, HEADS) for m in RELATIVES if heads_grow(load_family(m))]
+ALONE = [(m, HEADS) for m in ALL if heads_grow(load_family(m))]
 if walks.times > 1:
     ALONE = [(m, what) for m in ALL for what in alone(described(m))]
 
