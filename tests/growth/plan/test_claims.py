@@ -93,7 +93,7 @@ def test_both_ways_to_grow_write_the_same_bytes(class_name, sizes, how, has_own,
 
 EDITS = [
     ("BertModel", BERT, {"hidden_act": "relu"}, "intermediate_act_fn: the module is"),
-    ("LlamaForCausalLM", LLAMA, {"rms_norm_eps": 0.1}, "variance_epsilon is 0.001"),
+    ("LlamaForCausalLM", LLAMA, {"rms_norm_eps": 0.1}, "variance_epsilon is 0.01"),
     ("LlamaForCausalLM", LLAMA, {"head_dim": 4, "num_key_value_heads": 2}, None),
     (
         "LlamaForCausalLM",
