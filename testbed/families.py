@@ -37,16 +37,20 @@ BART = {
     "max_position_embeddings": 16,
 }
 WINDOW = {"sliding_window": 4, "query_pre_attn_scalar": 6}
+ENCODER = {**BERT, "layer_norm_eps": 1e-2}
 GROUPED = {**SQUARE, "pad_token_id": 0}
 SLIDING = {"use_sliding_window": True, "sliding_window": 4}
 # model type -> class with a vocabulary head, sizes
 FAMILIES = {
     "bart": ("BartForConditionalGeneration", {**BART, "eos_token_id": 1}),
-    "bert": ("BertForMaskedLM", BERT),
-    "electra": ("ElectraForMaskedLM", {**BERT, "embedding_size": 8}),
+    "bert": ("BertForMaskedLM", ENCODER),
+    "electra": ("ElectraForMaskedLM", {**ENCODER, "embedding_size": 8}),
     "gemma2": ("Gemma2ForCausalLM", {**ROTARY, **WINDOW}),
     "gemma3_text": ("Gemma3ForCausalLM", {**ROTARY, **WINDOW}),
-    "gpt2": ("GPT2LMHeadModel", {**GPT2, "n_inner": 20, "pad_token_id": 0}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {**GPT2, "layer_norm_epsilon": 1e-2, "n_inner": 20, "pad_token_id": 0},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", {**NEOX, "pad_token_id": 0}),
     "llama": ("LlamaForCausalLM", {**LLAMA, "pad_token_id": 0}),
     "mistral": ("MistralForCausalLM", {**ROTARY, "pad_token_id": 0}),
@@ -55,6 +59,6 @@ FAMILIES = {
     "phi3": ("Phi3ForCausalLM", GROUPED),
     "qwen2": ("Qwen2ForCausalLM", {**GROUPED, **SLIDING}),
     "qwen3": ("Qwen3ForCausalLM", {**ROTARY, **SLIDING, "pad_token_id": 0}),
-    "roberta": ("RobertaForMaskedLM", {**BERT, "pad_token_id": 1}),
+    "roberta": ("RobertaForMaskedLM", {**ENCODER, "pad_token_id": 1}),
     "t5": ("T5ForConditionalGeneration", {**T5, "eos_token_id": 1}),
 }

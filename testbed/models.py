@@ -24,11 +24,8 @@ BERT = {
     "num_hidden_layers": 2,
     "vocab_size": 50,
     "max_position_embeddings": 18,
-    # large enough that a forgotten eps shows
-    "layer_norm_eps": 1e-2,
 }
 GPT2 = {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
-GPT2 |= {"layer_norm_epsilon": 1e-2}
 LLAMA = {
     "hidden_size": 12,
     "num_attention_heads": 6,
@@ -38,6 +35,7 @@ LLAMA = {
     "num_hidden_layers": 2,
     "vocab_size": 50,
     "max_position_embeddings": 64,
+    # large enough that a forgotten eps shows
     "rms_norm_eps": 1e-2,
     "attention_bias": True,
     "mlp_bias": True,

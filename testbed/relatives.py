@@ -10,7 +10,8 @@ from typing import Any
 from growkern.families.family import Family
 from testbed.models import BERT, GPT2, IMAGE, LLAMA
 
-ENCODER = {**BERT, "pad_token_id": 1}
+ENCODER = {**BERT, "layer_norm_eps": 1e-2, "pad_token_id": 1}
+GPT_J = {**GPT2, "layer_norm_epsilon": 1e-2, "pad_token_id": 0}
 ROTARY = {k: v for k, v in LLAMA.items() if not k.endswith("_bias")} | {"pad_token_id": 0}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HALF = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
@@ -178,7 +179,7 @@ PATCHES = {
     "layer_norm_eps": 1e-2,
 }
 # the end of a text is its highest token
-CLIP_TEXT = {**BERT, "projection_dim": 7, "eos_token_id": 2}
+CLIP_TEXT = {**BERT, "layer_norm_eps": 1e-2, "projection_dim": 7, "eos_token_id": 2}
 CLIP_IMAGES = {
     **{k: v for k, v in PATCHES.items() if k not in ("num_labels", "encoder_stride")},
     **{"intermediate_size": 20, "projection_dim": 7},
@@ -309,7 +310,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ROTARY, **GROUPS, **HALF},
         {**ONE_GROUP, "use_qk_norm": True, "attention_bias": True},
     ),
-    "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 2, "pad_token_id": 0}, {"n_inner": 33}),
+    "gptj": ("GPTJForCausalLM", {**GPT_J, "rotary_dim": 2}, {"n_inner": 33}),
     "gpt_oss": ("GptOssForCausalLM", {**LOCAL, **KINDS, "rope_parameters": ROPE}, {}),
     "granite": ("GraniteForCausalLM", {**ROTARY, **FACTORS}, BIASES),
     "granitemoe": ("GraniteMoeForCausalLM", {**LOCAL, **FACTORS}, {"attention_bias": True}),
@@ -513,7 +514,7 @@ RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gpt_bigcode": (
         "GPTBigCodeForCausalLM",
-        {**GPT2, "pad_token_id": 0},
+        GPT_J,
         {"n_inner": 13},
     ),
     "deit": (
