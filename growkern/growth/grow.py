@@ -311,9 +311,7 @@ def _carry_out(
     source, modules = grown.source, read_modules(grown)
     source_dir = source.directory or source_dir  # of a model on the Hub, in the cache
     workers = workers_within(grown, limit)
-    state = None
-    if optimizer is not None:
-        state = OptimizerStream(grown.without_second(), optimizer, moments, limit)
+    state = None if optimizer is None else OptimizerStream(grown, optimizer, moments, limit)
     in_files = grown.large.stored_names, grown.large.transposed
     layout = lay_out(_shapes(grown), grown.dtypes, settings.max_shard_size, *in_files)
     with refusing(target):

@@ -251,6 +251,8 @@ class OptimizerStream:
         """
         check_moments(moments)
         self._stamps = Stamps.of(optimizer_file(path))
+        # it was saved beside a model of the class
+        plan = plan.without_second()
         self._plan, self._moments = plan, moments
         state_dict = read_optimizer(path)
         check_archive(optimizer_file(path))
