@@ -29,7 +29,7 @@ from rich.text import Text
 from torch import Tensor
 
 from growkern.errors import GrowthError
-from growkern.families import value_of
+from growkern.families import Family, value_of
 from growkern.growth.models import on_cpu_by_default
 from growkern.growth.outputs import Float64, all_outputs, as_model, fits, random_inputs
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors
@@ -151,17 +151,10 @@ def verify(
         GrowthError: `grown` has no growth record, or does not belong to `source`.
     """
     source = located(source, revision)
-    own = own_family_of(lineage)
-    opened_grown = open_source(grown, allow_nonfinite=True, family=own, second=True)
+    opened_grown = _opened(grown, own_family_of(lineage))
     family = opened_grown.spec.family.whole
     own_family = family if family.table is not None else None
-    opened = open_source(
-        source,
-        allow_nonfinite=True,
-        family=own_family,
-        dequantize=True,
-        second=opened_grown.spec.second is not None,
-    )
+    opened = _opened(source, own_family, opened_grown)
     wrong, notes = [], []
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)
@@ -208,6 +201,13 @@ def verify(
         level,
         verdict.stated_bound(plan, outputs, dtype),
     )
+
+
+def _opened(model: Any, family: Family | None, grown: Source | None = None) -> Source:
+    """A model with all that its files have; the source of `grown` with the layers that it has."""
+    second = grown is None or grown.spec.second is not None
+    how: Any = {"family": family, "dequantize": grown is not None, "second": second}
+    return open_source(model, allow_nonfinite=True, **how)
 
 
 def _record_of(source: Source, grown: Source, given: str | Path | None) -> Lineage:
