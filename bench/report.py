@@ -92,7 +92,7 @@ def aot_table(results: Path) -> str:
 def families(results: Path) -> str:
     """The families: what is exact, and their classes; then unusual sizes."""
     usual = growable_fields(load_family("llama"))
-    lines: list[list[str]] = []
+    lines, kinds = [], []
     by_sizes: dict[str, list[str]] = {}
     for model_type in supported_families():
         family = load_family(model_type)
@@ -106,12 +106,11 @@ def families(results: Path) -> str:
         if sizes:
             by_sizes.setdefault(sizes, []).append(f"`{model_type}`")
     heads = ["`model_type`", "exact hidden sizes", "classes"]
-    kinds = [[", ".join(names), sizes] for sizes, names in by_sizes.items()]
+    for sizes, names in by_sizes.items():
+        kinds += [[", ".join(names[i : i + 8]), sizes] for i in range(0, len(names), 8)]
     public = (ROOT / "tests/families/newest.jsonl").read_text().splitlines()
     plans = sum('"refused":' not in row for row in public)
-    said = (
-        f"{plans} of the {len(public)} newest public configs in the tests plan; others are refused."
-    )
+    said = f"{plans} of the {len(public)} newest configs in the tests plan; others are refused."
     both = table(heads, lines), table(["`model_type`", "sizes that grow"], kinds)
     return "\n\n".join((*both, said))
 
