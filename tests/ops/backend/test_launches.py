@@ -25,21 +25,13 @@ ROCM = ["--jobs", "1", "--arch", "gfx942", "--only", HEADLINE]
 # shared memory that a block of an H100 or H200 may have
 MOST_SHARED = 227 << 10
 # cases of the machine-code table that training and growth launch exactly like that
+SWEEP, TAIL = "kl_mlm rows linear, ", "topk_kl_mlm tail bf16 gradient"
 IN_TABLE = {
-    "kl_mlm rows linear, bf16 gradient",
-    "kl_mlm rows linear, bf16 gradient, V 30522",
-    "kl_mlm rows linear, biases",
-    "kl_mlm rows linear, fp32 gradient",
-    "kl_mlm rows linear, no teacher",
-    "kl_mlm once bf16 gradient",
-    "kl_mlm once no teacher",
-    "topk_kl_mlm tail bf16 gradient",
-    "topk_kl_mlm tail bf16 gradient, V 30522",
-    "expand many FPI bf16",
-    "expand many AKI, noise bf16",
-    "expand AKI, noise bf16",
-    "expand many FPI, routing bf16",
-    "expand FPI, routing bf16",
+    *(f"{SWEEP}bf16 gradient", f"{SWEEP}bf16 gradient, V 30522", f"{SWEEP}biases"),
+    *(f"{SWEEP}fp32 gradient", f"{SWEEP}no teacher", TAIL, f"{TAIL}, V 30522"),
+    *("kl_mlm once bf16 gradient", "kl_mlm once no teacher"),
+    *("expand many FPI bf16", "expand many AKI, noise bf16", "expand AKI, noise bf16"),
+    *("expand many FPI, routing bf16", "expand FPI, routing bf16"),
 }
 
 
