@@ -14,93 +14,38 @@ from growkern.families.model import ModelSpec
 from growkern.families.spec import holds
 from growkern.families.table_files import load_family, parse_family, supported_families
 from growkern.files import parse_toml
+from testbed.families import FAMILIES
+from testbed.models import BERT
 from testbed.relatives import RELATIVES
 
-# every size differs, so that two axes cannot be confused
-BERT = {
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "vocab_size": 50,
-    "max_position_embeddings": 18,
-    "type_vocab_size": 5,
-    "num_labels": 7,
-}
-GPT2 = {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
-ENCODER = {
-    "hidden_size": 12,
-    "num_attention_heads": 3,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "vocab_size": 50,
-    "num_labels": 7,
-}
-GROUPED = {**ENCODER, "num_attention_heads": 6, "num_key_value_heads": 2}
-LLAMA = {**GROUPED, "head_dim": 4}
-T5 = {
-    "d_model": 12,
-    "d_kv": 4,
-    "d_ff": 23,
-    "num_heads": 5,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "relative_attention_num_buckets": 9,
-    "vocab_size": 50,
-    "num_labels": 7,
-}
-BART = {
-    "d_model": 12,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 3,
-    "decoder_attention_heads": 6,
-    "encoder_ffn_dim": 20,
-    "decoder_ffn_dim": 22,
-    "max_position_embeddings": 16,
-    "vocab_size": 50,
-    "num_labels": 7,
-}
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 LABELS = {"num_labels": 7}
+# of families with tables of their own: flags that decide which tensors there are
+FLAGS = {
+    "bart": {"decoder_layers": 3, **UNTIED},
+    "bert": {"type_vocab_size": 5, **UNTIED},
+    "electra": {"embedding_size": 12, **UNTIED},
+    "gemma2": BIASES,
+    "gemma3_text": BIASES,
+    "gpt2": {"n_inner": 33, **UNTIED},
+    "gpt_neox": {"attention_bias": False, **TIED},
+    "llama": {"attention_bias": False, "mlp_bias": False, **TIED},
+    "mistral": BIASES,
+    "modernbert": {**BIASES, "norm_bias": True, "classifier_bias": True, **UNTIED},
+    "olmo2": {"head_dim": 4, **BIASES, **TIED},
+    "phi3": {"head_dim": 4, **BIASES, **TIED},
+    "qwen2": {"head_dim": 4, **BIASES, **TIED},
+    "qwen3": {**BIASES, **TIED},
+    "roberta": UNTIED,
+    "t5": {
+        **{"num_heads": 5, "num_decoder_layers": 3, "relative_attention_num_buckets": 9},
+        **{"feed_forward_proj": "gated-gelu", **UNTIED},
+    },
+}
 CASES = [
-    ("bert", BERT, {}),
-    ("bert", BERT, UNTIED),
-    ("roberta", BERT, {}),
-    ("roberta", BERT, UNTIED),
-    ("electra", {**BERT, "embedding_size": 8}, {}),
-    ("electra", {**BERT, "embedding_size": 12}, UNTIED),
-    ("gpt2", {**GPT2, "num_labels": 7}, {}),
-    ("gpt2", {**GPT2, "num_labels": 7}, {"n_inner": 33, **UNTIED}),
-    ("gpt_neox", ENCODER, {}),
-    ("gpt_neox", ENCODER, {"attention_bias": False, **TIED}),
-    ("t5", T5, {}),
-    ("t5", T5, {"feed_forward_proj": "gated-gelu", **UNTIED}),
-    ("bart", BART, {}),
-    ("bart", BART, UNTIED),
-    ("modernbert", {**ENCODER, "pad_token_id": 0}, {}),
-    (
-        "modernbert",
-        {**ENCODER, "pad_token_id": 0},
-        {**BIASES, "norm_bias": True, "classifier_bias": True, **UNTIED},
-    ),
-    ("llama", LLAMA, {}),
-    ("llama", LLAMA, {**BIASES, **TIED}),
-    ("mistral", LLAMA, {}),
-    ("mistral", LLAMA, BIASES),
-    ("qwen2", GROUPED, {}),
-    ("qwen2", LLAMA, {**BIASES, **TIED}),
-    ("qwen3", LLAMA, {}),
-    ("qwen3", LLAMA, {**BIASES, **TIED}),
-    ("gemma2", LLAMA, {}),
-    ("gemma2", LLAMA, BIASES),
-    ("gemma3_text", LLAMA, {}),
-    ("gemma3_text", LLAMA, BIASES),
-    ("olmo2", GROUPED, {}),
-    ("olmo2", LLAMA, {**BIASES, **TIED}),
-    ("phi3", {**GROUPED, "pad_token_id": 0}, {}),
-    ("phi3", {**LLAMA, "pad_token_id": 0}, {**BIASES, **TIED}),
+    *((m, {**LABELS, **sizes}, {}) for m, (_, sizes) in FAMILIES.items()),
+    *((m, {**LABELS, **sizes}, FLAGS[m]) for m, (_, sizes) in FAMILIES.items()),
     *((m, {**LABELS, **sizes}, TIED) for m, (_, sizes, _) in RELATIVES.items()),
     *((m, {**LABELS, **sizes, **more}, UNTIED) for m, (_, sizes, more) in RELATIVES.items()),
 ]
