@@ -19,7 +19,6 @@ from bench.paper.compare import (
     smaller_alone,
     text_of,
 )
-from bench.paper.jobs import all_needs
 from bench.paper.models import Size
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 from bench.paper.settings import SETTINGS
@@ -108,31 +107,6 @@ def test_a_block_is_refused_without_them(name, monkeypatch):
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
 def test_tables_by_hand_name_their_questions_too(page):
     check_savings(page.name, page.read_text())
-
-
-def test_a_chain_spends_before_a_size_what_the_smaller_ones_cost_alone():
-    """So the FLOPs of all sizes are those of the source, of runs as long, and of the last one."""
-    lines = {(x.system, x.label): x for x in lines_of("family", "tiny")}
-    alone = {
-        size: jobs_of_seed(lines["scratch", size], 1, 1e-3)[-1] for size in ("4x32", "4x64", "4x96")
-    }
-    for size, job in alone.items():
-        setting = job.setting
-        parameters = setting.untrained(setting.target, seed=0).num_parameters()
-        assert setting.target.name == size
-        assert job.steps * setting.tokens / parameters == pytest.approx(20, rel=2e-3)
-    for system in ("chained_fresh", "chained_copy"):
-        *_, whole = jobs_of_seed(lines[system, "4x96"], 1, 1e-3)
-        before = {job.system: job for job in all_needs(whole)}
-        assert before.keys() == {"source", system} and whole.steps == alone["4x96"].steps
-        for name, size in (("source", "4x32"), (system, "4x64")):
-            job = before[name]
-            trained = job.setting.source if name == "source" else job.setting.target
-            assert (trained.name, job.steps) == (size, alone[size].steps)
-        # a middle size that was grown is one of its own line's runs
-        rate = whole.setting.source_rate
-        of_line = jobs_of_seed(lines[system, f"4x64 at {rate:g}"], 1, rate)
-        assert before[system].name in {job.name for job in of_line}
 
 
 def test_the_frontier_shows_the_better_rate_beside_the_best_fixed_size(tmp_path):
