@@ -124,6 +124,21 @@ def test_models_of_other_classes_stay_exact(make, sizes, copies):
     assert (torch.cdist(first, first) + torch.eye(len(first))).min() > 1e-6
 
 
+@pytest.mark.parametrize("kind", ["resnet", "vision_transformer"])
+def test_models_of_timm_stay_exact(kind):
+    """Nightly tests install it."""
+    module = getattr(pytest.importorskip("timm.models"), kind)
+    if kind == "resnet":
+        sizes, how = [(4, 8, 8, 12), (9, 17, 17, 25)], {}
+        models = (module.ResNet(module.BasicBlock, (1, 1, 1, 1), 7, channels=n) for n in sizes)
+    else:
+        how = {"copies": ("cls_token", "pos_embed"), "fused": {"qkv": 3}}
+        models = (module.VisionTransformer(8, 4, 3, 7, "token", n, 2, n // 8) for n in (16, 32))
+    small, large = models
+    growkern.widen(trained(small), large, inputs=(IMAGES,), **how)
+    assert same(small, large, IMAGES) < 1e-12
+
+
 def test_channels_that_are_joined_are_filled_by_hand():
     small, large = trained(Unet(4)), Unet(8)
     before = {name: x.clone() for name, x in large.state_dict().items()}

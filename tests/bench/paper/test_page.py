@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from bench.paper.compare import MARK, NONE, best_rate, compared, interval, runs_of, saved
+from bench.paper.compare import MARK, NONE, best_rate, compared, interval, saved
 from bench.paper.page import report, table
 from bench.paper.plans import jobs_of_rates, jobs_of_seed, lines_of
 
@@ -89,15 +89,6 @@ def test_a_table_has_a_line_for_each_setting():
     assert shares[2].startswith("25.0 ±") and shares[3].startswith("≥ ")
     assert column["a given size"][2].startswith("5.0 ±")
     assert set(column["a given loss"][2:]) == {"not known"}
-
-
-def test_a_line_may_have_another_rate_than_its_short_runs_chose():
-    _, method, other = lines_of("rates", "tiny")
-    rows = [row_of(job, 3.0 + job.rate) for job in jobs_of_rates(method)]
-    rows += [row_of(job, 2.0) for rate in (1e-3, 2e-3) for job in jobs_of_seed(method, 1, rate)]
-    found = {row["name"]: row for row in rows}
-    rates = [[run["rate"] for run in runs_of(line, found)[1]] for line in (method, other)]
-    assert rates == [[1e-3] * 3, [2e-3] * 3]
 
 
 def test_shorter_runs_are_in_no_column_but_in_the_savings():
