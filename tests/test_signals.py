@@ -44,7 +44,7 @@ COMMANDS = {
     "export": ("export", "out", "new"),
 }
 # at the first file and at later ones; not all commands reach the last
-MOMENTS = ((1, signal.SIGINT), (6, signal.SIGTERM), (30, signal.SIGINT))
+MOMENTS = ((1, signal.SIGINT), (6, signal.SIGTERM), (25, signal.SIGINT), (45, signal.SIGTERM))
 
 
 def signal_at(number, moment, directory, how="plain"):
