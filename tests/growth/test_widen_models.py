@@ -1,5 +1,7 @@
 """`widen` on models of other classes: what is exact, and what `inputs` find before it writes."""
 
+import json
+import re
 import warnings
 
 import pytest
@@ -10,6 +12,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import growkern
 from growkern import GrowthError
+from growkern.errors import FunctionChangedWarning
 
 
 class Vit(nn.Module):
@@ -332,14 +335,23 @@ def test_a_small_difference_of_a_norm_over_neighbours_is_seen(size):
         growkern.widen(small, large, inputs=(torch.randn(2, 6, 3, 3),))
 
 
-def test_gated_layers_need_fused():
+# these keep both parts of a channel axis in place
+KEEPING = (nn.BatchNorm1d, lambda n: nn.Conv1d(n, n, 1, groups=n))
+
+
+@pytest.mark.parametrize("between", [(), KEEPING])
+def test_gated_layers_need_fused(between):
+    fused = dict.fromkeys("012"[: len(between) + 1], 2)
     small, large = (
-        nn.Sequential(nn.Linear(6, 2 * h), nn.GLU(-1), nn.Linear(h, 4)) for h in (8, 12)
+        nn.Sequential(
+            *(nn.Conv1d(6, 2 * h, 1), *(x(2 * h) for x in between)), nn.GLU(1), nn.Conv1d(h, 4, 1)
+        )
+        for h in (8, 12)
     )
-    x = torch.randn(5, 6)
-    with pytest.raises(GrowthError, match=r"output of 1 \(GLU\)"):
+    x, line = torch.randn(5, 6, 3), re.escape(f"pass fused={json.dumps(fused)}")
+    with pytest.raises(GrowthError, match=rf"output of \d \(GLU\).*{line}$"):
         growkern.widen(trained(small), large, inputs=(x,))
-    growkern.widen(small, large, inputs=(x,), fused={"0": 2})
+    growkern.widen(small, large, inputs=(x,), fused=fused)
     assert same(small, large, x) < 1e-12
 
 
@@ -363,10 +375,9 @@ def test_computed_weights_are_refused_with_the_call_that_undoes_it(make, dim):
         (nn.Conv1d(4, 4, 3), nn.Conv1d(8, 8, 3, padding_mode="circular"), "padding_mode"),
         (nn.Conv1d(4, 4, 3, padding=1), nn.Conv1d(8, 8, 3), "padding"),
         (nn.GroupNorm(1, 8), nn.GroupNorm(4, 16), "4 entries are no multiple of 8"),
-        (nn.GroupNorm(1, 8), nn.GroupNorm(1, 12), "12 entries are no multiple of 8"),
         (nn.GroupNorm(1, 8, affine=False), nn.GroupNorm(1, 12, affine=False), "12 entries"),
-        (nn.GroupNorm(2, 8, affine=False), nn.GroupNorm(2, 16, affine=False), "groups of 4"),
-        (nn.LayerNorm((3, 8)), nn.LayerNorm((3, 12)), "12 entries are no multiple of 8"),
+        (nn.GroupNorm(2, 8, affine=False), nn.GroupNorm(2, 16, affine=False), "=num_channels / 4"),
+        (nn.LayerNorm((3, 8), 1, False), nn.LayerNorm((3, 12), 1, False), "12 entries are no mul"),
         (nn.Threshold(0, 5), nn.Threshold(0, 6), "value is 5, but 6"),
         (nn.LSTM(4, 4), nn.LSTM(8, 8), "weight_ih_l0 of LSTM|LSTM.: it may mix"),
     ],
@@ -405,7 +416,8 @@ def test_tensors_of_its_own_by_name():
     with torch.no_grad():
         how = growkern.widening((4, 8), (4, 16))
         large.mix.copy_(growkern.expand(small.mix.T, **how).T)
-    growkern.widen(small, large, skip="mix", **given)
+    with pytest.warns(FunctionChangedWarning, match=r"outputs are wider \(8 -> 16\)"):
+        growkern.widen(small, large, skip="mix", **given)
     ours, theirs = small(x), large(x)
     torch.testing.assert_close(theirs["out"], ours["out"])
     torch.testing.assert_close(theirs["hidden"][0], ours["hidden"][0].repeat(1, 2))

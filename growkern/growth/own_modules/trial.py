@@ -37,19 +37,17 @@ def _is_narrow(x: Tensor) -> bool:
     return is_real and torch.finfo(x.dtype).eps > torch.finfo(torch.float64).eps
 
 
-class Difference(NamedTuple):
-    """Where outputs differ, and by how much."""
+class Comparison(NamedTuple):
+    """What outputs are: the same as those of a smaller module, or copies of them, or different."""
 
-    sentence: str
-    mixed: str | None  # the path of the module whose input differs first; None: an output does
+    sentence: str = ""  # where they differ, and by how much; "" if they do not
+    mixed: str | None = None  # the module whose input differs first; None: an output does
+    before: tuple[str, ...] = ()  # the modules that had run, the last one first
+    wider: tuple[str, ...] = ()  # the sizes of which some are copies, as in "5 -> 7"
 
 
-def difference(
-    small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]
-) -> Difference | None:
-    """How the outputs of two modules differ; None if they do not.
-
-    Outputs that are wider are compared by copies.
+def compare(small: nn.Module, large: nn.Module, inputs: Any, parts: set[int]) -> Comparison:
+    """Compare the outputs of two modules. Those that are wider are compared with copies.
 
     Args:
         small, large: both in float64, in evaluation mode and on one device.
@@ -65,10 +63,12 @@ def difference(
             raise GrowthError(
                 "all outputs of `small` are 0 or empty, so they compare nothing: give other inputs"
             )
-        return None
-    place, mixed = _first_difference(small, large, inputs, parts, tolerance)
+        shapes = [(a.shape, b.shape) for a, b in zip(ours, theirs, strict=True)]
+        sizes = [pair for both in shapes for pair in zip(*both, strict=True)]
+        return Comparison(wider=tuple({f"{n} -> {m}": 0 for n, m in sizes if n < m}))
+    first = _first_difference(small, large, inputs, parts, tolerance)
     amount = f"the outputs of `large` would differ by {error:.1e} of the largest"
-    return Difference(f"{amount}. {place}", mixed)
+    return first._replace(sentence=f"{amount}. {first.sentence}")
 
 
 def _run(module: nn.Module, role: str, inputs: Any) -> list[Tensor]:
@@ -149,9 +149,10 @@ def _error_of(a: Tensor, b: Tensor, parts: int) -> float:
 
 def _first_difference(
     small: nn.Module, large: nn.Module, inputs: Any, parts: set[int], tolerance: float
-) -> Difference:
+) -> Comparison:
     """Where two runs begin to differ."""
     seen = [_events(module, inputs) for module in (small, large)]
+    before: tuple[str, ...] = ()
     for (path, what, ours), (other, _, theirs) in zip(*seen, strict=False):
         if path != other:
             break
@@ -160,9 +161,10 @@ def _first_difference(
             name = f"{path} ({kind})" if path else f"the {kind} itself"
             if what == "input":
                 sentence = f"The first to differ is {name}: already its input mixes what grows"
-                return Difference(sentence, path)
-            return Difference(f"The first to differ is the output of {name}", None)
-    return Difference("Their modules are called in another order", None)
+                return Comparison(sentence, path, before)
+            return Comparison(f"The first to differ is the output of {name}", None, before)
+        before = (path, *before) if what == "output" else before
+    return Comparison("Their modules are called in another order", None, before)
 
 
 def _events(module: nn.Module, inputs: Any) -> list[tuple[str, str, list[Tensor]]]:

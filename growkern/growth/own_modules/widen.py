@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterable, Iterator
-from itertools import islice, product
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from growkern.arguments import check_kind, whole_number
-from growkern.errors import GrowthError, nearest, warn
+from growkern.errors import FunctionChangedWarning, GrowthError, nearest, warn
 from growkern.growth.models import class_of
 from growkern.growth.own_modules import layers
-from growkern.growth.own_modules.trial import Difference, difference
+from growkern.growth.own_modules.trial import Comparison, compare
 from growkern.growth.source import refuse_computed
 from growkern.growth.space import copies as of_copies
 from growkern.growth.space import cyclic
@@ -128,7 +127,7 @@ def widen(
         small: the trained module.
         large: the module to fill; it has the names of `small`, and no smaller size.
         inputs: the arguments of `forward` for the comparison, such as (x,), or a dict of them by
-            name. Outputs that are wider are compared with copies.
+            name. Outputs that are wider are compared with copies, and warned of.
         fused: `fused` of `widening` for layers of a name, such as {"qkv": 3}. The name is the last
             part of the layer's path.
         copies: names of parameters and buffers of your own whose entries are copies along each axis
@@ -159,7 +158,7 @@ def widen(
     if inputs is not None:
         _check_outputs(small, large, inputs, names, fused, copies)
     elif not layers.is_whole(small):
-        guess = next(_fused_guesses(small, large, fused), None)
+        guess = _fused_guess(small, large, fused)
         hint = f". If there are several matrices in {', '.join(guess)}, pass " if guess else ""
         hint += f"fused={json.dumps({**fused, **guess})}" if guess else ""
         warn(f"widen has compared no outputs: pass inputs=(x,), or compare them yourself{hint}")
@@ -179,26 +178,78 @@ def _check_outputs(
     device = next((x.device for x in small.parameters()), torch.device("cpu"))
     trial, wide = (copy.deepcopy(x).to(device).double().eval() for x in (small, large))
 
-    def differs(told: dict[str, int]) -> Difference | None:
+    def compared(told: dict[str, int]) -> Comparison:
         _write(trial, wide, _fills(names, small, large, told, copies))
-        return difference(trial, wide, inputs, {1, *told.values()})
+        return compare(trial, wide, inputs, {1, *told.values()})
 
-    if not (why := differs(fused)):
+    why = compared(fused)
+    if why.wider:
+        warn(
+            f"outputs are wider ({', '.join(why.wider)}): they hold copies, and a softmax over "
+            "them changes. Give `large` as many as `small`, unless widened layers read them",
+            FunctionChangedWarning,
+        )
+    if not why.sentence:
         return
-    for guess in _fused_guesses(small, large, fused):
-        told, is_right = {**fused, **guess}, False
-        # one name may belong to layers that are not alike
-        with contextlib.suppress(GrowthError):
-            is_right = not differs(told)
-        if is_right:
-            raise GrowthError(
-                f"{why.sentence}. There are several matrices in {', '.join(guess)}: pass "
-                f"fused={json.dumps(told)}"
-            )
+    fills, left = _fills(names, small, large, fused, copies), iter(range(MOST_GUESSES))
+    if told := _fused_by_trial(compared, why, fused, _layers_of(small, fills), left):
+        raise GrowthError(
+            f"{why.sentence}. There are several matrices in "
+            f"{', '.join(x for x in told if x not in fused)}: pass fused={json.dumps(told)}"
+        )
     raise GrowthError(
         f"{why.sentence}. `fused`, `copies` and `skip` of growkern.widen say what it cannot see"
-        f"{_lines_for(why.mixed, small, _fills(names, small, large, fused, copies))}"
+        f"{_lines_for(why.mixed, small, fills)}"
     )
+
+
+def _layers_of(small: nn.Module, fills: dict[str, Fill]) -> dict[str, bool]:
+    """The layers whose rows grow, by their paths: whether they read copies."""
+    layers = dict[str, bool]()
+    for name, fill in fills.items():
+        if _get(small, name).shape[:1] != fill.shape[:1]:
+            path = name.rpartition(".")[0]
+            layers[path] = layers.get(path, False) or fill.reads is not None
+    return layers
+
+
+def _fused_by_trial(
+    compared: Callable[[dict[str, int]], Comparison],
+    why: Comparison,
+    told: dict[str, int],
+    layers: dict[str, bool],
+    left: Iterator[int],
+) -> dict[str, int] | None:
+    """The `fused` with which outputs do not differ, tried on what ran before they did.
+
+    Args:
+        left: one item for each run that may be tried.
+    """
+    for guess, _ in zip(_guesses(why.before, told, layers), left, strict=False):
+        # one name may belong to layers that are not alike
+        with contextlib.suppress(GrowthError):
+            new = compared(guess)
+            if not new.sentence:
+                return guess
+            if len(new.before) > len(why.before) and (
+                found := _fused_by_trial(compared, new, guess, layers, left)
+            ):
+                return found
+    return None
+
+
+def _guesses(
+    before: tuple[str, ...], told: dict[str, int], layers: dict[str, bool]
+) -> Iterator[dict[str, int]]:
+    """A layer may hold 2 or 3 matrices, and what follows keeps them apart, as norms do."""
+    ran = dict[str, int]()
+    for path in before:
+        name = path.rpartition(".")[2]
+        if path in layers and name not in {**told, **ran}:
+            ran[name] = 0
+            together = [[*ran][::-1]] if len(ran) > 1 else []
+            for names in [[name], *together] if layers[path] else []:
+                yield from ({**told, **dict.fromkeys(names, n)} for n in (2, 3))
 
 
 def _lines_for(path: str | None, small: nn.Module, fills: dict[str, Fill]) -> str:
@@ -210,9 +261,7 @@ def _lines_for(path: str | None, small: nn.Module, fills: dict[str, Fill]) -> st
     return ""
 
 
-def _fused_guesses(
-    small: nn.Module, large: nn.Module, fused: dict[str, int]
-) -> Iterator[dict[str, int]]:
+def _fused_guess(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> dict[str, int]:
     """What `fused` may lack: linear layers of which others read a third or a half, never all."""
     wide = dict(large.named_modules())
     pairs = [(path, x, wide.get(path)) for path, x in small.named_modules()]
@@ -222,15 +271,14 @@ def _fused_guesses(
         if isinstance(x, nn.Linear) and isinstance(y, nn.Linear)
     ]
     read = {sizes for _, _, sizes in linear}
-    options = {
-        name: [n for n in (3, 2) if (a // n, b // n) in read and a % n == b % n == 0]
+    return {
+        name: n
         for name, (a, b), _ in linear
+        # of a layer that fits both, 3
+        for n in (2, 3)
         if a != b and (a, b) not in read and name not in fused
+        if (a // n, b // n) in read and a % n == b % n == 0
     }
-    known = {name: [*parts, 1] for name, parts in options.items() if parts}
-    for chosen in islice(product(*known.values()), MOST_GUESSES):
-        if guess := {name: n for name, n in zip(known, chosen, strict=True) if n > 1}:
-            yield guess
 
 
 def _fills(
