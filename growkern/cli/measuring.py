@@ -101,9 +101,12 @@ def plot(
             help="Training directories. A folder with generation-1 and so on stands for these.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="File to write, .png, .svg, .pdf ...")] = Path(
-        "loss_vs_flops.png"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write, .png, .svg, .pdf ...  \\[loss_vs_flops.png, in a single RUN]"
+        ),
+    ] = None,
     sources: Annotated[
         list[Path] | None,
         typer.Option(
@@ -117,6 +120,9 @@ def plot(
     """Draw loss against FLOPs."""
     from growkern.plot import log_of, runs_in, savings_rows, savings_table
 
+    if out is None:
+        # that of another run is not replaced
+        out = (directories[0] if len(directories) == 1 else Path()) / "loss_vs_flops.png"
     # before matplotlib is imported
     runs = [run for directory in directories for run in runs_in(directory)]
     for run in (*runs, *(sources or ())):

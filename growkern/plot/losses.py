@@ -213,8 +213,9 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
     If the loss was measured before and after the growth, two points show both.
     """
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    # of growths at the start of runs, one for all that are alike
-    starts = {(group.before, group.curves[0].began): None for group in groups}
+    # of growths at the start of runs, one for all that are alike. Without the small model's curve
+    # nothing in the picture grows there
+    starts = {(group.before, group.curves[0].began): None for group in groups if group.before}
     marks = [
         (at / unit, 1.0, ["grown to", *began.split("\n")[:MOST_SIZES]], GREY)
         for at, began in starts

@@ -514,8 +514,8 @@ def test_train_from_a_file(run, checkpoint, tmp_path, monkeypatch):
     transformers.BertForMaskedLM.from_pretrained(tmp_path / "out")
     assert "finished" in run("train", file)[1]
     if importlib.util.find_spec("matplotlib"):
-        picture = tmp_path / "loss.png"
-        out = run("plot", tmp_path / "out", "--out", picture, "--json")[1]
+        picture = tmp_path / "out" / "loss_vs_flops.png"
+        out = run("plot", tmp_path / "out", "--json")[1]
         assert json.loads(out)["out"] == str(picture)
         (row,) = json.loads(out)["runs"]
         assert row["run"] == "out" and row["saved_size"] is None

@@ -407,12 +407,15 @@ def test_an_unfinished_run_is_named_with_its_step_and_nothing_is_said_of_savings
     alone = drawn(monkeypatch, lambda: plot_runs(runs[:1], tmp_path / "a.png"))
     assert alone.axes[0].get_title("left") == "part (unfinished: step 12 of 40)"
     assert texts(alone, "growth") == ["grows to\nhidden_size 96"]
-    # that of growth 0 is at the start, and none inside the run
+    # that of growth 0 is at the start, where only a small model's curve can end
     file = tmp_path / "part" / "checkpoint-12" / "trainer_state.json"
     file.write_text(file.read_text().replace('"growth": 1', '"growth": 0'))
-    alone = drawn(monkeypatch, lambda: plot_runs(runs[:1], tmp_path / "a.png"))
-    assert texts(alone, "growth") == ["grown to\nhidden_size 96"]
-    assert [x.get_xdata()[0] for x in alone.axes[0].lines if x.get_gid() == "growth"] == [0.0]
+    (group,) = plot_runs(runs[:1], tmp_path / "a.png")
+    for sources, at in (([], []), ([SMALL], [6.0])):
+        call = functools.partial(draw, group.curves, tmp_path / "a.png", sources=sources)
+        (main,) = drawn(monkeypatch, call).axes
+        assert [x.get_xdata()[0] for x in main.lines if x.get_gid() == "growth"] == at
+    assert main.texts[0].get_text() == "grown to\nhidden_size 96"
     both = drawn(monkeypatch, lambda: plot_runs(runs, tmp_path / "a.png"))
     assert texts(both, "cost")[0] == "part (unfinished: step 12 of 40): reference"
     assert "saved" not in "".join(texts(both)) and "more" not in "".join(texts(both))
