@@ -107,6 +107,7 @@ grow {bert} {grown}
 grow {bert} new --optimizer {bert}/config.json --moments old
 verify nothere new
 verify {bert} nothere
+verify {bert} {llama}
 verify {bert} {bert} --wrong
 verify nothere --checksums
 verify {bert} {bert} --lineage nothere

@@ -20,6 +20,7 @@ from growkern.cli.app import (
 from growkern.cli.growing import tokens_of
 from growkern.errors import GrowthError, say
 from growkern.files import write_whole
+from growkern.growth.history import has_record, refuse_unrecorded
 
 tables = typer.Typer(no_args_is_help=True, help="Tables of your own, for other models.")
 app.add_typer(tables, name="family", rich_help_panel="Growing")
@@ -60,6 +61,9 @@ def verify(
         raise GrowthError("no DST: give the grown checkpoint, or --checksums for one directory")
     for path in (source, target):
         checkpoint_there(path)
+    # of two that were exchanged, `verify` tells
+    if lineage is None and target.is_dir() and not has_record(source):
+        refuse_unrecorded(target)
     from growkern.growth.source import located
 
     source = located(source, revision)

@@ -60,6 +60,20 @@ def forgotten(why: str) -> str:
     )
 
 
+def has_record(directory: Path | None) -> bool:
+    """True if a directory has a lineage file."""
+    return directory is not None and (directory / LINEAGE_FILE).is_file()
+
+
+def refuse_unrecorded(grown: Path) -> None:
+    """Refuse a directory without a lineage file, where one is needed."""
+    if not has_record(grown):
+        raise GrowthError(
+            f"{grown}: no {LINEAGE_FILE}: give a grown checkpoint; if this one was trained since, "
+            f"add --lineage with the {LINEAGE_FILE} of the growth (in Python lineage=...)"
+        )
+
+
 def history_of(model: Any) -> History:
     """The growths of a model in memory, or of the place that it was loaded from."""
     plan = getattr(model, "growth_plan", None)

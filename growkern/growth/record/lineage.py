@@ -41,7 +41,9 @@ from growkern.growth.history import (
     NEEDED,
     TABLE_KEY,
     History,
+    has_record,
     history_from,
+    refuse_unrecorded,
 )
 from growkern.growth.options import GrowthOptions
 from growkern.growth.plan import GrowthPlan, Task, kind_of, plan_growth
@@ -374,11 +376,6 @@ def lineage_of(file: Path, data: dict[str, Any]) -> Lineage:
         raise _no_record(file, reason(error)[:200]) from error
 
 
-def has_record(directory: Path | None) -> bool:
-    """True if a directory has a lineage file."""
-    return directory is not None and (directory / LINEAGE_FILE).is_file()
-
-
 def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
     """Read the record of a grown checkpoint, which may have been trained since.
 
@@ -386,11 +383,7 @@ def read_lineage_of(grown: Path, lineage: str | Path | None = None) -> Lineage:
     """
     if lineage is not None:
         return read_lineage(path_of("lineage", lineage, RECORD))
-    if not has_record(grown):
-        raise GrowthError(
-            f"{grown}: no {LINEAGE_FILE}: give a grown checkpoint; if this one was trained since, "
-            f"add --lineage with the {LINEAGE_FILE} of the growth (in Python lineage=...)"
-        )
+    refuse_unrecorded(grown)
     return read_lineage(grown)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from growkern.errors import GrowthError
 from growkern.families import Family, value_of
+from growkern.growth.history import has_record
 from growkern.growth.models import on_cpu_by_default
 from growkern.growth.outputs import Float64, all_outputs, as_model, fits, random_inputs
 from growkern.growth.plan import NEW_TOKENS, OUTPUT_ERROR, GrowthPlan, as_text, has_errors
@@ -37,7 +38,6 @@ from growkern.growth.record import compare, verdict
 from growkern.growth.record.compare import TensorGroup
 from growkern.growth.record.lineage import (
     Lineage,
-    has_record,
     own_family_of,
     plan_from_lineage,
     read_lineage_of,
