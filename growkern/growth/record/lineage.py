@@ -396,8 +396,27 @@ def _no_record(file: Path, why: str) -> GrowthError:
     return GrowthError(f"{file}: not a growth record: {why}: give {RECORD}")
 
 
+def other_source(source: Source, lineage: Lineage) -> str:
+    """Names the source in a record, if the directory of this one has another name."""
+    name, given = lineage.data.get("source"), source.directory
+    if not isinstance(name, str) or not name or given is None or name == name_of(given):
+        return ""
+    beside = lineage.file.parent.parent / name
+    return f"{lineage.file}: grown from {beside if beside.is_dir() else name}, not from {given}"
+
+
 def plan_from_lineage(source: Source, lineage: Lineage) -> GrowthPlan:
     """Make the plan of a lineage again, for this source."""
+    try:
+        return _plan_from(source, lineage)
+    except GrowthError as error:
+        if other := other_source(source, lineage):
+            why = str(error).removeprefix(f"{lineage.file}: ")
+            raise GrowthError(f"{other}: give that. It does not fit this one: {why}") from error
+        raise
+
+
+def _plan_from(source: Source, lineage: Lineage) -> GrowthPlan:
     before = lineage.dense_config
     for name, (size, _) in lineage.sizes.items():
         own = size if before is None else getattr(before, name, None)

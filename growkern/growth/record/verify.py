@@ -38,6 +38,7 @@ from growkern.growth.record import compare, verdict
 from growkern.growth.record.compare import TensorGroup
 from growkern.growth.record.lineage import (
     Lineage,
+    other_source,
     own_family_of,
     plan_from_lineage,
     read_lineage_of,
@@ -155,10 +156,10 @@ def verify(
     family = opened_grown.spec.family.whole
     own_family = family if family.table is not None else None
     opened = _opened(source, own_family, opened_grown)
-    wrong, notes = [], []
+    wrong, notes, other = [], [], ""
     if lineage is not None or opened_grown.directory is not None:
         record = _record_of(opened, opened_grown, lineage)
-        plan = plan_from_lineage(opened, record)
+        plan, other = plan_from_lineage(opened, record), other_source(opened, record)
         wrong = compare.contradictions(record, plan)
         notes = [*compare.training_notes(record), *compare.version_notes(record)]
     else:
@@ -184,7 +185,7 @@ def verify(
         failure = (
             f"{len(bad)} of {len(groups)} kinds of tensors differ, first {bad[0].worst}: the model "
             "was trained since, or its weights are damaged"
-        )
+        ) + (other and f", or the source is another. {other}")
     elif wrong and not contradiction:
         failure = f"the lineage disagrees with this growth in {len(wrong)} places, first {wrong[0]}"
     if settings := verdict.generation_differences(opened, opened_grown):
