@@ -35,6 +35,7 @@ MOST_BYTES = 100_000_000
 # of FLOPs, and of anything else in a log
 MOST = 1e40
 NOT_REACHED, NOT_KNOWN = "not reached", "not known"
+EARLY = ", below the mark at its start"
 # the file with the settings of a run, and what a log line puts before new sizes
 RUN_FILE, SIZE = "run.json", "growth/"
 # the other numbers of such a line
@@ -464,6 +465,9 @@ def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
                 cells[4] = NOT_KNOWN
         elif cells[3] != "-" and cells[4] == "-" and has_others:
             cells[4] = NOT_KNOWN
+        pairs = zip(group.curves, group.marks, strict=True)
+        if group is not groups[0] and all(curve.losses[0] <= end for curve, end in pairs):
+            cells[1] += EARLY
         rows.append([group.title, *cells])
     return rows
 
@@ -533,7 +537,9 @@ def _rows(groups: Sequence[Group]) -> list[tuple[Group, list[list[float]]]]:
         of_seeds = [shares(group, cost, reference, whole, best) for cost, whole in pairs]
         saved = zip(*of_seeds, strict=True) if of_seeds else [()] * len(QUESTIONS)
         known = [[share for share in column if share is not None] for column in saved]
-        rows.append((group, [starts, costs, *known]))
+        # as long as its bar in the picture
+        totals = [group.before + cost for cost in costs]
+        rows.append((group, [starts, totals, *known]))
     return rows
 
 

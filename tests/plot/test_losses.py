@@ -186,6 +186,8 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
     # the small one had 4 after 6 x 4 / 4.1 of 30 FLOPs, which is the answer for a given loss
     assert [cells[3:] for cells in savings_cells(groups)[1:]] == [["-", "-", "80%", "-"], ["-"] * 4]
+    below = runs_by_name([SCRATCH, curve("grown", [3.9, 3.5])], [beyond])
+    assert savings_cells(below)[2][2] == "6, below the mark at its start"
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -259,16 +261,8 @@ def test_the_table_says_what_the_picture_says():
     rows = savings_cells(runs_by_name([SCRATCH, GROWN, SLOW], [SMALL]))
     assert rows[1:] == [
         # whether it would have been there before 15 + 6 FLOPs is not known
-        [
-            "small model, never grown",
-            "8.00",
-            f"stopped at 20% of {THESE}",
-            "-",
-            "-",
-            NOT_KNOWN,
-            "-",
-        ],
-        ["grown", "6.00", "15", "42%", "30%", NOT_KNOWN, "50%"],
+        ["small model, never grown", "8.00", f"stopped at 20% of {THESE}", *"--", NOT_KNOWN, "-"],
+        ["grown", "6.00", "21", "42%", "30%", NOT_KNOWN, "50%"],
         ["slow", "8.00", NOT_REACHED, "-", "-", "-", "-"],
     ]
     # the second seed reaches 3.5, its own mark, at 30 of 30
