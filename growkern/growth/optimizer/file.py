@@ -47,7 +47,7 @@ from growkern.growth.optimizer.state import (
 )
 from growkern.growth.options import check_moments
 from growkern.growth.plan import FIXED_BYTES, GrowthPlan, Piece, Task
-from growkern.growth.source import Stamps
+from growkern.growth.source import METADATA_FILE, OPTIMIZER, Stamps, pieces_in
 from growkern.growth.stored import row_blocks
 
 OPTIMIZER_FILE = "optimizer.pt"
@@ -62,6 +62,11 @@ def read_optimizer(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=can_be_mapped(file))
     except FileNotFoundError:
+        if (pieces_in(path, OPTIMIZER) / METADATA_FILE).is_file():
+            raise GrowthError(
+                f"{path} holds an optimizer's state in the parts of processes: grow it in a run, "
+                "by optimizer in [growth], or with growkern.grow_optimizer_into"
+            ) from None
         raise GrowthError(f"{file}: no such file") from None
     except OSError as error:
         raise GrowthError(f"{file}: {error.strerror or error}") from error

@@ -41,7 +41,7 @@ from growkern.growth.options import check_moments
 from growkern.growth.plan import GrowthPlan, PlanOfModel, Task, check_plan
 from growkern.growth.record import growth_plan_of
 from growkern.growth.sharded import local_part, named_tensors
-from growkern.growth.source import Stamps, format_of
+from growkern.growth.source import OPTIMIZER, Stamps, format_of, pieces_in
 
 # the moment that Adam has with amsgrad alone
 LARGEST = "max_exp_avg_sq"
@@ -72,9 +72,9 @@ def grow_optimizer_into(
 
             - the state dict of the source's optimizer, as in `growkern.grow_optimizer`;
             - the path of the Trainer's `optimizer.pt`, or of its directory;
-            - the path of a checkpoint of `torch.distributed.checkpoint` with the result of
-              `get_optimizer_state_dict`, alone or beside the model. Any number of ranks may have
-              saved it.
+            - the path of a checkpoint of a sharded run, or of one of
+              `torch.distributed.checkpoint` with the result of `get_optimizer_state_dict`, alone or
+              beside the model. Any number of ranks may have saved it.
         plan: the growth of the weights; default: `growth_plan_of(model)`.
         moments: "grow", "old_slices" or "reset", as in `growkern.grow_optimizer`.
 
@@ -100,7 +100,7 @@ def grow_optimizer_into(
     check_plan(plan)
     targets = list(_targets(plan, model, optimizer))
     used = {name for task, _ in targets for name in (task.source, task.upper)}
-    path = Path(source) if isinstance(source, (str, Path)) else None
+    path = pieces_in(Path(source), OPTIMIZER) if isinstance(source, (str, Path)) else None
     # the state may lie with the weights in a directory
     read_stored = path and format_of(path).read_optimizer
     file = optimizer_file(path) if path and not read_stored else None

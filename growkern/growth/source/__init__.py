@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from growkern.growth.source.loading import class_in, load_model
     from growkern.growth.source.parts import Assembled, Parts, Run, Stacked
     from growkern.growth.source.refused import config_directory, config_of, METADATA_FILE
-    from growkern.growth.source.refused import refuse_adapter_directory, refuse_adapters
-    from growkern.growth.source.refused import refuse_bare, scale_block, STATE_FILES
+    from growkern.growth.source.refused import OPTIMIZER, pieces_in, refuse_adapter_directory
+    from growkern.growth.source.refused import refuse_adapters, refuse_bare, scale_block
+    from growkern.growth.source.refused import STATE_FILES, WEIGHTS
     from growkern.growth.source.source import open_source, refuse_unreadable, Source
     from growkern.growth.source.unknown import described
 # fmt: on

@@ -41,6 +41,7 @@ from growkern.growth.source.refused import (
     OTHER_WEIGHTS,
     STATE_FILES,
     is_bare,
+    pieces_in,
 )
 from growkern.growth.stored import BareTensor, StoredTensor
 
@@ -124,7 +125,7 @@ def _safetensors_files(directory: Path) -> list[str]:
 
 def _has_no_weights(directory: Path) -> bool:
     own = (*weight_files(), METADATA_FILE)
-    return not lacks_weights(directory) and is_bare(directory, own)
+    return not lacks_weights(directory) and is_bare(pieces_in(directory), own)
 
 
 def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
@@ -140,11 +141,13 @@ def _read_bare(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
 
 
 def _has_metadata(directory: Path) -> bool:
-    return (directory / METADATA_FILE).is_file()
+    return (pieces_in(directory) / METADATA_FILE).is_file()
 
 
 def _distributed_files(directory: Path) -> list[str]:
-    return [METADATA_FILE, *(file.name for file in directory.glob("*.distcp"))]
+    place = pieces_in(directory)
+    files = [place / METADATA_FILE, *place.glob("*.distcp")]
+    return [str(file.relative_to(directory)) for file in files]
 
 
 def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredTensor]:
@@ -153,7 +156,7 @@ def _read_distributed(directory: Path, model: ModelSpec) -> Mapping[str, StoredT
 
     # experts lie there whole, as in memory
     names = {t.name: t.stored for t in model.tensors if t.stored is not None}
-    return read_distributed(directory, {n: names.get(n, n) for n in model.shapes})
+    return read_distributed(pieces_in(directory), {n: names.get(n, n) for n in model.shapes})
 
 
 def _read_distributed_optimizer(directory: Path, parameters: Mapping[str, str]) -> OptimizerState:

@@ -21,6 +21,8 @@ from growkern.files import read_json
 ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
 # written by torch.distributed.checkpoint
 METADATA_FILE = ".metadata"
+# of a checkpoint of a sharded run, beside its config
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
 # names of files that a loader may read as the model's weights, in formats that growth cannot open
 OTHER_WEIGHTS = (
     *("pytorch_model*.bin*", "adapter_model*.bin", "tf_model*.h5*", "flax_model*.msgpack*"),
@@ -107,6 +109,12 @@ KINDS = (
         # the tokenizer and all other files stay beside the weights
         "import transformers as t; "
         "t.{model_class}.from_pretrained({place!r}).save_pretrained({place!r})",
+    ),
+    Kind(
+        "only weights of a sharded run, in the parts of its processes",
+        ("optimizer_groups.pt",),
+        False,
+        "make a directory of them by `growkern export`, or grow them",
     ),
     Kind(
         "only weights in the format GGUF, which are usually quantised",
@@ -230,9 +238,15 @@ def is_bare(directory: Path, own: Collection[str] = (*WHOLE, *OTHER_WEIGHTS)) ->
     return not any(fnmatch(name, pattern) for name in names for pattern in (*own, *FOREIGN))
 
 
+def pieces_in(directory: Path, folder: str = WEIGHTS) -> Path:
+    """Where the files of a distributed checkpoint lie: in it or, of a sharded run, in a folder."""
+    is_run = (directory / WEIGHTS / METADATA_FILE).is_file() and is_bare(directory)
+    return directory / folder if is_run else directory
+
+
 def refuse_bare(directory: Path) -> None:
     """Refuse a directory without weights. PyTorch is not needed to tell."""
-    if is_bare(directory):
+    if is_bare(pieces_in(directory)):
         refuse_directory(directory)
         raise GrowthError(WITHOUT_WEIGHTS.format(directory))
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from growkern.train.distributed.shard import leave_processes, prime, refuse_replicas
     from growkern.train.distributed.shards import all_finite, create_optimizer_state, has_weights
     from growkern.train.distributed.shards import largest_entry, load_weights, Parts, Shards
-    from growkern.train.distributed.shards import sources_of, without_shared, write_parts
+    from growkern.train.distributed.shards import without_shared, write_parts
 # fmt: on
 
 __getattr__ = opener(__name__, __file__)

@@ -34,10 +34,10 @@ from growkern.errors import GrowthError
 from growkern.growth.models import local_tensor
 from growkern.growth.optimizer import COUNTS, GrowthAdamW
 from growkern.growth.sharded import free_gathered, named_tensors
-from growkern.growth.source import METADATA_FILE, SafeReader, read_headers
+from growkern.growth.source import METADATA_FILE, OPTIMIZER, WEIGHTS, SafeReader, read_headers
 from growkern.train.distributed.shard import DistributedOptions, is_sharded, prime
 
-WEIGHTS, OPTIMIZER, GROUPS = "weights", "optimizer", "optimizer_groups.pt"
+GROUPS = "optimizer_groups.pt"
 # folder in the checkpoint -> its tensors by their names
 Parts = dict[str, dict[str, Any]]
 
@@ -45,13 +45,6 @@ Parts = dict[str, dict[str, Any]]
 def has_weights(directory: Path) -> bool:
     """Whether a checkpoint holds the weights of a sharded model."""
     return (directory / WEIGHTS / METADATA_FILE).is_file()
-
-
-def sources_of(checkpoint: Path) -> tuple[Path, Path]:
-    """The directories of a checkpoint from which a model and its optimizer's state can be grown."""
-    if has_weights(checkpoint):
-        return checkpoint / WEIGHTS, checkpoint / OPTIMIZER
-    return checkpoint, checkpoint
 
 
 def weight_parts(model: nn.Module) -> Parts:

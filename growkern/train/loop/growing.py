@@ -41,7 +41,7 @@ from growkern.growth.plan import GrowthPlan, plan_growth, uses, with_source
 from growkern.growth.record import growth_plan_of, keep_lineage, misfit
 from growkern.growth.sharded import check_into, device_of, fill, free_gathered, named_tensors
 from growkern.growth.source import Source, open_source
-from growkern.train.distributed import DistributedOptions, sources_of
+from growkern.train.distributed import DistributedOptions
 from growkern.train.distributed.shard import shard
 from growkern.train.model import ModelPart, find_stacks
 from growkern.train.rules import check as check_rules
@@ -464,10 +464,9 @@ class GrowthInRun:
     def grow(self, checkpoint: Path, old: Former) -> Any:
         """The next larger model, grown from a checkpoint of the smaller one."""
         self._began, self._parameters = time.monotonic(), old.parameters
-        source, _ = sources_of(checkpoint)
         planned = self.sizes[self.grown + 1].plan
         assert planned is not None
-        model = grown_model(planned, old.distribution, old.dtype, old.mesh, source)
+        model = grown_model(planned, old.distribution, old.dtype, old.mesh, checkpoint)
         self.grown, self.source = self.grown + 1, checkpoint
         return model
 
@@ -517,8 +516,7 @@ class GrowthInRun:
         assert self.source is not None
         step = self.steps[self.grown - 1]
         if step.grows_moments:
-            _, state = sources_of(self.source)
-            grow_optimizer_into(model, optimizer, state, moments=str(step.moments))
+            grow_optimizer_into(model, optimizer, self.source, moments=str(step.moments))
         scheduler.load_state_dict(torch.load(self.source / SCHEDULER_NAME, weights_only=True))
         # the state of an optimizer would bring its rates along
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
