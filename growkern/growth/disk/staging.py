@@ -55,7 +55,13 @@ from growkern.publish import manifest, recorded_in, workplace
 KIND = "growing"
 Mark = tuple[str, int, int]
 # fields whose values say nothing to a person
-NAMED = {"modified": "another time of change", "header": "other tensors"}
+NAMED = {"modified": "time of change", "header": "tensors"}
+# fields that may follow from others, which are named instead
+FOLLOWING = (
+    *("maps", "layer_maps", "identity_layers", "parameters", "active_parameters"),
+    *("flops_per_token", "target config", "input", "files"),
+)
+MOST_NAMED = 8
 # of a line, after its first word
 FIELDS = {"source": [str, str], "target": [str, int, int, str], "lost": [str, int, int]}
 
@@ -162,25 +168,31 @@ def _is_line(line: Any, first: bool) -> bool:
 def _check_same(
     file: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any], start_over: str
 ) -> None:
-    """Refuse a journal of other work. The message names the first field that differs."""
-    for what in {**wanted, **recorded}:
-        if recorded.get(what) != wanted.get(what):
-            detail = _difference(recorded.get(what), wanted.get(what))
-            raise GrowthError(
-                f"{file.parent} holds unfinished work with another {_short(what)}{detail}: repeat "
-                f"the run that began it, or start over with {start_over}"
-            )
+    """Refuse a journal of other work. The message names what differs."""
+    if recorded != wanted:
+        raise GrowthError(
+            f"{file.parent} holds unfinished work that differs in "
+            f"{_differences(recorded, wanted)}: repeat the run that began it, or start over with "
+            f"{start_over}"
+        )
 
 
-def _difference(recorded: Any, wanted: Any) -> str:
+def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    names = [n for n in {**wanted, **recorded} if recorded.get(n) != wanted.get(n)]
+    names = [n for n in names if n not in FOLLOWING] or names
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    told = (_difference(n, recorded.get(n), wanted.get(n)) for n in names[:MOST_NAMED])
+    return ", ".join(told) + more
+
+
+def _difference(name: str, recorded: Any, wanted: Any) -> str:
+    if name in NAMED:
+        return NAMED[name]
     if isinstance(recorded, dict) and isinstance(wanted, dict):
-        name = next(n for n in {**wanted, **recorded} if recorded.get(n) != wanted.get(n))
-        if name in NAMED:
-            return f" has {NAMED[name]}"
-        return f" ({_short(name)}{_difference(recorded.get(name), wanted.get(name))})"
+        return f"{_short(name)} ({_differences(recorded, wanted)})"
     if isinstance(recorded, (str, int, float)) and isinstance(wanted, (str, int, float)):
-        return f": {_short(recorded)}, now {_short(wanted)}"
-    return ""
+        return f"{_short(name)}: {_short(recorded)}, now {_short(wanted)}"
+    return _short(name)
 
 
 def _short(value: Any) -> str:

@@ -226,13 +226,13 @@ def edit_config(source):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda source: {"seed": 1}, r"another options \(seed: 0, now 1\)"),
-        (lambda source: {"hidden_size": 36}, r"another sizes \(hidden_size"),
-        (lambda source: {"dtype": torch.bfloat16}, "another dtype: float32, now bfloat16"),
-        (lambda source: {"max_shard_size": "1MB"}, "another max_shard_size: 30000, now 1000000:"),
-        (lambda source: {"backend": "reference"}, "another backend"),
-        (lambda source: touch(source), r"source \(model-00001\S* has another time of change\)"),
-        (lambda source: edit_config(source), r"another target config \(rms_norm_eps: .*, now 5.0"),
+        (lambda source: {"seed": 1}, r"in options \(seed: 0, now 1\):"),
+        (lambda source: {"num_hidden_layers": 4, "seed": 1}, r"now 1\), sizes .*_layers\):"),
+        (lambda source: {"dtype": torch.bfloat16}, "in dtype: float32, now bfloat16:"),
+        (lambda source: {"max_shard_size": "1MB"}, "in max_shard_size: 30000, now 1000000:"),
+        (lambda source: {"backend": "reference"}, "in backend"),
+        (lambda source: touch(source), r"in source \(model-00001\S* \(time of change\)\)"),
+        (lambda source: edit_config(source), r"in target config \(rms_norm_eps: .*, now 5.0"),
     ],
 )
 def test_another_growth_does_not_go_on(source, tmp_path, monkeypatch, change, message):

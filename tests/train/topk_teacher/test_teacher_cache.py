@@ -256,7 +256,7 @@ def test_a_half_made_cache_of_something_else_is_not_mixed_in(tmp_path, monkeypat
         {"model": build("bert", layers=1, width=8, seed=1)},
         {"collator": collator_of("bert", seed=1)},
     ):
-        with pytest.raises(GrowthError, match=r"unfinished work with another .*--overwrite"):
+        with pytest.raises(GrowthError, match=r"unfinished work that differs .*--overwrite"):
             make(tmp_path / "c", **change)
     make(tmp_path / "c", temperature=1.0, overwrite=True)
     assert TeacherCache(tmp_path / "c").header.temperature == 1.0
