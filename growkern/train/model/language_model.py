@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from growkern.errors import GrowthError
+from growkern.errors import GrowthError, warn
 from growkern.families import load_family, supported_families
 from growkern.files import read_json
 from growkern.growth.sharded import free_gathered
@@ -157,6 +157,12 @@ def check_fits(directory: Path, tokenizer: Any, length: int, config: Any = None)
     positions, config = positions_of(config), config.get_text_config()
     sizes = {"ids": len(tokenizer), "vocabulary": config.vocab_size}
     check("checkpoint", directory=directory, length=length, positions=positions, **sizes)
+    # models are padded by up to 2%, as Phi-2 is
+    if len(tokenizer) < 0.9 * config.vocab_size:
+        warn(
+            f"the tokenizer has only {len(tokenizer)} ids, and {directory} a vocabulary of "
+            f"{config.vocab_size}: give the tokenizer of the model"
+        )
 
 
 def positions_of(config: Any) -> int | None:
