@@ -90,7 +90,7 @@ CHECKPOINTS = r"(damaged-)?checkpoint-\d+"
 # of a run, besides what the records of its checkpoints name
 OF_A_RUN = (
     r"run\.json|\.run\.json\.\w+\.part|\.lock|manifest\.json"
-    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|loss_vs_flops\.png"
 )
 # of TensorBoard
 LOGS, EVENTS = "runs", "events.out.tfevents."
