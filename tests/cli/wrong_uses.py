@@ -69,7 +69,7 @@ SOURCES = [
     Use("plan https://example.org/me/small", ("its name alone, me/small",)),
     Use("plan https://example.org/me/small/tree/main", ("its name alone, me/small",)),
     Use("plan me/small@main", ("give me/small --revision main",)),
-    Use("verify {llama} {llama} --text {binary}", ("binary", "saved as UTF-8")),
+    Use("verify {bert} {large} --text {binary}", ("binary", "saved as UTF-8")),
     Use("grow {trained} {new} --hidden-size 24", ("config.json",)),
     Use("verify {bert} {new}", ("new",)),
     Use("verify {bert} {gpt2}", ("lineage.json", "give a grown checkpoint", "--lineage")),

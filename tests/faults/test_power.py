@@ -35,4 +35,4 @@ def test_memory_runs_out(preloaded):
     works = reports(preloaded("tests.faults.work", "grow-memory", "cache-memory"))
     assert len(works) == 2
     for work in works:
-        assert work["operations"]["memory"] > 20 and work["cases"]["starved"] > 4
+        assert work["operations"]["memory"] > 20 and work["cases"]["starved"] >= 4

@@ -185,7 +185,7 @@ def test_after_a_kill_a_source_with_its_time_set_back_is_refused(
     rewrite(source / name)
     message = {
         "model.safetensors": r"model\.safetensors: \S+ has changed since the interrupted run",
-        "tokenizer.json": r"another input \(tokenizer\.json\)",
+        "tokenizer.json": r"differs in input \(tokenizer\.json\)",
     }[name]
     with pytest.raises(GrowthError, match=f"{message}.*--no-resume"):
         growkern.grow_checkpoint(source, tmp_path / "large", **HOW)

@@ -8,6 +8,7 @@ import growkern
 from growkern.errors import GrowthError
 from growkern.growth import sharded
 from growkern.growth.plan.tensors.tensor import build_tensor
+from growkern.ops import expand
 from growkern.ops.backend.launch import HAS_TRITON
 from growkern.ops.expand import many
 from growkern.ops.expand.many import WorkList, work_on
@@ -44,7 +45,7 @@ def lists(monkeypatch):
             made.append(work)
         return work
 
-    for module in (many, sharded):
+    for module in (expand, many, sharded):
         monkeypatch.setattr(module, "work_on", recorded)
     return made, limit
 

@@ -301,13 +301,13 @@ def test_arguments_that_are_passed_on(workplace, monkeypatch):
     text = PLAIN.replace("adam_beta2 = 0.95", 'adam_beta2 = 0.9\nrun_name = "mine"')
     write(workplace, text)
     made = []
-    init = module.TwoStageTrainer.__init__
+    begin = module.TwoStageTrainer._begin
 
-    def watched(self, model, args, **options):
+    def watched(self, settings, model, args, options):
         made.append(args)
-        init(self, model, args, **options)
+        begin(self, settings, model, args, options)
 
-    monkeypatch.setattr(module.TwoStageTrainer, "__init__", watched)
+    monkeypatch.setattr(module.TwoStageTrainer, "_begin", watched)
     train(workplace / "run.toml", progress=False)
     assert (made[0].adam_beta2, made[0].run_name, made[0].max_steps) == (0.9, "mine", 6)
 
