@@ -51,7 +51,7 @@ def refuse_computed(model: Any) -> None:
         here, name = f"model.get_submodule({name!r})", name or "the module"
         if type(module).__module__.startswith(QUANTISED):
             kind = type(module).__name__
-            raise GrowthError(f"{name} is a quantised {kind}: {quantised_advice('')}")
+            raise GrowthError(f"{name} is a quantised {kind}: {quantised_advice()}")
         if parametrize.is_parametrized(module):
             key = next(iter(module.parametrizations))
             undo = f"torch.nn.utils.parametrize.remove_parametrizations({here}, {key!r})"

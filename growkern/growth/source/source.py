@@ -335,7 +335,10 @@ def _read_spec(
             error = GrowthError(f"{error}; {why}")
         if weights:
             raise error
-        needs, way = str(error), refused.way_around(config, directory)
+        is_read = method in refused.READ and not dequantize
+        way = "with --dequantize" if is_read else "from the full-precision checkpoint"
+        named = "quantised" if method in ("", refused.UNNAMED) else method
+        needs, way = str(error), f"{named} weights; {way}"
         refused.leave_out_quantisation(config)
     if not config.architectures:
         # a class without a head would leave out the one in the files
