@@ -379,7 +379,10 @@ def _convert(value: Any, kind: Any, file: str, key: str, described: str = "") ->
     if isinstance(kind, type) and type(value) is kind:
         return value
     given = f"{reprlib.repr(value)} ({type(value).__name__})"
-    raise GrowthError(f"{file}: {key} is {given}: it must be {described or _describe(kind)}")
+    must = described or _describe(kind)
+    if isinstance(value, str) and must.startswith("a list, each a text"):
+        must += f": write [{reprlib.repr(value)}]"
+    raise GrowthError(f"{file}: {key} is {given}: it must be {must}")
 
 
 def _describe(kind: Any) -> str:

@@ -146,6 +146,16 @@ TRAINING = [
         ("[data] has no key 'teacher'", "[teacher]"),
         ("[data]", '[data]\nteacher = "small"'),
     ),
+    Use(
+        "train {run}",
+        ("teacher]", 'paths = ["DIRECTORY"]'),
+        ("[data]", '[teacher]\npath="b"\n[data]'),
+    ),
+    Use(
+        "train {run}",
+        ("data.train is 'text'", "write ['text']"),
+        ('train = ["text"]', 'train = "text"'),
+    ),
     Use("train {run}", ("text is a file",), ('directory = "out"', 'directory = "text/out"')),
     Use("train {run}", ("positions",), ("sequence_length = 8", "sequence_length = 9999")),
     Use(

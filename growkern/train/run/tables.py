@@ -24,6 +24,13 @@ from growkern.rooms import doors
 T = TypeVar("T")
 PACKAGE = Path(__file__).parents[2]
 SECTIONS = Path(__file__).with_name("file.py")
+# how each section names its checkpoint, and what else that is called
+CHECKPOINTS = {
+    "model": 'path = "DIRECTORY"',
+    "growth": 'source = "DIRECTORY"',
+    "teacher": 'paths = ["DIRECTORY"]',
+}
+CALLED = ("path", "paths", "source", "model", "teacher", "checkpoint", "directory", "name")
 
 
 def read_tables(path: Path) -> list[dict[str, Any]]:
@@ -96,13 +103,7 @@ def _checked(tables: dict[str, Any], path: Path) -> dict[str, Any]:
         tables["growth"] = _with_sizes(growth)
     elif isinstance(growth, list):
         tables["growth"] = [_with_sizes(x) if isinstance(x, dict) else x for x in growth]
-    _check_places(tables, path)
-    known = keys()
-    for section, place, table in _sections(tables):
-        for name in table:
-            if section in known and name not in known[section]:
-                near = nearest(name, known[section])
-                raise GrowthError(f"{path}: [{place}] has no key {reprlib.repr(name)}{near}")
+    _check_keys(tables, path)
     # types, and values by themselves
     to_dataclass(sections(), tables, str(path))
     return tables
@@ -129,25 +130,27 @@ def _with_sizes(table: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "sizes": {**rest.get("sizes", {}), **sizes}}
 
 
-def _check_places(tables: dict[str, Any], path: Path) -> None:
-    """Refuse keys that belong to another section."""
-    known = {name: its for name, its in keys().items() if name != "growth"}
-    for section in known.keys() & tables.keys():
-        for key in tables[section] if isinstance(tables[section], dict) else ():
-            if key in known[section]:
-                continue
-            start = f"{path}: [{section}] has no key {reprlib.repr(key)}"
-            if own := _like(key, known):
+def _check_keys(tables: dict[str, Any], path: Path) -> None:
+    """Refuse unknown keys, and say what they may mean or which section they belong to."""
+    known = keys()
+    others = {name: its for name, its in known.items() if name != "growth"}
+    for section, place, table in _sections(tables):
+        for key in (key for key in table if key not in known.get(section, table)):
+            start, own = f"{path}: [{place}] has no key {reprlib.repr(key)}", _like(key, others)
+            if section in CHECKPOINTS and key in CALLED:
+                raise GrowthError(f"{start}: give {CHECKPOINTS[section]}")
+            if own:
                 raise GrowthError(f"{start}: it is a section of its own, [{own}]")
-            owners = [(name, _like(key, its)) for name, its in known.items()]
+            owners = [(name, _like(key, its)) for name, its in others.items()]
             named = [
                 f"[{name}] as {like!r}" if like != key else f"[{name}]"
                 for name, like in owners
                 if like
             ]
-            is_known = any(key in its for its in known.values())
+            is_known = any(key in its for its in others.values())
             if is_known and not get_close_matches(key, known[section]):
                 raise GrowthError(f"{start}: it belongs to {' or '.join(named)}")
+            raise GrowthError(f"{start}{nearest(key, known[section])}")
 
 
 def _like(key: str, names: Collection[str]) -> str | None:
