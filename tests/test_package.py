@@ -97,6 +97,7 @@ plan {bert} --wrong
 plan {bert} --ranks 0
 grow nothere new
 grow {bert} new --text nothere
+plan {small} --num-attention-heads 7
 grow {bert} new --wrong
 grow {bert} new --hidden-size 32
 grow {bert} new --depth wrong
@@ -124,6 +125,7 @@ train {choice}
 train {lacking}
 train {place}
 train {growth}
+train {heads}
 train {model}
 train {text}
 train {teacher}
@@ -160,6 +162,7 @@ MISTAKES = {
     "growth": {"growth": {"source": ".", "hidden_size": 8, "methd": "fpi"}},
     "model": {"model": {"path": "nothere"}},
     "text": {"data": {"train": ["nothere/*.txt"]}},
+    "heads": {"growth": {"source": "small", "num_attention_heads": 7}},
     "teacher": {"teacher": {"paths": [".", "nothere"]}, "inheritance": {}},
 }
 
@@ -172,14 +175,18 @@ def test_wrong_paths_and_options_are_told_before_torch_is_imported(tmp_path):
             for section, table in {**RUN, **sections}.items()
         ]
         (tmp_path / f"{name}.toml").write_text("\n".join(lines))
-    for name in ("full", "grown", "llama"):
+    for name in ("full", "grown", "llama", "small"):
         (tmp_path / name).mkdir()
-    llama = {"model_type": "llama", "hidden_size": 8}
+    llama, small = ({"model_type": kind, "hidden_size": 8} for kind in ("llama", "bert"))
     (tmp_path / "llama" / "config.json").write_text(json.dumps(llama))
+    small |= {"num_attention_heads": 4}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(small))
     (tmp_path / "full" / "notes").touch()
     record = {"format": 1, "piece_bytes": 1, "files": {}, "source": {}, "target": {}}
     (tmp_path / "grown" / "checksums.json").write_text(json.dumps(record))
-    places = {name: tmp_path / name for name in ("full", "grown", "llama")} | {"bert": tmp_path}
+    places = {name: tmp_path / name for name in ("full", "grown", "llama", "small")} | {
+        "bert": tmp_path
+    }
     places |= {name: tmp_path / f"{name}.toml" for name in MISTAKES}
     lines = WRONG.format(**places).strip().splitlines()
     code = f"""

@@ -161,11 +161,8 @@ class GrowthCommand(TyperCommand):
         # wrong options are told before PyTorch is imported
         given = {name: value for name, value in ctx.obj.items() if name != "family"}
         options, sizes = GrowthOptions.split_off(given)
-        config = config_of(ctx.params["source"])
-        kind, table = config.get("model_type"), ctx.obj.get("family")
-        if table or kind in supported_families():
-            family = read_family(table) if table else load_family(kind)
-            refuse_by_config(config, family, options.to, sizes)
+        table = ctx.obj.get("family")
+        refuse_by_config(config_of(ctx.params["source"]), options.to, sizes, table)
         return super().invoke(ctx)
 
 

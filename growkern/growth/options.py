@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Final, Literal, TypedDict, get_args, get_type_hints
 
@@ -21,7 +21,15 @@ from growkern.arguments import (
     whole_number,
 )
 from growkern.errors import GrowthError, nearest
-from growkern.families import Family, growable_fields, inner, load_family, refuse_other_mixture
+from growkern.families import (
+    Family,
+    growable_fields,
+    inner,
+    load_family,
+    read_family,
+    refuse_other_mixture,
+    supported_families,
+)
 from growkern.ops.expand import MOST_AMPLITUDE
 
 # the meanings of "auto", except with scheme="paper"
@@ -367,14 +375,38 @@ def refuse_smaller(field: str, old: int, new: int) -> None:
         raise GrowthError(f"{field}={new} is smaller than the source's {old}; sizes can only grow")
 
 
+def refuse_heads(family: Family, heads: str, old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Refuse given heads that do not divide the stream, or into less than the source's do.
+
+    For models that compute head_dim as stream / heads. `old` and `new` have these two numbers.
+    """
+    least, (stream, count) = old[0] // old[1], new
+    if stream % count == 0 and stream // count >= least:
+        return
+    # whatever the head_dim, its rotary pairs have the source's speeds if it is a multiple
+    step = count * (least if family.attention.positions == "rotary" else 1)
+    below = stream // step * step
+    fits = sorted({max(size, count * least) for size in (below, below + step)})
+    field, divisor = map(family.config_field, ("stream", heads))
+    raise GrowthError(
+        f"{field}={stream} with {divisor}={count}: head_dim of a {family.model_type} is "
+        f"{field} / {divisor}, which must be a whole number, and {least} or more as in the source; "
+        f"sizes that fit: {field}={' or '.join(map(str, fits))}"
+    )
+
+
 def refuse_by_config(
-    config: Mapping[str, Any], family: Family, to: str, dims: Mapping[str, Any]
+    config: Mapping[str, Any], to: str, dims: Mapping[str, Any], table: Any = None
 ) -> None:
     """Refuse what a config.json and the tables alone show to be wrong.
 
     A plan refuses this too, and more, but it needs PyTorch, which takes seconds to import. `to` and
-    `dims` are its option and its sizes.
+    `dims` are its option and its sizes, `table` the file of a table of the user's own.
     """
+    kind = config.get("model_type")
+    if not table and kind not in supported_families():
+        return
+    family = read_family(table) if table else load_family(str(kind))
     if to:
         refuse_other_mixture(family.model_type, to)
         family = load_family(to)
@@ -383,3 +415,10 @@ def refuse_by_config(
     for name in dims.keys() & allowed.keys() | dims.keys() - free:
         size, old = asked_size(family, allowed, name, dims[name]), values.get(name)
         refuse_smaller(name, old if type(old) is int else 0, size)
+    # a size by another name may be one of the two
+    is_known = family.forces_head_dim and not OTHER_NAMES & dims.keys() - allowed.keys()
+    for heads in family.query_heads if is_known else ():
+        names = [family.config_field(key) for key in ("stream", heads)]
+        old, new = ([sizes.get(x) for x in names] for sizes in (values, {**values, **dims}))
+        if names[1] in dims and all(type(x) is int and x > 0 for x in old):
+            refuse_heads(family, heads, old, new)

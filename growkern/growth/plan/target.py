@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 from growkern.errors import GrowthError, UnfitError
 from growkern.families import FOLLOWING, Family, ModelSpec, follow_layers, growable_fields
 from growkern.growth.history import GROWN_KEY
-from growkern.growth.options import PAD_VOCAB, asked_size, refuse_smaller
+from growkern.growth.options import PAD_VOCAB, asked_size, refuse_heads, refuse_smaller
 from growkern.growth.source import refuse_misread
 from growkern.growth.space import check_copies, copies_of, followers, pair_step, rotary_entries
 
@@ -431,12 +431,14 @@ def _check_head_dim(small: ModelSpec, large: ModelSpec, heads: str, asked: dict[
             f"{stream_field}={stream} is not a multiple of {heads_field}={count}, which never "
             f"grows: give {near} or {near + count}"
         )
-    allowed, fix = stream // old * old, ""
-    if "stream" in asked:
-        fix = (
-            f"; the nearest sizes are {allowed} ({allowed // old} heads) and {allowed + old} "
-            f"({allowed // old + 1} heads)"
-        )
+    if heads in asked:
+        before = small.size("stream"), small.size(heads)
+        refuse_heads(family, heads, before, (stream, count))
+    allowed = stream // old * old
+    fix = (
+        f"; the nearest sizes are {allowed} ({allowed // old} heads) and {allowed + old} "
+        f"({allowed // old + 1} heads)"
+    )
     if divides and new > old:
         fix += f"; or give {heads_field}={count} for a head_dim of {new}"
     raise UnfitError(

@@ -17,8 +17,8 @@ from typing import Any, TypeVar, get_args
 from growkern.arguments import check_fields
 from growkern.errors import GrowthError, nearest
 from growkern.files import matching_files, read_toml, to_dataclass
-from growkern.growth.options import GrowthKeywords
-from growkern.growth.source import config_directory, is_hub_name, refuse_other_names
+from growkern.growth.options import GrowthKeywords, refuse_by_config
+from growkern.growth.source import config_directory, config_of, is_hub_name, refuse_other_names
 from growkern.rooms import doors
 
 T = TypeVar("T")
@@ -268,6 +268,9 @@ def check_paths(runs: list[dict[str, Any]], base: Path) -> None:
                 refuse_other_names(name)
             if place.exists() or not is_hub_name(name, base):
                 config_directory(place)
+        for section, _, table in _sections(tables):
+            if section == "growth" and (source := table.get("source")):
+                refuse_by_config(config_of(base / source), table.get("to", ""), table["sizes"])
         for key in ("train", "validation"):
             sets = tables["data"].get(key, ())
             for name, patterns in sets.items() if isinstance(sets, dict) else [("", sets)]:

@@ -276,9 +276,11 @@ REFUSED = [
         {"num_key_value_heads": 3},
         r"nearest sizes that fit: num_key_value_heads=4$",
     ),
-    # the hidden size follows the heads
-    (BERT, {"num_attention_heads": 5}, r"stays 4; sizes that fit: hidden_size=20, num_att.*=5"),
-    (BERT, {"num_attention_heads": 8}, r"stays 4; sizes that fit: hidden_size=32, num_att.*=8"),
+    # the hidden size follows the heads. Either a whole head_dim that is larger fits, or the old one
+    (BERT, {"hidden_size": 26, "num_attention_heads": 5}, r"hidden_size=25 or 30$"),
+    (BERT, {"hidden_size": 26, "num_attention_heads": 7}, r"hidden_size=28$"),
+    (BERT, {"num_attention_heads": 5}, r"sizes that fit: hidden_size=20$"),
+    (BERT, {"num_attention_heads": 8}, r"sizes that fit: hidden_size=32$"),
 ]
 
 

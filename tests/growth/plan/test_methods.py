@@ -259,7 +259,7 @@ def test_optimizers_treat_new_random_layers_like_any_others():
     [
         ({"hidden_size": 8}, "hidden_size=8 is smaller than the source's 12"),
         ({"hidden_size": 22}, "nearest sizes are 20 .5 heads. and 24 .6 heads."),
-        ({"num_attention_heads": 4}, "head_dim stays 4"),
+        ({"num_attention_heads": 4}, "4 or more as in the source; sizes that fit: hidden_size=16$"),
         ({"hidden_size": 12}, "nothing grows: give a larger hidden_size, "),
         ({"seed": 1}, "nothing grows"),
         ({"hiden_size": 24}, "did you mean 'hidden_size'"),
