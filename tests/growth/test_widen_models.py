@@ -145,12 +145,14 @@ def test_models_of_timm_stay_exact(kind):
 def test_channels_that_are_joined_are_filled_by_hand():
     small, large = trained(Unet(4)), Unet(8)
     before = {name: x.clone() for name, x in large.state_dict().items()}
-    message = r"differ by 1\..* join \(Conv2d\): already its input.* If join\.weight reads two"
-    with pytest.raises(GrowthError, match=message) as refused:
+    message = r"differ by 1\..* join \(Conv2d\): already its input"
+    with pytest.raises(GrowthError, match=message):
         growkern.widen(small, large, inputs={"images": IMAGES})
     assert all(torch.equal(x, before[name]) for name, x in large.state_dict().items())
-    _, lines = str(refused.value).split("\n\n")
-    exec(lines, {"torch": torch, "growkern": growkern, "small": small, "large": large})
+    with torch.no_grad():
+        for part, out in zip(*(x.join.weight.chunk(2, 1) for x in (small, large)), strict=True):
+            how = growkern.widening(part.shape, out.shape)
+            out.copy_(growkern.expand(part.flatten(1), **how).view(out.shape))
     by_hand = large.join.weight.clone()
     growkern.widen(small, large, inputs=(IMAGES,), skip=["join.weight"])
     assert torch.equal(large.join.weight, by_hand)

@@ -41,7 +41,6 @@ class Comparison(NamedTuple):
     """What outputs are: the same as those of a smaller module, or copies of them, or different."""
 
     sentence: str = ""  # where they differ, and by how much; "" if they do not
-    mixed: str | None = None  # the module whose input differs first; None: an output does
     before: tuple[str, ...] = ()  # the modules that had run, the last one first
     wider: tuple[str, ...] = ()  # the sizes of which some are copies, as in "5 -> 7"
 
@@ -161,10 +160,10 @@ def _first_difference(
             name = f"{path} ({kind})" if path else f"the {kind} itself"
             if what == "input":
                 sentence = f"The first to differ is {name}: already its input mixes what grows"
-                return Comparison(sentence, path, before)
-            return Comparison(f"The first to differ is the output of {name}", None, before)
+                return Comparison(sentence, before)
+            return Comparison(f"The first to differ is the output of {name}", before)
         before = (path, *before) if what == "output" else before
-    return Comparison("Their modules are called in another order", None, before)
+    return Comparison("Their modules are called in another order", before)
 
 
 def _events(module: nn.Module, inputs: Any) -> list[tuple[str, str, list[Tensor]]]:

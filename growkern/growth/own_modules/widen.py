@@ -27,16 +27,10 @@ from growkern.growth.source import refuse_computed
 from growkern.growth.space import copies as of_copies
 from growkern.growth.space import cyclic
 from growkern.ops.expand import Routing, expand
+from growkern.package import DOCS
 
 Shape = tuple[int, ...] | list[int]
 BY_HAND = "growkern.expand(weight, **growkern.widening(...))"
-SIDE_BY_SIDE = """. If {name} reads two tensors side by side, add it to `skip` after these lines:
-
-with torch.no_grad():
-    weights = (x.get_parameter("{name}").chunk(2, 1) for x in (small, large))
-    for part, out in zip(*weights):
-        how = growkern.widening(part.shape, out.shape)
-        out.copy_(growkern.expand(part.flatten(1), **how).view(out.shape))"""
 # runs of a model that look for `fused`
 MOST_GUESSES = 16
 
@@ -158,10 +152,7 @@ def widen(
     if inputs is not None:
         _check_outputs(small, large, inputs, names, fused, copies)
     elif not layers.is_whole(small):
-        guess = _fused_guess(small, large, fused)
-        hint = f". If there are several matrices in {', '.join(guess)}, pass " if guess else ""
-        hint += f"fused={json.dumps({**fused, **guess})}" if guess else ""
-        warn(f"widen has compared no outputs: pass inputs=(x,), or compare them yourself{hint}")
+        warn("widen has compared no outputs: pass inputs=(x,), or compare them yourself")
     _write(small, large, fills)
     return large
 
@@ -198,8 +189,8 @@ def _check_outputs(
             f"{', '.join(x for x in told if x not in fused)}: pass fused={json.dumps(told)}"
         )
     raise GrowthError(
-        f"{why.sentence}. `fused`, `copies` and `skip` of growkern.widen say what it cannot see"
-        f"{_lines_for(why.mixed, small, fills)}"
+        f"{why.sentence}. `fused`, `copies` and `skip` of growkern.widen say what it cannot see, "
+        f"such as two tensors that a layer reads side by side: {DOCS}/own_models.md"
     )
 
 
@@ -250,35 +241,6 @@ def _guesses(
             together = [[*ran][::-1]] if len(ran) > 1 else []
             for names in [[name], *together] if layers[path] else []:
                 yield from ({**told, **dict.fromkeys(names, n)} for n in (2, 3))
-
-
-def _lines_for(path: str | None, small: nn.Module, fills: dict[str, Fill]) -> str:
-    """The lines that fill the first matrix of a module as if it read two tensors side by side."""
-    for name, fill in fills.items():
-        if path and name.startswith(f"{path}.") and fill.reads == fill.fused == 1:
-            a, b = _get(small, name).shape[1], fill.shape[1]
-            return SIDE_BY_SIDE.format(name=name) if a < b and a % 2 == b % 2 == 0 else ""
-    return ""
-
-
-def _fused_guess(small: nn.Module, large: nn.Module, fused: dict[str, int]) -> dict[str, int]:
-    """What `fused` may lack: linear layers of which others read a third or a half, never all."""
-    wide = dict(large.named_modules())
-    pairs = [(path, x, wide.get(path)) for path, x in small.named_modules()]
-    linear = [
-        (path.rpartition(".")[2], (x.out_features, y.out_features), (x.in_features, y.in_features))
-        for path, x, y in pairs
-        if isinstance(x, nn.Linear) and isinstance(y, nn.Linear)
-    ]
-    read = {sizes for _, _, sizes in linear}
-    return {
-        name: n
-        for name, (a, b), _ in linear
-        # of a layer that fits both, 3
-        for n in (2, 3)
-        if a != b and (a, b) not in read and name not in fused
-        if (a // n, b // n) in read and a % n == b % n == 0
-    }
 
 
 def _fills(

@@ -109,54 +109,32 @@ class _Unpickler(_InPython):
     dispatch[pickle.BUILD[0]] = load_build
 
 
-def _is_index(key: Any) -> bool:
-    if type(key) is not MetadataIndex:
-        return False
-    fields = vars(key)
-    offset = fields.get("offset")
-    return type(fields.get("fqn")) is str and (offset is None or type(offset) is torch.Size)
-
-
 def _check(metadata: Any) -> None:
     """Refuse metadata with other types or values than PyTorch writes."""
-    if type(metadata) is not Metadata:
-        raise ValueError(f"it is a {type(metadata).__name__}")
-    stored, places = metadata.state_dict_metadata, metadata.storage_data
-    if type(stored) is not dict or type(places) is not dict:
-        raise ValueError("it has no tables of tensors and of their places")
-    for name, entry in stored.items():
+    for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str:
             raise ValueError("a tensor has no name")
         if type(entry) is not TensorStorageMetadata:
             continue
-        dtype, shape = entry.properties.dtype, entry.size
-        if type(dtype) is not torch.dtype or not _are_counts(shape):
-            raise ValueError(f"{name} has no dtype and shape")
-        if not all(_is_piece(piece, len(shape)) for piece in entry.chunks):
-            raise ValueError(f"{name} has a piece of other axes or of negative numbers")
-    for key, place in places.items():
-        if not _is_index(key) or not _is_place(place):
-            raise ValueError("a piece has no place in a file")
-    if _share_bytes([place for place in places.values() if place.length]):
+        boxes = [entry.size, *(x for piece in entry.chunks for x in (piece.offsets, piece.sizes))]
+        if type(entry.properties.dtype) is not torch.dtype:
+            raise ValueError(f"{name} has no dtype")
+        if not all(type(x) is torch.Size and len(x) == len(entry.size) for x in boxes):
+            raise ValueError(f"{name} has a shape or a piece of other axes")
+        _check_counts(name, [n for box in boxes for n in box])
+    for key, place in metadata.storage_data.items():
+        if type(key.fqn) is not str or type(key.offset) not in (torch.Size, type(None)):
+            raise ValueError("a piece has no name or no place in its tensor")
+        if type(place.relative_path) is not str:
+            raise ValueError(f"{key.fqn} has a piece that lies in no file")
+        _check_counts(key.fqn, [place.offset, place.length])
+    if _share_bytes([place for place in metadata.storage_data.values() if place.length]):
         raise ValueError("pieces share bytes of a file")
 
 
-def _are_counts(counts: Any) -> bool:
-    return type(counts) is torch.Size and all(0 <= n <= MOST_ENTRIES for n in counts)
-
-
-def _is_piece(piece: Any, axes: int) -> bool:
-    if type(piece) is not ChunkStorageMetadata:
-        return False
-    return all(_are_counts(x) and len(x) == axes for x in (piece.offsets, piece.sizes))
-
-
-def _is_place(place: Any) -> bool:
-    if type(place) is not _StorageInfo or type(place.relative_path) is not str:
-        return False
-    numbers, steps = (place.offset, place.length), getattr(place, "transform_descriptors", None)
-    are_texts = steps is None or (type(steps) is list and all(type(x) is str for x in steps))
-    return are_texts and all(type(n) is int and 0 <= n <= MOST_ENTRIES for n in numbers)
+def _check_counts(name: str, numbers: Sequence[Any]) -> None:
+    if not all(type(n) is int and 0 <= n <= MOST_ENTRIES for n in numbers):
+        raise ValueError(f"{name} has sizes or places that are no counts")
 
 
 def _share_bytes(places: Sequence[_StorageInfo]) -> bool:

@@ -342,9 +342,6 @@ CHANGES = {
     "a file that is a number": lambda m: m.storage_data.update(
         {MetadataIndex("x"): _StorageInfo(7, 1, 3)}
     ),
-    "a step that is none": lambda m: m.storage_data.update(
-        {MetadataIndex("x"): _StorageInfo("x.distcp", 1, 3, [7])}
-    ),
 }
 
 
