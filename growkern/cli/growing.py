@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, make_dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -33,11 +33,12 @@ from growkern.cli.app import (
     silence_transformers,
 )
 from growkern.errors import GrowthError, human, print_table, say
-from growkern.families import growable_fields, load_family, read_family, supported_families
+from growkern.families import growable_fields, read_family
 from growkern.growth.disk import check_target, delete_staging, refusing
 from growkern.growth.options import (
     CHOICES,
     PAD_VOCAB,
+    GrowthKeywords,
     GrowthOptions,
     check_moments,
     parse_size,
@@ -63,8 +64,22 @@ OTHER_OPTIONS = {
 }
 
 
-# a size that fewer families have is accepted and completed, but left out of help
-FEWEST, RARE = 20, "rare"
+# The sizes that help lists. The others are accepted and completed too: reading the tables of all
+# families would take longer than all else that a wrong path needs
+MOST_HAVE, MIXTURES, WHICH = (
+    "Most families.",
+    "Mixtures.",
+    "Which layers become mixtures, with --to.",
+)
+LISTED = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), MOST_HAVE),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "num_hidden_layers"), MOST_HAVE),
+    "vocab_size": MOST_HAVE,
+    PAD_VOCAB: "Round the vocabulary up to a multiple of this.",
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), MIXTURES),
+    **dict.fromkeys(("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"), WHICH),
+}
+RARE = "rare"
 
 
 def completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
@@ -96,31 +111,22 @@ def growth_options() -> list[tuple[str, type, Any]]:
             autocompletion=completing(choices) if choices else None,
         )
         options.append((field.name, type(field.default), option))
-    tables = {kind: load_family(kind) for kind in supported_families()}
     # the parser must know the sizes of a table of one's own before it reads the arguments
     given = [word.partition("=")[2] for word in sys.argv if word.startswith("--family=")]
     given += [after for word, after in pairwise(sys.argv) if word == "--family"]
-    tables |= {path: read_family(path) for path in given}
-    sizes: dict[str, list[str]] = {}
-    choosing: dict[str, dict[str, str]] = {}
-    for model_type, family in tables.items():
-        for name in growable_fields(family):
-            sizes.setdefault(name, []).append(model_type)
-        for name, word in family.sparse_fields.items() if family.dense else ():
-            choosing.setdefault(name, {})[model_type] = word
-    for name, families in sizes.items():
-        # help shows sizes that many have, and those of one's own table
-        is_known = len(families) >= FEWEST or not set(given).isdisjoint(families)
-        text = f"{len(families)} famil{'ies' if len(families) > 1 else 'y'}" if is_known else RARE
-        options.append((name, int, typer.Option(help=text, rich_help_panel="Target sizes")))
-    for name, words in choosing.items():
-        is_list = "in" in words.values()
+    own = {size: path for path in given for size in growable_fields(read_family(Path(path)))}
+    known = {**dict.fromkeys(own, int), **get_type_hints(GrowthKeywords)}
+    taken = {name for name, *_ in options}
+    for name in dict.fromkeys([*LISTED, *own, *known]):
+        # a switch has one right value, which the mixture's config has
+        if name in taken or known[name] is bool:
+            continue
+        text = LISTED.get(name, own.get(name, RARE))
+        is_list = known[name] is not int
         how: dict[str, Any] = {"parser": layer_numbers, "metavar": "0,3"} if is_list else {}
-        text = f"Which layers become mixtures: {', '.join(words)}"
-        option = typer.Option(help=text, rich_help_panel="Growth", **how)
+        panel = "Growth" if text == WHICH else "Target sizes"
+        option = typer.Option(help=text, rich_help_panel=panel, **how)
         options.append((name, str if is_list else int, option))
-    text = "Round the vocabulary up to a multiple of this."
-    options.append((PAD_VOCAB, int, typer.Option(help=text, rich_help_panel="Target sizes")))
     text = "TOML file of a table of your own, for a model that growkern has none for."
     options.append(("family", Path, typer.Option(help=text)))
     return options
@@ -129,7 +135,7 @@ def growth_options() -> list[tuple[str, type, Any]]:
 class GrowthCommand(TyperCommand):
     """A command with all growth options, whose function finds those that were given in `obj`.
 
-    The options are made when they are asked for, because they need the tables of all families.
+    The options are made when they are asked for, because a table of the user's own adds to them.
     """
 
     @cached_property

@@ -20,8 +20,9 @@ import typer
 import growkern
 from growkern import package
 from growkern.cli.commands import GROUPS, app, collect
-from growkern.cli.growing import growth_options
+from growkern.cli.growing import LISTED, growth_options
 from growkern.cli.main import main
+from growkern.growth.options import GrowthKeywords
 from growkern.publish.manifest import write_manifest
 from growkern.train.distributed.shard import join_processes
 from growkern.train.model import language_model
@@ -115,7 +116,7 @@ def test_help_is_short_and_a_shell_completes_the_sizes_of_all_families(run, monk
     for option in ("--hidden-size", "--num-key-value-heads", "--to", "--family", "--n-embd"):
         assert option in out
     # those that few families have are options that help does not list
-    assert "--n-layer" not in out and "bert-generation" not in out
+    assert "--n-layer" not in out and LISTED.keys() < GrowthKeywords.__annotations__.keys()
     code, _, err = run("plan", "nowhere", "--n-layer", 8)
     assert code == 2 and "nowhere" in err
     monkeypatch.setenv("_GROWKERN_COMPLETE", "complete_bash")
