@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
     from growkern.growth.options import GrowthKeywords
 
-# a part of a tensor, one slice per axis
-Part = tuple[slice, ...]
 # what to do about tensors of the growth that a model lacks
 Missing = Literal["error", "skip"]
 
@@ -190,7 +188,12 @@ def fill(
 
 
 def _fill(
-    grown: GrowthPlan, task: Task, part: Part, local: Tensor, backend: str | None, work: Work
+    grown: GrowthPlan,
+    task: Task,
+    part: tuple[slice, ...],
+    local: Tensor,
+    backend: str | None,
+    work: Work,
 ) -> None:
     """Build this process's part of a tensor; `local` is filled after `work.run()`."""
     if not local.numel():
@@ -205,7 +208,7 @@ def _fill(
             work.then(partial(place.copy_, out))
 
 
-def _pieces(part: Part, local: Tensor) -> Iterator[tuple[Part, Part]]:
+def _pieces(part: tuple[slice, ...], local: Tensor) -> Iterator[tuple[tuple[slice, ...], ...]]:
     """Cut a part by rows, so that few source rows at a time are in memory.
 
     It yields the place of a piece in the whole tensor, and its place in `local`.
@@ -330,7 +333,7 @@ def _targets(grown: GrowthPlan, parameters: Mapping[str, Tensor]) -> dict[str, T
     return targets
 
 
-def local_part(name: str, parameter: Tensor) -> Part:
+def local_part(name: str, parameter: Tensor) -> tuple[slice, ...]:
     """The place of `local_tensor(parameter)` in the whole tensor, one slice per axis.
 
     Every mesh dimension that shards an axis divides it as `torch.chunk` does. If FSDP2 shards an

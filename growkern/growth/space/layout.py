@@ -18,7 +18,6 @@ from torch import Tensor
 
 from growkern.families import ModelSpec, Row, SpaceSpec, holds, parse_scale
 from growkern.growth.options import GrowthOptions
-from growkern.growth.space.rules import keep_choice, sleeping_map
 from growkern.growth.space.spaces import (
     CARRY_UNITS,
     LINEAR_PAIR_ACTIVATIONS,
@@ -41,6 +40,7 @@ from growkern.growth.space.spaces import (
     within_head,
 )
 from growkern.growth.space.upcycling import Upcycling, is_output
+from growkern.growth.space.ways import keep_choice, sleeping_map
 
 # a layer of the source: its number, or "stack.number" in models with several stacks
 Layer = int | str | None

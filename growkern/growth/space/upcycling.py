@@ -33,7 +33,7 @@ from growkern.families import (
 from growkern.growth.history import GROWN_KEY
 from growkern.growth.options import GrowthOptions
 from growkern.growth.source import Assembled, Parts, Source
-from growkern.growth.space.rules import layers_of
+from growkern.growth.space.ways import layers_of
 
 # fields that say what a config is of
 NAMES = ("model_type", "architectures", "transformers_version")

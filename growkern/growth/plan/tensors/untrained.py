@@ -21,8 +21,8 @@ Noise cancels between two copies. A weight w of the down matrix becomes w (1 + n
 and 2 w - w (1 + noise) in the other. The larger of the two is rounded, and the difference then
 is a number of the dtype. So their sum is 2 w, bit for bit.
 
-Copies of a mixture's experts share its tokens, by (2) of `growkern.growth.space.rules`, or sleep
-behind their bias, (1) of `growkern.growth.space.rules`. Nothing reads the scores of experts that
+Copies of a mixture's experts share its tokens, by (2) of `growkern.growth.space.ways`, or sleep
+behind their bias, (1) of `growkern.growth.space.ways`. Nothing reads the scores of experts that
 sleep. With equal rows, an expert and its copy would always be chosen together once the copy is
 awake. So a copy's row gets noise that is as long as the row.
 """

@@ -249,7 +249,7 @@ class Identity(Way):
         return {*range(len(layers))} - {*own.values()}
 
 
-class Untrained(Identity):
+class RandomLayers(Identity):
     """Layers as the class draws them."""
 
     is_untrained = True
@@ -282,7 +282,7 @@ class Listed(Way):
         return len(self.listed)
 
 
-WAYS = {"identity": Identity(), "stack": Stack(), "interleave": Way(), "random": Untrained()}
+WAYS = {"identity": Identity(), "stack": Stack(), "interleave": Way(), "random": RandomLayers()}
 
 
 def way_of(depth: Any) -> Way:
