@@ -271,7 +271,8 @@ def sees(model: Any, inputs: dict[str, Any], at_S: Tensor, others_S: Tensor) -> 
 
 def _hidden(model: Any, inputs: dict[str, Any], at_S: Tensor) -> Tensor:
     """The hidden states before the output projection at some positions, (B, P, H)."""
-    with head_swap(model, lambda hidden, _weight, _bias: hidden):
+    # a copy: the model gives its head a slice, and FSDP2 warns of outputs that are views
+    with head_swap(model, lambda hidden, _weight, _bias: hidden.clone()):
         # as logits: a sharded model gathers its parameters when its outputs get gradients
         return take_logits(model(**inputs))[:, at_S]
 
