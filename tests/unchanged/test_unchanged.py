@@ -52,7 +52,7 @@ CHANGES = {
         "argument 0.*weight values",
         "argument 0.growth_plan*",
         # a model that is saved keeps the record of its growth
-        *(f"argument 0.{x}" for x in ("save_pretrained", "_upload_modified_files", "push_to_hub")),
+        *(f"argument 0.{x}" for x in ("save_pretrained", "_upload_modified_files")),
         "argument 0.generation_config.max_new_tokens",
     },
     "freeze": {"argument 0.* trains"},

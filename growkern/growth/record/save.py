@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from growkern.errors import human, without_bars
-from growkern.growth.disk import STAMPED, complete_config, is_unedited, read_card, stamped
+from growkern.growth.disk import complete_config, is_unedited, read_card, stamped
 from growkern.growth.history import CARD_FILE, CHECKSUMS_FILE, LINEAGE_FILE
 from growkern.growth.models import local_tensor
 from growkern.growth.options import GrowthOptions, parse_size
@@ -34,6 +32,8 @@ from growkern.growth.source import MODULES_FILE, is_hub_name, is_same, name_of
 
 # every card of a growth has this tag
 TAG = "growkern"
+# of the card that `push_to_hub` of transformers writes where the Hub has none
+EMPTY_CARD = "This model card has been automatically generated."
 # what the source's card says that is true of the grown model too
 KEPT = ("license", "license_name", "license_link", "language", "datasets", "tags", "pipeline_tag")
 EMBEDDINGS = (
@@ -101,7 +101,9 @@ def write_card(text: str, directory: Path) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def card_text(plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool) -> str:
+def card_text(
+    plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool, tags: Iterable[str] = ()
+) -> str:
     """The card of a grown checkpoint. It does not depend on where directories are.
 
     All of it stays true of a model that is trained later: other libraries copy a card as it is.
@@ -109,7 +111,7 @@ def card_text(plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool) 
     whether sentence-transformers loads the checkpoint.
     """
     name, kept = source_name(plan), _kept(plan.source.directory)
-    kept["tags"] = sorted({*_listed(kept.get("tags")), TAG})
+    kept["tags"] = sorted({*_listed(kept.get("tags")), *tags, TAG})
     # no directory or class has such a name
     if "/" in name:
         kept["base_model"] = name
@@ -139,18 +141,6 @@ def card_text(plan: GrowthPlan, settings: GrowthSettings, *, is_sentence: bool) 
         "`lineage.json` says where every weight came from.",
     ]
     return stamped("\n\n".join(lines) + "\n")
-
-
-def add_tags(tags: Sequence[str], directory: Path) -> None:
-    """Add tags to the card in a directory. One that nobody edited still counts as unedited."""
-    file = directory / CARD_FILE
-    text = read_card(file)
-    if not tags or not text:
-        return
-    unedited = STAMPED.fullmatch(text) if is_unedited(text) else None
-    card = ModelCard(unedited[1] if unedited else text, ignore_metadata_errors=True)
-    card.data["tags"] = list(dict.fromkeys([*_listed(card.data.get("tags")), *tags]))
-    file.write_text(stamped(str(card)) if unedited else str(card), encoding="utf-8")
 
 
 def _kept(directory: Path | None) -> dict[str, Any]:
@@ -200,7 +190,6 @@ def record_when_saved(model: Any, plan: GrowthPlan, backend: str | None, nonfini
     # of the files before anybody changes them
     record = _Record(model, plan, backend, nonfinite, source_files(plan.source), _state(model))
     model.save_pretrained = record.save_pretrained
-    model.push_to_hub = record.push_to_hub
     model._upload_modified_files = record.upload_files
 
 
@@ -251,11 +240,15 @@ class _Record:
                 (directory / CHECKSUMS_FILE).unlink(missing_ok=True)
             write_lineage(lineage_text(plan, settings, self.files, trained=not is_own), directory)
             if is_own and self._is_judged:
-                is_sentence = (directory / MODULES_FILE).is_file()
-                write_card(card_text(plan, settings, is_sentence=is_sentence), directory)
+                write_card(self._card(directory), directory)
         type(model).save_pretrained(model, save_directory, *args, **options)
         if is_first and not directory.is_file():
             self._complete(directory)
+
+    def _card(self, directory: Path, tags: Iterable[str] = ()) -> str:
+        settings = GrowthSettings(self.backend, allow_nonfinite=self.nonfinite)
+        is_sentence = (directory / MODULES_FILE).is_file()
+        return card_text(self.plan, settings, is_sentence=is_sentence, tags=tags)
 
     def _complete(self, directory: Path) -> None:
         planned, config = self.plan.large.config, self.model.config
@@ -264,65 +257,15 @@ class _Record:
         complete_config(directory, self.plan.source, config, known)
 
     def upload_files(self, working_dir: Any, *args: Any, **options: Any) -> Any:
-        # the end of `save_pretrained(push_to_hub=True)`
-        self._complete(Path(working_dir))
+        # the end of `push_to_hub` and of `save_pretrained(push_to_hub=True)`, which have put the
+        # card of the Hub there, or an empty one
+        directory = Path(working_dir)
+        self._complete(directory)
+        text = read_card(directory / CARD_FILE)
+        if self._is_own() and self._is_judged and (EMPTY_CARD in text or is_unedited(text)):
+            tags = _listed(ModelCard(text).data.get("tags"))
+            (directory / CARD_FILE).write_text(self._card(directory, tags), encoding="utf-8")
         return type(self.model)._upload_modified_files(self.model, working_dir, *args, **options)
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
-        if not (self._is_own() and self._is_judged):
-            return type(self.model).push_to_hub(self.model, repo_id, **options)
-        return _upload(self.model, repo_id, **options)
-
-
-def _upload(
-    model: Any,
-    repo_id: str,
-    *,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    private: bool | None = None,
-    token: bool | str | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    max_shard_size: int | str = SHARD_SIZE,
-    tags: Sequence[str] | None = None,
-) -> Any:
-    """`push_to_hub` of transformers, which would replace the model card by an empty one.
-
-    A card on the Hub that somebody wrote or edited stays, with the tags added.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if revision is not None and not revision.startswith("refs/pr") and not create_pr:
-        api.create_branch(name, branch=revision, exist_ok=True)
-    with tempfile.TemporaryDirectory() as directory:
-        _fetch_card(api, name, revision, Path(directory))
-        model.save_pretrained(directory, max_shard_size=max_shard_size)
-        add_tags(tags or (), Path(directory))
-        return api.upload_folder(
-            repo_id=name,
-            folder_path=directory,
-            commit_message=commit_message or "Upload a model grown with growkern",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-        )
-
-
-def _fetch_card(api: Any, name: str, revision: str | None, directory: Path) -> None:
-    """Put the card of a model on the Hub into a directory, if there is one."""
-    from huggingface_hub import errors
-
-    try:
-        file = api.hf_hub_download(name, CARD_FILE, revision=revision)
-    except errors.LocalEntryNotFoundError:
-        # the Hub cannot be reached
-        raise
-    except (errors.EntryNotFoundError, errors.RevisionNotFoundError):
-        return
-    shutil.copyfile(file, directory / CARD_FILE)
 
 
 def _state(model: Any) -> tuple[tuple[torch.dtype, int, bytes], ...]:

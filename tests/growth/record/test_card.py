@@ -1,7 +1,6 @@
 """What a grown model leaves beside its weights: the card, and the record of `save_pretrained`."""
 
 import copy
-import inspect
 import json
 import os
 import shlex
@@ -13,7 +12,6 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
-from transformers.utils import PushToHubMixin
 
 import growkern
 from growkern.errors import FunctionChangedWarning
@@ -259,57 +257,46 @@ def test_the_records_are_made_before_the_weights(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """What was sent to the Hub: {"files": ..., method: its arguments}. "card" is the one there."""
+    """What was sent to the Hub: {"files": name -> bytes, ...}. "card" is the one there."""
     sent = {"card": None}
 
-    def upload(self, *, repo_id, folder_path, **options):
-        sent.update(files=files(Path(folder_path)), upload={"repo_id": repo_id, **options})
+    def commit(self, *, repo_id, operations, **options):
+        sent["files"] = {x.path_in_repo: Path(x.path_or_fileobj).read_bytes() for x in operations}
         return "a commit"
 
-    def create(self, name, **options):
-        sent["create"] = options
-        return SimpleNamespace(repo_id=name)
-
-    def download(self, repo_id, filename, *, revision=None):
+    def download(repo_id, filename, **options):
         if sent["card"] is None:
             raise EntryNotFoundError(filename)
         (tmp_path / "of the hub").write_bytes(sent["card"])
         return str(tmp_path / "of the hub")
 
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    monkeypatch.setattr(HfApi, "create_repo", create)
-    monkeypatch.setattr(HfApi, "hf_hub_download", download)
-    monkeypatch.setattr(HfApi, "create_branch", lambda *args, **how: sent.update(branch=how))
+    monkeypatch.setattr(HfApi, "create_commit", commit)
+    monkeypatch.setattr(HfApi, "create_repo", lambda *a, **how: SimpleNamespace(repo_id="a/b"))
+    monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", download)
     return sent
 
 
-def grown_gpt2():
-    return growkern.grow(random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32), n_embd=32)
+def grown_gpt2(size=32):
+    return growkern.grow(random_model("GPT2LMHeadModel", GPT2, dtype=torch.float32), n_embd=size)
 
 
 def test_a_push_to_the_hub_sends_the_record_too(tmp_path, hub):
     large = grown_gpt2()
-    assert large.push_to_hub("acme/large", private=True, revision="v1") == "a commit"
+    assert large.push_to_hub("acme/large") == "a commit"
     large.save_pretrained(tmp_path / "saved")
     assert hub["files"] == files(tmp_path / "saved") and "lineage.json" in hub["files"]
     assert b"grown with growkern" in hub["files"]["README.md"]
-    assert hub["create"]["private"] and hub["upload"]["revision"] == "v1"
-    assert hub["branch"] == {"branch": "v1", "exist_ok": True}
+    trained(large).push_to_hub("acme/large")
+    assert b"grown with growkern" not in hub["files"]["README.md"]
 
 
-def test_a_push_takes_every_option_of_transformers(hub):
-    known = inspect.signature(PushToHubMixin.push_to_hub).parameters
-    given = {name: one.default for name, one in known.items() if name not in ("self", "repo_id")}
-    given |= {"tags": ["mine", "growkern"], "create_pr": True, "commit_description": "why"}
-    large = grown_gpt2()
-    large.push_to_hub("acme/large", **given)
-    card = hub["card"] = hub["files"]["README.md"]
-    assert ModelCard(card.decode()).data.tags == ["growkern", "mine"]
-    assert hub["upload"]["create_pr"] and hub["upload"]["commit_description"] == "why"
-    # it still is one that nobody edited
-    large.push_to_hub("acme/large", commit_message="again")
-    assert ModelCard(hub["files"]["README.md"].decode()).data.tags == ["growkern"]
-    assert hub["upload"]["commit_message"] == "again"
+def test_a_push_adds_tags_and_replaces_a_card_that_nobody_edited(hub):
+    grown_gpt2().push_to_hub("acme/large", tags=["mine", "growkern"])
+    hub["card"] = hub["files"]["README.md"]
+    assert ModelCard(hub["card"].decode()).data.tags == ["growkern", "mine"]
+    grown_gpt2(48).push_to_hub("acme/large", tags=["mine"])
+    card = hub["files"]["README.md"].decode()
+    assert "| n_embd | 12 | 48 |" in card and ModelCard(card).data.tags == ["growkern", "mine"]
 
 
 def test_a_push_leaves_a_card_on_the_hub_alone_that_somebody_wrote(hub):
