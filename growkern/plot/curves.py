@@ -42,6 +42,8 @@ RUN_FILE, SIZE = "run.json", "growth/"
 LOSSES = ("loss_before", "loss_after")
 # of the settings by which runs are told apart, and of a value; files and seeds are not shown
 MOST_KEYS, LONGEST = 3, 40
+# of a name in the table, to stand in one line
+LONGEST_NAME = 24
 # the method of a model that a run makes new
 RANDOM = "random"
 # a teacher comes and goes with the inheritance
@@ -56,6 +58,18 @@ UNSHOWN = (
     "seed",
     "method",
 )
+# what a log says of speed, memory and experts -> words, and the number that it is divided by
+MEASURED = {
+    "tokens_per_second": ("tokens per second", 1),
+    "step_time": ("seconds per step", 1),
+    "data_time_share": ("share of waiting for data", 1),
+    "max_memory_allocated": ("peak memory of a GPU, GB", 1e9),
+    "maxrss": ("peak memory of a process, GB", 1e9),
+    "mfu": ("MFU", 1),
+    "checkpoint_time": ("seconds of writing checkpoints", 1),
+    "expert_entropy": ("load of experts: entropy", 1),
+    "expert_largest_share": ("load of experts: largest share", 1),
+}
 QUESTIONS = {
     "family": "a family",
     "size": "a given size",
@@ -79,6 +93,7 @@ class Curve:
     came to its end. `last` has its last step, and the steps that it was to have. `settings` are
     those of its run file. `parameters` are those of the model at the end; 0: not known. `method` is
     that of its growth, "" without one. `taught` says whether the FLOPs hold those of a teacher.
+    `measured` has FLOPs and values of those of `MEASURED` that were logged.
     """
 
     name: str
@@ -95,6 +110,7 @@ class Curve:
     method: str = ""
     taught: bool = False
     began: str = ""
+    measured: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def from_scratch(self) -> bool:
@@ -220,27 +236,25 @@ def settings_apart(curves: Sequence[Curve]) -> list[str]:
         values: list[Any] = [curve.settings.get(section) for curve in curves]
         if section in UNSHOWN:
             continue
+        # of random weights the sizes alone tell something, not that or how copies are made
+        copied = [n for n, x in enumerate(curves) if section != "growth" or not x.from_scratch]
         if any(value is None for value in values):
-            rows = [("no" if value is None else "with", section) for value in values]
-            _add_differing(rows, found)
+            rows = [("no" if values[n] is None else "with", section) for n in copied]
+            _add_differing(rows, [found[n] for n in copied])
         elif all(isinstance(value, dict) for value in values):
             for key in dict.fromkeys(key for value in values for key in value):
-                # of random weights the sizes alone tell something, not how copies are made
-                told = [
-                    number
-                    for number, curve in enumerate(curves)
-                    if section != "growth" or key == "sizes" or not curve.from_scratch
-                ]
+                told = range(len(curves)) if key == "sizes" else copied
                 if key not in UNSHOWN:
-                    rows = [(key, _short(values[number].get(key))) for number in told]
-                    _add_differing(rows, [found[number] for number in told])
+                    rows = [(key, _short(values[n].get(key))) for n in told]
+                    _add_differing(rows, [found[n] for n in told])
     return [", ".join(words[:MOST_KEYS]) for words in found]
 
 
 def _add_differing(rows: Sequence[tuple[str, str]], found: Sequence[list[str]]) -> None:
     if len(set(rows)) > 1:
         for words, row in zip(found, rows, strict=True):
-            words.append(" ".join(row))
+            # a text that is empty by default, such as that of `to`, says nothing
+            words += [" ".join(row)] if row[1] else []
 
 
 def _short(value: Any) -> str:
@@ -285,6 +299,14 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
     _, began = growths.pop(0, (0.0, ""))
     at = tuple(cost for cost, _ in growths.values())
     grown = tuple(sizes for _, sizes in growths.values())
+    measured = {
+        name: [
+            (line["flops"], line[name])
+            for line in history
+            if "flops" in line and type(line.get(name)) in (int, float) and abs(line[name]) <= MOST
+        ]
+        for name in MEASURED
+    }
     counts = [line["parameters"] for line in history if "parameters" in line]
     return Curve(
         name,
@@ -297,6 +319,7 @@ def curve_of(history: Sequence[dict[str, Any]], name: str) -> Curve:
         began=began,
         parameters=counts[-1] if counts else 0,
         taught=any("kl" in line for line in history),
+        measured={name: points for name, points in measured.items() if points},
     )
 
 
@@ -433,12 +456,15 @@ def savings_table(groups: Sequence[Group]) -> Table:
     shown = [
         i for i in range(len(HEADS)) if i < 3 or {cells[i] for cells in rows} - {"-", NOT_KNOWN}
     ]
+    names = [cells[0].replace(", ", ",\n") for cells in rows]
+    # no name is broken, if heads can give it room: one that is cut would be like another one
+    is_short = max(len(line) for name in names for line in name.split("\n")) <= LONGEST_NAME
     for i in shown:
-        # a name that is cut would be like another one
-        table.add_column(HEADS[i], justify="right" if i else "left", overflow="fold")
-    for cells in rows:
+        kind: Any = {"justify": "right"} if i else {"no_wrap": is_short}
+        table.add_column(HEADS[i], overflow="fold", **kind)
+    for name, cells in zip(names, rows, strict=True):
         # a range takes two lines, so that the table fits into 80 columns
-        table.add_row(*(cells[i].replace(" to ", " to\n") if i else cells[i] for i in shown))
+        table.add_row(name, *(cells[i].replace(" to ", " to\n") for i in shown[1:]))
     return table
 
 
@@ -473,10 +499,16 @@ def savings_cells(groups: Sequence[Group]) -> list[list[str]]:
 
 
 def with_small(groups: Sequence[Group]) -> list[Group]:
-    """The groups, and after the first one the small model if it is never grown, with its marks."""
+    """The groups, and after the first one the small model if it is never grown, with its marks.
+
+    Not beside a run of its size that is never grown: that one answers the question.
+    """
     first, *others = groups
     sources = next((group.sources for group in groups if group.sources), ())
-    if not sources or not all(source.is_whole for source in sources):
+    sizes = {group.curves[0].parameters for group in groups if group.is_never_grown}
+    if not all(source.is_whole and source.parameters not in sizes for source in sources):
+        return [*groups]
+    if not sources:
         return [*groups]
     is_paired = len(first.marks) == len(sources)
     marks = first.marks if is_paired else (float(np.mean(first.marks)),) * len(sources)

@@ -18,6 +18,7 @@ import numpy as np
 
 from growkern.errors import GrowthError
 from growkern.plot.curves import (
+    MEASURED,
     QUESTIONS,
     Curve,
     Group,
@@ -60,6 +61,10 @@ UNFINISHED = "the run that sets the mark is not finished, so nothing is said of 
 FAR_START = 4.0
 # zoom in if that leaves out at least this share of the height
 LEAST_ZOOM = 0.35
+# of the panels below, in inches, and how many are beside each other
+PANEL, IN_A_ROW = 1.4, 4
+# characters of a bar's name in one line
+LINE = 110
 # of the sizes beside a growth, and the share of the width that they take
 MOST_SIZES, ROOM = 4, 0.2
 
@@ -114,12 +119,16 @@ def draw(
     if len({curve.validation for curve in drawn}) != 1:
         raise GrowthError("give runs that all have a validation loss, or runs that all have none")
     groups = runs_by_name(curves, sources, paired)
-    below = 0.5 + 0.42 * len(groups) if len(groups) > 1 else 0.0
-    figure = new_figure(5.4 + below, layout="constrained")
+    shown = [x for x in MEASURED if any(x in curve.measured for curve in curves)]
+    heights = [5.4, *[0.5 + 0.42 * len(groups)] * (len(groups) > 1)]
+    below = len(heights) > 1
+    heights += [PANEL] * -(-len(shown) // IN_A_ROW)
+    figure = new_figure(sum(heights), layout="constrained")
+    grid = figure.add_gridspec(len(heights), IN_A_ROW, height_ratios=heights)
+    axes = bars = figure.add_subplot(grid[0, :])
     if below:
-        axes, bars = figure.subplots(2, 1, sharex=True, height_ratios=[5.4, below])
-    else:
-        axes = bars = figure.add_subplot()
+        bars = figure.add_subplot(grid[1, :], sharex=axes)
+        axes.tick_params(labelbottom=False)
     marks = groups[0].marks
     mark = float(np.mean(marks))
     unit = _unit(max(group.before + c.flops[-1] for group in groups for c in group.curves))
@@ -131,9 +140,15 @@ def draw(
     start = ", starting with the small model's" if sources else ""
     teacher = ", teacher included" if any(curve.taught for curve in drawn) else ""
     bars.set_xlabel(f"training FLOPs{scale}{teacher}{start}", fontsize=TEXT)
+    for number, name in enumerate(shown):
+        place = grid[1 + below + number // IN_A_ROW, number % IN_A_ROW]
+        panel = figure.add_subplot(place)
+        _draw_measured(panel, name, groups, unit)
+        panel.set_xlim(axes.get_xlim())
     # beside others a run is named by its bar
-    title = title or ("" if below else groups[0].label)
-    axes.set_title("\n".join(filter(None, [title, *notes_on(groups)])), fontsize=TEXT, loc="left")
+    asked = f"Which run needs the fewest FLOPs to the loss of {plain(groups[0].title)}?"
+    axes.set_title(title or (asked if below else groups[0].label), fontsize=TEXT, loc="left")
+    figure.supxlabel("\n".join(notes_on(groups)), fontsize=SMALL, x=0.01, ha="left")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.canvas.draw()
     # later text must not move what the labels were placed by
@@ -180,7 +195,8 @@ def _draw_curves(axes: Any, groups: Sequence[Group], sources: Sequence[Curve], u
         words = ", ".join(filter(None, ("small model", size_of(sources))))
         named = {} if number else {"label": words, "gid": "curve"}
         x = np.array(source.flops) / unit
-        axes.plot(x, source.losses, color=GREY, linewidth=1.2, **named)
+        # above the curve of a run that goes on where it ends
+        axes.plot(x, source.losses, color=GREY, linewidth=1.2, zorder=2.5, **named)
     for number, group in enumerate(groups):
         style = style_of(number)
         flops, losses = group.mean()
@@ -252,6 +268,24 @@ def _draw_growths(axes: Any, groups: Sequence[Group], unit: float) -> None:
         )  # fmt: skip
 
 
+def _draw_measured(axes: Any, name: str, groups: Sequence[Group], unit: float) -> None:
+    """One of `MEASURED`, from 0 on, over the FLOPs of all runs."""
+    words, scale = MEASURED[name]
+    for number, group in enumerate(groups):
+        style = style_of(number)
+        for points in (np.array(x.measured[name]) for x in group.curves if name in x.measured):
+            line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.2}
+            # one point is no line
+            marked = {"marker": style.marker if len(points) == 1 else "", "markersize": 4}
+            axes.plot((points[:, 0] + group.before) / unit, points[:, 1] / scale, **line, **marked)
+    axes.set_ylim(0, 1.1 * (axes.get_ylim()[1] or 1))
+    axes.set_title(words, fontsize=SMALL, loc="left")
+    axes.tick_params(labelsize=SMALL - 1.5)
+    axes.locator_params(nbins=4)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def loss_limits(groups: Sequence[Group], sources: Sequence[Curve]) -> tuple[float, float]:
     """The range of losses to show: that of the runs compared, from their start to their end.
 
@@ -304,8 +338,9 @@ def _draw_costs(axes: Any, groups: Sequence[Group], unit: float) -> None:
         marked = {"marker": style.marker, "markevery": [1], "markersize": 4.5}
         axes.plot([0.005, 0.025, 0.045], [number - 0.2] * 3, **line, **marked)
         words = _saved(group, cost, groups[0], best) if number else "reference"
+        text = ": ".join(filter(None, (group.label, words)))
         said = {
-            "s": ": ".join(filter(None, (group.label, words))),
+            "s": text if len(text) <= LINE else f"{group.label}:\n{words}",
             "fontsize": SMALL,
             "va": "center",
             "gid": "cost",
@@ -329,7 +364,7 @@ def _saved(group: Group, cost: float | None, reference: Group, best: float | Non
     """The shares that a group saved, in words, with the question of each."""
     found = shares(group, cost or 0.0, reference, reference.cost() or 0.0, best)
     if cost is None:
-        return "not reached" if any(share is not None for share in found) else ""
+        return "not reached"
     # a curve may begin below the mark, and after some training
     pairs = zip(group.curves, group.marks, strict=True)
     early = any(curve.flops[0] > 0 and curve.losses[0] <= mark for curve, mark in pairs)

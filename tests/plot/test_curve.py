@@ -82,6 +82,12 @@ def test_nothing_is_said_of_how_random_weights_would_be_copied():
     ]
     wide = settings_apart([scratch, grown("fpi", "a", 16)])
     assert wide == ["sizes hidden_size 8", "sizes hidden_size 16"]
+    # a run from scratch has no growth, though its section says how it is made
+    bare = Curve("b", (1,), (1.0,), (2.0,), settings={"growth": None})
+    assert settings_apart([scratch, bare, one]) == ["", "no growth", "with growth"]
+    dense, mixed = grown("fpi", "a", 8), grown("fpi", "a", 8)
+    dense.settings["growth"]["to"], mixed.settings["growth"]["to"] = "", "qwen3_moe"
+    assert settings_apart([dense, mixed]) == ["", "to qwen3_moe"]
 
 
 def test_an_unfinished_run_says_where_its_last_evaluation_was():

@@ -5,13 +5,22 @@ import functools
 import io
 import itertools
 import json
+import math
+import re
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from growkern.errors import GrowthError
-from growkern.plot.curves import NOT_KNOWN, NOT_REACHED, runs_by_name, savings_cells, savings_table
+from growkern.plot.curves import (
+    MEASURED,
+    NOT_KNOWN,
+    NOT_REACHED,
+    runs_by_name,
+    savings_cells,
+    savings_table,
+)
 from growkern.plot.losses import (
     BEYOND,
     NO_SCRATCH,
@@ -181,7 +190,7 @@ def test_a_small_model_beyond_the_mark_is_named(tmp_path, monkeypatch):
     figure = drawn(
         monkeypatch, lambda: draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
     )
-    assert BEYOND in figure.axes[0].get_title("left")
+    assert figure.get_supxlabel() == BEYOND
     assert "saved" not in "".join(texts(figure, "cost"))
     groups = draw([SCRATCH, GROWN], tmp_path / "a.png", sources=[beyond])
     # the small one had 4 after 6 x 4 / 4.1 of 30 FLOPs, which is the answer for a given loss
@@ -289,8 +298,8 @@ def test_a_given_loss_is_compared_with_the_best_size_that_is_never_grown(losses,
     """A smaller model that is trained on alone has a line, and no share of another question."""
     sized = [dataclasses.replace(run, parameters=40) for run in (SCRATCH, GROWN)]
     long = dataclasses.replace(curve("long", losses), parameters=10)
-    # the one that the grown model began with was itself grown, and so is no size of its own
-    source = dataclasses.replace(SMALL, method="fpi")
+    # the one that the grown model began with has this run's size, which answers for it
+    source = dataclasses.replace(SMALL, parameters=10)
     groups = runs_by_name([*sized, long], [source])
     _, grown, alone = savings_cells(groups)
     assert [alone[2], alone[5], grown[5]] == cells
@@ -345,13 +354,25 @@ def test_a_run_without_validation_gets_a_sentence(tmp_path, monkeypatch):
     groups = []
     figure = drawn(monkeypatch, lambda: groups.extend(plot_runs([run], tmp_path / "a.png")))
     assert notes_on(groups) == [NO_VALIDATION]
-    assert NO_VALIDATION in figure.axes[0].get_title("left")
+    assert figure.get_supxlabel() == NO_VALIDATION
     one = write_run(tmp_path / "one", HISTORY[:1])
     assert json.loads((one / "trainer_state.json").read_text())
     groups = plot_runs([one], tmp_path / "a.png")
     figure = drawn(monkeypatch, lambda: plot_runs([one], tmp_path / "a.png"))
     assert notes_on(groups) == [ONE_LOSS]
-    assert ONE_LOSS in figure.axes[0].get_title("left")
+    assert figure.get_supxlabel() == ONE_LOSS
+
+
+def test_what_a_run_tells_is_drawn_in_panels_of_their_own(tmp_path, monkeypatch):
+    speeds = [{"step": 1, "flops": 5.0 * n, "maxrss": 3e9 * n, "mfu": 0.5} for n in (1, 2)]
+    unknown = {"step": 2, "flops": 7.0, "mfu": math.nan, "tokens_per_second": "7"}
+    run = write_run(tmp_path / "run", [*HISTORY, *speeds, unknown])
+    figure = drawn(monkeypatch, lambda: plot_runs([run], tmp_path / "a.png"))
+    memory, mfu = figure.axes[1:]
+    assert (memory.get_title("left"), mfu.get_title("left")) == (MEASURED["maxrss"][0], "MFU")
+    assert [line.get_xydata().tolist() for line in memory.lines] == [[[5, 3], [10, 6]]]
+    assert [line.get_xydata().tolist() for line in mfu.lines] == [[[5, 0.5], [10, 0.5]]]
+    assert memory.get_ylim()[0] == 0 and memory.get_xlim() == figure.axes[0].get_xlim()
 
 
 def test_a_mark_of_an_unfinished_run_gets_a_sentence(tmp_path):
@@ -368,6 +389,14 @@ def test_names_that_begin_alike_are_told_apart_in_few_columns():
     groups = runs_by_name([SCRATCH, *(curve(name, [6.0, 3.0]) for name in names)], [])
     console = Console(file=io.StringIO(), width=50)
     console.print(savings_table(groups))
+    # names of generations are longer than their column, and are broken at the comma alone
+    numbered = [
+        dataclasses.replace(SCRATCH, name="generation-3", method="random"),
+        *groups[1].curves,
+    ]
+    wide = Console(file=io.StringIO(), width=80)
+    wide.print(savings_table(runs_by_name(numbered, [SMALL])))
+    assert re.search(r"│ generation-3, .*\n│ from scratch ", wide.file.getvalue())
     lines = [line.split("│") for line in console.file.getvalue().splitlines() if "│" in line]
     assert "".join(line[1].strip() for line in lines) == "".join(["scratch", *names])
     assert {len("│".join(line)) for line in lines} <= set(range(51))
