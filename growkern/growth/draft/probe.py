@@ -35,6 +35,8 @@ SMALL = (
     (r"moe_layer_start_index", 1),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
     (r"rotary_dim", 8),
+    (r"\w*_lora_rank", 40),
+    (r"index_n_heads|index_topk", 6),
     (r"query_pre_attn_scalar", 10),
     (r"sliding_window|attention_window|window_size", 32),
 )

@@ -13,6 +13,18 @@ from growkern.growth.draft.probe import LAYERS, Probe, template
 from growkern.growth.draft.watch import watch
 
 Row = dict[str, Any]
+KEYS = "key_value_heads|kv_heads|head_kv|group_num"
+# parts of a head that have sizes of their own -> the fields of them
+PARTS = {"nope": r"\w*nope_head_dim", "head_dim": r"\w*rope_head_dim", "value": "v_head_dim"}
+# heads of such parts, where keys and values come from a latent vector
+LATENT: dict[str, Row] = {
+    "nope_query": {"kind": "head", "size": "nope", "part": "query"},
+    "turning_query": {"kind": "head", "size": "head_dim", "part": "query"},
+    "nope_key": {"kind": "head", "size": "nope", "part": "key"},
+    "turning_key": {"kind": "fixed", "size": "head_dim"},
+    "q": {"kind": "heads", "heads": "q_heads", "entries": "nope_query|turning_query"},
+    "kv": {"kind": "heads", "heads": "q_heads", "entries": "nope_key|value"},
+}
 
 
 class Draft:
@@ -63,6 +75,11 @@ class Draft:
             "attn": {"kind": "heads", "heads": "q_heads"},
             "final": {"kind": "tied_output", "of": "stream", "untied": "normed"},
         }
+        self.spaces |= LATENT if "nope" in self.parts else {}
+        if "value" in self.parts:
+            self.spaces["value"] = {"kind": "head", "size": "value"}
+            for space in ("v", "attn"):
+                self.spaces[space]["entries"] = "value"
 
     def _find_sizes(self) -> None:
         """The sizes of [config] that every model has."""
@@ -93,14 +110,24 @@ class Draft:
         moved = {
             f for n, s in probe.base.items() for i in range(len(s)) for f in probe.fields(n, i)
         }
+        self.repeats: dict[str, str] = {}
         dims = [f for f in moved if re.search("head_dim$|d_kv|kv_channels|head_size", f)]
         dims = [f for f in dims if not re.search("nope|rope|^v_|linear|global|index", f)]
-        keys = [f for f in moved if re.search("key_value_heads|kv_heads|head_kv|group_num", f)]
+        keys = [f for f in moved if re.search(KEYS, f)]
         self.heads = int(getattr(config, heads))
         self.key_heads, self.head_dim = self.heads, self.width // self.heads
-        self.repeats: dict[str, str] = {}
         flat = [name for name, shape in probe.base.items() if len(shape) == 2]
-        if dims:
+        self.parts = {p: f for p, name in PARTS.items() for f in moved if re.fullmatch(name, f)}
+        self.sizes |= self.parts
+        if "nope" in self.parts:
+            query = [self.parts["nope"], self.parts["head_dim"]]
+            self.head_dim = sum(getattr(config, field) for field in query)
+            self.sizes["query_key"] = {"default": " + ".join(query)}
+            # every head has a key of its own, which no tensor shows
+            for field in (f for f in fields if re.search(KEYS, f)):
+                setattr(config, field, self.heads)
+                self.repeats[field] = "q_heads"
+        elif dims:
             self.head_dim = getattr(config, min(dims), None) or self.head_dim
             computed = {"default": f"{stream} / {heads}"}
             if all(any(min(dims) in probe.fields(n, axis) for n in flat) for axis in (0, 1)):
@@ -111,6 +138,7 @@ class Draft:
         if keys:
             self.sizes["kv_heads"] = min(keys)
             self.key_heads = int(getattr(config, min(keys)))
+        self.value_dim = getattr(config, self.parts.get("value", ""), self.head_dim)
 
     def place(self, name: str) -> tuple[str, int | None]:
         """The name of a tensor in a table, and the number of its layer."""

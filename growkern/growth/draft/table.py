@@ -184,6 +184,7 @@ def _attention(draft: Draft) -> dict[str, Any]:
     is_relative = any("relative" in name for name in draft.probe.base)
     positions = "rotary" if is_rotary else "relative" if is_relative else "learned"
     found: dict[str, Any] = {"positions": positions, "scale": "head_dim"}
+    found |= {"divisor": "query_key"} if "query_key" in draft.sizes else {}
     # where the number of entries that turn is fixed, no growth shows which
     source = inspect.getsource(inspect.getmodule(draft.cls) or Draft)
     if is_rotary and "partial_rotary_factor" in f"{rope} {source}":

@@ -45,6 +45,9 @@ class Walk:
         self.is_post = any(same(c.y, end) for c in calls.values() for _, end in draft.layers)
         for number, call in enumerate(draft.calls):
             with _naming(draft, call.name):
+                if "index" in call.name and number in norms:
+                    # of an indexer, whose sizes stay
+                    continue
                 if number in norms and call.x.shape == call.y.shape:
                     self._norm(number, call)
                 elif _is_matrix(call) and f"{call.name}.weight" in draft.probe.base:
@@ -117,9 +120,9 @@ class Walk:
         """A norm of queries or keys, of each head or of all together, or of the FFN's units."""
         draft, name, spaces = self.draft, call.name, self.draft.spaces
         units, last = draft.probe.base.get(f"{name}.weight", (0,))[-1], name.rpartition(".")[2]
-        in_attention = re.search("att", name, re.I)
-        if units and not in_attention and units not in (draft.width, draft.head_dim):
-            space = space or draft.units(draft.probe.fields(f"{name}.weight", 0), units)
+        fields = draft.probe.fields(f"{name}.weight", 0) if units else {}
+        if fields and not any(re.search("head|hidden_size|dim", field) for field in fields):
+            space = space or draft.units(fields, units)
         elif re.search(f"{QUERY}|{KEY}", last):
             space = "q" if re.search(QUERY, last) else "k"
         if space not in ("q", "k", *draft.sizes) or units not in (draft.head_dim, call.x.shape[-1]):
@@ -145,7 +148,7 @@ class Walk:
         turn = -1 if type(call.module).__name__ == "Conv1D" else 1
         shape, ends = draft.probe.base[weight][::turn], (0, 1)[::turn]
         in_attention = re.search("att", name.rpartition(".")[0], re.I)
-        is_output = in_attention and shape[1] == draft.heads * draft.head_dim
+        is_output = in_attention and shape[1] == draft.heads * draft.value_dim
         read = known or ("attn" if is_output else self._axis(weight, ends[1]).split(":")[-1])
         if not name.startswith(draft.stack) and shape == (draft.width, draft.width):
             spaces["head_pre"] = {"kind": "units", "size": "stream", "activated": True}
@@ -170,9 +173,22 @@ class Walk:
         attended, keys = (n * draft.head_dim for n in (draft.heads, draft.key_heads))
         if draft.experts(fields):
             return "write:experts"
+        if indexing := sorted(f for f in fields if f.startswith("index_")):
+            # an indexer chooses tokens: other sizes of it may choose others
+            key = "_by_".join(indexing)
+            sizes[key] = {"default": " * ".join([*indexing, "1"][:2])}
+            return key
         if sizes["vocab"] in fields:
             return "vocab"
-        if (named := re.search(NAMED, module)) and length in (attended, keys):
+        parts = {part for part, field in draft.parts.items() if field in fields}
+        if "head_dim" in parts and sizes["q_heads"] not in fields:
+            # the part of a key that turns is one for all heads
+            turning = getattr(draft.config, draft.parts["head_dim"])
+            own = {field: moved for field, moved in fields.items() if "head_dim" not in field}
+            return f"write:{draft.units(own, length - turning)}|turning_key"
+        if "nope" in parts:
+            return "write:q" if "head_dim" in parts else "write:kv"
+        if (named := re.search(NAMED, module)) and (length in (attended, keys) or parts):
             return f"write:{named[2][0]}"
         if re.search("att", module.rpartition(".")[0], re.I):
             is_shared = (
