@@ -141,21 +141,22 @@ def draft_family(config: Any) -> DraftedFamily:
     """
     try:
         cls = class_for(config)
-        if inner := type(config).sub_configs:
+        if inner := [k for k in type(config).sub_configs if getattr(config, k, None)]:
             raise GrowthError(
                 f"{config.model_type}: its config holds others ({', '.join(inner)}), and a draft "
                 "has one stack of layers that reads text"
             )
         draft = _measured(cls, config)
         Walk(draft)
-        table = table_of(draft)
+        found, report, assumed = _searched(table_of(draft), draft.config, cls.__name__)
+        if report.faults:
+            raise GrowthError(report.faults[0])
     except GrowthError as error:
         what, _ = described(config.model_type, config.to_dict())
         raise GrowthError(
             f"{error}; {what}; extend its table by hand, and check yours with growkern family "
             f"draft SRC --table my.toml: {DOCS}/add_model.md"
         ) from error
-    found, report, assumed = _searched(table, draft.config, cls.__name__)
     return DraftedFamily(found, report, (*draft.assumed, *assumed))
 
 
@@ -233,8 +234,9 @@ def _guesses(table: dict[str, Any], config: Any) -> Iterator[Guess]:
         yield Guess("units cannot carry a mean", _without_carrying)
     if "correction_bias" in text:
         yield Guess("a bias beside probabilities of experts", _scaled_bias)
-    scale = partial(_set, "attention", constant_scale(config))
-    yield Guess("scores have a constant scale", scale)
+    is_constant = attention["scale"] == "constant"
+    scale = {"scale": "head_dim"} if is_constant else constant_scale(config)
+    yield Guess(f"scores have the scale {scale['scale']}", partial(_set, "attention", scale))
     for axis, key in sorted({*re.findall(r'"(write:(\w+)\|\2)"', text)}):
         pair = {"kind": "units", "size": table["spaces"][key]["size"], "width": 2}
         yield Guess("two projections lie side by side", partial(_in_space, axis, "gated", pair))

@@ -30,6 +30,8 @@ ONLY = {(LAYERS - 1,): "last", tuple(range(1, LAYERS)): "not_first", (0,): "firs
 def table_of(draft: Draft) -> dict[str, Any]:
     """The whole table, as TOML values."""
     config, fields, kinds = draft.config, draft.config.to_dict(), dict[str, list[str]]()
+    # classes may write lists into the config
+    lists = draft.model.config.to_dict().items()
     _add_conditions(draft)
     depth = _add_carrying(draft)
     _add_scale(draft)
@@ -42,7 +44,7 @@ def table_of(draft: Draft) -> dict[str, Any]:
         "model_type": config.model_type,
         "activation": next((k for k in ACTIVATIONS if isinstance(fields.get(k), str)), None),
         "softcap": SOFTCAP if fields.get(SOFTCAP) else None,
-        "per_layer": [k for k, v in fields.items() if isinstance(v, list) and len(v) == LAYERS],
+        "per_layer": [k for k, v in lists if isinstance(v, list) and len(v) == LAYERS],
         "norm": draft.norm,
         "attention": _attention(draft),
         "config": draft.sizes,

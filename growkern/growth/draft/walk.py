@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from growkern.errors import GrowthError
-from growkern.growth.draft.probe import template
+from growkern.growth.draft.probe import LAYERS, template
 from growkern.growth.draft.sizes import Draft, Row
 from growkern.growth.draft.watch import Call, same
 from growkern.growth.own_table import NormFacts, norm_facts
 
-NAMED = r"(^|[._wW])(q|k|v|query|key|value)(_proj|_lin|_layer|_linear)?\d?$"
+NAMED = r"(^|[._wW])(q|k|v|query|key|value)(_proj|_lin|_layer|_linear|_global)?\d?$"
 QUERY, KEY, GATE = "^q|query", "^k|key", "gate|^g"
 # names of the matrices of experts that write the stream
 LAST = "down|w2|output|wo"
@@ -207,22 +207,31 @@ class Walk:
         widths = {sizes["stream"], *draft.probe.fields(draft.embedding, 1)}
         if length == draft.width and widths & fields.keys():
             return "write:stream"
-        if length == draft.heads and sizes["q_heads"] in fields:
-            # a number for each head
+        layers = LAYERS if sizes["layers"] in fields else 1
+        if length == draft.heads * layers and sizes["q_heads"] in fields:
+            # a number for each head, or for those of all layers
             draft.spaces["each"] = {"kind": "heads", "heads": "q_heads", "width": 1}
-            return "write:each"
+            if layers == 1:
+                return "write:each"
+            draft.spaces["all"] = {"kind": "layers", "size": "layers", "entries": "each"}
+            return "read:all"
         if length == 1 or isinstance(draft.modules.get(module), nn.Embedding):
             return draft.size_key(fields, length)
         return f"write:{draft.units(fields, length)}"
 
     def _other_row(self, name: str, shape: tuple[int, ...]) -> Row:
         """The row of a tensor that no watched module multiplies with."""
-        leaf, axes = name.rpartition(".")[2], [self._axis(name, i) for i in range(len(shape))]
+        leaf, weight = name.rpartition(".")[2], dict(self.draft.model.named_parameters()).get(name)
+        if leaf == "inv_freq" or (weight is not None and not weight.requires_grad):
+            # the class computes it, such as a table of sines
+            return {"axes": ["*"] * len(shape), "computed": True}
+        axes = [self._axis(name, i) for i in range(len(shape))]
         if "write:experts" not in axes:
-            weight = dict(self.draft.model.named_parameters()).get(name)
-            # a frozen one is what the class computes, such as a table of sines
-            is_computed = weight is not None and not weight.requires_grad
-            return {"axes": ["*"] * len(shape), "computed": True} if is_computed else {"axes": axes}
+            module = self.draft.modules.get(name.rpartition(".")[0])
+            if isinstance(module, nn.Linear) and shape[1:] == (self.draft.width,):
+                # no token of this input enters it
+                axes[1] = f"read:{self.source}"
+            return {"axes": axes}
         if len(axes) == 1 and re.search("correction|score", name):
             self.draft.spaces["experts"]["asleep"] = self.draft.place(name)[0]
             return {"axes": axes, "keep": "float32", "fallback": "zero"}

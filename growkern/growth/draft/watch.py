@@ -74,7 +74,8 @@ def first_tensor(values: Any) -> Tensor | None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """True if both hold the same numbers, in any shape."""
+    """True if both hold the same numbers, in any shape and order."""
     if a.numel() != b.numel():
         return False
-    return bool(torch.allclose(a.flatten(), b.flatten(), rtol=1e-9, atol=1e-11))
+    pair = (x.flatten().sort().values for x in (a, b))
+    return bool(torch.allclose(*pair, rtol=1e-9, atol=1e-11))
