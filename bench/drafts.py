@@ -2,7 +2,8 @@
 
     python -m bench.drafts
 
-One model type after another, by its default config, as `growkern family draft` does it. A draft is
+One model type after another, by its default config, as `growkern family draft` does it. OWN has
+what a default lacks. A draft is
 `exact` if the check grew a tiny model and no plan was wrong, `wrong` if one was, and `refused` if
 something in the class fits no rule. A machine writes bench/results/drafts.json, with the reasons,
 and for an exact draft the sizes that it does not grow. `--against` compares with that file in place
@@ -31,6 +32,8 @@ from growkern.families.table_files import supported_families
 from growkern.growth.draft.family import draft_family
 
 KINDS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+# ESM's own has no padding, and the positions of ESM-1b
+OWN = {"esm": {"pad_token_id": 1, "position_embedding_type": "rotary"}}
 
 
 def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -39,7 +42,7 @@ def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
     for kind in kinds:
         start = time.process_time()
         try:
-            draft = draft_family(transformers.CONFIG_MAPPING[kind]())
+            draft = draft_family(transformers.CONFIG_MAPPING[kind](**OWN.get(kind, {})))
             wrong = [
                 *draft.report.faults,
                 *(g.why for g in draft.report.growths if g.verdict == "wrong"),
@@ -52,13 +55,8 @@ def drafted(kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
             word, why = "refused" if isinstance(error, GrowthError) else "failed", str(error)
         why = " ".join(why.split())[:200]
         seconds = round(time.process_time() - start, 1)
-        yield {
-            "model": kind,
-            "table": kind in shipped,
-            "draft": word,
-            "seconds": seconds,
-            "why": why,
-        }
+        row = {"model": kind, "table": kind in shipped, "draft": word}
+        yield {**row, "seconds": seconds, "why": why}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from rich.console import Group
@@ -167,11 +167,9 @@ def _measured(cls: Any, config: Any) -> Draft:
         small.architectures = [cls.__name__]
         try:
             return Draft(cls, small)
-        except GrowthError as refused:
-            error = refused
-        except Exception as refused:
+        except Exception as other:
             # classes raise errors of any type where sizes do not fit
-            error = GrowthError(reason(refused))
+            error = other if isinstance(other, GrowthError) else GrowthError(reason(other))
     raise error
 
 
@@ -199,51 +197,45 @@ def _searched(table: dict[str, Any], config: Any, class_name: str) -> tuple[Any,
     pairs = chain.from_iterable(combinations(guesses, count) for count in (1, 2))
     for some in islice(pairs, MOST_TRIED):
         other = json.loads(json.dumps(table))
-        for guess in some:
-            guess.edit(other)
+        for _, edit in some:
+            edit(other)
         family = own_family("draft", other)
         if all(g.verdict != "wrong" for g in first_growths(family, config, class_name, wrong)):
             found = check_family(family, config, class_name)
             if found.ok:
-                return other, found, [f"{' and '.join(g.why for g in some)}, by a search"]
+                return other, found, [f"{' and '.join(why for why, _ in some)}, by a search"]
     return table, report, ()
 
 
-class Guess(NamedTuple):
-    """What no value shows, and how it edits a table."""
+def _guesses(table: dict[str, Any], config: Any) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """What no value shows but may be true of a table, and how it edits one, likeliest first."""
 
-    why: str
-    edit: Callable[[dict[str, Any]], None]
+    def fact(key: str, value: Any, section: str = "attention") -> tuple[str, Any]:
+        return f"{key}={value}", lambda table: table[section].update({key: value})
 
-
-def _guesses(table: dict[str, Any], config: Any) -> Iterator[Guess]:
-    """What else may be true of a table, likeliest first."""
     attention, text = table["attention"], json.dumps(table["tensors"])
     if attention["positions"] == "rotary":
-        pairs = "halves" if attention.get("pairs") == "adjacent" else "adjacent"
-        yield Guess(f"pairs={pairs}", partial(_set, "attention", {"pairs": pairs}))
-        yield Guess("a part of each head turns", partial(_set, "attention", {"partial": True}))
-        yield Guess("whole pairs turn", partial(_set, "attention", {"whole_pairs": True}))
+        yield fact("pairs", "halves" if attention.get("pairs") == "adjacent" else "adjacent")
+        yield fact("partial", True)
+        yield fact("whole_pairs", True)
     else:
-        heads = {"q_heads": {"field": table["config"]["q_heads"], "fixed": True}}
-        yield Guess("positions follow from the number of heads", partial(_set, "config", heads))
+        # positions follow from the number of heads
+        yield fact("q_heads", {"field": table["config"]["q_heads"], "fixed": True}, "config")
     if "write:q|k|v" in text:
         mixed = {"kind": "heads", "heads": "q_heads", "part": "query|key|value"}
-        yield Guess("each head has all three", partial(_in_space, "write:q|k|v", "qkv", mixed))
+        yield "each head has all three", partial(_in_space, "write:q|k|v", "qkv", mixed)
     if '"carry"' in text:
-        yield Guess("units cannot carry a mean", _without_carrying)
+        yield "units cannot carry a mean", partial(_edit_rows, {"extra": None, "into": None}, "")
     if "correction_bias" in text:
-        yield Guess("a bias beside probabilities of experts", _scaled_bias)
+        # each copy of an expert has its share of the probability, and so of what is added to it
+        shared = partial(_edit_rows, {"scale": "1/experts"}, "correction_bias")
+        yield "a bias beside probabilities of experts", shared
     is_constant = attention["scale"] == "constant"
     scale = {"scale": "head_dim"} if is_constant else constant_scale(config)
-    yield Guess(f"scores have the scale {scale['scale']}", partial(_set, "attention", scale))
+    yield f"scores have the scale {scale['scale']}", lambda table: table["attention"].update(scale)
     for axis, key in sorted({*re.findall(r'"(write:(\w+)\|\2)"', text)}):
         pair = {"kind": "units", "size": table["spaces"][key]["size"], "width": 2}
-        yield Guess("two projections lie side by side", partial(_in_space, axis, "gated", pair))
-
-
-def _set(section: str, facts: dict[str, Any], table: dict[str, Any]) -> None:
-    table[section] |= facts
+        yield "two projections lie side by side", partial(_in_space, axis, "gated", pair)
 
 
 def _in_space(axis: str, name: str, space: dict[str, Any], table: dict[str, Any]) -> None:
@@ -252,19 +244,10 @@ def _in_space(axis: str, name: str, space: dict[str, Any], table: dict[str, Any]
     table["tensors"], table["spaces"][name] = json.loads(text), space
 
 
-def _without_carrying(table: dict[str, Any]) -> None:
-    for _, row in _rows(table):
-        row.pop("extra", None)
-        row.pop("into", None)
-
-
-def _scaled_bias(table: dict[str, Any]) -> None:
-    """Each copy of an expert has its share of the probability, and so of what is added to it."""
-    for name, row in _rows(table):
-        if name.endswith("correction_bias"):
-            row["scale"] = "1/experts"
-
-
-def _rows(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _edit_rows(facts: dict[str, Any], ending: str, table: dict[str, Any]) -> None:
+    """Give all rows whose names end so these facts; None takes one away."""
     for name, row in chain.from_iterable(rows.items() for rows in table["tensors"].values()):
-        yield from ((name, one) for one in (row if isinstance(row, list) else [row]))
+        for one in (row if isinstance(row, list) else [row]) if name.endswith(ending) else ():
+            kept = {key: value for key, value in (one | facts).items() if value is not None}
+            one.clear()
+            one.update(kept)

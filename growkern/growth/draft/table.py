@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import json
 import re
@@ -16,7 +14,7 @@ from torch.nn import functional
 from growkern.errors import GrowthError
 from growkern.growth.draft.probe import LAYERS, shapes, template
 from growkern.growth.draft.sizes import Draft, Row
-from growkern.growth.draft.watch import first_tensor
+from growkern.growth.draft.watch import watch
 
 ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 ADJACENT = r"def rotate_(half|every_two)[^}]*?\[\.\.\., 0?::2\]|view_as_complex|rotate_every_two"
@@ -123,19 +121,9 @@ def _add_scale(draft: Draft) -> None:
 
 def _is_rounded(draft: Draft, root: float) -> bool:
     """True if the model rounds its factor on the embeddings to its dtype; bfloat16 shows it."""
-    model, values = copy.deepcopy(draft.model).to(torch.bfloat16), list[Any]()
-    module = model.get_input_embeddings()
-    module.register_forward_hook(lambda _module, _args, out: values.append(out))
-
-    def enters(_module: Any, args: Any, kwargs: Any) -> None:
-        values.append(first_tensor((args, kwargs)))
-        raise StopIteration
-
-    model.get_submodule(f"{draft.stack}0").register_forward_pre_hook(enters, with_kwargs=True)
-    with torch.no_grad(), contextlib.suppress(StopIteration):
-        model(input_ids=draft.ids)
-    raw = functional.embedding(draft.ids, module.weight)
-    return not any(torch.equal(value, raw * root) for value in values)
+    model, ids, calls = watch(draft.cls, draft.config, torch.bfloat16)
+    scaled = functional.embedding(ids, model.get_input_embeddings().weight) * root
+    return not any(torch.equal(value, scaled) for call in calls for value in (call.x, call.y))
 
 
 def _merged(draft: Draft, own: str, kinds: dict[str, list[str]]) -> Row | list[Row]:

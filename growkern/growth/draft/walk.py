@@ -221,12 +221,13 @@ class Walk:
 
     def _other_row(self, name: str, shape: tuple[int, ...]) -> Row:
         """The row of a tensor that no watched module multiplies with."""
-        leaf, weight = name.rpartition(".")[2], dict(self.draft.model.named_parameters()).get(name)
-        if leaf == "inv_freq" or (weight is not None and not weight.requires_grad):
-            # the class computes it, such as a table of sines
-            return {"axes": ["*"] * len(shape), "computed": True}
-        axes = [self._axis(name, i) for i in range(len(shape))]
+        leaf = name.rpartition(".")[2]
+        axes = ["*"] if leaf == "inv_freq" else [self._axis(name, i) for i in range(len(shape))]
         if "write:experts" not in axes:
+            weight = dict(self.draft.model.named_parameters()).get(name)
+            if axes == ["*"] or (weight is not None and not weight.requires_grad):
+                # the class computes it, such as a table of sines
+                return {"axes": ["*"] * len(shape), "computed": True}
             module = self.draft.modules.get(name.rpartition(".")[0])
             if isinstance(module, nn.Linear) and shape[1:] == (self.draft.width,):
                 # no token of this input enters it

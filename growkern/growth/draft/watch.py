@@ -32,7 +32,9 @@ class Call(NamedTuple):
 
 
 @torch.no_grad()
-def watch(cls: Any, config: Any) -> tuple[Any, Tensor, list[Call]]:
+def watch(
+    cls: Any, config: Any, dtype: torch.dtype = torch.float64
+) -> tuple[Any, Tensor, list[Call]]:
     """A tiny model, the tokens that it read, and the calls of its modules, inner ones first."""
     if sum(map(math.prod, shapes(cls, config)[0].values())) > MOST:
         raise GrowthError("the small config still makes a large model")
@@ -42,6 +44,7 @@ def watch(cls: Any, config: Any) -> tuple[Any, Tensor, list[Call]]:
         model = cls._from_config(copy.deepcopy(config), dtype=torch.float64).eval()
     restore_buffers(model)
     randomize(model)
+    model.to(dtype)
     calls: list[Call] = []
 
     def hook(name: str) -> Any:

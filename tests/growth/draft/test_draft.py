@@ -4,6 +4,7 @@ import pytest
 import transformers
 from typer.testing import CliRunner
 
+import bench.drafts
 import growkern
 from growkern.cli.commands import app
 from growkern.families.model import ModelSpec
@@ -19,10 +20,10 @@ T5 = transformers.T5Config(architectures=["T5ForConditionalGeneration"])
 MORE = (
     *("biogpt", "gemma2", "helium", "glm4_moe", "llama", "gpt2", "phi3", "olmo2", "electra"),
     *("gpt_oss", "qwen3_moe", "cohere2", "opt", "bloom", "ernie4_5_moe", "nomic_bert", "roformer"),
-    "bert-generation",
+    *("bert-generation", "deepseek_v3", "deepseek_v32", "esm", "longformer"),
 )
 # a draft refuses the defaults: no value, and embeddings as wide as the tiny model's stream
-OWN = {"gpt2": {"n_inner": 3072}, "electra": {"embedding_size": 256}}
+OWN = bench.drafts.OWN | {"gpt2": {"n_inner": 3072}, "electra": {"embedding_size": 256}}
 
 
 @pytest.mark.parametrize("model_type", SOME + MORE if walks.times > 1 else SOME)
@@ -91,10 +92,8 @@ def test_a_draft_says_which_sizes_it_grew_and_which_it_refused():
     [
         (transformers.MambaConfig(), r"\(Mamba 1\); nearest: .* --table my.toml"),
         (T5, r"nearest: \w*t5"),
-        (
-            transformers.NanoChatConfig(),
-            r"layers\.\{l\}\.self_attn\.q_norm \[\]: a norm .* nearest: ",
-        ),
+        (transformers.NanoChatConfig(), r"self_attn\.q_norm \[\]: a norm .* nearest: "),
+        (transformers.MiMoV2FlashConfig(), r"q_proj.* has \[96, 128\]; .* nearest: mimo"),
         (transformers.RemBertConfig(), r"output\.LayerNorm \[128\]: a norm .* nearest: bert"),
     ],
 )
