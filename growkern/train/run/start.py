@@ -121,7 +121,8 @@ def _train(
             # a run that was killed after it had saved its model
             close_staging(output)
         if progress and is_first:
-            print_lines({"finished": f"{output} is trained already; nothing was done"})
+            done = f"{output} is trained already; nothing was done. To train anew, delete it"
+            print_lines({"finished": done})
         return None
 
     with locked(output, "training in") if is_first else nullcontext():

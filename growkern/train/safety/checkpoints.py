@@ -18,8 +18,8 @@ DAMAGED = "damaged-{}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step at which a checkpoint was saved, from its name."""
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+    """The step at which a checkpoint was saved, from its name; the number of a generation."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
@@ -32,7 +32,9 @@ def exportable(run: Path) -> list[Path]:
     """The checkpoints of a run, the latest step first, or the one that is given itself."""
     paths = [run] if run.name.startswith("checkpoint-") else checkpoints_in(run)
     if not any(path.is_dir() for path in paths):
-        raise GrowthError(f"{run} has no checkpoint to export: give the output directory of a run")
+        last = max(run.glob("generation-*"), key=step_of, default=None)
+        given = "the output directory of a run" if last is None else f"a generation, such as {last}"
+        raise GrowthError(f"{run} has no checkpoint to export: give {given}")
     return paths
 
 

@@ -56,3 +56,10 @@ def test_dtypes_that_are_none_are_refused(checkpoint, tmp_path, dtype):
     with pytest.raises(GrowthError, match="dtype is"):
         export(checkpoint.parent, tmp_path / "model", dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_of_generations_names_its_last(tmp_path):
+    for number in (9, 10):
+        (tmp_path / f"generation-{number}").mkdir()
+    with pytest.raises(GrowthError, match="generation-10"):
+        export(tmp_path, tmp_path / "model")
